@@ -1,0 +1,50 @@
+"""Every error that AutoHete raises on purpose.
+
+    AutoHeteError                what a person can understand and mend; the command line prints it, exit code 2
+    ├── InputError               a value, name, file or flag that cannot be taken
+    ├── InfeasibleError          no plan fits the memory that is there; carries the smallest budget that works
+    └── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
+
+A message says what was given, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AutoHeteError(Exception):
+    """Base of all errors of this package."""
+
+
+class InputError(AutoHeteError):
+    """Something that a person gave cannot be taken."""
+
+
+class ScheduleError(AutoHeteError):
+    """A schedule cannot be executed; the message names the fault and the tasks."""
+
+
+class InfeasibleError(AutoHeteError):
+    """No plan of a policy fits.
+
+    Attributes:
+        constraint: the memory that binds, ``gpu`` or ``host``.
+        capacity_bytes: what there is of it.
+        needed_bytes: the least of it that any plan of the policy needs: the smallest budget that works.
+    """
+
+    def __init__(self, message: str, constraint: str, capacity_bytes: int, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.constraint = constraint
+        self.capacity_bytes = capacity_bytes
+        self.needed_bytes = needed_bytes
+
+
+def unknown_name(what: str, given: str, allowed: Iterable[str]) -> InputError:
+    """An error for a name that does not exist: lists the allowed ones and the nearest."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(given, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return InputError(f"unknown {what} {given!r}: choose one of {', '.join(names)}{hint}")

@@ -1,0 +1,325 @@
+"""Where it is trained: one node's capacities and rates, read from a TOML file in which every figure has its source.
+
+Two shapes of the same thing: :class:`HardwareFile` is the document (values as people write them, sources, dates,
+published ranges); :class:`Hardware` is what the model computes with (plain SI numbers).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from autohete.errors import InputError, unknown_name
+from autohete.units import parse_quantity
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU.
+
+    Args:
+        memory_bytes: what CUDA reports as total.
+        reserved_bytes: what no tensor can have: context, library workspaces, allocator rounding.
+        peak_16bit_flops, peak_32bit_flops: dense peak, FLOP/s.
+        memory_bandwidth: datasheet, bytes/s.
+        memory_efficiency: share of it that elementwise kernels reach.
+        gemm_efficiency: share of the peak that a large matrix product reaches.
+        kernel_overhead_seconds: time between two short kernels in a full stream.
+    """
+
+    memory_bytes: int
+    reserved_bytes: int
+    peak_16bit_flops: float
+    peak_32bit_flops: float
+    memory_bandwidth: float
+    memory_efficiency: float
+    gemm_efficiency: float
+    kernel_overhead_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between host and GPU, pinned memory.
+
+    Args:
+        bandwidth: bytes/s while the other direction is silent.
+        duplex_bandwidth: bytes/s while the other direction runs too.
+        latency_seconds: fixed cost of one copy.
+    """
+
+    bandwidth: float
+    duplex_bandwidth: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Host memory: capacity, datasheet bandwidth (bytes/s), and the share of it that CPU and DMA reach together."""
+
+    memory_bytes: int
+    memory_bandwidth: float
+    usable_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The processors: physical cores, and the DRAM traffic (bytes/s) that one optimizer process over all of them reaches."""
+
+    cores: int
+    update_bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One GPU and the host behind it, in SI units. Made by :func:`load_hardware`."""
+
+    name: str
+    gpu: Gpu
+    h2d: Link
+    d2h: Link
+    host: Host
+    cpu: Cpu
+
+    @property
+    def gpu_capacity_bytes(self) -> int:
+        """GPU memory that tensors can have."""
+        return self.gpu.memory_bytes - self.gpu.reserved_bytes
+
+
+# --- the document -------------------------------------------------------------------------------------------------
+
+
+def _quantity(dimension: str) -> Callable[[object], object]:
+    def read(value: object) -> object:
+        if not isinstance(value, str):
+            raise ValueError(f"{value!r} has no unit: write a string such as {_example(dimension)}")
+        try:
+            return parse_quantity(value, dimension)
+        except InputError as error:
+            raise ValueError(str(error)) from None
+
+    return read
+
+
+def _example(dimension: str) -> str:
+    return {"bytes": '"40GiB"', "bandwidth": '"25GB/s"', "rate": '"312TFLOP/s"', "time": '"10us"'}[dimension]
+
+
+_Size = Annotated[float, BeforeValidator(_quantity("bytes")), Field(ge=1, le=2.0**60)]
+_Bandwidth = Annotated[float, BeforeValidator(_quantity("bandwidth")), Field(ge=1e3, le=1e18)]
+_Rate = Annotated[float, BeforeValidator(_quantity("rate")), Field(ge=1e6, le=1e21)]
+_Time = Annotated[float, BeforeValidator(_quantity("time")), Field(ge=1e-12, le=10)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+_Count = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+_Value = TypeVar("_Value")
+
+
+class Figure(_Table, Generic[_Value]):
+    """One figure of a hardware file: the value, where it was read and when, and how far published values go."""
+
+    value: _Value
+    source: str = Field(min_length=1)
+    date: str = Field(pattern=r"^\d{4}(-\d{2}){0,2}$")
+    range: tuple[_Value, _Value] | None = None
+
+
+class GpuFigures(_Table):
+    model: str
+    memory: Figure[_Size]
+    reserved_memory: Figure[_Size]
+    peak_16bit: Figure[_Rate]
+    peak_32bit: Figure[_Rate]
+    memory_bandwidth: Figure[_Bandwidth]
+    memory_efficiency: Figure[_Share]
+    gemm_efficiency: Figure[_Share]
+    kernel_overhead: Figure[_Time]
+
+
+class LinkFigures(_Table):
+    bandwidth: Figure[_Bandwidth]
+    duplex_bandwidth: Figure[_Bandwidth]
+    latency: Figure[_Time]
+
+
+class LinksFigures(_Table):
+    h2d: LinkFigures
+    d2h: LinkFigures
+
+
+class HostFigures(_Table):
+    memory: Figure[_Size]
+    memory_bandwidth: Figure[_Bandwidth]
+    usable_share: Figure[_Share]
+
+
+class CpuFigures(_Table):
+    model: str
+    cores: Figure[_Count]
+    update_bandwidth: Figure[_Bandwidth]
+
+
+class HardwareFile(_Table):
+    """A hardware TOML file. Strict: an unknown key, a missing figure or a figure without its unit is an error."""
+
+    name: str
+    title: str
+    gpu: GpuFigures
+    links: LinksFigures
+    host: HostFigures
+    cpu: CpuFigures
+
+    def hardware(self) -> Hardware:
+        """The plain numbers."""
+        gpu, host = self.gpu, self.host
+        if gpu.reserved_memory.value >= gpu.memory.value:
+            raise InputError(
+                f"{self.name}: gpu.reserved_memory {gpu.reserved_memory.value:.0f} B leaves nothing of gpu.memory "
+                f"{gpu.memory.value:.0f} B: lower it or raise gpu.memory"
+            )
+        return Hardware(
+            name=self.name,
+            gpu=Gpu(
+                memory_bytes=round(gpu.memory.value),
+                reserved_bytes=round(gpu.reserved_memory.value),
+                peak_16bit_flops=gpu.peak_16bit.value,
+                peak_32bit_flops=gpu.peak_32bit.value,
+                memory_bandwidth=gpu.memory_bandwidth.value,
+                memory_efficiency=gpu.memory_efficiency.value,
+                gemm_efficiency=gpu.gemm_efficiency.value,
+                kernel_overhead_seconds=gpu.kernel_overhead.value,
+            ),
+            h2d=_link(self.links.h2d),
+            d2h=_link(self.links.d2h),
+            host=Host(round(host.memory.value), host.memory_bandwidth.value, host.usable_share.value),
+            cpu=Cpu(self.cpu.cores.value, self.cpu.update_bandwidth.value),
+        )
+
+
+def _link(figures: LinkFigures) -> Link:
+    bandwidth, duplex = figures.bandwidth.value, figures.duplex_bandwidth.value
+    # A direction cannot be faster in company than alone; setting only `bandwidth` low must not leave that behind.
+    return Link(bandwidth, min(bandwidth, duplex), figures.latency.value)
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def preset_names() -> list[str]:
+    """Names of the hardware that comes with the package."""
+    folder = resources.files("autohete") / "hardware"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+@cache
+def _read(source: str) -> dict[str, Any]:
+    """The raw document of a preset's name or of a file's path."""
+    preset = resources.files("autohete") / "hardware" / f"{source}.toml"
+    try:
+        if source in preset_names():
+            text = preset.read_text(encoding="utf-8")
+        elif source.endswith(".toml") or "/" in source:
+            text = Path(source).read_text(encoding="utf-8")
+        else:
+            raise unknown_name("hardware", source, [*preset_names(), "FILE.toml"])
+        return tomllib.loads(text)
+    except OSError as error:
+        raise InputError(f"hardware file {source!r} cannot be read: {error.strerror or error}; give a preset or a file") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"hardware file {source!r} is not UTF-8 text: give a TOML file") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"hardware file {source!r} is not valid TOML: {error}") from error
+
+
+def _override(document: dict[str, Any], key: str, text: str) -> None:
+    """Set the figure ``key`` (``links.h2d.bandwidth``) to ``text``, keeping the document's other words."""
+    node: Any = document
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            raise unknown_name("hardware figure", key, figure_keys(document))
+        node = node[part]
+    if not (isinstance(node, dict) and "value" in node):
+        raise unknown_name("hardware figure", key, figure_keys(document))
+    number: object = text
+    if not isinstance(node["value"], str):
+        try:
+            number = int(text) if isinstance(node["value"], int) else float(text)
+        except ValueError:
+            raise InputError(f"{key} is a plain number, not {text!r}: write it such as {node['value']}") from None
+    node["value"] = number
+
+
+def figure_keys(document: Mapping[str, Any]) -> list[str]:
+    """The dotted keys of all figures of a raw document."""
+
+    def walk(node: Mapping[str, Any], prefix: str) -> list[str]:
+        found: list[str] = []
+        for key, child in node.items():
+            if isinstance(child, Mapping):
+                found += [f"{prefix}{key}"] if "value" in child else walk(child, f"{prefix}{key}.")
+        return found
+
+    return walk(document, "")
+
+
+def read_hardware(source: str | Path, overrides: Mapping[str, str] | None = None) -> HardwareFile:
+    """Read the preset or file ``source``, with some figures replaced.
+
+    Args:
+        source: a preset's name (:func:`preset_names`) or the path of a TOML file.
+        overrides: dotted key -> text with unit, for example ``{"links.h2d.bandwidth": "50GB/s"}``.
+
+    Raises:
+        InputError: no such preset or file, not TOML, or figures that are missing, unknown or absurd (all of them in one message).
+    """
+    document = copy.deepcopy(_read(str(source)))
+    for key, text in (overrides or {}).items():
+        _override(document, key, text)
+    try:
+        # Through JSON: strict mode takes a JSON array for a tuple, but not a Python list.
+        return HardwareFile.model_validate_json(json.dumps(document, default=str))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {_reason(fault)}" for fault in error.errors())
+        raise InputError(f"hardware {str(source)!r}: {faults}") from error
+
+
+def _reason(fault: Any) -> str:
+    if fault["type"] == "missing":
+        return "missing: give it a table with value, source and date"
+    if fault["type"] == "extra_forbidden":
+        return "unknown key: remove it or mend its spelling"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return f"{message} (given: {fault['input']!r})" if fault["type"] != "value_error" else message
+
+
+def load_hardware(source: str | Path, overrides: Mapping[str, str] | None = None) -> Hardware:
+    """:func:`read_hardware` as plain numbers."""
+    return read_hardware(source, overrides).hardware()
+
+
+def uncertain_figures(source: str | Path) -> dict[str, tuple[str, str]]:
+    """Figures of ``source`` for which published values differ: dotted key -> lowest and highest, as written."""
+    document = _read(str(source))
+    found: dict[str, tuple[str, str]] = {}
+    for key in figure_keys(document):
+        node: Any = document
+        for part in key.split("."):
+            node = node[part]
+        if "range" in node:
+            low, high = node["range"]
+            found[key] = (str(low), str(high))
+    return found

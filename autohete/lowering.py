@@ -1,0 +1,454 @@
+"""From a plan to tasks: :func:`lower` is the only maker of tasks from plans.
+
+Read it as an iteration passes: the GPU's passes in order, then for each block what is fetched before a pass, what is
+released after it, where its gradient goes, who updates it and how the new parameters come back. What separates the
+published systems are a few waits; each is one clearly named flag of the plan and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autohete.errors import InputError
+from autohete.hardware import Hardware
+from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
+from autohete.profile import Profile
+from autohete.schedule import (
+    Buffer,
+    Discipline,
+    Edge,
+    Flow,
+    Free,
+    Kind,
+    Lane,
+    Memory,
+    Schedule,
+    SharedResource,
+    Task,
+    TaskId,
+)
+
+GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"  # lanes
+GPU_MEMORY, HOST_MEMORY = "gpu", "host"
+
+
+def lower(profile: Profile, plan: Plan) -> Schedule:
+    """The schedule of ``plan`` for the workload and hardware of ``profile``.
+
+    Raises:
+        InputError: the plan is for another number of blocks.
+    """
+    if len(plan.blocks) != len(profile.blocks):
+        raise InputError(f"the plan has {len(plan.blocks)} blocks, the profile {len(profile.blocks)}: plan for this workload")
+    return _Lowering(profile, plan).schedule()
+
+
+class _Draft:
+    """A task that still collects its edges."""
+
+    def __init__(self, task: TaskId, lane: str, seconds: float, priority: int) -> None:
+        self.id, self.lane, self.priority = task, lane, priority
+        self.duration_ns = max(0, round(seconds * 1e9))
+        self.after: dict[Edge, None] = {}
+        self.allocates: list[Buffer] = []
+        self.frees: list[Free] = []
+
+    def wait(self, task: TaskId | None, back: int = 0) -> None:
+        if task is not None:
+            self.after[Edge(task, back)] = None
+
+    def task(self) -> Task:
+        return Task(
+            self.id, self.lane, self.duration_ns, tuple(self.after), self.priority, tuple(self.allocates), tuple(self.frees)
+        )
+
+
+class _Lowering:
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self.profile, self.plan = profile, plan
+        self.last = len(plan.blocks) - 1
+        self.drafts: dict[TaskId, _Draft] = {}
+        self.tied = profile.workload.tied_embeddings
+        #: The GPU passes in order, and each one's place; a prefetch may run beside some number of those before its own.
+        self.passes: list[TaskId] = []
+        self.place: dict[TaskId, int] = {}
+        self.slot_bytes = max((self.parameter_bytes(i) for i, b in enumerate(plan.blocks) if _offloaded(b)), default=0)
+
+    # --- sizes and names
+
+    def parameter_bytes(self, block: int) -> int:
+        return self.profile.blocks[block].parameters * self.profile.element_bytes
+
+    def gradient_owner(self, block: int) -> int:
+        """The block after whose backward the gradient of ``block``'s matrix begins to exist."""
+        return self.last if self.tied and block == 0 else block
+
+    # --- drafting
+
+    def add(self, kind: Kind, block: int, lane: str, seconds: float, priority: int = 0) -> _Draft:
+        task = TaskId(kind, block)
+        draft = self.drafts[task] = _Draft(task, lane, seconds, priority if self.plan.priority else 0)
+        return draft
+
+    def get(self, kind: Kind, block: int) -> _Draft:
+        return self.drafts[TaskId(kind, block)]
+
+    def id_of(self, kind: Kind, block: int) -> TaskId | None:
+        task = TaskId(kind, block)
+        return task if task in self.drafts else None
+
+    def first_backward_pass(self, block: int) -> TaskId:
+        """What needs the block's parameters first in backward."""
+        return self.id_of(Kind.RECOMPUTE, block) or TaskId(Kind.BACKWARD, block)
+
+    def schedule(self) -> Schedule:
+        self.gpu_passes()
+        for block, plan in enumerate(self.plan.blocks):
+            if _offloaded(plan):
+                self.offloaded_parameters(block, plan)
+            if plan.activations is Activations.OFFLOAD:
+                self.offloaded_activations(block, plan)
+        self.gpu_updates()
+        self.cpu_updates()
+        self.parameters_before_forward()
+        self.barriers()
+        priority = Discipline.PRIORITY if self.plan.priority else Discipline.FIFO
+        hardware = self.profile.hardware
+        flows, resources = shared_bandwidth(hardware)
+        return Schedule(
+            lanes=(Lane(GPU), Lane(H2D, priority), Lane(D2H, priority), Lane(CPU, priority)),
+            tasks=tuple(draft.task() for draft in self.issue_order()),
+            memories=(
+                Memory(GPU_MEMORY, hardware.gpu_capacity_bytes),
+                Memory(HOST_MEMORY, hardware.host.memory_bytes),
+            ),
+            resident=tuple(self.resident_buffers()),
+            flows=flows,
+            resources=resources,
+        )
+
+    # --- GPU passes
+
+    def gpu_passes(self) -> None:
+        blocks, loss = self.profile.blocks, self.profile.loss
+        for block, plan in enumerate(self.plan.blocks):
+            times = blocks[block]
+            forward = self.add(Kind.FORWARD, block, GPU, times.forward_seconds)
+            kept = times.input_bytes if plan.activations is Activations.RECOMPUTE else times.activation_bytes
+            name = "checkpoint" if plan.activations is Activations.RECOMPUTE else "activations"
+            forward.allocates.append(Buffer(f"{name}.{block}", GPU_MEMORY, kept))
+            self.workspace(forward, times.forward_workspace_bytes)
+            self.passes.append(forward.id)
+        head = self.last
+        self.get(Kind.FORWARD, head).allocates.append(Buffer(f"logits.{head}", GPU_MEMORY, loss.logits_bytes))
+        computed = self.add(Kind.LOSS, head, GPU, loss.seconds)
+        computed.allocates.append(Buffer(f"logits_gradient.{head}", GPU_MEMORY, loss.logits_bytes))
+        computed.frees.append(Free(f"logits.{head}"))
+        self.workspace(computed, loss.workspace_bytes)
+        self.passes.append(computed.id)
+        for block in range(self.last, -1, -1):
+            self.backward(block)
+        for before, after in zip(self.passes, self.passes[1:], strict=False):
+            self.drafts[after].wait(before)
+        self.place = {task: i for i, task in enumerate(self.passes)}
+
+    def backward(self, block: int) -> None:
+        times, plan = self.profile.blocks[block], self.plan.blocks[block]
+        if plan.activations is Activations.RECOMPUTE:
+            recompute = self.add(Kind.RECOMPUTE, block, GPU, times.forward_seconds)
+            again = times.activation_bytes - times.input_bytes
+            recompute.allocates.append(Buffer(f"activations.{block}", GPU_MEMORY, again))
+            self.passes.append(recompute.id)
+        backward = self.add(Kind.BACKWARD, block, GPU, times.backward_seconds)
+        if plan.activations is Activations.RECOMPUTE:
+            backward.frees.append(Free(f"checkpoint.{block}"))
+        fetched = "_fetched" if plan.activations is Activations.OFFLOAD else ""
+        backward.frees.append(Free(f"activations{fetched}.{block}"))
+        if block == self.last:
+            backward.frees.append(Free(f"logits_gradient.{block}"))
+        self.workspace(backward, times.backward_workspace_bytes)
+        for owned in range(len(self.plan.blocks)):
+            if self.gradient_owner(owned) == block:
+                name, size = f"gradients.{owned}", self.parameter_bytes(owned)
+                backward.allocates.append(Buffer(name, GPU_MEMORY, size))
+                if self.plan.gradients_replace_parameters:
+                    backward.frees.append(Free(name))  # moved into the parameters' place
+        self.passes.append(backward.id)
+
+    def workspace(self, draft: _Draft, size_bytes: int) -> None:
+        if size_bytes:
+            name = f"workspace_{draft.id.kind}.{draft.id.block}"
+            draft.allocates.append(Buffer(name, GPU_MEMORY, size_bytes))
+            draft.frees.append(Free(name))
+
+    # --- parameters and activations that come and go
+
+    def beside(self, draft: _Draft, user: TaskId, distance: int) -> None:
+        """Let ``draft`` start when all passes but the ``distance`` last before ``user`` have ended."""
+        place = self.place[user] - 1 - min(distance, len(self.passes) - 1)
+        if user.kind is not Kind.FORWARD:  # what forward still reads is not fetched a second time
+            place = max(place, self.place[TaskId(Kind.FORWARD, user.block)])
+        draft.wait(self.passes[place % len(self.passes)], back=int(place < 0))
+        self.drafts[user].wait(draft.id)
+
+    def offloaded_parameters(self, block: int, plan: BlockPlan) -> None:
+        """Fetch, release and write back; a slot lives from its fetch to the end of its last user."""
+        seconds = self.profile.h2d_seconds(self.parameter_bytes(block))
+        forward, backward = TaskId(Kind.FORWARD, block), TaskId(Kind.BACKWARD, block)
+        if not plan.keep_after_backward:
+            fetch = self.add(Kind.PREFETCH_FORWARD, block, H2D, seconds, priority=block)
+            self.beside(fetch, forward, plan.forward_prefetch_distance)
+        if not plan.keep_after_forward:
+            # Urgent before anything that the next forward needs, and the higher block is needed first.
+            fetch = self.add(Kind.PREFETCH_BACKWARD, block, H2D, seconds, priority=-1 - block)
+            self.beside(fetch, self.first_backward_pass(block), plan.backward_prefetch_distance)
+        if plan.write_back_after_forward:
+            back = self.add(Kind.WRITE_BACK_FORWARD, block, D2H, self.profile.d2h_seconds(self.parameter_bytes(block)))
+            back.wait(forward)
+            if not plan.keep_after_forward:
+                self.get(Kind.PREFETCH_BACKWARD, block).wait(back.id)
+                if plan.backward_prefetch_distance == 0:  # a synchronous mover holds up the next pass
+                    self.next_pass(forward, back.id)
+            if self.plan.window is not None and block + self.plan.window <= self.last:
+                self.get(Kind.FORWARD, block + self.plan.window).wait(back.id)
+        if plan.optimizer is Processor.GPU and not (plan.keep_after_backward and plan.write_back_after_forward):
+            # Updated on the GPU: the host's copy is stale until it is written back.
+            back = self.add(Kind.WRITE_BACK_BACKWARD, block, D2H, self.profile.d2h_seconds(self.parameter_bytes(block)), block)
+            if not plan.keep_after_backward:
+                self.get(Kind.PREFETCH_FORWARD, block).wait(back.id, back=1)
+        if self.plan.parameter_slots is None:
+            self.parameter_slot(block, plan)
+        self.drafts[backward].wait(self.id_of(Kind.PREFETCH_BACKWARD, block))
+
+    def parameter_slot(self, block: int, plan: BlockPlan) -> None:
+        """Who allocates and who frees the block's place on the GPU."""
+        size = self.parameter_bytes(block)
+        after_forward = self.id_of(Kind.WRITE_BACK_FORWARD, block) or TaskId(Kind.FORWARD, block)
+        after_backward = self.id_of(Kind.WRITE_BACK_BACKWARD, block) or TaskId(Kind.BACKWARD, block)
+        if plan.keep_after_forward and plan.keep_after_backward:
+            return  # never leaves: counted among the resident buffers
+        if plan.keep_after_forward:
+            lives = [("parameters", Kind.PREFETCH_FORWARD, after_backward, 0)]
+        elif plan.keep_after_backward:
+            lives = [("parameters", Kind.PREFETCH_BACKWARD, after_forward, 1)]
+        else:
+            lives = [
+                ("parameters_forward", Kind.PREFETCH_FORWARD, after_forward, 0),
+                ("parameters_backward", Kind.PREFETCH_BACKWARD, after_backward, 0),
+            ]
+        for name, fetch, end, back in lives:
+            self.get(fetch, block).allocates.append(Buffer(f"{name}.{block}", GPU_MEMORY, size))
+            self.drafts[end].frees.append(Free(f"{name}.{block}", back))
+
+    def offloaded_activations(self, block: int, plan: BlockPlan) -> None:
+        size = self.profile.blocks[block].activation_bytes
+        forward, backward = TaskId(Kind.FORWARD, block), TaskId(Kind.BACKWARD, block)
+        away = self.add(Kind.OFFLOAD_ACTIVATIONS, block, D2H, self.profile.d2h_seconds(size), priority=-1 - block)
+        away.wait(forward)
+        away.allocates.append(Buffer(f"host_activations.{block}", HOST_MEMORY, size))
+        away.frees.append(Free(f"activations.{block}"))
+        fetch = self.add(Kind.FETCH_ACTIVATIONS, block, H2D, self.profile.h2d_seconds(size), priority=-1 - block)
+        fetch.wait(away.id)
+        fetch.allocates.append(Buffer(f"activations_fetched.{block}", GPU_MEMORY, size))
+        fetch.frees.append(Free(f"host_activations.{block}"))
+        self.beside(fetch, backward, plan.backward_prefetch_distance)
+
+    # --- updates
+
+    def gpu_updates(self) -> None:
+        for block, plan in enumerate(self.plan.blocks):
+            if plan.optimizer is not Processor.GPU:
+                continue
+            update = self.add(Kind.GPU_UPDATE, block, GPU, self.profile.blocks[block].gpu_update_seconds)
+            update.wait(TaskId(Kind.BACKWARD, 0 if self.plan.gpu_update_after_backward else block))
+            update.wait(TaskId(Kind.BACKWARD, block))
+            self.release_gradients(update)
+            if back := self.id_of(Kind.WRITE_BACK_BACKWARD, block):
+                self.drafts[back].wait(update.id)
+
+    def release_gradients(self, draft: _Draft) -> None:
+        if not self.plan.gradients_replace_parameters:
+            draft.frees.append(Free(f"gradients.{draft.id.block}"))
+
+    def cpu_updates(self) -> None:
+        plan, profile = self.plan, self.profile
+        updated = [block for block in range(self.last, -1, -1) if plan.blocks[block].optimizer is Processor.CPU]
+        for block in updated:
+            parameters = profile.blocks[block].parameters
+            gradients = self.add(
+                Kind.OFFLOAD_GRADIENTS, block, D2H, profile.d2h_seconds(parameters * plan.gradient_bytes), priority=block
+            )
+            gradients.wait(TaskId(Kind.BACKWARD, block))
+            self.release_gradients(gradients)
+            update = self.add(Kind.CPU_UPDATE, block, CPU, profile.cpu_update_seconds(block, plan.update_bytes), priority=block)
+            update.wait(gradients.id, back=int(plan.delayed))
+            if plan.delayed:
+                # The host's gradient may be overwritten only after its update has read it.
+                gradients.wait(update.id)
+            if self.needs_refresh(block):
+                seconds = profile.h2d_seconds(parameters * plan.refresh_bytes)
+                refresh = self.add(Kind.REFRESH, block, H2D, seconds, priority=block)
+                refresh.wait(update.id)
+                if plan.delayed:  # the GPU's copy may be overwritten only after backward has read it
+                    refresh.wait(TaskId(Kind.BACKWARD, 0))
+        self.update_waits(updated)
+
+    def needs_refresh(self, block: int) -> bool:
+        """Whether updated parameters are sent to a copy that stays on the GPU (others come with their next prefetch)."""
+        plan = self.plan.blocks[block]
+        return not _offloaded(plan) or plan.keep_after_backward
+
+    def update_waits(self, updated: list[int]) -> None:
+        """``updated`` are the blocks that the CPU updates, in the order in which backward reaches them."""
+        plan = self.plan
+        for place, block in enumerate(updated):
+            gradients, update = self.get(Kind.OFFLOAD_GRADIENTS, block), self.get(Kind.CPU_UPDATE, block)
+            if plan.blocking_gradients and not self.copied_after_backward(block):
+                self.next_pass(TaskId(Kind.BACKWARD, block), gradients.id)
+            if plan.gradient_slots is not None and place + plan.gradient_slots < len(updated):
+                waiting = updated[place + plan.gradient_slots]
+                self.get(Kind.BACKWARD, waiting).wait(gradients.id)
+            if plan.window is not None and block - plan.window >= 0:
+                self.drafts[self.first_backward_pass(block - plan.window)].wait(update.id)
+            if plan.serial_updates:
+                begin = gradients if self.copied_after_backward(block) else update
+                begin.wait(TaskId(Kind.BACKWARD, 0))
+                if place:
+                    previous = updated[place - 1]
+                    begin.wait(self.id_of(Kind.REFRESH, previous) or TaskId(Kind.CPU_UPDATE, previous))
+        if plan.update_after_backward and updated:
+            first = self.get(Kind.CPU_UPDATE, updated[0])
+            first.wait(TaskId(Kind.BACKWARD, 0), back=int(plan.delayed))
+            for block in updated:
+                first.wait(TaskId(Kind.OFFLOAD_GRADIENTS, block), back=int(plan.delayed))
+        refreshed = [block for block in updated if self.id_of(Kind.REFRESH, block)]
+        if plan.refresh_after_updates and refreshed:
+            self.get(Kind.REFRESH, refreshed[0]).wait(TaskId(Kind.CPU_UPDATE, updated[-1]))
+
+    def copied_after_backward(self, block: int) -> bool:
+        """Whether the gradient's copy is a part of a serial update instead of following its backward."""
+        return self.plan.serial_updates and self.needs_refresh(block)
+
+    def next_pass(self, done: TaskId, blocker: TaskId) -> None:
+        place = self.place[done] + 1
+        if place < len(self.passes):
+            self.drafts[self.passes[place]].wait(blocker)
+
+    def parameters_before_forward(self) -> None:
+        """Every forward sees the update of the iteration before."""
+        for block, plan in enumerate(self.plan.blocks):
+            updated = self.id_of(Kind.CPU_UPDATE, block) or self.id_of(Kind.GPU_UPDATE, block)
+            if refresh := self.id_of(Kind.REFRESH, block):
+                readers = [TaskId(Kind.FORWARD, block)]
+                if self.tied and block == 0:
+                    readers.append(TaskId(Kind.FORWARD, self.last))
+                for reader in readers:
+                    self.drafts[reader].wait(refresh, back=1)
+            elif _offloaded(plan) and not plan.keep_after_backward and plan.optimizer is Processor.CPU:
+                self.get(Kind.PREFETCH_FORWARD, block).wait(updated, back=1)
+            else:
+                self.get(Kind.FORWARD, block).wait(updated, back=1)
+
+    def barriers(self) -> None:
+        if self.plan.barrier:
+            forward = self.get(Kind.FORWARD, 0)
+            for kind in (Kind.CPU_UPDATE, Kind.REFRESH, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD):
+                for block in range(len(self.plan.blocks)):
+                    forward.wait(self.id_of(kind, block), back=1)
+            # A prefetch that does not wait for a pass of its own iteration must not slip past the barrier.
+            for block in range(len(self.plan.blocks)):
+                fetch = self.drafts.get(TaskId(Kind.PREFETCH_FORWARD, block))
+                if fetch and all(edge.back for edge in fetch.after):
+                    fetch.after.update(forward.after)
+
+    # --- order and memory
+
+    def issue_order(self) -> Iterable[_Draft]:
+        """Tasks as a program would issue them: each lane's in the order in which they can become ready."""
+        order: list[_Draft] = []
+
+        def issue(task: TaskId | None) -> None:
+            if task is not None:
+                order.append(self.drafts[task])
+
+        updates = [b for b in range(self.last, -1, -1) if self.id_of(Kind.GPU_UPDATE, b)]
+        for task in self.passes:
+            if task.kind is Kind.FORWARD:
+                issue(self.id_of(Kind.PREFETCH_FORWARD, task.block))
+            elif task == self.first_backward_pass(task.block) and task.kind is not Kind.LOSS:
+                issue(self.id_of(Kind.PREFETCH_BACKWARD, task.block))
+                issue(self.id_of(Kind.FETCH_ACTIVATIONS, task.block))
+            issue(task)
+            if task.kind is Kind.FORWARD:
+                issue(self.id_of(Kind.WRITE_BACK_FORWARD, task.block))
+                issue(self.id_of(Kind.OFFLOAD_ACTIVATIONS, task.block))
+            elif task.kind is Kind.BACKWARD:
+                if not self.plan.gpu_update_after_backward:
+                    issue(self.id_of(Kind.GPU_UPDATE, task.block))
+                    issue(self.id_of(Kind.WRITE_BACK_BACKWARD, task.block))
+                if not self.copied_after_backward(task.block):
+                    issue(self.id_of(Kind.OFFLOAD_GRADIENTS, task.block))
+                issue(self.id_of(Kind.CPU_UPDATE, task.block))
+        if self.plan.gpu_update_after_backward:
+            for block in updates:
+                issue(self.id_of(Kind.GPU_UPDATE, block))
+                issue(self.id_of(Kind.WRITE_BACK_BACKWARD, block))
+        for block in range(self.last, -1, -1):
+            if self.copied_after_backward(block):
+                issue(self.id_of(Kind.OFFLOAD_GRADIENTS, block))
+        # Refreshes last: on a fifo lane one that waits for its update must not hold up what backward needs.
+        for block in range(self.last, -1, -1):
+            issue(self.id_of(Kind.REFRESH, block))
+        assert len(order) == len(self.drafts), "every task is issued once"
+        return order
+
+    def resident_buffers(self) -> Iterable[Buffer]:
+        profile, plan = self.profile, self.plan
+        element, optimizer = profile.element_bytes, profile.optimizer_bytes
+        host_states = host_parameters = 0
+        for block, decisions in enumerate(plan.blocks):
+            count = profile.blocks[block].parameters
+            offloaded = _offloaded(decisions)
+            if not offloaded or (decisions.keep_after_forward and decisions.keep_after_backward):
+                yield Buffer(f"resident_parameters.{block}", GPU_MEMORY, count * element)
+            if decisions.optimizer is Processor.GPU:
+                yield Buffer(f"optimizer_states.{block}", GPU_MEMORY, count * optimizer)
+            else:
+                host_states += count * plan.host_optimizer_bytes
+            if offloaded:
+                host_parameters += count * plan.host_parameter_bytes
+        if plan.parameter_slots is not None and self.slot_bytes:
+            yield Buffer("parameter_slots", GPU_MEMORY, plan.parameter_slots * self.slot_bytes)
+        if plan.gpu_buffer_bytes:
+            yield Buffer("policy_buffers", GPU_MEMORY, plan.gpu_buffer_bytes)
+        for name, size in (
+            ("optimizer_states", host_states),
+            ("offloaded_parameters", host_parameters),
+            ("policy_buffers", plan.host_buffer_bytes),
+        ):
+            if size:
+                yield Buffer(f"host_{name}", HOST_MEMORY, size)
+
+
+def _offloaded(plan: BlockPlan) -> bool:
+    return plan.parameters is Placement.OFFLOADED
+
+
+def shared_bandwidth(hardware: Hardware) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
+    """What the two directions of the link take from each other, and they and the CPU from host DRAM.
+
+    Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy
+    moves each byte through DRAM once; the CPU's demand is the traffic of its optimizer, and its weight makes it and the
+    copies slow down alike when DRAM is full, as memory controllers serve what is asked.
+    """
+    h2d, d2h, cpu = hardware.h2d, hardware.d2h, hardware.cpu
+    flows = (
+        Flow(H2D, h2d.bandwidth, h2d.duplex_bandwidth),
+        Flow(D2H, d2h.bandwidth, d2h.duplex_bandwidth),
+        Flow(CPU, cpu.update_bandwidth, cpu.update_bandwidth),
+    )
+    usable = hardware.host.memory_bandwidth * hardware.host.usable_share
+    return flows, (
+        SharedResource("link", max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
+        SharedResource("host_memory", max(usable, cpu.update_bandwidth), (H2D, D2H, CPU)),
+    )

@@ -1,0 +1,157 @@
+"""What was decided: a policy's answer, as data. ``lowering.py`` alone turns it into tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autohete.errors import InputError
+
+
+class Activations(StrEnum):
+    """What becomes of a block's activations between forward and backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+class Placement(StrEnum):
+    """Where a block's parameters are while the GPU does not compute with them."""
+
+    RESIDENT = "resident"
+    OFFLOADED = "offloaded"
+
+
+class Processor(StrEnum):
+    """Who updates a block's parameters and holds their optimizer states."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """The decisions for one block.
+
+    Args:
+        activations: keep, recompute or offload.
+        parameters: resident, or offloaded and fetched for use.
+        optimizer: GPU or CPU.
+        keep_after_forward: offloaded parameters stay on the GPU from forward to backward.
+        keep_after_backward: they stay from backward to the next forward.
+        write_back_after_forward: copied to the host after forward though unchanged (systems that *move* instead of copy).
+        forward_prefetch_distance: the prefetch for forward may run beside this many GPU passes before the block's own;
+            0 makes it synchronous.
+        backward_prefetch_distance: likewise for backward.
+    """
+
+    activations: Activations = Activations.KEEP
+    parameters: Placement = Placement.RESIDENT
+    optimizer: Processor = Processor.GPU
+    keep_after_forward: bool = False
+    keep_after_backward: bool = False
+    write_back_after_forward: bool = False
+    forward_prefetch_distance: int = 1
+    backward_prefetch_distance: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.forward_prefetch_distance, self.backward_prefetch_distance) < 0:
+            raise InputError("a prefetch distance cannot be negative: 0 means synchronous, 1 one pass ahead")
+        offloaded = self.parameters is Placement.OFFLOADED
+        if not offloaded and (self.keep_after_forward or self.keep_after_backward or self.write_back_after_forward):
+            raise InputError("only offloaded parameters are kept or written back: resident ones never leave the GPU")
+        if self.keep_after_forward and self.write_back_after_forward:
+            raise InputError("parameters that stay on the GPU after forward are not written back then")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One policy's decisions for one workload.
+
+    Args:
+        policy: name and flags, as given.
+        blocks: one entry per block, embedding first, head last. Embedding and head have resident parameters.
+        gradient_bytes: bytes per element in which gradients cross to the host.
+        blocking_gradients: the GPU waits for each gradient copy (it runs on the compute stream).
+        gradients_replace_parameters: a finished gradient takes the place of the block's 16-bit parameters on the GPU.
+        gradient_slots: gradients of at most so many blocks wait on the GPU for their copy; None: no limit.
+        update_bytes: DRAM traffic per parameter of a CPU update, all passes over the data included.
+        update_after_backward: CPU updates start when every gradient is on the host (clipping, overflow check).
+        window: blocks share a sliding window of so many places: forward of block ``i + window`` waits for the write-back of
+            block ``i``, backward of block ``i - window`` for its CPU update.
+        gpu_update_after_backward: GPU updates run after the last backward instead of after each block's.
+        serial_updates: after backward, gradient copy, update and refresh of one block end before the next block's begin;
+            gradients of blocks that do not stay on the GPU have left it during backward.
+        refresh_bytes: bytes per parameter in which updated parameters cross to the GPU.
+        refresh_after_updates: refreshes start when every CPU update is done.
+        barrier: the next forward waits for every update and refresh.
+        delayed: a CPU update takes the gradients of the iteration before (stale; changes the mathematics).
+        priority: copies and CPU updates take the most urgent ready block first instead of the first come.
+        gpu_buffer_bytes: GPU memory the policy holds all the time (buckets, caches).
+        parameter_slots: fetched parameters live in so many preallocated slots of the largest offloaded block;
+            None: each is allocated when its prefetch starts.
+        host_optimizer_bytes: host bytes per parameter updated on the CPU (states, gradient, staging).
+        host_parameter_bytes: host bytes per offloaded parameter.
+        host_buffer_bytes: other host memory.
+    """
+
+    policy: str
+    blocks: tuple[BlockPlan, ...]
+    gradient_bytes: int
+    update_bytes: float
+    refresh_bytes: int
+    host_optimizer_bytes: int
+    host_parameter_bytes: int
+    blocking_gradients: bool = False
+    gradients_replace_parameters: bool = False
+    gradient_slots: int | None = None
+    update_after_backward: bool = False
+    window: int | None = None
+    gpu_update_after_backward: bool = False
+    serial_updates: bool = False
+    refresh_after_updates: bool = False
+    barrier: bool = False
+    delayed: bool = False
+    priority: bool = False
+    gpu_buffer_bytes: int = 0
+    parameter_slots: int | None = None
+    host_buffer_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) < 3:
+            raise InputError(f"a plan needs embedding, transformer blocks and head: got {len(self.blocks)} blocks")
+        for block in (self.blocks[0], self.blocks[-1]):
+            if block.parameters is Placement.OFFLOADED or block.activations is not Activations.KEEP:
+                raise InputError("embedding and head keep parameters and activations on the GPU: plan them so")
+        if self.priority and (self.update_after_backward or self.serial_updates or self.refresh_after_updates):
+            raise InputError("priority orders what is ready; a plan whose updates all wait for each other has no such choice")
+        if self.delayed and (self.serial_updates or self.window is not None or self.offloaded_parameter_blocks):
+            raise InputError(
+                "a delayed update writes the host's parameters during the next iteration: it excludes serial and windowed "
+                "updates and offloaded parameters"
+            )
+        if self.gradient_slots is not None and self.gradient_slots < 1:
+            raise InputError("gradient_slots must be at least 1: the gradient that is being copied needs one")
+
+    @property
+    def checkpointed_blocks(self) -> int:
+        """Blocks that recompute their activations."""
+        return sum(block.activations is Activations.RECOMPUTE for block in self.blocks)
+
+    @property
+    def offloaded_parameter_blocks(self) -> int:
+        """Blocks whose parameters are offloaded."""
+        return sum(block.parameters is Placement.OFFLOADED for block in self.blocks)
+
+    @property
+    def offloaded_optimizer_blocks(self) -> int:
+        """Blocks that the CPU updates."""
+        return sum(block.optimizer is Processor.CPU for block in self.blocks)
+
+    def summary(self) -> str:
+        """The three counts, for tables: ``24c 10p 26o of 26``."""
+        return (
+            f"{self.checkpointed_blocks}c {self.offloaded_parameter_blocks}p "
+            f"{self.offloaded_optimizer_blocks}o of {len(self.blocks)}"
+        )

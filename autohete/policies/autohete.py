@@ -1,0 +1,114 @@
+"""AutoHete (arXiv 2503.01890): per block checkpointing, parameter offload and optimizer offload by an integer program.
+
+There is no public code; this follows the paper.
+
+- The *first* blocks are checkpointed, the *first* have their parameters offloaded, the *last* have their optimizer on the
+  CPU: their gradients come first in backward, their refresh hides under the next forward.
+- After the program, backward prefetches move earlier where GPU memory is surely free.
+- Priority scheduling: finished gradients are copied, and blocks updated, smaller block first; forward of the next iteration
+  starts when its own block is updated, with no barrier on the rest.
+
+Not published, and decided here: embedding and head keep their parameters on the GPU and count as the first and last block
+for the optimizer; the CPU step casts separately from its Adam kernel, as DeepSpeed's does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autohete.errors import InfeasibleError
+from autohete.plan import Plan
+from autohete.planner.program import Objective, Program
+from autohete.planner.search import polish
+from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
+from autohete.planner.tuning import tune_prefetches
+from autohete.policies import traffic
+from autohete.policy import Judge
+from autohete.profile import Profile
+from autohete.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AutoHete:
+    """AutoHete.
+
+    Args:
+        priority: copies and updates take the smaller block first; off: in order of arrival.
+        prefetch_tuning: move backward prefetches earlier where memory allows.
+        fused_casts: CPU Adam reads 16-bit gradients and writes 16-bit parameters itself.
+    """
+
+    priority: bool = True
+    prefetch_tuning: bool = True
+    fused_casts: bool = False
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`.
+
+        Raises:
+            InfeasibleError: no plan fits; says which memory binds and the smallest budget that works.
+        """
+        program = self.program(profile)
+        solution = program.solve()
+        if solution is None:
+            raise _infeasible(program)
+        counts = polish(solution, len(profile.blocks), lambda counts: judge(self.plan_for(profile, counts)))
+        if counts is None:
+            raise _infeasible(program)
+        return self.plan_for(profile, counts)
+
+    def program(self, profile: Profile) -> Program:
+        """The integer program of this policy for ``profile``."""
+        element, hardware = profile.element_bytes, profile.hardware
+        return Program(
+            costs=BlockCosts(profile, self._update_bytes(profile)),
+            hardware=hardware,
+            priority=self.priority,
+            host_optimizer_bytes=_host_optimizer_bytes(profile) / element,
+            host_parameter_bytes=1.0,
+            gpu_budget_bytes=hardware.gpu_capacity_bytes,
+            host_budget_bytes=hardware.host.memory_bytes,
+        )
+
+    def plan_for(self, profile: Profile, counts: Counts) -> Plan:
+        """The plan of given counts, with its prefetches tuned."""
+        plan = Plan(
+            policy="autohete",
+            blocks=counts.blocks(len(profile.blocks)),
+            gradient_bytes=profile.element_bytes,
+            gradient_slots=GRADIENT_SLOTS,
+            update_bytes=self._update_bytes(profile),
+            refresh_bytes=profile.element_bytes,
+            priority=self.priority,
+            host_optimizer_bytes=_host_optimizer_bytes(profile),
+            host_parameter_bytes=profile.element_bytes,
+        )
+        if not self.prefetch_tuning:
+            return plan
+        return replace(plan, blocks=tune_prefetches(profile, plan))
+
+    def _update_bytes(self, profile: Profile) -> float:
+        return traffic.fused_casts(profile) if self.fused_casts else traffic.separate_casts(profile)
+
+
+def _host_optimizer_bytes(profile: Profile) -> int:
+    """States, the gradient, and the updated parameter's staging buffer."""
+    return profile.optimizer_bytes + 2 * profile.element_bytes
+
+
+def _infeasible(program: Program) -> InfeasibleError:
+    """Which memory binds, and the least of it that would do."""
+    least_gpu = program.solve(Objective.GPU_BYTES)
+    if least_gpu is not None:
+        needed, have, memory = least_gpu.value, program.gpu_budget_bytes, "gpu"
+    else:
+        least_host = replace(program, gpu_budget_bytes=float("inf")).solve(Objective.HOST_BYTES)
+        assert least_host is not None, "with no limit on either memory there is a plan"
+        needed, have, memory = least_host.value, program.host_budget_bytes, "host"
+    return InfeasibleError(
+        f"autohete: no plan fits: {memory} memory for tensors is {format_bytes(have)}, short by "
+        f"{format_bytes(needed - have)}; the smallest that works is {format_bytes(needed)}",
+        constraint=memory,
+        capacity_bytes=round(have),
+        needed_bytes=round(needed),
+    )

@@ -1,0 +1,26 @@
+"""Full or no activation checkpointing, and the better of both, as published comparisons run their baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from autohete.plan import Activations, Plan
+from autohete.policy import Judge, better
+
+
+class Checkpointing(StrEnum):
+    """Which transformer blocks recompute their activations."""
+
+    BEST = "best"
+    FULL = "full"
+    NONE = "none"
+
+
+def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], Plan], judge: Judge) -> Plan:
+    """The plan of ``plan_for`` under ``choice``; for ``BEST`` the faster that fits."""
+    if choice is Checkpointing.FULL:
+        return plan_for(Activations.RECOMPUTE)
+    if choice is Checkpointing.NONE:
+        return plan_for(Activations.KEEP)
+    return better([plan_for(Activations.RECOMPUTE), plan_for(Activations.KEEP)], judge)

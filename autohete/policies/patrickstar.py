@@ -1,0 +1,118 @@
+"""PatrickStar (Fang et al. 2021, arXiv 2108.05818) as its code runs: github Tencent/PatrickStar at 23845355.
+
+Model states live in chunks that *move* between host and GPU; a chunk is in one place.
+
+- A pass brings what it needs, synchronously (``core/chunk_list.py access_chunk``): no prefetch, no overlap. What makes room
+  is what is used furthest in the future, known from a warm-up iteration (``core/eviction_policy.py``). Forward runs up and
+  backward down, so the last blocks stay from forward to backward and the first from backward to forward. Unchanged
+  parameters are copied back all the same: a chunk has no dirty flag.
+- Gradients take the place of the 16-bit parameters in their chunk (``core/hook.py``).
+- ``ops/fp16_cpu_adam.py``: after backward, chunk by chunk and serially: gradient to the host, CPU Adam on 16-bit
+  gradients, updated parameters back as fp32 and cast on the GPU.
+- Hybrid Adam: where all 16-bit chunks fit, the *first* optimizer chunks fill what is left ("margin") and are updated on
+  the GPU, after backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete.errors import InputError
+from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
+from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policy import Judge
+from autohete.profile import Profile
+
+#: ``utils/memory_monitor`` / ``core/memtracer.py``: share of the margin that optimizer chunks may take.
+_MARGIN_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class PatrickStar:
+    """PatrickStar.
+
+    Args:
+        checkpointing: full, none, or the better of both.
+        chunk_size: elements of a chunk, in Mi (the run script's default is 256).
+        gpu_share: share of the GPU's memory that may be used (``overall_gpu_mem_ratio``; 0.8 in the code, 0.9 in its
+            benchmarks), in percent.
+        hybrid_adam: use the margin for optimizer chunks.
+    """
+
+    checkpointing: Checkpointing = Checkpointing.BEST
+    chunk_size: int = 256
+    gpu_share: int = 90
+    hybrid_adam: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk_size <= 4096:
+            raise InputError(f"patrickstar:chunk_size={self.chunk_size} must be between 1 and 4096 Mi elements")
+        if not 1 <= self.gpu_share <= 100:
+            raise InputError(f"patrickstar:gpu_share={self.gpu_share} must be between 1 and 100 percent")
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`."""
+        return with_checkpointing(self.checkpointing, lambda activations: self._place(profile, activations, judge), judge)
+
+    def _place(self, profile: Profile, activations: Activations, judge: Judge) -> Plan:
+        element = profile.element_bytes
+        parameters = [block.parameters for block in profile.blocks]
+        transformer = range(1, len(parameters) - 1)
+
+        def plan_for(kept: int, on_gpu: int) -> Plan:
+            """``kept`` transformer blocks fit on the GPU at a time; the first ``on_gpu`` blocks have their optimizer there."""
+            outer = BlockPlan(optimizer=Processor.GPU if on_gpu else Processor.CPU)
+            blocks = [outer]
+            for block in transformer:
+                optimizer = Processor.GPU if block < on_gpu else Processor.CPU
+                if kept >= len(transformer):
+                    blocks.append(BlockPlan(activations, optimizer=optimizer))
+                    continue
+                keep_forward, keep_backward = block > len(transformer) - kept, block <= kept
+                blocks.append(
+                    BlockPlan(
+                        activations,
+                        Placement.OFFLOADED,
+                        optimizer,
+                        keep_after_forward=keep_forward,
+                        keep_after_backward=keep_backward,
+                        write_back_after_forward=not keep_forward,
+                        forward_prefetch_distance=0,
+                        backward_prefetch_distance=0,
+                    )
+                )
+            return Plan(
+                policy="patrickstar",
+                blocks=(*blocks, BlockPlan(optimizer=Processor.CPU)),
+                gradient_bytes=element,
+                blocking_gradients=True,
+                gradients_replace_parameters=True,
+                serial_updates=True,
+                update_bytes=24 + element,
+                refresh_bytes=4,
+                barrier=True,
+                gpu_update_after_backward=True,
+                gpu_buffer_bytes=self.chunk_size * 2**20 * element,
+                host_optimizer_bytes=profile.optimizer_bytes,
+                host_parameter_bytes=element,
+            )
+
+        # The warm-up iteration: what a training needs beside its chunks.
+        everything = plan_for(len(transformer), 0)
+        beside_chunks = judge(everything).gpu_peak_bytes - sum(parameters) * element
+        share = self.gpu_share / 100 * profile.hardware.gpu.memory_bytes
+        room = min(share, profile.hardware.gpu_capacity_bytes) - beside_chunks
+        margin = (room - sum(parameters) * element) * _MARGIN_SHARE
+        if margin >= 0:
+            on_gpu = 0
+            while self.hybrid_adam and on_gpu < len(parameters) - 1:
+                margin -= parameters[on_gpu] * profile.optimizer_bytes
+                if margin < 0:
+                    break
+                on_gpu += 1
+            return plan_for(len(transformer), on_gpu)
+        room -= (parameters[0] + parameters[-1]) * element
+        kept = int(room // (max(parameters[1:-1]) * element))
+        return plan_for(max(kept, 1), 0)
+
+

@@ -1,0 +1,31 @@
+"""DRAM traffic of CPU optimizer steps, in bytes per parameter, as the systems' code does them.
+
+A CPU optimizer is bound by memory, so how often it passes over its data decides how long it takes.
+"""
+
+from __future__ import annotations
+
+from autohete.profile import Profile
+
+#: DeepSpeed's CPUAdam on fp32 gradients: reads parameter, gradient and both moments (16), writes parameter and moments (12);
+#: csrc/includes/cpu_adam.h, "Step_8". PatrickStar, StrongHold and ZeRO-Offload use this kernel or its like.
+ADAM_KERNEL = 28
+#: A cast between 16 and 32 bit on the CPU: reads 2 and writes 4, or the other way.
+CAST = 6
+#: Unscaling and clipping fp32 gradients in place, always done: DeepSpeed stage_1_and_2.py, ``unscale_and_clip_grads``.
+UNSCALE = 8
+
+
+def is_mixed(profile: Profile) -> bool:
+    """Whether parameters and master weights differ in precision."""
+    return profile.element_bytes == 2
+
+
+def separate_casts(profile: Profile) -> float:
+    """CPUAdam between two casts: 16-bit gradients widened before it, updated parameters narrowed after it."""
+    return ADAM_KERNEL + (2 * CAST if is_mixed(profile) else 0)
+
+
+def fused_casts(profile: Profile) -> float:
+    """One kernel that reads 16-bit gradients and writes 16-bit parameters beside the fp32 states: 24 + 2 + 2; fp32: 28."""
+    return 24 + profile.element_bytes + (2 if is_mixed(profile) else 0)

@@ -1,0 +1,513 @@
+"""The joint: the tasks of one iteration, with edges that may reach back one iteration.
+
+A schedule exists before it runs, is data, and says everything that an executor needs. Two executors read it
+(``sim`` and ``runtime``); neither sees the plan or the policy it came from. ``str(schedule)`` and
+:func:`parse_schedule` are inverse.
+"""
+
+from __future__ import annotations
+
+import graphlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from autohete.errors import ScheduleError
+
+
+class Kind(StrEnum):
+    """What a task does; the value is its mnemonic in task ids."""
+
+    FORWARD = "F"
+    LOSS = "L"
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+    GPU_UPDATE = "W"
+    PREFETCH_FORWARD = "PF"
+    PREFETCH_BACKWARD = "PB"
+    REFRESH = "H"
+    FETCH_ACTIVATIONS = "AF"
+    OFFLOAD_ACTIVATIONS = "AO"
+    WRITE_BACK_FORWARD = "WF"
+    WRITE_BACK_BACKWARD = "WB"
+    OFFLOAD_GRADIENTS = "G"
+    CPU_UPDATE = "U"
+
+
+KIND_MEANING: dict[Kind, str] = {
+    Kind.FORWARD: "forward",
+    Kind.LOSS: "loss",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.GPU_UPDATE: "GPU update",
+    Kind.PREFETCH_FORWARD: "prefetch of parameters for forward",
+    Kind.PREFETCH_BACKWARD: "prefetch of parameters for backward",
+    Kind.REFRESH: "refresh of updated parameters",
+    Kind.FETCH_ACTIVATIONS: "fetch of activations",
+    Kind.OFFLOAD_ACTIVATIONS: "offload of activations",
+    Kind.WRITE_BACK_FORWARD: "write-back of parameters after forward",
+    Kind.WRITE_BACK_BACKWARD: "write-back of parameters after their update",
+    Kind.OFFLOAD_GRADIENTS: "offload of gradients",
+    Kind.CPU_UPDATE: "CPU update",
+}
+KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TaskId:
+    """A task within an iteration: ``F3`` is forward of block 3."""
+
+    kind: Kind
+    block: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.block}"
+
+    def at(self, iteration: int) -> str:
+        """The id of one instance: ``F3@1``."""
+        return f"{self}@{iteration}"
+
+
+_TASK = re.compile(r"([A-Z]+)(\d+)")
+_INSTANCE = re.compile(r"([A-Z]+\d+)@(\d+)")
+
+
+def parse_task_id(text: str) -> TaskId:
+    """Inverse of ``str(TaskId)``."""
+    match = _TASK.fullmatch(text)
+    if match is None or match[1] not in Kind:
+        raise ScheduleError(f"{text!r} is not a task id: write a kind ({' '.join(Kind)}) and a block, such as F3")
+    return TaskId(Kind(match[1]), int(match[2]))
+
+
+def parse_instance(text: str) -> tuple[TaskId, int]:
+    """Inverse of :meth:`TaskId.at`: ``F3@1`` is forward of block 3 in iteration 1."""
+    match = _INSTANCE.fullmatch(text)
+    if match is None:
+        raise ScheduleError(f"{text!r} is not a task of an iteration: write it such as F3@1")
+    return parse_task_id(match[1]), int(match[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Start after ``task`` of the same iteration (``back`` 0) or of the one before (``back`` 1) has ended."""
+
+    task: TaskId
+    back: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.task}@-1" if self.back else str(self.task)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Bytes in one memory, under a name that is unique in the schedule."""
+
+    name: str
+    memory: str
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.memory}:{self.size_bytes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Release of the buffer ``name`` that was allocated in this iteration (``back`` 0) or in the one before."""
+
+    name: str
+    back: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}@-1" if self.back else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One action on one lane.
+
+    Args:
+        id: kind and block.
+        lane: name of the lane that does it.
+        duration_ns: integer nanoseconds on an undisturbed lane. (Not float seconds: both executors and every check
+            agree to the last tick only on integers.)
+        after: what must have ended before it starts.
+        priority: smaller is more urgent; matters on priority lanes.
+        allocates: buffers that come to life when it starts.
+        frees: buffers that end when it ends.
+    """
+
+    id: TaskId
+    lane: str
+    duration_ns: int
+    after: tuple[Edge, ...] = ()
+    priority: int = 0
+    allocates: tuple[Buffer, ...] = ()
+    frees: tuple[Free, ...] = ()
+
+
+class Discipline(StrEnum):
+    """``FIFO``: tasks in schedule order, like a CUDA stream. ``PRIORITY``: the most urgent ready task."""
+
+    FIFO = "fifo"
+    PRIORITY = "priority"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """An engine that does one task at a time."""
+
+    name: str
+    discipline: Discipline = Discipline.FIFO
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What a lane draws from shared resources while it works: ``demand`` units/s alone, and its ``weight`` in a share."""
+
+    lane: str
+    demand: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharedResource:
+    """A capacity (units/s) that several lanes' flows divide among them; see ``sharing.py``."""
+
+    name: str
+    capacity: float
+    lanes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A memory and what it holds."""
+
+    name: str
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The tasks of one iteration.
+
+    Args:
+        lanes: engines; the first is the one whose passage counts iterations (the GPU).
+        tasks: in issue order: a fifo lane executes its tasks in this order.
+        memories: capacities to check occupancy against.
+        resident: buffers that live all the time.
+        flows, resources: shared bandwidth.
+    """
+
+    lanes: tuple[Lane, ...]
+    tasks: tuple[Task, ...]
+    memories: tuple[Memory, ...] = ()
+    resident: tuple[Buffer, ...] = ()
+    flows: tuple[Flow, ...] = ()
+    resources: tuple[SharedResource, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self)) + "\n"
+
+    def graph(self) -> Graph:
+        """The schedule with names resolved to indices, for executors. Call :meth:`validate` first."""
+        return Graph(self)
+
+    def validate(self) -> Schedule:
+        """Check that the schedule can be executed for ever; returns itself.
+
+        Raises:
+            ScheduleError: names the fault and the tasks that have it.
+        """
+        _validate(self)
+        return self
+
+
+class Graph:
+    """A schedule's edges as index lists.
+
+    Attributes:
+        lane: lane index of each task.
+        successors: for each task the (task, back) pairs that wait for it.
+        waits: how many same-iteration and how many back-reaching edges each task has.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.index = {task.id: i for i, task in enumerate(schedule.tasks)}
+        lanes = {lane.name: i for i, lane in enumerate(schedule.lanes)}
+        self.lane = [lanes[task.lane] for task in schedule.tasks]
+        self.successors: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
+        self.waits: list[tuple[int, int]] = []
+        for i, task in enumerate(schedule.tasks):
+            back = 0
+            for edge in task.after:
+                self.successors[self.index[edge.task]].append((i, edge.back))
+                back += edge.back
+            self.waits.append((len(task.after) - back, back))
+
+    @cached_property
+    def lane_tasks(self) -> list[list[int]]:
+        """Task indices of each lane in issue order."""
+        found: list[list[int]] = [[] for _ in self.schedule.lanes]
+        for i, lane in enumerate(self.lane):
+            found[lane].append(i)
+        return found
+
+    @cached_property
+    def urgency(self) -> list[tuple[int, int, int]]:
+        """For each task (priority, block, kind): with the iteration after the first, the order of a priority lane."""
+        return [(task.priority, task.id.block, KIND_ORDER[task.id.kind]) for task in self.schedule.tasks]
+
+    def edges(self) -> Iterator[tuple[int, int, int]]:
+        """All (predecessor, successor, back): the written ones, and the order that fifo lanes impose, wrap-around included."""
+        for before, successors in enumerate(self.successors):
+            for after, back in successors:
+                yield before, after, back
+        for lane, tasks in zip(self.schedule.lanes, self.lane_tasks, strict=True):
+            if lane.discipline is Discipline.FIFO and tasks:
+                for before, after in zip(tasks, tasks[1:], strict=False):
+                    yield before, after, 0
+                yield tasks[-1], tasks[0], 1
+
+
+# --- validation ---------------------------------------------------------------------------------------------------
+
+
+def _validate(schedule: Schedule) -> None:
+    lanes = _unique("lane", [lane.name for lane in schedule.lanes])
+    memories = _unique("memory", [memory.name for memory in schedule.memories])
+    ids = set(_unique("task", [str(task.id) for task in schedule.tasks]))
+    for task in schedule.tasks:
+        if task.lane not in lanes:
+            raise ScheduleError(f"task {task.id} has no lane: {task.lane!r} is not one of {', '.join(lanes) or 'none'}")
+        if task.duration_ns < 0:
+            raise ScheduleError(f"task {task.id} lasts {task.duration_ns} ns: a duration cannot be negative")
+        seen: set[Edge] = set()
+        for edge in task.after:
+            if str(edge.task) not in ids:
+                raise ScheduleError(f"unknown edge: {task.id} waits for {edge}, but no task is called {edge.task}")
+            if edge.back not in (0, 1):
+                raise ScheduleError(f"{task.id} waits for {edge.task} {edge.back} iterations back: only 0 or 1 can be said")
+            if edge in seen:
+                raise ScheduleError(f"{task.id} waits for {edge} twice: say it once")
+            seen.add(edge)
+    _validate_sharing(schedule, lanes)
+    order = _validate_order(schedule)
+    _validate_buffers(schedule, memories, order)
+
+
+def _unique(what: str, names: list[str]) -> list[str]:
+    name, times = Counter(names).most_common(1)[0] if names else ("", 0)
+    if times > 1:
+        raise ScheduleError(f"{what} {name!r} exists {times} times: names are unique")
+    return names
+
+
+def _validate_sharing(schedule: Schedule, lanes: list[str]) -> None:
+    flows = _unique("flow of lane", [flow.lane for flow in schedule.flows])
+    for flow in schedule.flows:
+        if flow.lane not in lanes:
+            raise ScheduleError(f"a flow belongs to lane {flow.lane!r}, which is not one of {', '.join(lanes)}")
+        if flow.demand <= 0 or flow.weight <= 0:
+            raise ScheduleError(f"the flow of lane {flow.lane!r} needs a positive demand and weight")
+    for resource in schedule.resources:
+        if resource.capacity <= 0:
+            raise ScheduleError(f"shared resource {resource.name!r} has capacity {resource.capacity}: it must be positive")
+        for lane in resource.lanes:
+            if lane not in flows:
+                raise ScheduleError(f"shared resource {resource.name!r} serves lane {lane!r}, which has no flow")
+
+
+def _validate_order(schedule: Schedule) -> dict[TaskId, set[TaskId]]:
+    """Refuse cycles within an iteration; returns the direct predecessors."""
+    predecessors = {task.id: {edge.task for edge in task.after if edge.back == 0} for task in schedule.tasks}
+    with_lanes = {task: set(before) for task, before in predecessors.items()}
+    for lane in schedule.lanes:
+        if lane.discipline is Discipline.FIFO:
+            ids = [task.id for task in schedule.tasks if task.lane == lane.name]
+            for before, after in zip(ids, ids[1:], strict=False):
+                with_lanes[after].add(before)
+    try:
+        graphlib.TopologicalSorter(with_lanes).prepare()
+    except graphlib.CycleError as error:
+        cycle = " -> ".join(str(task) for task in error.args[1])
+        raise ScheduleError(f"cycle: {cycle}; each waits for the one before (edges, or the order of a fifo lane)") from error
+    return with_lanes
+
+
+def _validate_buffers(schedule: Schedule, memories: list[str], predecessors: dict[TaskId, set[TaskId]]) -> None:
+    allocated: dict[str, Task] = {}
+    freed: dict[str, Task] = {}
+    buffers = list(schedule.resident)
+    for task in schedule.tasks:
+        for buffer in task.allocates:
+            if buffer.name in allocated:
+                raise ScheduleError(f"buffer {buffer.name!r} is allocated twice: by {allocated[buffer.name].id} and by {task.id}")
+            allocated[buffer.name] = task
+            buffers.append(buffer)
+    for buffer in buffers:
+        if buffer.memory not in memories:
+            raise ScheduleError(f"buffer {buffer.name!r} is in memory {buffer.memory!r}: not one of {', '.join(memories) or 'none'}")
+        if buffer.size_bytes < 0:
+            raise ScheduleError(f"buffer {buffer.name!r} has {buffer.size_bytes} bytes: a size cannot be negative")
+    ancestors = _Ancestors(predecessors)
+    for task in schedule.tasks:
+        for free in task.frees:
+            if free.name not in allocated:
+                raise ScheduleError(f"{task.id} frees {free.name!r}, which no task allocates")
+            if free.name in freed:
+                raise ScheduleError(f"memory freed twice: {free.name!r} by {freed[free.name].id} and by {task.id}")
+            if free.back not in (0, 1):
+                raise ScheduleError(f"{task.id} frees {free.name!r} of {free.back} iterations back: only 0 or 1 can be said")
+            freed[free.name] = task
+            owner = allocated[free.name]
+            if free.back == 0 and owner.id != task.id and not ancestors.includes(task.id, owner.id):
+                raise ScheduleError(f"{task.id} frees {free.name!r} but does not wait for {owner.id}, which allocates it")
+    for name, task in allocated.items():
+        if name not in freed:
+            raise ScheduleError(f"buffer {name!r}, allocated by {task.id}, is never freed: memory would grow with each iteration")
+
+
+class _Ancestors:
+    """Transitive predecessors as bit sets: 1,000 tasks take a millisecond or two, a set per task a hundred times that."""
+
+    def __init__(self, predecessors: dict[TaskId, set[TaskId]]) -> None:
+        self._bit = {task: 1 << i for i, task in enumerate(graphlib.TopologicalSorter(predecessors).static_order())}
+        self._ancestors: dict[TaskId, int] = {}
+        for task in self._bit:
+            bits = 0
+            for before in predecessors[task]:
+                bits |= self._ancestors[before] | self._bit[before]
+            self._ancestors[task] = bits
+
+    def includes(self, task: TaskId, before: TaskId) -> bool:
+        return bool(self._ancestors[task] & self._bit[before])
+
+
+# --- text form ----------------------------------------------------------------------------------------------------
+
+_HEADER = "autohete-schedule 1"
+
+
+def _lines(schedule: Schedule) -> Iterator[str]:
+    yield _HEADER
+    for lane in schedule.lanes:
+        yield f"lane {lane.name} {lane.discipline}"
+    for memory in schedule.memories:
+        yield f"memory {memory.name} {memory.capacity_bytes}"
+    for flow in schedule.flows:
+        yield f"flow {flow.lane} {flow.demand!r} {flow.weight!r}"
+    for resource in schedule.resources:
+        yield f"share {resource.name} {resource.capacity!r} {','.join(resource.lanes)}"
+    for buffer in schedule.resident:
+        yield f"resident {buffer}"
+    for task in schedule.tasks:
+        words = [f"task {task.id} {task.lane} {task.duration_ns}"]
+        if task.priority:
+            words.append(f"priority={task.priority}")
+        for key, items in (("after", task.after), ("allocates", task.allocates), ("frees", task.frees)):
+            if items:
+                words.append(f"{key}={','.join(map(str, items))}")
+        yield " ".join(words)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Inverse of ``str(schedule)``. Blank lines and ``#`` comments are passed over. Does not :meth:`Schedule.validate`.
+
+    Raises:
+        ScheduleError: a line that cannot be read, with its number.
+    """
+    parts: dict[str, list[object]] = {key: [] for key in ("lane", "memory", "flow", "share", "resident", "task")}
+    lines = [(number, line.split("#", 1)[0].split()) for number, line in enumerate(text.splitlines(), 1)]
+    lines = [(number, words) for number, words in lines if words]
+    if not lines or " ".join(lines[0][1]) != _HEADER:
+        raise ScheduleError(f"a schedule's text begins with the line {_HEADER!r}")
+    for number, words in lines[1:]:
+        if words[0] not in parts:
+            raise ScheduleError(f"line {number}: {words[0]!r} is not one of {', '.join(parts)}")
+        try:
+            parts[words[0]].append(_PARSERS[words[0]](words[1:]))
+        except (ValueError, IndexError, KeyError) as error:
+            raise ScheduleError(f"line {number}: cannot read {' '.join(words)!r} ({error})") from error
+        except ScheduleError as error:
+            raise ScheduleError(f"line {number}: {error}") from error
+    return Schedule(
+        lanes=tuple(parts["lane"]),  # type: ignore[arg-type]
+        tasks=tuple(parts["task"]),  # type: ignore[arg-type]
+        memories=tuple(parts["memory"]),  # type: ignore[arg-type]
+        resident=tuple(parts["resident"]),  # type: ignore[arg-type]
+        flows=tuple(parts["flow"]),  # type: ignore[arg-type]
+        resources=tuple(parts["share"]),  # type: ignore[arg-type]
+    )
+
+
+def _parse_lane(words: list[str]) -> Lane:
+    name, discipline = words
+    return Lane(name, Discipline(discipline))
+
+
+def _parse_memory(words: list[str]) -> Memory:
+    name, capacity = words
+    return Memory(name, int(capacity))
+
+
+def _parse_flow(words: list[str]) -> Flow:
+    lane, demand, weight = words
+    return Flow(lane, float(demand), float(weight))
+
+
+def _parse_share(words: list[str]) -> SharedResource:
+    name, capacity, lanes = words
+    return SharedResource(name, float(capacity), tuple(lanes.split(",")))
+
+
+def _parse_buffer(text: str) -> Buffer:
+    name, memory, size = text.split(":")
+    return Buffer(name, memory, int(size))
+
+
+def _parse_resident(words: list[str]) -> Buffer:
+    (text,) = words
+    return _parse_buffer(text)
+
+
+def _back(text: str) -> tuple[str, int]:
+    return (text.removesuffix("@-1"), 1) if text.endswith("@-1") else (text, 0)
+
+
+def _parse_edge(text: str) -> Edge:
+    name, back = _back(text)
+    return Edge(parse_task_id(name), back)
+
+
+def _parse_task(words: list[str]) -> Task:
+    options = dict(word.split("=", 1) for word in words[3:])
+    if unknown := options.keys() - {"priority", "after", "allocates", "frees"}:
+        raise ValueError(f"unknown {', '.join(sorted(unknown))}")
+
+    def items(key: str) -> list[str]:
+        return options[key].split(",") if key in options else []
+
+    return Task(
+        id=parse_task_id(words[0]),
+        lane=words[1],
+        duration_ns=int(words[2]),
+        after=tuple(_parse_edge(item) for item in items("after")),
+        priority=int(options.get("priority", 0)),
+        allocates=tuple(_parse_buffer(item) for item in items("allocates")),
+        frees=tuple(Free(*_back(item)) for item in items("frees")),
+    )
+
+
+_PARSERS = {
+    "lane": _parse_lane,
+    "memory": _parse_memory,
+    "flow": _parse_flow,
+    "share": _parse_share,
+    "resident": _parse_resident,
+    "task": _parse_task,
+}

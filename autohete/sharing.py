@@ -1,0 +1,63 @@
+"""How lanes that draw from the same bandwidth slow each other down: weighted max-min fairness.
+
+All active flows grow in proportion to their weights until they have what they demand or a resource they use is full;
+the rest grow on (Bertsekas and Gallager, "Data Networks", section 6.5.2). What a lane gets depends only on which lanes
+are active, so the result is computed once per set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autohete.schedule import Schedule
+
+#: Rates are integers in this unit, so that work done is exact and two executors agree to the tick.
+FULL_RATE = 1 << 20
+
+
+class Sharing:
+    """The rates of a schedule's lanes while some of them are active.
+
+    Args:
+        schedule: its flows and shared resources.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._flows = {flow.lane: flow for flow in schedule.flows}
+        self._resources = schedule.resources
+        self._rates: dict[tuple[str, ...], dict[str, int]] = {}
+
+    @property
+    def lanes(self) -> frozenset[str]:
+        """Lanes that can be slowed down at all."""
+        return frozenset(lane for resource in self._resources for lane in resource.lanes)
+
+    def rates(self, active: Sequence[str]) -> dict[str, int]:
+        """Rate of each of the ``active`` lanes, in 1/:data:`FULL_RATE` of the undisturbed rate, at least 1."""
+        key = tuple(sorted(active))
+        found = self._rates.get(key)
+        if found is None:
+            found = self._rates[key] = self._divide(key)
+        return found
+
+    def _divide(self, active: tuple[str, ...]) -> dict[str, int]:
+        free = {resource.name: resource.capacity for resource in self._resources}
+        got = dict.fromkeys(active, 0.0)
+        growing = set(active)
+        while growing:
+            steps = [(self._flows[lane].demand - got[lane]) / self._flows[lane].weight for lane in growing]
+            for resource in self._resources:
+                weights = sum(self._flows[lane].weight for lane in resource.lanes if lane in growing)
+                if weights:
+                    steps.append(free[resource.name] / weights)
+            step = max(min(steps), 0.0)
+            for lane in growing:
+                got[lane] += step * self._flows[lane].weight
+            stopped = {lane for lane in growing if got[lane] >= self._flows[lane].demand * (1 - 1e-12)}
+            for resource in self._resources:
+                users = [lane for lane in resource.lanes if lane in growing]
+                free[resource.name] -= step * sum(self._flows[lane].weight for lane in users)
+                if free[resource.name] <= resource.capacity * 1e-12:
+                    stopped.update(users)
+            growing -= stopped
+        return {lane: max(1, round(FULL_RATE * min(1.0, got[lane] / self._flows[lane].demand))) for lane in active}

@@ -1,0 +1,110 @@
+"""Runs a schedule in SimPy: one process per lane, integer nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import numpy as np
+import simpy
+
+from autohete.errors import InputError, ScheduleError
+from autohete.schedule import Graph, Schedule
+from autohete.sharing import Sharing
+from autohete.sim.lanes import LaneQueue, lane_queues
+from autohete.sim.links import SharedLinks
+from autohete.trace import Clock, Trace
+
+#: After every completion of an instant (SimPy's URGENT is 0, NORMAL 1).
+_AFTER_COMPLETIONS = 2
+
+
+class SimExecutor:
+    """The model of time. Deterministic: the same schedule gives the same trace to the tick."""
+
+    def run(self, schedule: Schedule, iterations: int) -> Trace:
+        """Simulate ``iterations`` iterations of ``schedule``; see :class:`autohete.executor.Executor`."""
+        if iterations < 1:
+            raise InputError(f"cannot run {iterations} iterations: at least 1")
+        return _Run(schedule.validate().graph(), iterations).trace()
+
+
+class _Settled(simpy.Event):
+    """Fires once in an instant in which tasks have ended, when no further task ends in it: then lanes choose."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        super().__init__(env)
+        self._ok, self._value = True, None
+
+    def schedule(self) -> None:
+        self.env.schedule(self, priority=_AFTER_COMPLETIONS)
+
+
+class _Run:
+    def __init__(self, graph: Graph, iterations: int) -> None:
+        self.graph = graph
+        self.tasks = len(graph.lane)
+        self.iterations = iterations
+        instances = self.tasks * iterations
+        same = [waits for waits, _ in graph.waits]
+        both = [waits + back for waits, back in graph.waits]
+        self.waits = same + both * (iterations - 1)
+        self.ready = [0] * instances
+        self.start = [0] * instances
+        self.end = [-1] * instances
+        self.durations = [task.duration_ns for task in graph.schedule.tasks]
+        self.env = simpy.Environment(initial_time=0)
+        sharing = Sharing(graph.schedule)
+        self.shared = sharing.lanes
+        self.links = SharedLinks(self.env, sharing)
+        self.queues: list[LaneQueue] = lane_queues(graph)
+        self._new_settled()
+
+    def trace(self) -> Trace:
+        for instance, waits in enumerate(self.waits):
+            if not waits:
+                self.queues[self.graph.lane[instance % self.tasks]].push(instance)
+        for lane, tasks in enumerate(self.graph.lane_tasks):
+            if tasks:
+                self.env.process(self.lane(lane, len(tasks) * self.iterations))
+        self.env.run()
+        if -1 in self.end:
+            stuck = self.end.index(-1)
+            iteration, task = divmod(stuck, self.tasks)
+            raise ScheduleError(f"{self.graph.schedule.tasks[task].id.at(iteration)} never became ready: the schedule is stuck")
+        shape = (self.iterations, self.tasks)
+        ready, start, end = (np.array(times, np.int64).reshape(shape) for times in (self.ready, self.start, self.end))
+        return Trace(self.graph.schedule, Clock.SIMULATED, ready, start, end)
+
+    def lane(self, lane: int, instances: int) -> Generator[simpy.Event, None, None]:
+        """Wait for the edges, occupy, signal."""
+        env, queue = self.env, self.queues[lane]
+        name = self.graph.schedule.lanes[lane].name
+        shared = name in self.shared
+        for _ in range(instances):
+            while (instance := queue.pop()) is None:
+                yield self.settled
+            self.start[instance] = int(env.now)
+            duration = self.durations[instance % self.tasks]
+            yield self.links.occupy(name, duration) if shared else env.timeout(duration)
+            self.complete(instance)
+            yield self.settled
+
+    def complete(self, instance: int) -> None:
+        now = int(self.env.now)
+        self.end[instance] = now
+        iteration, task = divmod(instance, self.tasks)
+        for successor, back in self.graph.successors[task]:
+            target = instance - task + successor + back * self.tasks
+            if iteration + back < self.iterations:
+                self.waits[target] -= 1
+                if not self.waits[target]:
+                    self.ready[target] = now
+                    self.queues[self.graph.lane[successor]].push(target)
+        if not self.choosing:
+            self.choosing = True
+            self.settled.schedule()
+
+    def _new_settled(self, _: simpy.Event | None = None) -> None:
+        self.choosing = False
+        self.settled = _Settled(self.env)
+        self.settled.callbacks.append(self._new_settled)  # type: ignore[union-attr]

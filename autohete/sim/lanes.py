@@ -1,0 +1,70 @@
+"""What a lane takes next: queues of ready task instances, one per discipline.
+
+An instance is an integer: ``iteration * tasks + task``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Protocol
+
+from autohete.schedule import Discipline, Graph
+
+
+class LaneQueue(Protocol):
+    """Ready instances of one lane."""
+
+    def push(self, instance: int) -> None:
+        """``instance`` has become ready."""
+
+    def pop(self) -> int | None:
+        """The instance to start now, or None if the lane has to wait."""
+
+
+class FifoQueue:
+    """Instances in issue order, like a CUDA stream: one that is not ready holds up those behind it."""
+
+    def __init__(self, tasks: list[int], tasks_per_iteration: int) -> None:
+        self._tasks = tasks
+        self._per_iteration = tasks_per_iteration
+        self._ready: set[int] = set()
+        self._position = 0
+        self._base = 0
+
+    def push(self, instance: int) -> None:
+        self._ready.add(instance)
+
+    def pop(self) -> int | None:
+        instance = self._base + self._tasks[self._position]
+        if instance not in self._ready:
+            return None
+        self._ready.remove(instance)
+        self._position += 1
+        if self._position == len(self._tasks):
+            self._position = 0
+            self._base += self._per_iteration
+        return instance
+
+
+class PriorityQueue:
+    """The most urgent ready instance: by priority, iteration, block, kind."""
+
+    def __init__(self, urgency: list[tuple[int, int, int]]) -> None:
+        self._urgency = urgency
+        self._heap: list[tuple[int, int, int, int, int]] = []
+
+    def push(self, instance: int) -> None:
+        iteration, task = divmod(instance, len(self._urgency))
+        priority, block, kind = self._urgency[task]
+        heapq.heappush(self._heap, (priority, iteration, block, kind, instance))
+
+    def pop(self) -> int | None:
+        return heapq.heappop(self._heap)[-1] if self._heap else None
+
+
+def lane_queues(graph: Graph) -> list[LaneQueue]:
+    """One queue per lane of the graph's schedule."""
+    return [
+        FifoQueue(tasks, len(graph.lane)) if lane.discipline is Discipline.FIFO else PriorityQueue(graph.urgency)
+        for lane, tasks in zip(graph.schedule.lanes, graph.lane_tasks, strict=True)
+    ]

@@ -1,0 +1,108 @@
+"""The pipeline in one call: workload, hardware and policy in, plan, schedule, trace and summary out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete.executor import Executor
+from autohete.hardware import Hardware
+from autohete.lowering import GPU_MEMORY, HOST_MEMORY, lower
+from autohete.memory import Occupancy, occupancy
+from autohete.plan import Plan
+from autohete.policy import Judge, Judgement, Policy, Verdict
+from autohete.profile import Profile, analytic_profile
+from autohete.schedule import Schedule
+from autohete.sim import SimExecutor
+from autohete.trace import Steady, Trace
+from autohete.workload import Workload
+
+#: Iterations of the first try; doubled until the steady state shows.
+_FIRST_TRY = 6
+_LONGEST_TRY = 48
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simulation:
+    """What a plan comes to on a hardware, with everything that led to it."""
+
+    profile: Profile
+    plan: Plan
+    schedule: Schedule
+    trace: Trace
+    steady: Steady
+    gpu: Occupancy
+    host: Occupancy
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether both memories hold."""
+        return verdict(self.gpu, self.host)
+
+    @property
+    def iteration_seconds(self) -> float:
+        """Steady time of one iteration."""
+        return self.steady.period_seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        """Sequences per second on one GPU."""
+        return self.profile.workload.batch_size / self.iteration_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second on one GPU."""
+        return self.profile.workload.tokens / self.iteration_seconds
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """Model TFLOP/s: what the model asks for, recomputation not counted."""
+        return self.profile.workload.model_flops / self.iteration_seconds * 1e-12
+
+
+def verdict(gpu: Occupancy, host: Occupancy) -> Verdict:
+    """The verdict of two occupancies; the GPU's comes first."""
+    if not gpu.fits:
+        return Verdict.GPU_OUT_OF_MEMORY
+    return Verdict.OK if host.fits else Verdict.HOST_OUT_OF_MEMORY
+
+
+def run_until_steady(schedule: Schedule, executor: Executor) -> tuple[Trace, Steady]:
+    """Unroll ``schedule`` until its iterations repeat (or for long enough to average over)."""
+    iterations = _FIRST_TRY
+    while True:
+        trace = executor.run(schedule, iterations)
+        steady = trace.steady()
+        if steady.settled or iterations >= _LONGEST_TRY:
+            return trace, steady
+        iterations *= 2
+
+
+def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None) -> Simulation:
+    """Lower ``plan`` and execute it in the simulator (or in ``executor``)."""
+    schedule = lower(profile, plan)
+    trace, steady = run_until_steady(schedule, executor or SimExecutor())
+    gpu, host = (occupancy(trace, memory) for memory in (GPU_MEMORY, HOST_MEMORY))
+    return Simulation(profile, plan, schedule, trace, steady, gpu, host)
+
+
+def judge_for(profile: Profile, executor: Executor | None = None) -> Judge:
+    """The judge that a policy tries its plans on."""
+    known: dict[Plan, Judgement] = {}
+
+    def judge(plan: Plan) -> Judgement:
+        if plan not in known:
+            found = simulate_plan(profile, plan, executor)
+            known[plan] = Judgement(found.verdict, found.iteration_seconds, found.gpu.peak_bytes, found.host.peak_bytes)
+        return known[plan]
+
+    return judge
+
+
+def simulate(workload: Workload, hardware: Hardware, policy: Policy) -> Simulation:
+    """Simulate ``policy`` training ``workload`` on ``hardware``.
+
+    Raises:
+        InfeasibleError: the policy searches for a plan and there is none.
+    """
+    profile = analytic_profile(workload, hardware)
+    return simulate_plan(profile, policy.plan(profile, judge_for(profile)))

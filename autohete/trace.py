@@ -1,0 +1,184 @@
+"""What happened when: written by both executors in one form, read by everything that measures or draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autohete.schedule import KIND_ORDER, Discipline, Schedule, TaskId
+
+Nanoseconds = NDArray[np.int64]
+
+#: A steady cycle may take several iterations: blocks that miss their turn on a lane in one make up for it in the next.
+_LONGEST_CYCLE = 4
+#: The last iterations run without a successor to compete with; they are drain, not steady state.
+_DRAIN = 2
+
+
+class Clock(StrEnum):
+    """Whose seconds a number is in. Every number that leaves the program says so."""
+
+    SIMULATED = "simulated"
+    EMULATED = "emulated"
+    MEASURED_CPU = "measured-cpu"
+    MEASURED_CUDA = "measured-cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One task instance: when its edges were satisfied, when it started and ended (ns from the start of the run)."""
+
+    task: TaskId
+    iteration: int
+    lane: str
+    ready_ns: int
+    start_ns: int
+    end_ns: int
+
+    def __str__(self) -> str:
+        return f"{self.task.at(self.iteration)} {self.lane} {self.start_ns}..{self.end_ns}"
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """The regime that a periodic schedule settles into.
+
+    Args:
+        first: first iteration of a full cycle.
+        cycle: iterations in it.
+        period_seconds: mean time of one iteration.
+        settled: whether the run was long enough to see the cycle repeat; if not, the window is the later half.
+    """
+
+    first: int
+    cycle: int
+    period_seconds: float
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Times of every task instance; each array has shape (iterations, tasks), in nanoseconds.
+
+    Args:
+        schedule: what was executed.
+        clock: whose seconds these are.
+        ready_ns, start_ns, end_ns: when all edges were satisfied, when the task began and ended.
+    """
+
+    schedule: Schedule
+    clock: Clock
+    ready_ns: Nanoseconds
+    start_ns: Nanoseconds
+    end_ns: Nanoseconds
+
+    @property
+    def iterations(self) -> int:
+        """How many iterations were run."""
+        return int(self.start_ns.shape[0])
+
+    @property
+    def makespan_seconds(self) -> float:
+        """From the start of the run to the end of its last task."""
+        return float(self.end_ns.max(initial=0)) * 1e-9
+
+    def spans(self) -> Iterator[Span]:
+        """All instances, iteration by iteration in issue order."""
+        for iteration in range(self.iterations):
+            for i, task in enumerate(self.schedule.tasks):
+                ready, start, end = (int(a[iteration, i]) for a in (self.ready_ns, self.start_ns, self.end_ns))
+                yield Span(task.id, iteration, task.lane, ready, start, end)
+
+    def lane_tasks(self, lane: str) -> list[int]:
+        """Indices of the tasks of ``lane`` in issue order."""
+        return [i for i, task in enumerate(self.schedule.tasks) if task.lane == lane]
+
+    def anchors(self) -> Nanoseconds:
+        """Start of each iteration: when the first lane's first task of it starts."""
+        tasks = self.lane_tasks(self.schedule.lanes[0].name)
+        return self.start_ns[:, tasks].min(axis=1) if tasks else self.start_ns.min(axis=1, initial=0)
+
+    def iteration_seconds(self) -> list[float]:
+        """Time from each iteration's start to the next one's; the last runs to the end of the run."""
+        ends = np.append(self.anchors()[1:], round(self.makespan_seconds * 1e9))
+        return [float(x) * 1e-9 for x in ends - self.anchors()]
+
+    def steady(self) -> Steady:
+        """The steady state, found where all times of an iteration repeat those of ``cycle`` iterations before."""
+        anchors = self.anchors()
+        offsets = np.concatenate([self.start_ns, self.end_ns], axis=1) - anchors[:, None]
+        last = self.iterations - 1 - _DRAIN
+        for cycle in range(1, _LONGEST_CYCLE + 1):
+            if last - 2 * cycle < 0:
+                break
+            span = int(anchors[last] - anchors[last - cycle])
+            # Integer rounding of shared rates can move a time by a tick or two from one iteration to the next.
+            tolerance = 2 + span // 1_000_000
+            recent, before = offsets[last - cycle + 1 : last + 1], offsets[last - 2 * cycle + 1 : last - cycle + 1]
+            if abs(recent - before).max(initial=0) <= tolerance:
+                return Steady(last - cycle, cycle, span * 1e-9 / cycle, settled=True)
+        first = max(0, last // 2)
+        if last <= first:
+            return Steady(0, self.iterations, self.makespan_seconds / self.iterations, settled=False)
+        return Steady(first, last - first, float(anchors[last] - anchors[first]) * 1e-9 / (last - first), settled=False)
+
+
+def check_trace(trace: Trace) -> list[str]:
+    """Faults of a trace against its schedule, in words; an empty list is a correct execution.
+
+    Independent of both executors: each task runs once and after all its edges, no lane overlaps itself, fifo keeps issue
+    order, priority never takes a less urgent ready task.
+    """
+    return [*_check_edges(trace), *_check_lanes(trace)]
+
+
+def _check_edges(trace: Trace) -> Iterator[str]:
+    index = {task.id: i for i, task in enumerate(trace.schedule.tasks)}
+    for i, task in enumerate(trace.schedule.tasks):
+        for iteration in np.flatnonzero(trace.end_ns[:, i] < trace.start_ns[:, i]):
+            yield f"{task.id.at(int(iteration))} ends before it starts"
+        for edge in task.after:
+            before = trace.end_ns[: trace.iterations - edge.back, index[edge.task]]
+            for late in np.flatnonzero(trace.start_ns[edge.back :, i] < before):
+                yield f"{task.id.at(int(late) + edge.back)} starts before {edge.task.at(int(late))} has ended"
+
+
+def _check_lanes(trace: Trace) -> Iterator[str]:
+    tasks = trace.schedule.tasks
+    for lane in trace.schedule.lanes:
+        members = trace.lane_tasks(lane.name)
+        issue = [(iteration, i) for iteration in range(trace.iterations) for i in members]
+        # A task without duration may share its instant with others; the ends tell who came first.
+        ran = sorted(issue, key=lambda item: (trace.start_ns[item], trace.end_ns[item]))
+        for before, after in zip(ran, ran[1:], strict=False):
+            if trace.start_ns[after] < trace.end_ns[before]:
+                yield f"lane {lane.name}: {tasks[after[1]].id.at(after[0])} starts before {tasks[before[1]].id.at(before[0])} has ended"
+        if lane.discipline is Discipline.FIFO:
+            times = [int(trace.start_ns[item]) for item in issue]
+            for place, (earlier, later) in enumerate(zip(times, times[1:], strict=False)):
+                if later < earlier:
+                    iteration, i = issue[place + 1]
+                    yield f"lane {lane.name}: {tasks[i].id.at(iteration)} runs before its turn"
+        else:
+            yield from _check_urgency(trace, lane.name, ran)
+
+
+def _check_urgency(trace: Trace, lane: str, ran: list[tuple[int, int]]) -> Iterator[str]:
+    tasks = trace.schedule.tasks
+
+    def urgency(item: tuple[int, int]) -> tuple[int, int, int, int]:
+        task = tasks[item[1]]
+        return (task.priority, item[0], task.id.block, KIND_ORDER[task.id.kind])
+
+    for place, chosen in enumerate(ran):
+        for passed in ran[place + 1 :]:
+            # Ready strictly before the choice; what becomes ready in the very instant may come a round later.
+            if trace.ready_ns[passed] < trace.start_ns[chosen] < trace.start_ns[passed] and urgency(passed) < urgency(chosen):
+                yield (
+                    f"lane {lane}: {tasks[chosen[1]].id.at(chosen[0])} is taken while the more urgent "
+                    f"{tasks[passed[1]].id.at(passed[0])} is ready"
+                )

@@ -1,0 +1,65 @@
+"""Quantities with units, at the edge where people read and write. Inside there is plain SI: bytes and seconds."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from autohete.errors import InputError
+
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_BYTES = {f"{p}B": f for p, f in (_DECIMAL | _BINARY).items()}
+
+#: Dimension -> unit -> factor to SI. Bits are left out on purpose: GB/s read as Gb/s is a factor of eight.
+UNITS: dict[str, dict[str, float]] = {
+    "bytes": _BYTES,
+    "bandwidth": {f"{unit}/s": factor for unit, factor in _BYTES.items()},
+    "rate": {f"{p}FLOP/s": f for p, f in _DECIMAL.items()},
+    "time": {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
+}
+_EXAMPLES = {"bytes": "40GiB or 40GB", "bandwidth": "25GB/s", "rate": "312TFLOP/s", "time": "10us"}
+_QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]*)\s*")
+
+
+def parse_quantity(text: str, dimension: str) -> float:
+    """Read ``text`` as a positive finite quantity of ``dimension`` (a key of :data:`UNITS`), in SI.
+
+    Raises:
+        InputError: no number, a missing or foreign unit, zero, negative or not finite.
+    """
+    example = _EXAMPLES[dimension]
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise InputError(f"{text!r} is not a quantity: write a number with its unit, such as {example}")
+    number, unit = float(match[1]), match[2]
+    factors = UNITS[dimension]
+    if unit not in factors:
+        problem = f"unit {unit!r} of {text!r} is not one of {dimension}" if unit else f"{text!r} has no unit"
+        raise InputError(f"{problem}: write it such as {example}")
+    value = number * factors[unit]
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(f"{text!r} must be positive and finite, such as {example}")
+    return value
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as ``16GiB`` or ``400 GB``, in bytes."""
+    return round(parse_quantity(text, "bytes"))
+
+
+def format_bytes(size: float) -> str:
+    """A size for people, in binary units: ``12.3 GiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time for people, with three or four digits: ``3.21 s``, ``12.5 ms``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.{2 if seconds * factor < 100 else 0}f} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
