@@ -238,7 +238,9 @@ def _read(source: str) -> dict[str, Any]:
             raise unknown_name("hardware", source, [*preset_names(), "FILE.toml"])
         return tomllib.loads(text)
     except OSError as error:
-        raise InputError(f"hardware file {source!r} cannot be read: {error.strerror or error}; give a preset or a file") from error
+        raise InputError(
+            f"hardware file {source!r} cannot be read: {error.strerror or error}; give a preset or a file"
+        ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"hardware file {source!r} is not UTF-8 text: give a TOML file") from error
     except tomllib.TOMLDecodeError as error:

@@ -305,9 +305,8 @@ class _Lowering:
             gradients, update = self.get(Kind.OFFLOAD_GRADIENTS, block), self.get(Kind.CPU_UPDATE, block)
             if plan.blocking_gradients and not self.copied_after_backward(block):
                 self.next_pass(TaskId(Kind.BACKWARD, block), gradients.id)
-            if plan.gradient_slots is not None and place + plan.gradient_slots < len(updated):
-                waiting = updated[place + plan.gradient_slots]
-                self.get(Kind.BACKWARD, waiting).wait(gradients.id)
+            if plan.gradient_slots is not None and block - plan.gradient_slots >= 0:
+                self.get(Kind.BACKWARD, block - plan.gradient_slots).wait(gradients.id)
             if plan.window is not None and block - plan.window >= 0:
                 self.drafts[self.first_backward_pass(block - plan.window)].wait(update.id)
             if plan.serial_updates:

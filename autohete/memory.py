@@ -67,32 +67,33 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     iterations = trace.iterations
     births, deaths, sizes = [], [], []
     for allocates, frees, back, size, _ in columns:
-        birth = trace.start_ns[:, allocates]
-        death = trace.end_ns[:, frees]
+        first, last = trace.start_ns[:, allocates], trace.end_ns[:, frees]
         if back:  # the first one was there before the run, the last one outlives it
-            birth = np.concatenate([[-1], birth])
-            death = np.concatenate([death, [np.iinfo(np.int64).max]])
-        births.append(birth)
-        deaths.append(death)
-        sizes.append(np.full(len(birth), size, np.int64))
+            first = np.concatenate([[-1], first])
+            last = np.concatenate([last, [np.iinfo(np.int64).max]])
+        births.append(first)
+        deaths.append(last)
+        sizes.append(np.full(len(first), size, np.int64))
     resident = sum(buffer.size_bytes for buffer in base)
     if not columns:
         groups = _sum_groups([(group_of(buffer.name), buffer.size_bytes) for buffer in base])
         zero = np.zeros(1, np.int64)
         return Occupancy(memory, capacity, zero, zero + resident, resident, 0, groups, "")
-    birth, death, size = (np.concatenate(parts) for parts in (births, deaths, sizes))
+    birth, death, size_of = (np.concatenate(parts) for parts in (births, deaths, sizes))
     times = np.concatenate([birth, death])
     # 0: the end of something older; 1: a birth; 2: the end of something born in this very instant.
     order = np.concatenate([np.ones(len(birth), np.int64), np.where(death > birth, 0, 2)])
-    change = np.concatenate([size, -size])
+    change = np.concatenate([size_of, -size_of])
     rank = np.lexsort((order, times))
     keep = times[rank] < np.iinfo(np.int64).max
     times, used = times[rank][keep], resident + np.cumsum(change[rank][keep])
     peak_at = int(used.argmax())
     peak_ns, peak = int(times[peak_at]), int(used[peak_at])
-    groups, task = _holders(trace, columns, peak_ns, iterations)
-    groups = _sum_groups([*((group_of(b.name), b.size_bytes) for b in base), *groups.items()])
-    return Occupancy(memory, capacity, *_last_of_instant(np.maximum(times, 0), used), peak, max(peak_ns, 0), groups, task)
+    held, newest = _holders(trace, columns, peak_ns, iterations)
+    groups = _sum_groups([*((group_of(b.name), b.size_bytes) for b in base), *held.items()])
+    if times[0] > 0:  # until the first allocation there is what is resident
+        times, used = np.concatenate([[0], times]), np.concatenate([[resident], used])
+    return Occupancy(memory, capacity, *_last_of_instant(np.maximum(times, 0), used), peak, max(peak_ns, 0), groups, newest)
 
 
 def _last_of_instant(times: Nanoseconds, used: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:

@@ -53,6 +53,7 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.OFFLOAD_GRADIENTS: "offload of gradients",
     Kind.CPU_UPDATE: "CPU update",
 }
+_MNEMONICS = frozenset(kind.value for kind in Kind)
 KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
 
 
@@ -78,7 +79,7 @@ _INSTANCE = re.compile(r"([A-Z]+\d+)@(\d+)")
 def parse_task_id(text: str) -> TaskId:
     """Inverse of ``str(TaskId)``."""
     match = _TASK.fullmatch(text)
-    if match is None or match[1] not in Kind:
+    if match is None or match[1] not in _MNEMONICS:
         raise ScheduleError(f"{text!r} is not a task id: write a kind ({' '.join(Kind)}) and a block, such as F3")
     return TaskId(Kind(match[1]), int(match[2]))
 
@@ -346,12 +347,16 @@ def _validate_buffers(schedule: Schedule, memories: list[str], predecessors: dic
     for task in schedule.tasks:
         for buffer in task.allocates:
             if buffer.name in allocated:
-                raise ScheduleError(f"buffer {buffer.name!r} is allocated twice: by {allocated[buffer.name].id} and by {task.id}")
+                raise ScheduleError(
+                    f"buffer {buffer.name!r} is allocated twice: by {allocated[buffer.name].id} and by {task.id}"
+                )
             allocated[buffer.name] = task
             buffers.append(buffer)
     for buffer in buffers:
         if buffer.memory not in memories:
-            raise ScheduleError(f"buffer {buffer.name!r} is in memory {buffer.memory!r}: not one of {', '.join(memories) or 'none'}")
+            raise ScheduleError(
+                f"buffer {buffer.name!r} is in memory {buffer.memory!r}: not one of {', '.join(memories) or 'none'}"
+            )
         if buffer.size_bytes < 0:
             raise ScheduleError(f"buffer {buffer.name!r} has {buffer.size_bytes} bytes: a size cannot be negative")
     ancestors = _Ancestors(predecessors)
@@ -369,7 +374,9 @@ def _validate_buffers(schedule: Schedule, memories: list[str], predecessors: dic
                 raise ScheduleError(f"{task.id} frees {free.name!r} but does not wait for {owner.id}, which allocates it")
     for name, task in allocated.items():
         if name not in freed:
-            raise ScheduleError(f"buffer {name!r}, allocated by {task.id}, is never freed: memory would grow with each iteration")
+            raise ScheduleError(
+                f"buffer {name!r}, allocated by {task.id}, is never freed: memory would grow with each iteration"
+            )
 
 
 class _Ancestors:

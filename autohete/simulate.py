@@ -17,8 +17,8 @@ from autohete.trace import Steady, Trace
 from autohete.workload import Workload
 
 #: Iterations of the first try; doubled until the steady state shows.
-_FIRST_TRY = 6
-_LONGEST_TRY = 48
+_FIRST_TRY = 4
+_LONGEST_TRY = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,9 +85,10 @@ def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None
     return Simulation(profile, plan, schedule, trace, steady, gpu, host)
 
 
-def judge_for(profile: Profile, executor: Executor | None = None) -> Judge:
-    """The judge that a policy tries its plans on."""
+def judge_for(profile: Profile) -> Judge:
+    """The judge that a policy tries its plans on: the simulator, each plan once."""
     known: dict[Plan, Judgement] = {}
+    executor = SimExecutor(validate=False)
 
     def judge(plan: Plan) -> Judgement:
         if plan not in known:

@@ -15,8 +15,8 @@ Nanoseconds = NDArray[np.int64]
 
 #: A steady cycle may take several iterations: blocks that miss their turn on a lane in one make up for it in the next.
 _LONGEST_CYCLE = 4
-#: The last iterations run without a successor to compete with; they are drain, not steady state.
-_DRAIN = 2
+#: The last iteration runs without a successor to compete with; it is drain, not steady state.
+_DRAIN = 1
 
 
 class Clock(StrEnum):
@@ -100,7 +100,8 @@ class Trace:
     def anchors(self) -> Nanoseconds:
         """Start of each iteration: when the first lane's first task of it starts."""
         tasks = self.lane_tasks(self.schedule.lanes[0].name)
-        return self.start_ns[:, tasks].min(axis=1) if tasks else self.start_ns.min(axis=1, initial=0)
+        first: Nanoseconds = self.start_ns[:, tasks].min(axis=1) if tasks else self.start_ns.min(axis=1, initial=0)
+        return first
 
     def iteration_seconds(self) -> list[float]:
         """Time from each iteration's start to the next one's; the last runs to the end of the run."""

@@ -23,6 +23,8 @@ from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 
 #: Stop within this share of the optimum: a tenth of what the planner promises.
 _GAP = 1e-3
+#: Of plans that the bounds cannot tell apart, the one that moves and computes less is better in practice.
+_LOAD_WEIGHT = 5e-4
 _TIME_LIMIT_SECONDS = 20.0
 
 
@@ -36,7 +38,7 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The program's answer: the counts, and the value of the objective (a lower bound for seconds)."""
+    """The program's answer: the counts, and the value of the objective (for seconds, within the gap of a lower bound)."""
 
     counts: Counts
     value: float
@@ -53,6 +55,8 @@ class Program:
         host_optimizer_bytes: host bytes per byte of 16-bit parameter updated on the CPU, as a multiple of its size.
         host_parameter_bytes: likewise per offloaded byte.
         gpu_budget_bytes, host_budget_bytes: capacities for tensors.
+        pending: count also what typical timing adds to the GPU's memory: a gradient that still waits for its copy and the
+            parameters fetched ahead. Without it the program is a relaxation: its value is what no plan can beat.
     """
 
     costs: BlockCosts
@@ -62,6 +66,7 @@ class Program:
     host_parameter_bytes: float
     gpu_budget_bytes: float
     host_budget_bytes: float
+    pending: bool = True
 
     def solve(self, objective: Objective = Objective.SECONDS) -> Solution | None:
         """The optimum, or None if nothing fits.
@@ -81,8 +86,7 @@ class Program:
             if found.status == 2:
                 return None
             raise AutoHeteError(f"the integer program was not solved: {found.message}")
-        bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
-        return Solution(rows.counts(found.x), float(bound) * rows.scale)
+        return Solution(rows.counts(found.x), float(found.x[rows.value]) * rows.scale)
 
 
 Row = Mapping[int, float]
@@ -99,6 +103,7 @@ class _Rows:
         self.value = 5 * n
         self.rows: list[Row] = []
         self.limits: list[float] = []
+        self.load: dict[int, float] = {}
         costs = self.costs
         self.serial_seconds = (
             sum(costs.forward) * 2 + sum(costs.backward) + sum(costs.gpu_update) + costs.loss.seconds
@@ -120,7 +125,10 @@ class _Rows:
         self.limits.append(limit / scale)
 
     def objective(self) -> list[float]:
-        return [0.0] * self.value + [1.0]
+        cost = [0.0] * self.value + [1.0]
+        for column, seconds in self.load.items():
+            cost[column] = _LOAD_WEIGHT * seconds / self.scale
+        return cost
 
     def constraints(self) -> LinearConstraint:
         data = [(r, column, factor) for r, row in enumerate(self.rows) for column, factor in row.items() if factor]
@@ -160,13 +168,12 @@ class _Rows:
         """Lower bounds of the period; the value is at least each of them."""
         costs, n = self.costs, self.n
         blocks = range(n)
-        gpu = dict.fromkeys((), 0.0)
+        gpu: dict[int, float] = {}
         for i in blocks:
             gpu[self.c[i]] = costs.recompute[i]
             gpu[self.o[i]] = -costs.gpu_update[i]
         fixed = sum(costs.forward) + sum(costs.backward) + sum(costs.gpu_update) + costs.loss.seconds
         self._period(gpu, fixed)
-        # A fetch that takes longer than the pass beside it holds up the GPU; with recomputation that is hidden again.
         down: dict[int, float] = {}
         up: dict[int, float] = {}
         for i in blocks:
@@ -177,6 +184,8 @@ class _Rows:
         cpu = {self.o[i]: costs.cpu_update[i] for i in blocks}
         for engine in (down, up, cpu):
             self._period(engine, 0)
+        for engine in (gpu, down, up, cpu):
+            self.load = _add(self.load, engine)
         hardware = self.program.hardware
         h2d, d2h, update = hardware.h2d, hardware.d2h, hardware.cpu.update_bandwidth
         link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
@@ -186,6 +195,7 @@ class _Rows:
         self._period(_times(_add(copies, _times(cpu, update)), 1 / dram), 0)
         for m in blocks:
             self._update_cycle(m)
+            self._write_back_cycle(m)
 
     def _update_cycle(self, m: int) -> None:
         """From the end of backward of block m to its next forward: the updates of all blocks up to m, one after another.
@@ -213,11 +223,21 @@ class _Rows:
         row[self.o[m]] = row.get(self.o[m], 0.0) + big
         self._period(row, fixed - big)
 
+    def _write_back_cycle(self, m: int) -> None:
+        """Offloaded and updated on the GPU: written back after its backward, fetched again before its forward."""
+        costs = self.costs
+        above = range(m, self.n)
+        fixed = costs.loss.seconds + sum(costs.forward[i] + costs.backward[i] + costs.gpu_update[i] for i in above)
+        row = {self.c[i]: costs.recompute[i] for i in above} | {self.o[i]: -costs.gpu_update[i] for i in above}
+        big = self.serial_seconds
+        row[self.w[m]] = big
+        self._period(row, fixed + costs.write_back[m] + costs.parameters[m] - big)
+
     def _period(self, row: Row, fixed: float) -> None:
         self.at_most({**row, self.value: -self.scale}, -fixed, self.scale)
 
     def _gpu_rows(self) -> None:
-        """Worst case of GPU memory at the loss and at each backward."""
+        """What lives on the GPU at the loss and at each backward: surely, and if asked for what is pending."""
         costs, n = self.costs, self.n
         static: dict[int, float] = {}
         fixed = float(sum(costs.weights) + sum(costs.states))
@@ -229,17 +249,18 @@ class _Rows:
         self._gpu_row(*self._alive(static, fixed, n), extra=at_loss)
         for m in range(n - 1, -1, -1):
             row, base = self._alive(static, fixed, m)
-            # This block's activations in full, its gradient and those still waiting for their copy, fetched parameters.
+            # This block's activations in full, its gradient, its fetched parameters.
             extra = costs.activations[m] + costs.workspace[m] + costs.weights[m]
             if m == n - 1:
                 extra += loss.logits_bytes
             if costs.long_gradient and m > 0:
                 extra += costs.long_gradient
-            for waiting in range(m + 1, min(m + GRADIENT_SLOTS, n)):
-                row[self.o[waiting]] = row.get(self.o[waiting], 0.0) + costs.weights[waiting]
-            for fetched in (m, m - 1):
-                if fetched >= 0:
-                    row[self.p[fetched]] = row.get(self.p[fetched], 0.0) + costs.weights[fetched]
+            row[self.p[m]] = 0.0  # their bytes are there again
+            if self.program.pending:
+                for waiting in range(m + 1, min(m + GRADIENT_SLOTS, n)):
+                    row[self.o[waiting]] = row.get(self.o[waiting], 0.0) + costs.weights[waiting]
+                if m:
+                    row[self.p[m - 1]] = 0.0
             self._gpu_row(row, base, extra)
 
     def _alive(self, static: Row, fixed: float, below: int) -> tuple[dict[int, float], float]:

@@ -1,7 +1,8 @@
-"""Prefetch tuning: after the program, backward prefetches move earlier where GPU memory is surely free.
+"""Prefetch tuning: after the program, prefetches move earlier where GPU memory is surely free.
 
 "Surely" means at every step, whatever the timing: the walk adds a prefetch's bytes to the worst case of each step that it
 would newly be alive in, and stops where that exceeds the capacity, or where the passes beside it already hide the copy.
+The steps of an iteration form a ring: a prefetch for an early forward may begin in the backward before it.
 """
 
 from __future__ import annotations
@@ -11,91 +12,123 @@ from dataclasses import replace
 from autohete.lowering import GPU_MEMORY, lower
 from autohete.plan import BlockPlan, Placement, Plan
 from autohete.profile import Profile
-from autohete.schedule import Kind, Schedule, TaskId
-
-
-def tune_prefetches(profile: Profile, plan: Plan) -> tuple[BlockPlan, ...]:
-    """The plan's blocks with backward prefetch distances as large as memory surely allows and as time asks for."""
-    if not plan.offloaded_parameter_blocks:
-        return plan.blocks
-    schedule = lower(profile, plan)
-    capacity = next(m.capacity_bytes for m in schedule.memories if m.name == GPU_MEMORY)
-    steps = [t.id for t in schedule.tasks if t.id.kind in _PASSES]
-    place = {task: i for i, task in enumerate(steps)}
-    seconds = {t.id: t.duration_ns * 1e-9 for t in schedule.tasks}
-    used = worst_case(schedule, steps)
-    blocks = list(plan.blocks)
-    fetch_seconds = 0.0
-    for block in range(len(blocks) - 1, -1, -1):
-        if blocks[block].parameters is not Placement.OFFLOADED:
-            continue
-        user = TaskId(Kind.RECOMPUTE, block)
-        start = place[user if user in place else TaskId(Kind.BACKWARD, block)]
-        size = profile.blocks[block].parameters * profile.element_bytes
-        fetch_seconds = profile.h2d_seconds(size)
-        distance = blocks[block].backward_prefetch_distance
-        hidden = sum(seconds[steps[i]] for i in range(start - distance, start))
-        floor = place[TaskId(Kind.FORWARD, block)] + 1
-        while hidden < 2 * fetch_seconds:  # twice: the copy before it may still occupy the link
-            earlier = start - distance - 1
-            if earlier < floor or used[earlier] + size > capacity:
-                break
-            used[earlier] += size
-            hidden += seconds[steps[earlier]]
-            distance += 1
-        blocks[block] = replace(blocks[block], backward_prefetch_distance=distance)
-    return tuple(blocks)
-
+from autohete.schedule import Kind, Schedule, Task, TaskId
 
 _PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
+def tune_prefetches(profile: Profile, plan: Plan) -> tuple[BlockPlan, ...]:
+    """The plan's blocks with prefetch distances as large as memory surely allows and as time asks for."""
+    if not plan.offloaded_parameter_blocks:
+        return plan.blocks
+    return _Tuning(profile, plan).blocks()
+
+
+class _Tuning:
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self.profile, self.plan = profile, plan
+        schedule = lower(profile, plan)
+        self.capacity = next(m.capacity_bytes for m in schedule.memories if m.name == GPU_MEMORY)
+        self.steps = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
+        self.place = {task: i for i, task in enumerate(self.steps)}
+        self.seconds = {task.id: task.duration_ns * 1e-9 for task in schedule.tasks}
+        self.used = worst_case(schedule, self.steps)
+
+    def blocks(self) -> tuple[BlockPlan, ...]:
+        """Backward first, from the last block down, as the copies happen; then forward, from the first block up."""
+        blocks = list(self.plan.blocks)
+        offloaded = [i for i, block in enumerate(blocks) if block.parameters is Placement.OFFLOADED]
+        for i in reversed(offloaded):
+            user = TaskId(Kind.RECOMPUTE, i)
+            start = self.place[user if user in self.place else TaskId(Kind.BACKWARD, i)]
+            floor = self.place[TaskId(Kind.FORWARD, i)] + 1
+            distance = self.widened(i, start, blocks[i].backward_prefetch_distance, floor)
+            blocks[i] = replace(blocks[i], backward_prefetch_distance=distance)
+        for i in offloaded:
+            start = self.place[TaskId(Kind.FORWARD, i)]
+            floor = self.place[TaskId(Kind.BACKWARD, i)] + 1 - len(self.steps)
+            distance = self.widened(i, start, blocks[i].forward_prefetch_distance, floor)
+            blocks[i] = replace(blocks[i], forward_prefetch_distance=distance)
+        return tuple(blocks)
+
+    def widened(self, block: int, start: int, distance: int, floor: int) -> int:
+        """The distance of a prefetch whose user is step ``start`` and that may run in steps from ``floor`` on."""
+        size = self.profile.blocks[block].parameters * self.profile.element_bytes
+        wanted = 2 * self.profile.h2d_seconds(size)  # twice: the copy before it may still occupy the link
+        hidden = sum(self.seconds[self.steps[i]] for i in range(start - distance, start))
+        while hidden < wanted:
+            earlier = start - distance - 1
+            if earlier < floor or self.used[earlier] + size > self.capacity:
+                break
+            self.used[earlier] += size
+            hidden += self.seconds[self.steps[earlier]]
+            distance += 1
+        return distance
+
+
 def worst_case(schedule: Schedule, steps: list[TaskId]) -> list[int]:
-    """Bytes of GPU memory at each step if everything allocated so far is freed as late as the edges allow.
+    """Bytes of GPU memory at each step if everything is freed as late as the edges allow.
 
     A buffer is alive from the first step during which its allocating task may run to the last step that may pass before
     its freeing task has ended.
     """
-    place = {task: i for i, task in enumerate(steps)}
-    tasks = {task.id: task for task in schedule.tasks}
-    first: dict[TaskId, int] = {}
+    life = _Lifetimes(schedule, steps)
+    count = len(steps)
+    change = [0] * (count + 1)
 
-    def earliest(task: TaskId) -> int:
-        """The step during which ``task`` can start at the earliest."""
-        if task in place:
-            return place[task]
-        if task not in first:
-            waits = [place[e.task] + 1 if e.task in place else earliest(e.task) for e in tasks[task].after if not e.back]
-            first[task] = max(waits, default=0)
-        return first[task]
+    def alive(begin: int, stop: int, size: int) -> None:
+        change[begin] += size
+        change[max(stop, begin)] -= size
 
-    # What must have ended before a step begins: a buffer that such a task frees is gone by then.
-    ends_before: dict[TaskId, int] = {}
-    for step in steps:
-        stack = [e.task for e in tasks[step].after if not e.back]
-        while stack:
-            before = stack.pop()
-            if before not in place and ends_before.get(before, len(steps)) > place[step]:
-                ends_before[before] = place[step]
-                stack += [e.task for e in tasks[before].after if not e.back]
-    change = [0] * (len(steps) + 1)
-    change[0] = sum(buffer.size_bytes for buffer in schedule.resident if buffer.memory == GPU_MEMORY)
+    alive(0, count, sum(buffer.size_bytes for buffer in schedule.resident if buffer.memory == GPU_MEMORY))
     freed_by = {free.name: (task.id, free.back) for task in schedule.tasks for free in task.frees}
     for task in schedule.tasks:
+        begin = life.earliest(task)
         for buffer in task.allocates:
-            if buffer.memory != GPU_MEMORY:
-                continue
-            end, back = freed_by[buffer.name]
-            begin = earliest(task.id)
-            stop = place[end] + 1 if end in place else ends_before.get(end, len(steps))
-            if back:
-                change[0] += buffer.size_bytes
-                change[stop] -= buffer.size_bytes
-                stop = len(steps)
-            change[begin] += buffer.size_bytes
-            change[max(stop, begin)] -= buffer.size_bytes
+            if buffer.memory == GPU_MEMORY:
+                end, back = freed_by[buffer.name]
+                stop = life.stop(end) + back * count
+                if begin < 0:  # it starts in the iteration before
+                    alive(begin + count, count, buffer.size_bytes)
+                alive(max(begin, 0), min(stop, count), buffer.size_bytes)
+                if stop > count:  # it reaches into the next iteration
+                    alive(0, stop - count, buffer.size_bytes)
     used, total = [], 0
-    for step in range(len(steps)):
+    for step in range(count):
         total += change[step]
         used.append(total)
     return used
+
+
+class _Lifetimes:
+    """Between which steps a task can run, by its edges alone."""
+
+    def __init__(self, schedule: Schedule, steps: list[TaskId]) -> None:
+        self.count = len(steps)
+        self.place = {task: i for i, task in enumerate(steps)}
+        self.tasks = {task.id: task for task in schedule.tasks}
+        self.first: dict[TaskId, int] = {}
+        self.gone: dict[TaskId, int] = {}
+        for step in steps:
+            stack = [edge.task for edge in self.tasks[step].after if not edge.back]
+            while stack:
+                before = stack.pop()
+                if before not in self.place and before not in self.gone:
+                    self.gone[before] = self.place[step]
+                    stack += [edge.task for edge in self.tasks[before].after if not edge.back]
+
+    def earliest(self, task: Task) -> int:
+        """The step during which ``task`` can start at the earliest; negative: in the iteration before."""
+        if task.id in self.place:
+            return self.place[task.id]
+        if task.id not in self.first:
+            begin = -self.count + 1
+            for edge in task.after:
+                before = self.place[edge.task] + 1 if edge.task in self.place else self.earliest(self.tasks[edge.task])
+                begin = max(begin, before - edge.back * self.count)
+            self.first[task.id] = begin
+        return self.first[task.id]
+
+    def stop(self, task: TaskId) -> int:
+        """The first step that cannot begin before ``task`` has ended."""
+        return self.place[task] + 1 if task in self.place else self.gone.get(task, self.count)

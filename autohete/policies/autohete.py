@@ -14,6 +14,7 @@ for the optimizer; the CPU step casts separately from its Adam kernel, as DeepSp
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autohete.errors import InfeasibleError
@@ -23,9 +24,12 @@ from autohete.planner.search import polish
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
-from autohete.policy import Judge
+from autohete.policy import Judge, Judgement
 from autohete.profile import Profile
 from autohete.units import format_bytes
+
+#: How often the program is asked again with less memory when its plan turns out to need more than there is.
+_TIGHTENINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,35 @@ class AutoHete:
             InfeasibleError: no plan fits; says which memory binds and the smallest budget that works.
         """
         program = self.program(profile)
-        solution = program.solve()
-        if solution is None:
-            raise _infeasible(program)
-        counts = polish(solution, len(profile.blocks), lambda counts: judge(self.plan_for(profile, counts)))
+
+        def judged(counts: Counts) -> Judgement:
+            return judge(self.plan_for(profile, counts))
+
+        def answers() -> Iterator[tuple[Counts, float]]:
+            """The relaxation, whose value bounds all plans; then with pending memory, asked for less while too much is used."""
+            relaxed = replace(program, pending=False).solve()
+            if relaxed is None:
+                return
+            yield relaxed.counts, relaxed.value
+            tighter = program
+            for _ in range(_TIGHTENINGS):
+                solution = tighter.solve()
+                if solution is None:
+                    break
+                yield solution.counts, solution.value
+                found = judged(solution.counts)
+                tighter = replace(
+                    tighter,
+                    gpu_budget_bytes=tighter.gpu_budget_bytes - max(0, found.gpu_peak_bytes - program.gpu_budget_bytes),
+                    host_budget_bytes=tighter.host_budget_bytes - max(0, found.host_peak_bytes - program.host_budget_bytes),
+                )
+            frugal = program.solve(Objective.GPU_BYTES)
+            if frugal is not None:
+                yield frugal.counts, relaxed.value
+
+        counts = polish(answers(), len(profile.blocks), judged)
         if counts is None:
-            raise _infeasible(program)
+            raise _infeasible(program, judged)
         return self.plan_for(profile, counts)
 
     def program(self, profile: Profile) -> Program:
@@ -96,19 +123,25 @@ def _host_optimizer_bytes(profile: Profile) -> int:
     return profile.optimizer_bytes + 2 * profile.element_bytes
 
 
-def _infeasible(program: Program) -> InfeasibleError:
-    """Which memory binds, and the least of it that would do."""
-    least_gpu = program.solve(Objective.GPU_BYTES)
-    if least_gpu is not None:
-        needed, have, memory = least_gpu.value, program.gpu_budget_bytes, "gpu"
+def _infeasible(program: Program, judged: Callable[[Counts], Judgement]) -> InfeasibleError:
+    """Which memory binds, and the least of it that would do, as the judge finds it for the most frugal plan.
+
+    If some plan fits the GPU with a larger host, the host binds; otherwise the GPU does.
+    """
+    capacity = program.gpu_budget_bytes
+    thrifty = program.solve(Objective.HOST_BYTES)
+    if thrifty is not None and judged(thrifty.counts).gpu_peak_bytes <= capacity:
+        memory, have, needed = "host", program.host_budget_bytes, judged(thrifty.counts).host_peak_bytes
+        beside = ""
     else:
-        least_host = replace(program, gpu_budget_bytes=float("inf")).solve(Objective.HOST_BYTES)
-        assert least_host is not None, "with no limit on either memory there is a plan"
-        needed, have, memory = least_host.value, program.host_budget_bytes, "host"
+        frugal = program.solve(Objective.GPU_BYTES)
+        assert frugal is not None, "with unlimited GPU memory there is a plan for any host"
+        memory, have, needed = "gpu", capacity, judged(frugal.counts).gpu_peak_bytes
+        beside = f" beside the {format_bytes(program.hardware.gpu.reserved_bytes)} that are reserved"
     return InfeasibleError(
-        f"autohete: no plan fits: {memory} memory for tensors is {format_bytes(have)}, short by "
-        f"{format_bytes(needed - have)}; the smallest that works is {format_bytes(needed)}",
+        f"no plan fits: {memory} memory for tensors is {format_bytes(have)}, short by {format_bytes(needed - have)}; "
+        f"the smallest that works is {format_bytes(needed)}{beside}",
         constraint=memory,
         capacity_bytes=round(have),
-        needed_bytes=round(needed),
+        needed_bytes=needed,
     )

@@ -6,6 +6,7 @@ from collections.abc import Generator
 
 import numpy as np
 import simpy
+from simpy.events import EventPriority
 
 from autohete.errors import InputError, ScheduleError
 from autohete.schedule import Graph, Schedule
@@ -15,17 +16,26 @@ from autohete.sim.links import SharedLinks
 from autohete.trace import Clock, Trace
 
 #: After every completion of an instant (SimPy's URGENT is 0, NORMAL 1).
-_AFTER_COMPLETIONS = 2
+_AFTER_COMPLETIONS = EventPriority(2)
 
 
 class SimExecutor:
-    """The model of time. Deterministic: the same schedule gives the same trace to the tick."""
+    """The model of time. Deterministic: the same schedule gives the same trace to the tick.
+
+    Args:
+        validate: check each schedule before it runs; a search over lowered plans, which are valid, may save the time.
+    """
+
+    def __init__(self, *, validate: bool = True) -> None:
+        self._validate = validate
 
     def run(self, schedule: Schedule, iterations: int) -> Trace:
         """Simulate ``iterations`` iterations of ``schedule``; see :class:`autohete.executor.Executor`."""
         if iterations < 1:
             raise InputError(f"cannot run {iterations} iterations: at least 1")
-        return _Run(schedule.validate().graph(), iterations).trace()
+        if self._validate:
+            schedule.validate()
+        return _Run(schedule.graph(), iterations).trace()
 
 
 class _Settled(simpy.Event):
@@ -57,7 +67,8 @@ class _Run:
         self.shared = sharing.lanes
         self.links = SharedLinks(self.env, sharing)
         self.queues: list[LaneQueue] = lane_queues(graph)
-        self._new_settled()
+        self.choosing = False
+        self.settled = self._new_settled()
 
     def trace(self) -> Trace:
         for instance, waits in enumerate(self.waits):
@@ -104,7 +115,12 @@ class _Run:
             self.choosing = True
             self.settled.schedule()
 
-    def _new_settled(self, _: simpy.Event | None = None) -> None:
+    def _new_settled(self) -> _Settled:
+        settled = _Settled(self.env)
+        # Runs before the lanes that wait for it resume, because it was there first.
+        settled.callbacks.append(self._renew)
+        return settled
+
+    def _renew(self, _: simpy.Event) -> None:
         self.choosing = False
-        self.settled = _Settled(self.env)
-        self.settled.callbacks.append(self._new_settled)  # type: ignore[union-attr]
+        self.settled = self._new_settled()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import simpy
@@ -54,8 +53,7 @@ class SharedLinks:
             due = now - (-self._remaining[lane] // rate)
             self._due[lane] = due
             timeout = self._env.timeout(due - now)
-            callbacks: list[Callable[[simpy.Event], None]] = timeout.callbacks  # type: ignore[assignment]
-            callbacks.append(partial(self._arrive, lane, due))
+            timeout.callbacks.append(partial(self._arrive, lane, due))
 
     def _arrive(self, lane: str, due: int, _: simpy.Event) -> None:
         if self._due.get(lane) != due or int(self._env.now) != due:
@@ -64,5 +62,3 @@ class SharedLinks:
         del self._remaining[lane], self._rate[lane], self._due[lane]
         self._rerate()
         self._done.pop(lane).succeed()
-
-

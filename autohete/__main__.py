@@ -1,0 +1,5 @@
+"""``python -m autohete``."""
+
+from autohete.cli import main
+
+main()

@@ -1,0 +1,214 @@
+"""The command line. Exit code 0: an answer, also that it does not fit; 2: something that was given cannot be taken.
+
+Heavy imports (SciPy, SimPy, matplotlib) wait until a command needs them, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+from cyclopts import App, CycloptsError, Parameter
+
+from autohete.errors import AutoHeteError, InputError
+
+if TYPE_CHECKING:
+    from autohete.simulate import Simulation
+    from autohete.summary import Summary
+    from autohete.workload import Workload
+
+app = App(
+    name="autohete",
+    help="Simulate transformer training that does not fit on the GPU: what to keep, what to move, how fast, and why.",
+    help_format="markdown",
+)
+
+DEFAULT_HARDWARE = "a100-40gb-epyc7713"
+_SHAPE = ("hidden", "blocks", "heads")
+#: Options of ``simulate`` -> fields of a workload.
+_FIELDS = {
+    "hidden": "hidden_size",
+    "blocks": "transformer_blocks",
+    "heads": "heads",
+    "vocabulary": "vocabulary_size",
+    "sequence_length": "sequence_length",
+    "batch_size": "batch_size",
+    "precision": "precision",
+    "tied_embeddings": "tied_embeddings",
+    "fused_attention": "fused_attention",
+}
+
+
+@app.command
+def simulate(
+    *,
+    workload: str | None = None,
+    hidden: int | None = None,
+    blocks: int | None = None,
+    heads: int | None = None,
+    vocabulary: int | None = None,
+    sequence_length: int | None = None,
+    batch_size: int | None = None,
+    precision: Literal["bf16", "fp16", "fp32"] | None = None,
+    tied_embeddings: bool | None = None,
+    fused_attention: bool | None = None,
+    hardware: str = DEFAULT_HARDWARE,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
+    gpu_memory: str | None = None,
+    host_memory: str | None = None,
+    policy: Annotated[list[str] | None, Parameter(negative=())] = None,
+    trace: str | None = None,
+    gantt: str | None = None,
+    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Simulate training under one or several policies.
+
+    Parameters
+    ----------
+    workload:
+        A named workload (`autohete presets` lists them); the options below change single figures of it.
+    hidden:
+        Hidden size; with --blocks and --heads a shape of your own.
+    blocks:
+        Transformer blocks; embedding and head come on top.
+    heads:
+        Attention heads; must divide the hidden size.
+    vocabulary:
+        Rows of the embedding.
+    sequence_length:
+        Tokens of a sequence.
+    batch_size:
+        Sequences per iteration on the GPU.
+    precision:
+        bf16 and fp16 are mixed precision with fp32 master weights.
+    tied_embeddings:
+        Whether the head uses the embedding's matrix.
+    fused_attention:
+        Whether attention scores stay out of memory (FlashAttention).
+    hardware:
+        A preset's name or a TOML file.
+    set_:
+        KEY=VALUE changes a hardware figure, with its unit: links.h2d.bandwidth=50GB/s. Repeatable.
+    gpu_memory:
+        GPU memory, such as 16GiB; short for --set gpu.memory=16GiB.
+    host_memory:
+        Host memory, such as 64GiB.
+    policy:
+        NAME[:flag,flag=value]; repeat to compare. Without it: all.
+    trace:
+        Write the timeline for ui.perfetto.dev to this file (one policy).
+    gantt:
+        Draw the steady timeline and the GPU's memory to this .png, .pdf or .svg file (one policy).
+    json_:
+        Print JSON: one object, or a list of them for several policies.
+    """
+    from autohete.hardware import load_hardware
+    from autohete.policies import POLICIES, parse_policy
+    from autohete.summary import answer
+
+    given = locals()
+    chosen = _workload(workload, {name: given[name] for name in _FIELDS if given[name] is not None})
+    overrides = dict(_key_value(item) for item in set_ or [])
+    for key, text in (("gpu.memory", gpu_memory), ("host.memory", host_memory)):
+        if text is not None:
+            overrides[key] = text
+    node = load_hardware(hardware, overrides)
+    policies = [parse_policy(text) for text in policy or POLICIES]
+    if len(policies) > 1 and (trace or gantt):
+        raise InputError(f"--trace and --gantt show one policy, not {len(policies)}: choose it with --policy")
+    answers = [answer(chosen, node, each) for each in policies]
+    summaries = [summary for summary, _ in answers]
+    if trace or gantt:
+        _write_timeline(answers[0], trace, gantt)
+    if json_:
+        objects = [_as_json(summary) for summary in summaries]
+        print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2, ensure_ascii=False))
+    else:
+        from autohete.report.tables import print_summaries
+
+        print_summaries(summaries, chosen)
+
+
+@app.command
+def presets() -> None:
+    """List named workloads, hardware presets and policies with their flags."""
+    from autohete.report.tables import print_presets
+
+    print_presets()
+
+
+def _workload(name: str | None, changes: dict[str, Any]) -> Workload:
+    from autohete.workload import Precision, Workload, named_workload
+
+    if "precision" in changes:
+        changes["precision"] = Precision(changes["precision"])
+    arguments = {_FIELDS[option]: value for option, value in changes.items()}
+    if name is not None:
+        return named_workload(name, **arguments)
+    missing = [f"--{option}" for option in _SHAPE if option not in changes]
+    if missing:
+        raise InputError(
+            f"what to train is missing: give --workload NAME (such as gpt-10b), or a shape with {' '.join(missing)}"
+        )
+    shape = f"{changes['blocks']}x{changes['hidden']}"
+    return Workload(name=shape, **arguments)
+
+
+def _key_value(item: str) -> tuple[str, str]:
+    key, equals, value = item.partition("=")
+    if not (key and equals and value):
+        raise InputError(f"--set {item!r} is not KEY=VALUE: write it such as links.h2d.bandwidth=50GB/s")
+    return key, value
+
+
+def _write_timeline(found: tuple[Summary, Simulation | None], trace: str | None, gantt: str | None) -> None:
+    summary, simulation = found
+    if simulation is None:
+        raise InputError(f"there is no timeline to write: {summary.explanation}")
+    occupancies = [simulation.gpu, simulation.host]
+    if trace:
+        from autohete.report.perfetto import write_perfetto
+
+        write_perfetto(trace, simulation.trace, occupancies)
+    if gantt:
+        from autohete.report.gantt import combined_figure
+        from autohete.report.style import save_figure
+
+        first = simulation.steady.first
+        title = f"{summary.workload} on {summary.hardware}: {summary.policy}"
+        save_figure(combined_figure(simulation.trace, simulation.gpu, first, first + 1, title), gantt)
+
+
+def _as_json(summary: Summary) -> dict[str, Any]:
+    plain = {field.name: getattr(summary, field.name) for field in fields(summary)}
+    if summary.plan is not None:
+        plain["plan"] = {field.name: getattr(summary.plan, field.name) for field in fields(summary.plan)}
+    return plain
+
+
+def _refuse(app: App, message: str) -> NoReturn:
+    print(f"{app.name[0]}: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def run_app(app: App) -> None:
+    """Run a command line: one line and exit code 2 for every error that a person can mend."""
+    try:
+        app(exit_on_error=False, print_error=False)
+    except AutoHeteError as error:
+        _refuse(app, str(error))
+    except CycloptsError as error:
+        _refuse(app, f"{str(error).rstrip('.')}: --help says what is allowed")
+    except BrokenPipeError:
+        # The reader has had enough (``| head``). Point stdout elsewhere so that the interpreter's last flush is quiet.
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def main() -> None:
+    """Entry point of ``autohete``."""
+    run_app(app)

@@ -1,0 +1,319 @@
+"""Pictures of a run: what each lane does when, and how full each memory is meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from autohete.errors import InputError
+from autohete.lowering import CPU, D2H, GPU, GPU_MEMORY, H2D, HOST_MEMORY
+from autohete.memory import Occupancy
+from autohete.report.style import Look, look, luminance, style
+from autohete.schedule import KIND_MEANING, KIND_ORDER, Kind
+from autohete.trace import Clock, Nanoseconds, Trace
+
+_LANE_NAMES = {GPU: "GPU", H2D: "host to GPU", D2H: "GPU to host", CPU: "CPU"}
+_MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host"}
+
+# Inches and points (1/72 inch) on paper.
+_WIDTH_IN, _LANE_IN, _MEMORY_IN, _MARGIN_IN = 7.0, 0.36, 1.3, 1.35
+_TEXT_PT, _DIGIT_PT, _PADDING_PT = 6.0, 3.8, 1.6
+_GAP_PT = 0.5  # white between neighbours of one kind, where there is room for it
+_MERGE_PT = 2.0  # touching bars of one kind that are narrower are drawn as one: their seams would only flicker
+_LEAST_PT = 0.5  # a task of microseconds leaves a mark, too
+_BAR_HEIGHT = 0.78  # of a lane's row
+
+
+def window_ns(trace: Trace, first: int, last: int) -> tuple[int, int]:
+    """When iteration ``first`` starts and when the one after ``last`` does (or the run ends), in ns of the run.
+
+    Raises:
+        InputError: the run does not have these iterations.
+    """
+    if not 0 <= first <= last < trace.iterations:
+        raise InputError(
+            f"iterations {first} to {last} of a run of {trace.iterations}: choose 0 <= first <= last <= {trace.iterations - 1}"
+        )
+    anchors = trace.anchors()
+    end = anchors[last + 1] if last + 1 < trace.iterations else trace.end_ns.max(initial=0)
+    return int(anchors[first]), int(end)
+
+
+def gantt_figure(trace: Trace, first: int, last: int, title: str) -> Figure:
+    """Bars of iterations ``first`` to ``last``, both included: one row for each lane, time from the start of ``first``.
+
+    Blocks are numbered where the number fits. Every other iteration is pale; what its neighbours do in the same time is shown.
+
+    Raises:
+        InputError: the run does not have these iterations.
+    """
+    span = window_ns(trace, first, last)
+    with style():
+        figure = Figure(figsize=(_WIDTH_IN, _gantt_height(trace)))
+        axes = figure.subplots()
+        _time_axis(axes, span, trace.clock)
+        _draw_lanes(figure, axes, trace, first, span, title)
+    return figure
+
+
+def memory_figure(
+    occupancies: Sequence[Occupancy], first_ns: int, last_ns: int, title: str, clock: Clock | None = None
+) -> Figure:
+    """Occupied GiB of each memory from ``first_ns`` to ``last_ns`` of the run, with its capacity and what holds the peak.
+
+    Raises:
+        InputError: no memory, or no time between ``first_ns`` and ``last_ns``.
+    """
+    if not occupancies or not 0 <= first_ns < last_ns:
+        raise InputError(
+            f"{len(occupancies)} memories from {first_ns} to {last_ns} ns: give at least one, and 0 <= first < last"
+        )
+    with style():
+        figure = Figure(figsize=(_WIDTH_IN, 0.6 + _MEMORY_IN * len(occupancies)))
+        rows = figure.subplots(len(occupancies), sharex=True, squeeze=False)[:, 0]
+        for axes, occupancy in zip(rows, occupancies, strict=True):
+            _draw_memory(axes, occupancy, (first_ns, last_ns))
+        _time_axis(rows[-1], (first_ns, last_ns), clock)
+        figure.suptitle(title)
+    return figure
+
+
+def combined_figure(trace: Trace, occupancy: Occupancy, first: int, last: int, title: str) -> Figure:
+    """:func:`gantt_figure` above the ``occupancy`` of one memory, on one time axis.
+
+    Raises:
+        InputError: the run does not have these iterations.
+    """
+    span = window_ns(trace, first, last)
+    with style():
+        height = _gantt_height(trace)
+        figure = Figure(figsize=(_WIDTH_IN, height + _MEMORY_IN))
+        above, below = figure.subplots(2, sharex=True, height_ratios=[_LANE_IN * len(trace.schedule.lanes), _MEMORY_IN - 0.3])
+        _draw_memory(below, occupancy, span)
+        _time_axis(below, span, trace.clock)
+        _draw_lanes(figure, above, trace, first, span, title)
+    return figure
+
+
+def _gantt_height(trace: Trace) -> float:
+    return _MARGIN_IN + _LANE_IN * len(trace.schedule.lanes)
+
+
+# --- time ---------------------------------------------------------------------------------------------------------
+
+
+def _time_unit(span: tuple[int, int]) -> tuple[str, float]:
+    """The unit to show ``span`` in, and its nanoseconds."""
+    units = (("s", 1e9), ("ms", 1e6), ("us", 1e3))
+    return next((unit for unit in units if span[1] - span[0] >= unit[1]), ("ns", 1.0))
+
+
+def _time_axis(axes: Axes, span: tuple[int, int], clock: Clock | None) -> None:
+    unit, scale = _time_unit(span)
+    axes.set_xlim(0, max(1, span[1] - span[0]) / scale)
+    axes.set_xlabel(f"time ({unit}, {clock})" if clock else f"time ({unit})")
+
+
+# --- lanes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """A task instance, cut to the picture: ``begin`` and ``end`` in ns of the run."""
+
+    lane: int
+    kind: Kind
+    block: int
+    iteration: int
+    begin: int
+    end: int
+
+
+def _bars(trace: Trace, span: tuple[int, int]) -> list[_Bar]:
+    """The bars that show in ``span``, lane by lane in order of time."""
+    lanes = {lane.name: i for i, lane in enumerate(trace.schedule.lanes)}
+    bars = [
+        _Bar(lanes[s.lane], s.task.kind, s.task.block, s.iteration, max(s.start_ns, span[0]), min(s.end_ns, span[1]))
+        for s in trace.spans()
+        if s.start_ns < span[1] and s.end_ns > span[0]
+    ]
+    return sorted(bars, key=lambda bar: (bar.lane, bar.begin, bar.end))
+
+
+def _merged(bars: list[_Bar], narrow_ns: float) -> Iterator[_Bar]:
+    """``bars`` with touching ones of one kind and iteration drawn together where both are narrow."""
+    held: _Bar | None = None
+    for bar in bars:
+        alike = held and (held.lane, held.kind, held.iteration, held.end) == (bar.lane, bar.kind, bar.iteration, bar.begin)
+        if held and alike and bar.end - bar.begin < narrow_ns:
+            held = replace(held, end=bar.end)
+            continue
+        if held:
+            yield held
+        held = bar
+    if held:
+        yield held
+
+
+def _draw_lanes(figure: Figure, axes: Axes, trace: Trace, first: int, span: tuple[int, int], title: str) -> None:
+    """Rows, separators and legend; expects the limits of the time axis to be set."""
+    lanes = trace.schedule.lanes
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_yticks(range(len(lanes)), [_LANE_NAMES.get(lane.name, lane.name) for lane in lanes])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_title(title, pad=14)
+    bars = _bars(trace, span)
+    pale = sorted({bar.iteration for bar in bars if _is_pale(bar.iteration, first)})
+    kinds = sorted({bar.kind for bar in bars}, key=KIND_ORDER.__getitem__)
+    patches = [_patch(look(kind), KIND_MEANING[kind]) for kind in kinds]
+    if pale:
+        patches.append(Patch(facecolor="0.85", label=f"pale: iteration{'s' * (len(pale) > 1)} {', '.join(map(str, pale))}"))
+    if patches:
+        figure.legend(handles=patches, loc="outside lower center", ncols=3)
+    # The layout is settled first: what fits into a bar is a question of points on paper.
+    figure.draw_without_rendering()
+    points = axes.get_window_extent().width * 72 / figure.dpi / max(1, span[1] - span[0])  # of one nanosecond
+    _draw_bars(axes, bars, first, span, points)
+    _draw_numbers(axes, bars, first, span, points)
+    _draw_iterations(axes, trace, span, points)
+
+
+def _is_pale(iteration: int, first: int) -> bool:
+    return (iteration - first) % 2 == 1
+
+
+def _patch(drawn: Look, label: str) -> Patch:
+    return Patch(facecolor=drawn.colour, edgecolor="0.2", linewidth=0, hatch=drawn.hatch, label=label)
+
+
+def _draw_bars(axes: Axes, bars: list[_Bar], first: int, span: tuple[int, int], points: float) -> None:
+    _, scale = _time_unit(span)
+    gap_ns, least_ns = _GAP_PT / points, _LEAST_PT / points
+
+    def group(bar: _Bar) -> tuple[int, int, bool]:
+        return bar.lane, KIND_ORDER[bar.kind], _is_pale(bar.iteration, first)
+
+    # One collection for all bars of a look: thousands of single patches would take seconds.
+    for (lane, _, pale), members in groupby(sorted(_merged(bars, _MERGE_PT / points), key=group), key=group):
+        together = list(members)
+        drawn = look(together[0].kind)
+        widths = [bar.end - bar.begin for bar in together]
+        ranges = [
+            ((bar.begin - span[0]) / scale, (width - gap_ns if width > 4 * gap_ns else max(width, least_ns)) / scale)
+            for bar, width in zip(together, widths, strict=True)
+        ]
+        axes.broken_barh(
+            ranges,
+            (lane - _BAR_HEIGHT / 2, _BAR_HEIGHT),
+            facecolor=drawn.pale() if pale else drawn.colour,
+            edgecolor="0.5" if pale else "0.2",  # of the hatch
+            linewidth=0,
+            hatch=drawn.hatch,
+            snap=False,  # rounding to pixels would make equal bars differ
+        )
+
+
+def _draw_numbers(axes: Axes, bars: list[_Bar], first: int, span: tuple[int, int], points: float) -> None:
+    _, scale = _time_unit(span)
+    # As wide as the longest number: among equal bars all are numbered or none.
+    wide = len(str(max((bar.block for bar in bars), default=0))) * _DIGIT_PT + _PADDING_PT
+    for bar in bars:
+        if (bar.end - bar.begin) * points < wide:
+            continue
+        drawn = look(bar.kind)
+        colour = drawn.pale() if _is_pale(bar.iteration, first) else drawn.colour
+        label = axes.text(
+            ((bar.begin + bar.end) / 2 - span[0]) / scale,
+            bar.lane,
+            str(bar.block),
+            size=_TEXT_PT,
+            ha="center",
+            va="center_baseline",
+            color="white" if luminance(colour) < 0.45 else "black",
+            clip_on=True,
+        )
+        if drawn.hatch:  # a number on a hatch needs a plain ground
+            label.set_bbox({"facecolor": colour, "edgecolor": "none", "pad": 0.5})
+        label.set_in_layout(False)
+
+
+def _draw_iterations(axes: Axes, trace: Trace, span: tuple[int, int], points: float) -> None:
+    """A line where an iteration starts, and its number above."""
+    _, scale = _time_unit(span)
+    starts = [*trace.anchors().tolist(), int(trace.end_ns.max(initial=0))]
+    for iteration, (begin, end) in enumerate(pairwise(starts)):
+        begin, end = max(begin, span[0]), min(end, span[1])
+        if begin >= end:
+            continue
+        if begin > span[0]:
+            axes.axvline((begin - span[0]) / scale, color="black", linewidth=0.8, linestyle=(0, (4, 2)))
+        text = f"iteration {iteration}"
+        if (end - begin) * points > len(text) * _DIGIT_PT:
+            middle = ((begin + end) / 2 - span[0]) / scale
+            axes.text(middle, 1.02, text, transform=axes.get_xaxis_transform(), ha="center", va="bottom", size="small")
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def _draw_memory(axes: Axes, occupancy: Occupancy, span: tuple[int, int]) -> None:
+    _, scale = _time_unit(span)
+    gib = 2.0**30
+    times, used = _cut(occupancy, span)
+    edges = np.append(times, span[1])
+    axes.stairs(used / gib, (edges - span[0]) / scale, fill=True, color="#0072B2", alpha=0.25, linewidth=0)
+    axes.stairs(used / gib, (edges - span[0]) / scale, baseline=None, color="#0072B2")
+    capacity = occupancy.capacity_bytes / gib
+    axes.axhline(capacity, color="#D55E00", linestyle=(0, (5, 2)))
+    axes.annotate(
+        f"capacity {capacity:.1f} GiB",
+        (1, capacity),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(-2, 2),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        size="small",
+        color="#A04600",
+    )
+    axes.set_ylim(0, max(capacity, float(used.max(initial=0)) / gib) * 1.2)
+    axes.set_ylabel(f"{_MEMORY_NAMES.get(occupancy.memory, occupancy.memory)} memory\n(GiB)")
+    peak = int(used.argmax())
+    axes.plot([(float(times[peak]) - span[0]) / scale], [used[peak] / gib], "o", color="black", markersize=3, clip_on=False)
+    axes.set_title(_peak_text(occupancy, int(used[peak])), loc="left", size="small")
+
+
+def _cut(occupancy: Occupancy, span: tuple[int, int]) -> tuple[Nanoseconds, Nanoseconds]:
+    """Instants and bytes within ``span``, beginning with what holds at its start."""
+    inside = np.flatnonzero((occupancy.times_ns > span[0]) & (occupancy.times_ns < span[1]))
+    before = max(0, int(np.searchsorted(occupancy.times_ns, span[0], side="right")) - 1)
+    return np.append(span[0], occupancy.times_ns[inside]), np.append(occupancy.bytes_used[before], occupancy.bytes_used[inside])
+
+
+def _peak_text(occupancy: Occupancy, shown_bytes: int) -> str:
+    """The peak and what holds it; the run's peak is not always in the picture."""
+    gib = 2.0**30
+    large = [(_group_name(group), size / gib) for group, size in occupancy.holders.items()]
+    shown = [f"{name} {size:.1f}" for name, size in large[:4]]
+    if rest := sum(size for _, size in large[4:]):
+        shown.append(f"other {rest:.1f}")
+    where = f" at {occupancy.task.split('@')[0]}" if occupancy.task else ""
+    if shown_bytes < occupancy.peak_bytes:
+        return f"here up to {shown_bytes / gib:.1f} GiB, in the run {occupancy.peak_bytes / gib:.1f} GiB{where}: " + ", ".join(
+            shown
+        )
+    return f"peak {occupancy.peak_bytes / gib:.1f} GiB{where}: " + ", ".join(shown)
+
+
+def _group_name(group: str) -> str:
+    """``workspace_L`` is the workspace of the loss."""
+    head, _, tail = group.rpartition("_")
+    meanings = {kind.value: meaning for kind, meaning in KIND_MEANING.items()}
+    return f"{head} of {meanings[tail]}" if tail in meanings else group.replace("_", " ")

@@ -1,0 +1,110 @@
+"""How figures look: one style, one look for each kind of task, files that come out the same each time."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.colors
+import matplotlib.style
+from matplotlib.figure import Figure
+
+from autohete.errors import InputError
+from autohete.report.write import atomic_write
+from autohete.schedule import Kind
+
+# Okabe and Ito, "Color Universal Design" (2008), with a grey.
+SKY, BLUE, GREEN, YELLOW = "#56B4E9", "#0072B2", "#009E73", "#F0E442"
+ORANGE, VERMILION, PURPLE, GREY = "#E69F00", "#D55E00", "#CC79A7", "#999999"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a kind is drawn: ``#RRGGBB`` and a matplotlib hatch."""
+
+    colour: str
+    hatch: str = ""
+
+    def pale(self) -> str:
+        """The colour mixed with as much white, as ``#RRGGBB``."""
+        red, green, blue = matplotlib.colors.to_rgb(self.colour)
+        return matplotlib.colors.to_hex(((1 + red) / 2, (1 + green) / 2, (1 + blue) / 2))
+
+
+#: Colour says what is computed or moved (parameters green, activations purple, gradients blue, updates grey), the hatch
+#: what for. Kinds that share a lane also differ in lightness or hatch, so that a print in grey shows them apart, and no
+#: pale colour looks like another's full one: backward is not a second blue, which pale would be taken for forward.
+LOOKS: dict[Kind, Look] = {
+    Kind.FORWARD: Look(SKY),
+    Kind.LOSS: Look(YELLOW),
+    Kind.RECOMPUTE: Look(SKY, "//////"),
+    Kind.BACKWARD: Look(VERMILION),
+    Kind.GPU_UPDATE: Look(GREY, "xxxxxx"),
+    Kind.PREFETCH_FORWARD: Look(GREEN),
+    Kind.PREFETCH_BACKWARD: Look(GREEN, "//////"),
+    Kind.REFRESH: Look(ORANGE),
+    Kind.FETCH_ACTIVATIONS: Look(PURPLE, "xxxxxx"),
+    Kind.OFFLOAD_ACTIVATIONS: Look(PURPLE, "......"),
+    Kind.WRITE_BACK_FORWARD: Look(GREEN, "\\\\\\\\\\\\"),
+    Kind.WRITE_BACK_BACKWARD: Look(GREEN, "xxxxxx"),
+    Kind.OFFLOAD_GRADIENTS: Look(BLUE),
+    Kind.CPU_UPDATE: Look(GREY),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLook:
+    """How a policy is drawn and called in figures."""
+
+    label: str
+    colour: str
+    hatch: str = ""
+
+
+#: From dark to light they also differ in grey.
+POLICY_LOOKS: dict[str, PolicyLook] = {
+    "resident": PolicyLook("resident", GREY),
+    "zero_offload": PolicyLook("ZeRO-Offload", PURPLE),
+    "patrickstar": PolicyLook("PatrickStar", YELLOW),
+    "stronghold": PolicyLook("StrongHold", SKY),
+    "autohete:priority=off": PolicyLook("AutoHete, no priority", VERMILION, "/////"),
+    "autohete": PolicyLook("AutoHete", BLUE),
+}
+
+
+def look(kind: Kind) -> Look:
+    """Colour and hatch of ``kind``."""
+    return LOOKS[kind]
+
+
+def luminance(colour: str) -> float:
+    """How light ``colour`` is in a grey print, 0 to 1 (ITU-R BT.601)."""
+    red, green, blue = matplotlib.colors.to_rgb(colour)
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def style() -> AbstractContextManager[None]:
+    """AutoHete's style on top of matplotlib's defaults: a reader's own settings do not change the figures."""
+    return matplotlib.style.context("autohete.report.autohete", after_reset=True)
+
+
+#: What would differ from run to run, or from one version of matplotlib to the next, is left out of the files.
+_METADATA: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+    "svg": {"Date": None, "Creator": None},
+}
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write ``figure`` as PNG, PDF or SVG, whichever the suffix of ``path`` says; the same figure gives the same bytes.
+
+    Raises:
+        InputError: another suffix, or ``path`` cannot be written.
+    """
+    suffix = Path(path).suffix.removeprefix(".").lower()
+    if suffix not in _METADATA:
+        raise InputError(f"a figure cannot be written as {str(path)!r}: end the name in .{', .'.join(_METADATA)}")
+    with style():  # hatches and fonts are read from the style at this point only
+        atomic_write(path, lambda stream: figure.savefig(stream, format=suffix, metadata=_METADATA[suffix]))

@@ -1,0 +1,108 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autohete.analysis import Cause
+from autohete.hardware import preset_names, read_hardware
+from autohete.policies import POLICIES
+from autohete.policy import Verdict
+from autohete.summary import Summary
+from autohete.units import format_bytes, format_seconds
+from autohete.workload import WORKLOADS, Workload
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that does not fold tables when its output goes into a file or a pipe."""
+    plain = Console(stderr=stderr)
+    return plain if plain.is_terminal else Console(stderr=stderr, width=160)
+
+
+def table(title: str, columns: Sequence[str], left: int = 1) -> Table:
+    """An empty table: the first ``left`` columns are words, the others numbers."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, column in enumerate(columns):
+        made.add_column(column, justify="left" if place < left else "right")
+    return made
+
+
+def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
+    """The comparison of policies, why each is as fast as it is, and what does not fit."""
+    out = console()
+    first = summaries[0]
+    shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {workload.batch_size} x {workload.sequence_length} tokens"
+    title = f"{first.workload} ({shape}) on {first.hardware}, {first.clock}"
+    columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", "GPU peak", "host peak", "plan"]
+    speeds = table(title, columns, left=2)
+    for s in summaries:
+        speeds.add_row(
+            escape(s.policy),
+            s.verdict.value,
+            _or_dash(s.iteration_seconds, format_seconds),
+            _or_dash(s.samples_per_second, "{:.2f}".format),
+            _or_dash(s.tokens_per_second, "{:,.0f}".format),
+            _or_dash(s.tflops_per_gpu, "{:.1f}".format),
+            _or_dash(s.gpu_peak_bytes, format_bytes),
+            _or_dash(s.host_peak_bytes, format_bytes),
+            str(s.plan) if s.plan else "-",
+        )
+    out.print(speeds)
+    running = [s for s in summaries if s.verdict is Verdict.OK]
+    if running:
+        _print_reasons(out, running)
+    out.print("plan: blocks c checkpointed, p with parameters offloaded, o with the optimizer on the CPU", style="dim")
+    for s in summaries:
+        if s.explanation:
+            out.print(f"{s.policy}: {s.verdict}: {s.explanation}", markup=False, soft_wrap=True)
+
+
+def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
+    lanes = list(running[0].lanes)
+    waits = [cause for cause in Cause if any(s.idle_seconds[cause] > 1e-9 for s in running)]
+    columns = ["policy", *(f"{lane} busy" for lane in lanes), *(f"waits: {cause}" for cause in waits), "bound"]
+    reasons = table("where the time goes, per iteration: busy share of each lane, and what the GPU waits for", columns)
+    for s in running:
+        assert s.bound_seconds is not None
+        reasons.add_row(
+            escape(s.policy),
+            *(f"{100 * s.lanes[lane]:.0f} %" for lane in lanes),
+            *(format_seconds(s.idle_seconds[cause]) if s.idle_seconds[cause] > 1e-9 else "-" for cause in waits),
+            format_seconds(s.bound_seconds),
+        )
+    out.print(reasons)
+    for s in running:
+        out.print(f"{s.policy}: bound by {s.binds}", markup=False, soft_wrap=True, style="dim")
+
+
+def _or_dash(value: float | None, write: Callable[[float], str]) -> str:
+    return "-" if value is None else write(value)
+
+
+def print_presets() -> None:
+    """What can be named on the command line."""
+    out = console()
+    models = table("workloads", ["name", "parameters", "hidden", "blocks", "heads", "vocabulary", "sequence", "batch"])
+    for w in WORKLOADS.values():
+        numbers = (w.hidden_size, w.transformer_blocks, w.heads, w.vocabulary_size, w.sequence_length, w.batch_size)
+        models.add_row(w.name, f"{w.parameters / 1e9:.2f}B", *map(str, numbers))
+    out.print(models)
+    nodes = table("hardware", ["name", "what it is"], left=2)
+    for name in preset_names():
+        nodes.add_row(name, read_hardware(name).title)
+    out.print(nodes)
+    systems = table("policies", ["name", "flags (with their defaults)"], left=2)
+    for name, system in POLICIES.items():
+        flags = (f"{field.name}={_flag_text(field.default)}" for field in dataclasses.fields(system))
+        systems.add_row(name, ", ".join(flags))
+    out.print(systems)
+
+
+def _flag_text(value: object) -> str:
+    return {True: "on", False: "off", None: "auto"}[value] if value is None or isinstance(value, bool) else str(value)

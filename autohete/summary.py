@@ -1,0 +1,161 @@
+"""One simulated answer in the form that tables, JSON and CSV show: plain numbers, no arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete.analysis import Cause, usage
+from autohete.bounds import period_bounds
+from autohete.errors import InfeasibleError
+from autohete.hardware import Hardware
+from autohete.policies import NamedPolicy
+from autohete.policy import Verdict
+from autohete.simulate import Simulation, simulate
+from autohete.trace import Clock
+from autohete.units import format_bytes
+from autohete.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCounts:
+    """A plan in three counts and a total."""
+
+    checkpointed_blocks: int
+    offloaded_parameter_blocks: int
+    offloaded_optimizer_blocks: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.checkpointed_blocks}c {self.offloaded_parameter_blocks}p {self.offloaded_optimizer_blocks}o "
+            f"of {self.blocks}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a policy comes to. Rates and times are None where the training does not fit: nothing runs then.
+
+    Args:
+        workload, hardware, policy: names.
+        clock: whose seconds.
+        verdict: whether it fits; ``explanation`` says what is short, empty if it fits.
+        iteration_seconds: steady; ``first_iteration_seconds`` and ``drain_seconds`` are the ends of a run.
+        tflops_per_gpu: model TFLOP/s, recomputation not counted.
+        gpu_peak_bytes, host_peak_bytes: None if there is not even a plan.
+        gpu_capacity_bytes, host_capacity_bytes: what tensors can have.
+        lanes: busy share of each lane; ``overlaps`` the share of its work that runs while the GPU computes.
+        idle_seconds: the GPU's idle time per iteration by cause.
+        bound_seconds: lower bound of the period of this schedule; ``binds`` what imposes it.
+        plan: counts.
+        gpu_holders: what occupies the GPU at its peak, in bytes.
+    """
+
+    workload: str
+    hardware: str
+    policy: str
+    clock: Clock
+    verdict: Verdict
+    explanation: str
+    iteration_seconds: float | None
+    first_iteration_seconds: float | None
+    drain_seconds: float | None
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    tflops_per_gpu: float | None
+    gpu_peak_bytes: int | None
+    host_peak_bytes: int | None
+    gpu_capacity_bytes: int
+    host_capacity_bytes: int
+    lanes: dict[str, float]
+    overlaps: dict[str, float]
+    idle_seconds: dict[Cause, float]
+    bound_seconds: float | None
+    binds: str
+    plan: PlanCounts | None
+    gpu_holders: dict[str, int]
+
+
+def summarize(simulation: Simulation) -> Summary:
+    """The summary of ``simulation``."""
+    s = simulation
+    fits = s.verdict is Verdict.OK
+    bounds = period_bounds(s.schedule)
+    use = usage(s.trace, s.steady)
+    iterations = s.trace.iteration_seconds()
+    explanation = ""
+    if not fits:
+        short = s.host if s.verdict is Verdict.HOST_OUT_OF_MEMORY else s.gpu
+        holder, size = next(iter(short.holders.items()))
+        explanation = (
+            f"needs {format_bytes(short.peak_bytes)} of {short.memory} memory{f' at {short.task}' if short.task else ''}, "
+            f"there are {format_bytes(short.capacity_bytes)} for tensors; largest: {holder.replace('_', ' ')} "
+            f"{format_bytes(size)}"
+        )
+    return Summary(
+        workload=s.profile.workload.name,
+        hardware=s.profile.hardware.name,
+        policy=s.plan.policy,
+        clock=s.trace.clock,
+        verdict=s.verdict,
+        explanation=explanation,
+        iteration_seconds=s.iteration_seconds if fits else None,
+        first_iteration_seconds=iterations[0] if fits else None,
+        drain_seconds=iterations[-1] if fits else None,
+        samples_per_second=s.samples_per_second if fits else None,
+        tokens_per_second=s.tokens_per_second if fits else None,
+        tflops_per_gpu=s.tflops_per_gpu if fits else None,
+        gpu_peak_bytes=s.gpu.peak_bytes,
+        host_peak_bytes=s.host.peak_bytes,
+        gpu_capacity_bytes=s.gpu.capacity_bytes,
+        host_capacity_bytes=s.host.capacity_bytes,
+        lanes={name: lane.busy_share for name, lane in use.lanes.items()},
+        overlaps={name: lane.overlap_share for name, lane in use.lanes.items()},
+        idle_seconds=use.idle_seconds,
+        bound_seconds=bounds.seconds,
+        binds=bounds.binds,
+        plan=PlanCounts(
+            s.plan.checkpointed_blocks,
+            s.plan.offloaded_parameter_blocks,
+            s.plan.offloaded_optimizer_blocks,
+            len(s.plan.blocks),
+        ),
+        gpu_holders=s.gpu.holders,
+    )
+
+
+def answer(workload: Workload, hardware: Hardware, policy: NamedPolicy) -> tuple[Summary, Simulation | None]:
+    """Simulate, and summarize; that nothing fits is an answer too (without a simulation)."""
+    try:
+        simulation = simulate(workload, hardware, policy)
+    except InfeasibleError as error:
+        return _infeasible(workload, hardware, policy, error), None
+    return summarize(simulation), simulation
+
+
+def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, error: InfeasibleError) -> Summary:
+    return Summary(
+        workload=workload.name,
+        hardware=hardware.name,
+        policy=policy.name,
+        clock=Clock.SIMULATED,
+        verdict=Verdict.HOST_OUT_OF_MEMORY if error.constraint == "host" else Verdict.GPU_OUT_OF_MEMORY,
+        explanation=str(error),
+        iteration_seconds=None,
+        first_iteration_seconds=None,
+        drain_seconds=None,
+        samples_per_second=None,
+        tokens_per_second=None,
+        tflops_per_gpu=None,
+        gpu_peak_bytes=error.needed_bytes if error.constraint == "gpu" else None,
+        host_peak_bytes=error.needed_bytes if error.constraint == "host" else None,
+        gpu_capacity_bytes=hardware.gpu_capacity_bytes,
+        host_capacity_bytes=hardware.host.memory_bytes,
+        lanes={},
+        overlaps={},
+        idle_seconds={},
+        bound_seconds=None,
+        binds="",
+        plan=None,
+        gpu_holders={},
+    )

@@ -1,0 +1,254 @@
+"""Hypothesis strategies for everything that flows through the pipeline: test your own policy or executor with them.
+
+::
+
+    @given(strategies.profiles())
+    def test_my_policy_fits_whenever_resident_training_does(profile: Profile) -> None: ...
+
+Values are small, and extreme on purpose: passes of no time, links a thousand times too slow, memories that hold nothing.
+"""
+
+from __future__ import annotations
+
+import typing
+from enum import Enum
+from functools import cache
+
+from hypothesis import strategies as st
+
+from autohete.hardware import Cpu, Gpu, Hardware, Host, Link
+from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
+from autohete.policies import POLICIES, NamedPolicy, parse_policy
+from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
+from autohete.schedule import (
+    Buffer,
+    Discipline,
+    Edge,
+    Flow,
+    Free,
+    Kind,
+    Lane,
+    Memory,
+    Schedule,
+    SharedResource,
+    Task,
+    TaskId,
+)
+from autohete.workload import Precision, Workload
+
+Draw = st.DrawFn
+
+
+@st.composite
+def workloads(draw: Draw, max_transformer_blocks: int = 6) -> Workload:
+    """Small GPT shapes in all precisions, tied or not, with fused attention or without."""
+    heads = draw(st.integers(1, 4))
+    return Workload(
+        name="random",
+        hidden_size=heads * draw(st.sampled_from([1, 8, 64])),
+        transformer_blocks=draw(st.integers(1, max_transformer_blocks)),
+        heads=heads,
+        vocabulary_size=draw(st.integers(1, 2000)),
+        sequence_length=draw(st.integers(1, 256)),
+        batch_size=draw(st.integers(1, 4)),
+        precision=draw(st.sampled_from(Precision)),
+        tied_embeddings=draw(st.booleans()),
+        fused_attention=draw(st.booleans()),
+    )
+
+
+def _decades(lowest: int, highest: int) -> st.SearchStrategy[float]:
+    """A number between two powers of ten, each decade equally likely."""
+    return st.builds(lambda digits, power: digits * 10.0**power, st.integers(1, 9), st.integers(lowest, highest - 1))
+
+
+@st.composite
+def hardware(draw: Draw) -> Hardware:
+    """Slow and fast engines and links, memories from a megabyte to ten terabytes; duplex is never faster than alone."""
+    memory_bytes = round(draw(_decades(6, 13)))
+
+    def link() -> Link:
+        bandwidth = draw(_decades(6, 12))
+        return Link(bandwidth, bandwidth * draw(st.sampled_from([0.25, 0.5, 0.8, 1.0])), draw(_decades(-9, -4)))
+
+    return Hardware(
+        name="random",
+        gpu=Gpu(
+            memory_bytes=memory_bytes,
+            reserved_bytes=draw(st.integers(0, memory_bytes - 1)),
+            peak_16bit_flops=draw(_decades(9, 16)),
+            peak_32bit_flops=draw(_decades(9, 15)),
+            memory_bandwidth=draw(_decades(9, 14)),
+            memory_efficiency=draw(st.sampled_from([0.1, 0.8, 1.0])),
+            gemm_efficiency=draw(st.sampled_from([0.1, 0.6, 1.0])),
+            kernel_overhead_seconds=draw(_decades(-9, -4)),
+        ),
+        h2d=link(),
+        d2h=link(),
+        host=Host(round(draw(_decades(6, 14))), draw(_decades(8, 13)), draw(st.sampled_from([0.25, 0.7, 1.0]))),
+        cpu=Cpu(draw(st.integers(1, 256)), draw(_decades(7, 12))),
+    )
+
+
+@st.composite
+def synthetic_profiles(draw: Draw) -> Profile:
+    """Blocks with any times and sizes, zero included, that no roofline would give."""
+    workload = draw(workloads())
+    seconds = st.one_of(st.just(0.0), st.integers(0, 9).map(lambda x: x * 1e-9), _decades(-8, 0))
+    sizes = st.one_of(st.integers(0, 9), st.integers(0, 10**8))
+
+    def block(index: int) -> BlockProfile:
+        kept = draw(sizes)
+        return BlockProfile(
+            role=workload.role(index),
+            parameters=draw(st.one_of(st.integers(1, 9), st.integers(1, 10**7))),
+            forward_seconds=draw(seconds),
+            backward_seconds=draw(seconds),
+            gpu_update_seconds=draw(seconds),
+            input_bytes=draw(st.integers(0, kept)),
+            activation_bytes=kept,
+            forward_workspace_bytes=draw(sizes),
+            backward_workspace_bytes=draw(sizes),
+        )
+
+    blocks = tuple(block(index) for index in range(workload.blocks))
+    return Profile(workload, draw(hardware()), blocks, LossProfile(draw(seconds), draw(sizes), draw(sizes)))
+
+
+def profiles() -> st.SearchStrategy[Profile]:
+    """Analytic and synthetic profiles."""
+    return st.one_of(st.builds(analytic_profile, workloads(), hardware()), synthetic_profiles())
+
+
+@st.composite
+def plans(draw: Draw, profile: Profile) -> Plan:
+    """Plans for ``profile`` with every combination of decisions that makes sense.
+
+    What all wait for each other at the end of the iteration (``serial_updates``, ``update_after_backward``) goes with no
+    wait in its middle for one of them (``window``, ``gradient_slots``), which would be a wait for oneself.
+    """
+    serial, whole = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
+    priority = draw(st.booleans()) and not (serial or whole)
+    delayed = draw(st.booleans()) and not serial
+    small = st.integers(1, 4)
+    inner = [draw(_block_plans(may_leave=not delayed)) for _ in range(len(profile.blocks) - 2)]
+    outer = [BlockPlan(optimizer=draw(st.sampled_from(Processor))) for _ in range(2)]
+    return Plan(
+        policy="random",
+        blocks=(outer[0], *inner, outer[1]),
+        gradient_bytes=draw(st.sampled_from([2, 4, 8])),
+        update_bytes=draw(st.sampled_from([0, 28.0, 40.5])),
+        refresh_bytes=draw(st.sampled_from([2, 4])),
+        host_optimizer_bytes=draw(st.integers(0, 18)),
+        host_parameter_bytes=draw(st.integers(0, 4)),
+        blocking_gradients=draw(st.booleans()),
+        gradients_replace_parameters=draw(st.booleans()),
+        gradient_slots=None if serial else draw(st.none() | small),
+        update_after_backward=whole,
+        window=None if serial or whole or delayed else draw(st.none() | small),
+        gpu_update_after_backward=draw(st.booleans()),
+        serial_updates=serial,
+        refresh_after_updates=not serial and not priority and draw(st.booleans()),
+        barrier=draw(st.booleans()),
+        delayed=delayed,
+        priority=priority,
+        gpu_buffer_bytes=draw(st.integers(0, 10**6)),
+        parameter_slots=draw(st.none() | small),
+        host_buffer_bytes=draw(st.integers(0, 10**6)),
+    )
+
+
+@st.composite
+def _block_plans(draw: Draw, may_leave: bool) -> BlockPlan:
+    activations, optimizer = draw(st.sampled_from(Activations)), draw(st.sampled_from(Processor))
+    if not (may_leave and draw(st.booleans())):
+        return BlockPlan(activations, optimizer=optimizer, backward_prefetch_distance=draw(st.integers(0, 4)))
+    keep_after_forward = draw(st.booleans())
+    return BlockPlan(
+        activations,
+        Placement.OFFLOADED,
+        optimizer,
+        keep_after_forward=keep_after_forward,
+        keep_after_backward=draw(st.booleans()),
+        write_back_after_forward=not keep_after_forward and draw(st.booleans()),
+        forward_prefetch_distance=draw(st.integers(0, 20)),
+        backward_prefetch_distance=draw(st.integers(0, 20)),
+    )
+
+
+@cache
+def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
+    """What may be written for each flag of a policy, read off the types of its fields."""
+    texts: dict[str, st.SearchStrategy[str]] = {}
+    for flag, wanted in typing.get_type_hints(POLICIES[name]).items():
+        if wanted is bool:
+            texts[flag] = st.sampled_from([flag, f"{flag}=on", f"{flag}=off"])
+        elif isinstance(wanted, type) and issubclass(wanted, Enum):
+            texts[flag] = st.sampled_from([f"{flag}={member.value}" for member in wanted])
+        else:
+            texts[flag] = st.integers(1, 100).map(f"{flag}={{}}".format)
+    return texts
+
+
+@st.composite
+def policies(draw: Draw, name: str | None = None) -> NamedPolicy:
+    """Published systems (or the one called ``name``) with some of their flags set."""
+    name = name or draw(st.sampled_from(sorted(POLICIES)))
+    texts = _flags(name)
+    chosen = draw(st.lists(st.sampled_from(sorted(texts)), unique=True))
+    return parse_policy(f"{name}:{','.join(draw(texts[flag]) for flag in chosen)}" if chosen else name)
+
+
+@st.composite
+def schedules(draw: Draw, sharing: bool = False, max_tasks: int = 12) -> Schedule:
+    """Valid periodic schedules that no plan would give, with durations of a few nanoseconds.
+
+    Args:
+        sharing: lanes draw from one to three resources that may not suffice for all of them.
+        max_tasks: at most so many tasks.
+    """
+    lanes = [Lane(name, draw(st.sampled_from(Discipline))) for name in ("gpu", "h2d", "d2h", "cpu")[: draw(st.integers(1, 4))]]
+    ids = draw(
+        st.lists(st.builds(TaskId, st.sampled_from(Kind), st.integers(0, 3)), unique=True, min_size=1, max_size=max_tasks)
+    )
+    tasks: list[Task] = []
+    names = [lane.name for lane in lanes]
+    for place, task in enumerate(ids):
+        # Edges of the same iteration lead up the list, which is also the order of the fifo lanes: there is no cycle.
+        edges = [Edge(before) for before in ids[:place] if draw(_rarely)]
+        edges += [Edge(before, back=1) for before in ids if draw(_rarely)]
+        duration = draw(st.integers(0, 6) if draw(st.booleans()) else st.just(draw(st.integers(0, 40))))
+        tasks.append(Task(task, draw(st.sampled_from(names)), duration, tuple(edges), draw(st.integers(-2, 2))))
+    memories = (Memory("gpu", 1000), Memory("host", 1000))
+    resident = tuple(Buffer(f"resident.{i}", "gpu", draw(st.integers(0, 9))) for i in range(draw(st.integers(0, 2))))
+    flows: tuple[Flow, ...] = ()
+    resources: tuple[SharedResource, ...] = ()
+    if sharing:
+        small = st.sampled_from([1.0, 2.0, 3.0, 5.0, 8.0])
+        flows = tuple(Flow(name, draw(small), draw(small)) for name in names)
+        resources = tuple(
+            SharedResource(f"share{i}", draw(small), tuple(draw(st.lists(st.sampled_from(names), unique=True, min_size=1))))
+            for i in range(draw(st.integers(1, 3)))
+        )
+    return Schedule(tuple(lanes), tuple(_with_buffers(draw, tasks)), memories, resident, flows, resources).validate()
+
+
+_rarely = st.sampled_from([False, False, False, True])
+
+
+def _with_buffers(draw: Draw, tasks: list[Task]) -> list[Task]:
+    """Some tasks allocate; the task itself, or one that waits for it, frees."""
+    allocates: dict[TaskId, list[Buffer]] = {task.id: [] for task in tasks}
+    frees: dict[TaskId, list[Free]] = {task.id: [] for task in tasks}
+    for number, task in enumerate(tasks):
+        if not draw(st.booleans()):
+            continue
+        name = f"buffer.{number}"
+        allocates[task.id].append(Buffer(name, draw(st.sampled_from(["gpu", "host"])), draw(st.integers(0, 9))))
+        waiting = [(other.id, edge.back) for other in tasks for edge in other.after if edge.task == task.id]
+        who, back = draw(st.sampled_from([(task.id, 0), *waiting]))
+        frees[who].append(Free(name, back))
+    return [
+        Task(task.id, task.lane, task.duration_ns, task.after, task.priority, tuple(allocates[task.id]), tuple(frees[task.id]))
+        for task in tasks
+    ]

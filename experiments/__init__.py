@@ -1,0 +1,1 @@
+"""One file per question. Experiments import the package, never the reverse."""
