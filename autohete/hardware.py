@@ -286,7 +286,7 @@ def read_hardware(source: str | Path, overrides: Mapping[str, str] | None = None
         overrides: dotted key -> text with unit, for example ``{"links.h2d.bandwidth": "50GB/s"}``.
 
     Raises:
-        InputError: no such preset or file, not TOML, or figures that are missing, unknown or absurd (all of them in one message).
+        InputError: no such preset or file, not TOML, or figures that are missing, unknown or absurd (all in one message).
     """
     document = copy.deepcopy(_read(str(source)))
     for key, text in (overrides or {}).items():

@@ -157,7 +157,8 @@ def _check_lanes(trace: Trace) -> Iterator[str]:
         ran = sorted(issue, key=lambda item: (trace.start_ns[item], trace.end_ns[item]))
         for before, after in zip(ran, ran[1:], strict=False):
             if trace.start_ns[after] < trace.end_ns[before]:
-                yield f"lane {lane.name}: {tasks[after[1]].id.at(after[0])} starts before {tasks[before[1]].id.at(before[0])} has ended"
+                first, second = (tasks[i].id.at(iteration) for iteration, i in (before, after))
+                yield f"lane {lane.name}: {second} starts before {first} has ended"
         if lane.discipline is Discipline.FIFO:
             times = [int(trace.start_ns[item]) for item in issue]
             for place, (earlier, later) in enumerate(zip(times, times[1:], strict=False)):

@@ -25,6 +25,7 @@ from cyclopts import App
 from joblib import Parallel, delayed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_throughput.py` from anywhere
@@ -298,15 +299,20 @@ def _draw_speedups(axes: Axes, found: Sequence[SpeedUp], sensitive: Sequence[Sen
             moved = [r / nominal for row in sensitive if (r := row.ratios[s.over]) is not None]
             low, high = s.average * min(moved), s.average * max(moved)
             axes.plot([low, high], [y, y], color=look.colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
-        axes.plot(s.average, y, "o", color=look.colour, markersize=7, label="simulated" if y == 0 else None)
-        axes.plot(s.paper_average, y, "D", color="black", markersize=5, fillstyle="none", label="paper" if y == 0 else None)
+        axes.plot(s.average, y, "o", color=look.colour, markersize=7)
+        axes.plot(s.paper_average, y, "D", color="black", markersize=5, fillstyle="none")
         axes.annotate(look.label, (0.02, y + 0.2), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     axes.set_yticks([])
     axes.set_ylim(-0.5, len(found) - 0.3)
     axes.set_xlim(left=1.0)
     axes.set_xlabel("AutoHete's average speed-up over")
     axes.set_title("against the paper", fontsize="medium")
-    axes.legend(loc="lower right", fontsize=7)
+    legend = [
+        Line2D([], [], marker="o", linestyle="none", color="0.4", label="simulated"),
+        Line2D([], [], linewidth=5, color="0.75", label="if uncertain figures move"),
+        Line2D([], [], marker="D", linestyle="none", color="black", fillstyle="none", label="paper"),
+    ]
+    axes.legend(handles=legend, loc="lower right", fontsize=7)
 
 
 def main(*, out: Path = Path("paper_figs")) -> None:
