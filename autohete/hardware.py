@@ -11,7 +11,6 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -225,7 +224,6 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-@cache
 def _read(source: str) -> dict[str, Any]:
     """The raw document of a preset's name or of a file's path."""
     preset = resources.files("autohete") / "hardware" / f"{source}.toml"

@@ -214,8 +214,10 @@ class _Lowering:
         if plan.optimizer is Processor.GPU and not (plan.keep_after_backward and plan.write_back_after_forward):
             # Updated on the GPU: the host's copy is stale until it is written back.
             back = self.add(Kind.WRITE_BACK_BACKWARD, block, D2H, self.profile.d2h_seconds(self.parameter_bytes(block)), block)
-            if not plan.keep_after_backward:
-                self.get(Kind.PREFETCH_FORWARD, block).wait(back.id, back=1)
+            for fetch_kind in (Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD):  # whichever is the next to read it
+                if fetched := self.id_of(fetch_kind, block):
+                    self.drafts[fetched].wait(back.id, back=1)
+                    break
         if self.plan.parameter_slots is None:
             self.parameter_slot(block, plan)
         self.drafts[backward].wait(self.id_of(Kind.PREFETCH_BACKWARD, block))

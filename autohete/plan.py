@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -65,6 +66,17 @@ class BlockPlan:
             raise InputError("parameters that stay on the GPU after forward are not written back then")
 
 
+_SIZES = (
+    "gradient_bytes",
+    "update_bytes",
+    "refresh_bytes",
+    "host_optimizer_bytes",
+    "host_parameter_bytes",
+    "gpu_buffer_bytes",
+    "host_buffer_bytes",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One policy's decisions for one workload.
@@ -126,13 +138,27 @@ class Plan:
                 raise InputError("embedding and head keep parameters and activations on the GPU: plan them so")
         if self.priority and (self.update_after_backward or self.serial_updates or self.refresh_after_updates):
             raise InputError("priority orders what is ready; a plan whose updates all wait for each other has no such choice")
+        one_by_one = self.gradient_slots is not None or self.window is not None
+        if self.serial_updates and (one_by_one or self.update_after_backward or self.refresh_after_updates):
+            raise InputError(
+                "serial_updates fixes the order of all updates: it excludes gradient_slots, window, update_after_backward "
+                "and refresh_after_updates"
+            )
+        if self.update_after_backward and self.window is not None:
+            raise InputError("a window needs updates during backward: it excludes update_after_backward")
         if self.delayed and (self.serial_updates or self.window is not None or self.offloaded_parameter_blocks):
             raise InputError(
                 "a delayed update writes the host's parameters during the next iteration: it excludes serial and windowed "
                 "updates and offloaded parameters"
             )
-        if self.gradient_slots is not None and self.gradient_slots < 1:
-            raise InputError("gradient_slots must be at least 1: the gradient that is being copied needs one")
+        for name in ("gradient_slots", "window", "parameter_slots"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}: give at least 1, or None for no limit")
+        for name in _SIZES:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(f"{name} is {value}: it must be a finite number of bytes, 0 or more")
 
     @property
     def checkpointed_blocks(self) -> int:

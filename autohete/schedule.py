@@ -8,6 +8,7 @@ A schedule exists before it runs, is data, and says everything that an executor 
 from __future__ import annotations
 
 import graphlib
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -279,6 +280,8 @@ class Graph:
 
 
 def _validate(schedule: Schedule) -> None:
+    if not schedule.lanes:
+        raise ScheduleError("a schedule without a lane has no iterations to count: give at least one")
     lanes = _unique("lane", [lane.name for lane in schedule.lanes])
     memories = _unique("memory", [memory.name for memory in schedule.memories])
     ids = set(_unique("task", [str(task.id) for task in schedule.tasks]))
@@ -297,8 +300,7 @@ def _validate(schedule: Schedule) -> None:
                 raise ScheduleError(f"{task.id} waits for {edge} twice: say it once")
             seen.add(edge)
     _validate_sharing(schedule, lanes)
-    order = _validate_order(schedule)
-    _validate_buffers(schedule, memories, order)
+    _validate_buffers(schedule, memories, _Ancestors(schedule, _validate_order(schedule)))
 
 
 def _unique(what: str, names: list[str]) -> list[str]:
@@ -313,11 +315,14 @@ def _validate_sharing(schedule: Schedule, lanes: list[str]) -> None:
     for flow in schedule.flows:
         if flow.lane not in lanes:
             raise ScheduleError(f"a flow belongs to lane {flow.lane!r}, which is not one of {', '.join(lanes)}")
-        if flow.demand <= 0 or flow.weight <= 0:
-            raise ScheduleError(f"the flow of lane {flow.lane!r} needs a positive demand and weight")
+        if not all(math.isfinite(value) and value > 0 for value in (flow.demand, flow.weight)):
+            raise ScheduleError(f"the flow of lane {flow.lane!r} needs a positive finite demand and weight")
+    _unique("shared resource", [resource.name for resource in schedule.resources])
     for resource in schedule.resources:
-        if resource.capacity <= 0:
-            raise ScheduleError(f"shared resource {resource.name!r} has capacity {resource.capacity}: it must be positive")
+        if not (math.isfinite(resource.capacity) and resource.capacity > 0):
+            raise ScheduleError(f"shared resource {resource.name!r} has capacity {resource.capacity}: give a positive one")
+        if not resource.lanes:
+            raise ScheduleError(f"shared resource {resource.name!r} serves no lane: name some or leave it out")
         for lane in resource.lanes:
             if lane not in flows:
                 raise ScheduleError(f"shared resource {resource.name!r} serves lane {lane!r}, which has no flow")
@@ -340,9 +345,10 @@ def _validate_order(schedule: Schedule) -> dict[TaskId, set[TaskId]]:
     return with_lanes
 
 
-def _validate_buffers(schedule: Schedule, memories: list[str], predecessors: dict[TaskId, set[TaskId]]) -> None:
+def _validate_buffers(schedule: Schedule, memories: list[str], ancestors: _Ancestors) -> None:
     allocated: dict[str, Task] = {}
     freed: dict[str, Task] = {}
+    _unique("resident buffer", [buffer.name for buffer in schedule.resident])
     buffers = list(schedule.resident)
     for task in schedule.tasks:
         for buffer in task.allocates:
@@ -359,7 +365,6 @@ def _validate_buffers(schedule: Schedule, memories: list[str], predecessors: dic
             )
         if buffer.size_bytes < 0:
             raise ScheduleError(f"buffer {buffer.name!r} has {buffer.size_bytes} bytes: a size cannot be negative")
-    ancestors = _Ancestors(predecessors)
     for task in schedule.tasks:
         for free in task.frees:
             if free.name not in allocated:
@@ -370,7 +375,7 @@ def _validate_buffers(schedule: Schedule, memories: list[str], predecessors: dic
                 raise ScheduleError(f"{task.id} frees {free.name!r} of {free.back} iterations back: only 0 or 1 can be said")
             freed[free.name] = task
             owner = allocated[free.name]
-            if free.back == 0 and owner.id != task.id and not ancestors.includes(task.id, owner.id):
+            if not ancestors.includes(task.id, owner.id, free.back):
                 raise ScheduleError(f"{task.id} frees {free.name!r} but does not wait for {owner.id}, which allocates it")
     for name, task in allocated.items():
         if name not in freed:
@@ -380,19 +385,36 @@ def _validate_buffers(schedule: Schedule, memories: list[str], predecessors: dic
 
 
 class _Ancestors:
-    """Transitive predecessors as bit sets: 1,000 tasks take a millisecond or two, a set per task a hundred times that."""
+    """What has surely begun before a task ends, in its iteration and in the one before.
 
-    def __init__(self, predecessors: dict[TaskId, set[TaskId]]) -> None:
+    Sets are bits of integers: 1,000 tasks take a millisecond or two, a set per task a hundred times that.
+    """
+
+    def __init__(self, schedule: Schedule, predecessors: dict[TaskId, set[TaskId]]) -> None:
         self._bit = {task: 1 << i for i, task in enumerate(graphlib.TopologicalSorter(predecessors).static_order())}
-        self._ancestors: dict[TaskId, int] = {}
+        back: dict[TaskId, set[TaskId]] = {task.id: {e.task for e in task.after if e.back} for task in schedule.tasks}
+        for lane in schedule.lanes:
+            ids = [task.id for task in schedule.tasks if task.lane == lane.name]
+            if ids and lane.discipline is Discipline.FIFO:
+                back[ids[0]].add(ids[-1])
+        same: dict[TaskId, int] = {}
+        previous: dict[TaskId, int] = {}
+        for task in self._bit:
+            same[task] = self._bit[task]
+            for before in predecessors[task]:
+                same[task] |= same[before]
         for task in self._bit:
             bits = 0
             for before in predecessors[task]:
-                bits |= self._ancestors[before] | self._bit[before]
-            self._ancestors[task] = bits
+                bits |= previous[before]
+            for before in back[task]:
+                bits |= same[before]
+            previous[task] = bits
+        self._sets = (same, previous)
 
-    def includes(self, task: TaskId, before: TaskId) -> bool:
-        return bool(self._ancestors[task] & self._bit[before])
+    def includes(self, task: TaskId, before: TaskId, back: int) -> bool:
+        """Whether ``before``, ``back`` iterations earlier, is ``task`` itself or among its transitive predecessors."""
+        return bool(self._sets[back][task] & self._bit[before])
 
 
 # --- text form ----------------------------------------------------------------------------------------------------
@@ -493,6 +515,8 @@ def _parse_edge(text: str) -> Edge:
 
 def _parse_task(words: list[str]) -> Task:
     options = dict(word.split("=", 1) for word in words[3:])
+    if len(options) < len(words) - 3:
+        raise ValueError("an option is given twice")
     if unknown := options.keys() - {"priority", "after", "allocates", "frees"}:
         raise ValueError(f"unknown {', '.join(sorted(unknown))}")
 

@@ -16,8 +16,9 @@ from autohete.sim import SimExecutor
 from autohete.trace import Steady, Trace
 from autohete.workload import Workload
 
-#: Iterations of the first try; doubled until the steady state shows.
+#: Iterations of the first try; doubled until the steady state shows. Behind a barrier each repeats the one before at once.
 _FIRST_TRY = 4
+_FIRST_TRY_WITH_BARRIER = 3
 _LONGEST_TRY = 32
 
 
@@ -66,9 +67,8 @@ def verdict(gpu: Occupancy, host: Occupancy) -> Verdict:
     return Verdict.OK if host.fits else Verdict.HOST_OUT_OF_MEMORY
 
 
-def run_until_steady(schedule: Schedule, executor: Executor) -> tuple[Trace, Steady]:
-    """Unroll ``schedule`` until its iterations repeat (or for long enough to average over)."""
-    iterations = _FIRST_TRY
+def run_until_steady(schedule: Schedule, executor: Executor, iterations: int = _FIRST_TRY) -> tuple[Trace, Steady]:
+    """Unroll ``schedule``, ``iterations`` long at first, until they repeat (or for long enough to average over)."""
     while True:
         trace = executor.run(schedule, iterations)
         steady = trace.steady()
@@ -80,7 +80,8 @@ def run_until_steady(schedule: Schedule, executor: Executor) -> tuple[Trace, Ste
 def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None) -> Simulation:
     """Lower ``plan`` and execute it in the simulator (or in ``executor``)."""
     schedule = lower(profile, plan)
-    trace, steady = run_until_steady(schedule, executor or SimExecutor())
+    first_try = _FIRST_TRY_WITH_BARRIER if plan.barrier else _FIRST_TRY
+    trace, steady = run_until_steady(schedule, executor or SimExecutor(), first_try)
     gpu, host = (occupancy(trace, memory) for memory in (GPU_MEMORY, HOST_MEMORY))
     return Simulation(profile, plan, schedule, trace, steady, gpu, host)
 

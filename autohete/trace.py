@@ -114,11 +114,11 @@ class Trace:
         offsets = np.concatenate([self.start_ns, self.end_ns], axis=1) - anchors[:, None]
         last = self.iterations - 1 - _DRAIN
         for cycle in range(1, _LONGEST_CYCLE + 1):
-            if last - 2 * cycle < 0:
+            if last + 1 < 2 * cycle:
                 break
             span = int(anchors[last] - anchors[last - cycle])
-            # Integer rounding of shared rates can move a time by a tick or two from one iteration to the next.
-            tolerance = 2 + span // 1_000_000
+            # Rounding of shared rates can move a time by some ticks from one iteration to the next; nothing else can.
+            tolerance = 2 + span // 1_000_000 if self.schedule.resources else 0
             recent, before = offsets[last - cycle + 1 : last + 1], offsets[last - 2 * cycle + 1 : last - cycle + 1]
             if abs(recent - before).max(initial=0) <= tolerance:
                 return Steady(last - cycle, cycle, span * 1e-9 / cycle, settled=True)

@@ -48,7 +48,7 @@ AUTOHETE, NO_PRIORITY = "autohete", "autohete:priority=off"
 BASELINES = list(paper.SPEEDUPS)
 POLICIES = [*BASELINES, NO_PRIORITY, AUTOHETE]
 #: Sensitivities are taken at one size that every system trains; the whole range would say the same, slowly.
-PROBE = "gpt-8b"
+PROBE = "gpt-10b"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from autohete.planner.steps import Counts
 from autohete.policy import Judgement, Verdict
 
 #: A plan this close to the program's bound needs no further search: with the program's own gap, within one percent.
-_PROVEN = 0.008
+_PROVEN = 0.009
 #: Judgements to spend, times blocks: small models have coarse choices and cheap judgements, large ones the contrary.
 _EFFORT = 1000
 _REACH = 2

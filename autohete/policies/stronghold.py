@@ -12,13 +12,14 @@ A window of ``w`` blocks slides over the model.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from autohete.errors import InputError
 from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policy import Judge, better
+from autohete.policy import Judge, Verdict
 from autohete.profile import Profile
 
 
@@ -40,18 +41,35 @@ class StrongHold:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.policy.Policy`."""
-        blocks = len(profile.blocks) - 2
-        windows = [min(self.window, blocks)] if self.window else _candidates(blocks)
 
         def plan_for(activations: Activations) -> Plan:
-            return better([_plan(profile, activations, window) for window in windows], judge)
+            if self.window is not None:
+                return _plan(profile, activations, min(self.window, len(profile.blocks) - 2))
+            return _fastest_window(profile, activations, judge)
 
         return with_checkpointing(self.checkpointing, plan_for, judge)
 
 
-def _candidates(blocks: int) -> list[int]:
-    """Window sizes worth trying, about a quarter apart."""
-    return [window for window in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40) if window <= blocks]
+def _fastest_window(profile: Profile, activations: Activations, judge: Judge) -> Plan:
+    """From the widest window that fits (memory grows with the window) downwards as long as that is faster."""
+
+    def plan_for(window: int) -> Plan:
+        return _plan(profile, activations, window)
+
+    def too_wide(window: int) -> bool:
+        return judge(plan_for(window)).verdict is not Verdict.OK
+
+    best = plan_for(1)
+    if too_wide(1):
+        return best
+    fitting = bisect_left(range(1, len(profile.blocks) - 1), True, key=too_wide)
+    best = plan_for(fitting)
+    for window in range(fitting - 1, 0, -1):
+        narrower = plan_for(window)
+        if judge(narrower).seconds >= judge(best).seconds:
+            break
+        best = narrower
+    return best
 
 
 def _plan(profile: Profile, activations: Activations, window: int) -> Plan:

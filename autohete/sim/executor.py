@@ -58,15 +58,21 @@ class _Run:
         same = [waits for waits, _ in graph.waits]
         both = [waits + back for waits, back in graph.waits]
         self.waits = same + both * (iterations - 1)
-        self.ready = [0] * instances
-        self.start = [0] * instances
-        self.end = [-1] * instances
+        # Integers; SimPy's type for the present is float.
+        self.ready: list[float] = [0] * instances
+        self.start: list[float] = [0] * instances
+        self.end: list[float] = [-1] * instances
         self.durations = [task.duration_ns for task in graph.schedule.tasks]
         self.env = simpy.Environment(initial_time=0)
         sharing = Sharing(graph.schedule)
         self.shared = sharing.lanes
         self.links = SharedLinks(self.env, sharing)
         self.queues: list[LaneQueue] = lane_queues(graph)
+        #: For each task its successors as (distance between instances, queue of the successor's lane).
+        self.successors = [
+            [(i - task + back * self.tasks, self.queues[graph.lane[i]]) for i, back in successors]
+            for task, successors in enumerate(graph.successors)
+        ]
         self.choosing = False
         self.settled = self._new_settled()
 
@@ -88,29 +94,29 @@ class _Run:
 
     def lane(self, lane: int, instances: int) -> Generator[simpy.Event, None, None]:
         """Wait for the edges, occupy, signal."""
-        env, queue = self.env, self.queues[lane]
+        env, pop, durations, tasks = self.env, self.queues[lane].pop, self.durations, self.tasks
         name = self.graph.schedule.lanes[lane].name
         shared = name in self.shared
         for _ in range(instances):
-            while (instance := queue.pop()) is None:
+            while (instance := pop()) is None:
                 yield self.settled
-            self.start[instance] = int(env.now)
-            duration = self.durations[instance % self.tasks]
-            yield self.links.occupy(name, duration) if shared else env.timeout(duration)
-            self.complete(instance)
+            self.start[instance] = env.now
+            task = instance % tasks
+            yield self.links.occupy(name, durations[task]) if shared else env.timeout(durations[task])
+            self.complete(instance, task)
             yield self.settled
 
-    def complete(self, instance: int) -> None:
-        now = int(self.env.now)
+    def complete(self, instance: int, task: int) -> None:
+        now = self.env.now
+        waits, last = self.waits, len(self.waits)
         self.end[instance] = now
-        iteration, task = divmod(instance, self.tasks)
-        for successor, back in self.graph.successors[task]:
-            target = instance - task + successor + back * self.tasks
-            if iteration + back < self.iterations:
-                self.waits[target] -= 1
-                if not self.waits[target]:
-                    self.ready[target] = now
-                    self.queues[self.graph.lane[successor]].push(target)
+        for distance, queue in self.successors[task]:
+            successor = instance + distance
+            if successor < last:
+                waits[successor] -= 1
+                if not waits[successor]:
+                    self.ready[successor] = now
+                    queue.push(successor)
         if not self.choosing:
             self.choosing = True
             self.settled.schedule()

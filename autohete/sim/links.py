@@ -50,7 +50,8 @@ class SharedLinks:
             if self._rate.get(lane) == rate:
                 continue  # its due time stands
             self._rate[lane] = rate
-            due = now - (-self._remaining[lane] // rate)
+            # Work is done on the tick after it ends, so a rate that falls on that very tick finds less than none left.
+            due = max(now, now - (-self._remaining[lane] // rate))
             self._due[lane] = due
             timeout = self._env.timeout(due - now)
             timeout.callbacks.append(partial(self._arrive, lane, due))

@@ -1,0 +1,43 @@
+# Every target sets up what it needs in $(VENV); nothing has to be installed by hand but Python 3.11 or later, make and git.
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= paper_figs
+BIN := $(VENV)/bin
+
+.PHONY: figure published test wide lint benchmark clean
+
+figure: $(VENV)/simulator
+	$(BIN)/python experiments/fig_throughput.py --out $(OUT)
+
+published: $(VENV)/simulator
+	$(BIN)/python experiments/published.py --out $(OUT)
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest -n auto
+
+wide: $(VENV)/dev
+	AUTOHETE_HYPOTHESIS=wide $(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+benchmark: $(VENV)/dev
+	$(BIN)/python benchmarks/simulator.py
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/python:
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/simulator: $(VENV)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/dev: $(VENV)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@ $(VENV)/simulator
