@@ -165,11 +165,11 @@ def peak_memory() -> str:
 
 def main() -> None:
     """All of it, in about two minutes."""
+    figure()  # first: a child's peak memory is at least what its parent had when it started
     against_list_scheduler()
     planner()
     analyses()
     growth()
-    figure()
 
 
 if __name__ == "__main__":

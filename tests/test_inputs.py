@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware, load_hardware, preset_names, read_hardware, uncertain_figures
-from autohete.plan import BlockPlan, Placement
+from autohete.plan import BlockPlan, Placement, Plan
 from autohete.policies import POLICIES, parse_policy
 from autohete.units import UNITS, format_bytes, format_seconds, parse_bytes, parse_quantity
 from autohete.workload import WORKLOADS, BlockRole, Precision, Workload, named_workload

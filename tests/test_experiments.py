@@ -1,0 +1,99 @@
+"""The experiments run, and write what they promise."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autohete.report.style import POLICY_LOOKS, luminance
+from autohete.workload import WORKLOADS
+from experiments import fig_throughput, paper, published
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run an experiment from another folder, as a person might."""
+    command = [sys.executable, str(ROOT / "experiments" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=300)
+
+
+def test_the_throughput_figure_is_written_whole(tmp_path: Path) -> None:
+    """The figure's command writes PNG, PDF and both CSV files and prints the comparison with the paper."""
+    done = run("fig_throughput.py", "--out", "figures", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "figures"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "fig_throughput.csv",
+        "fig_throughput.pdf",
+        "fig_throughput.png",
+        "fig_throughput_sensitivity.csv",
+    ]
+    rows = list(csv.DictReader((out / "fig_throughput.csv").open()))
+    assert ",".join(rows[0]) == (
+        "gpus,model,parameters,policy,verdict,iteration_seconds,samples_per_second,tflops_per_gpu,"
+        "gpu_peak_bytes,host_peak_bytes,plan,clock"
+    )
+        "gpus",
+        "model",
+        "parameters",
+        "policy",
+        "verdict",
+        "iteration_seconds",
+        "samples_per_second",
+        "tflops_per_gpu",
+        "gpu_peak_bytes",
+        "host_peak_bytes",
+        "plan",
+        "clock",
+    ]
+    assert len(rows) == len(WORKLOADS) * len(fig_throughput.POLICIES)
+    for row in rows:
+        fits = row["verdict"] == "ok"
+        assert bool(row["samples_per_second"]) == fits
+        if fits:
+            assert float(row["samples_per_second"]) * float(row["iteration_seconds"]) == pytest.approx(8, rel=1e-4)
+    limit = [
+        row["verdict"]
+        for row in rows
+        if row["policy"] == "zero_offload" and row["model"] in (paper.ZERO_OFFLOAD_LIMIT, "gpt-15b")
+    ]
+    assert limit == ["ok", "gpu-out-of-memory"]
+    for over in paper.SPEEDUPS:
+        assert over in done.stdout
+    assert "sensitivity of AutoHete's speed-ups" in done.stdout
+
+
+def test_the_committed_comparison_is_this_one(tmp_path: Path) -> None:
+    """The comparison with measurements in paper_figs is what the code says now, to the last digit."""
+    assert run("published.py", "--out", str(tmp_path), cwd=tmp_path).returncode == 0
+    assert (tmp_path / "published.csv").read_text() == (ROOT / "paper_figs" / "published.csv").read_text()
+
+
+def test_published_measurements_are_met_or_explained() -> None:
+    """Each time that others measured is met within a quarter, and each limit, or the row says why not."""
+    for check in [*published.speeds(), *published.limits(), *published.plans()]:
+        agrees = check.measured == check.simulated if check.unit == "fits" else abs(check.difference_percent) <= 25
+        assert agrees or check.remark, check
+
+
+@pytest.mark.parametrize("script", ["fig_throughput.py", "published.py"])
+def test_an_unwritable_folder_is_refused_before_the_work(script: str, tmp_path: Path) -> None:
+    """An output folder that cannot be made is one line and exit code 2, at once."""
+    (tmp_path / "file").write_text("")
+    done = run(script, "--out", str(tmp_path / "file" / "below"), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot be made" in done.stderr
+    assert done.stdout == ""
+
+
+def test_policies_differ_in_grey() -> None:
+    """Bars that stand side by side differ in lightness or hatch, for readers without colour."""
+    looks = [POLICY_LOOKS[policy] for policy in fig_throughput.POLICIES]
+    for one, other in zip(looks, looks[1:], strict=False):
+        assert abs(luminance(one.colour) - luminance(other.colour)) > 0.1 or one.hatch != other.hatch
