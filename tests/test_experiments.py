@@ -38,19 +38,6 @@ def test_the_throughput_figure_is_written_whole(tmp_path: Path) -> None:
         "gpus,model,parameters,policy,verdict,iteration_seconds,samples_per_second,tflops_per_gpu,"
         "gpu_peak_bytes,host_peak_bytes,plan,clock"
     )
-        "gpus",
-        "model",
-        "parameters",
-        "policy",
-        "verdict",
-        "iteration_seconds",
-        "samples_per_second",
-        "tflops_per_gpu",
-        "gpu_peak_bytes",
-        "host_peak_bytes",
-        "plan",
-        "clock",
-    ]
     assert len(rows) == len(WORKLOADS) * len(fig_throughput.POLICIES)
     for row in rows:
         fits = row["verdict"] == "ok"

@@ -37,7 +37,7 @@ def test_few_tokens_are_inefficient() -> None:
 
 
 def test_forward_of_the_calibration_run() -> None:
-    """Deep Optimizer States logs (A100-40, 32 x 4096, batch 4 x 2048, no fused attention): forward takes 0.63 s, within 15 %."""
+    """Deep Optimizer States logs (A100-40, 32 x 4096, batch 4 x 2048, plain attention): forward takes 0.63 s within 15 %."""
     workload = Workload("log", 4096, 32, 32, 32000, 2048, 4, fused_attention=False)
     profile = analytic_profile(workload, load_hardware("a100-40gb-epyc7543p"))
     forward = sum(block.forward_seconds for block in profile.blocks) + profile.loss.seconds
