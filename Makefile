@@ -4,10 +4,13 @@ VENV ?= .venv
 OUT ?= paper_figs
 BIN := $(VENV)/bin
 
-.PHONY: figure published test wide lint benchmark clean
+.PHONY: figure timeline published test wide lint benchmark clean
 
 figure: $(VENV)/simulator
 	$(BIN)/python experiments/fig_throughput.py --out $(OUT)
+
+timeline: $(VENV)/simulator
+	$(BIN)/autohete simulate --workload gpt-4b --policy autohete --gantt $(OUT)/timeline.png
 
 published: $(VENV)/simulator
 	$(BIN)/python experiments/published.py --out $(OUT)

@@ -247,17 +247,18 @@ def print_sensitivities(rows: Sequence[Sensitivity]) -> None:
     """Speed-ups with one thing changed; only what moves one by a percent or more."""
     nominal = rows[0].ratios
     shown = table(f"sensitivity of AutoHete's speed-ups, {PROBE}", ["figure", "set to", *BASELINES], left=2)
-    quiet: dict[str, None] = {}
+    quiet: list[str] = []
+    loud: set[str] = set()
     for row in rows:
         moves = [abs(r / n - 1) if r and n else 1.0 for r, n in zip(row.ratios.values(), nominal.values(), strict=True)]
         if row is not rows[0] and max(moves) < 0.01:
-            quiet[row.setting.label] = None
+            quiet.append(row.setting.label)
         else:
+            loud.add(row.setting.label)
             ratios = (f"{r:.2f}" if r else "does not fit" for r in row.ratios.values())
             shown.add_row(row.setting.label, row.setting.value, *ratios)
     console().print(shown)
-    loud = {row.setting.label for row in rows} - quiet.keys()
-    still = [label for label in quiet if label not in loud]
+    still = [label for label in dict.fromkeys(quiet) if label not in loud]
     console().print(f"less than 1 % at either end: {', '.join(still)}", style="dim", soft_wrap=True)
 
 

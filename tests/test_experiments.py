@@ -33,7 +33,7 @@ def test_the_throughput_figure_is_written_whole(tmp_path: Path) -> None:
         "fig_throughput.png",
         "fig_throughput_sensitivity.csv",
     ]
-    rows = list(csv.DictReader((out / "fig_throughput.csv").open()))
+    rows = list(csv.DictReader((out / "fig_throughput.csv").read_text().splitlines()))
     assert ",".join(rows[0]) == (
         "gpus,model,parameters,policy,verdict,iteration_seconds,samples_per_second,tflops_per_gpu,"
         "gpu_peak_bytes,host_peak_bytes,plan,clock"
