@@ -3,7 +3,8 @@
     AutoHeteError                what a person can understand and mend; the command line prints it, exit code 2
     ├── InputError               a value, name, file or flag that cannot be taken
     ├── InfeasibleError          no plan fits the memory that is there; carries the smallest budget that works
-    └── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
+    ├── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
+    └── TaskError                a task failed while it ran; carries its name, and the original error as its cause
 
 A message says what was given, what is allowed and what to do.
 """
@@ -24,6 +25,10 @@ class InputError(AutoHeteError):
 
 class ScheduleError(AutoHeteError):
     """A schedule cannot be executed; the message names the fault and the tasks."""
+
+
+class TaskError(AutoHeteError):
+    """A task failed in its lane. The message begins with its id; ``__cause__`` is the original error."""
 
 
 class InfeasibleError(AutoHeteError):

@@ -72,7 +72,7 @@ class _Lowering:
         #: The GPU passes in order, and each one's place; a prefetch may run beside some number of those before its own.
         self.passes: list[TaskId] = []
         self.place: dict[TaskId, int] = {}
-        self.slot_bytes = max((self.parameter_bytes(i) for i, b in enumerate(plan.blocks) if _offloaded(b)), default=0)
+        self.slot_bytes = max((self.parameter_bytes(i) for i, b in enumerate(plan.blocks) if _leaves(b)), default=0)
 
     # --- sizes and names
 
@@ -104,7 +104,7 @@ class _Lowering:
     def schedule(self) -> Schedule:
         self.gpu_passes()
         for block, plan in enumerate(self.plan.blocks):
-            if _offloaded(plan):
+            if _leaves(plan):
                 self.offloaded_parameters(block, plan)
             if plan.activations is Activations.OFFLOAD:
                 self.offloaded_activations(block, plan)
@@ -218,17 +218,14 @@ class _Lowering:
                 if fetched := self.id_of(fetch_kind, block):
                     self.drafts[fetched].wait(back.id, back=1)
                     break
-        if self.plan.parameter_slots is None:
-            self.parameter_slot(block, plan)
+        self.parameter_slot(block, plan)
         self.drafts[backward].wait(self.id_of(Kind.PREFETCH_BACKWARD, block))
 
     def parameter_slot(self, block: int, plan: BlockPlan) -> None:
-        """Who allocates and who frees the block's place on the GPU."""
-        size = self.parameter_bytes(block)
+        """Who allocates and who frees the block's place on the GPU; a preallocated place costs nothing more."""
+        size = self.parameter_bytes(block) if self.plan.parameter_slots is None else 0
         after_forward = self.id_of(Kind.WRITE_BACK_FORWARD, block) or TaskId(Kind.FORWARD, block)
         after_backward = self.id_of(Kind.WRITE_BACK_BACKWARD, block) or TaskId(Kind.BACKWARD, block)
-        if plan.keep_after_forward and plan.keep_after_backward:
-            return  # never leaves: counted among the resident buffers
         if plan.keep_after_forward:
             lives = [("parameters", Kind.PREFETCH_FORWARD, after_backward, 0)]
         elif plan.keep_after_backward:
@@ -298,7 +295,7 @@ class _Lowering:
     def needs_refresh(self, block: int) -> bool:
         """Whether updated parameters are sent to a copy that stays on the GPU (others come with their next prefetch)."""
         plan = self.plan.blocks[block]
-        return not _offloaded(plan) or plan.keep_after_backward
+        return not _leaves(plan) or plan.keep_after_backward
 
     def update_waits(self, updated: list[int]) -> None:
         """``updated`` are the blocks that the CPU updates, in the order in which backward reaches them."""
@@ -345,7 +342,7 @@ class _Lowering:
                     readers.append(TaskId(Kind.FORWARD, self.last))
                 for reader in readers:
                     self.drafts[reader].wait(refresh, back=1)
-            elif _offloaded(plan) and not plan.keep_after_backward and plan.optimizer is Processor.CPU:
+            elif _leaves(plan) and not plan.keep_after_backward and plan.optimizer is Processor.CPU:
                 self.get(Kind.PREFETCH_FORWARD, block).wait(updated, back=1)
             else:
                 self.get(Kind.FORWARD, block).wait(updated, back=1)
@@ -409,14 +406,13 @@ class _Lowering:
         host_states = host_parameters = 0
         for block, decisions in enumerate(plan.blocks):
             count = profile.blocks[block].parameters
-            offloaded = _offloaded(decisions)
-            if not offloaded or (decisions.keep_after_forward and decisions.keep_after_backward):
+            if not _leaves(decisions):
                 yield Buffer(f"resident_parameters.{block}", GPU_MEMORY, count * element)
             if decisions.optimizer is Processor.GPU:
                 yield Buffer(f"optimizer_states.{block}", GPU_MEMORY, count * optimizer)
             else:
                 host_states += count * plan.host_optimizer_bytes
-            if offloaded:
+            if _leaves(decisions):
                 host_parameters += count * plan.host_parameter_bytes
         if plan.parameter_slots is not None and self.slot_bytes:
             yield Buffer("parameter_slots", GPU_MEMORY, plan.parameter_slots * self.slot_bytes)
@@ -431,8 +427,9 @@ class _Lowering:
                 yield Buffer(f"host_{name}", HOST_MEMORY, size)
 
 
-def _offloaded(plan: BlockPlan) -> bool:
-    return plan.parameters is Placement.OFFLOADED
+def _leaves(plan: BlockPlan) -> bool:
+    """Whether the block's parameters are ever away from the GPU."""
+    return plan.parameters is Placement.OFFLOADED and not (plan.keep_after_forward and plan.keep_after_backward)
 
 
 def shared_bandwidth(hardware: Hardware) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:

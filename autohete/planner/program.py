@@ -9,11 +9,12 @@ imposes, so its value is what no plan can beat; see :func:`_time_rows`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
@@ -88,6 +89,23 @@ class Program:
             raise AutoHeteError(f"the integer program was not solved: {found.message}")
         return Solution(rows.counts(found.x), float(found.x[rows.value]) * rows.scale)
 
+    def rate(self, candidates: Sequence[Counts]) -> Rating:
+        """The bound of each candidate's period, and whether it satisfies the memory rows."""
+        rows = _Rows(self, Objective.SECONDS)
+        matrix, limits = rows.matrix(), np.array(rows.limits)
+        choices = np.array([rows.columns(counts) for counts in candidates])
+        excess = matrix @ choices.T - limits[:, None]
+        timed = np.array([rows.value in row for row in rows.rows])
+        return Rating(excess[timed].max(axis=0) * rows.scale, (excess[~timed] <= 1e-9).all(axis=0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rating:
+    """For each candidate the lower bound of its period in seconds, and whether its memory fits."""
+
+    seconds: NDArray[np.float64]
+    fits: NDArray[np.bool_]
+
 
 Row = Mapping[int, float]
 
@@ -131,10 +149,20 @@ class _Rows:
         return cost
 
     def constraints(self) -> LinearConstraint:
+        return LinearConstraint(self.matrix(), -np.inf, np.array(self.limits))
+
+    def matrix(self) -> csr_array:
         data = [(r, column, factor) for r, row in enumerate(self.rows) for column, factor in row.items() if factor]
         r, c, v = zip(*data, strict=True)
-        matrix = csr_array((v, (r, c)), shape=(len(self.rows), self.value + 1))
-        return LinearConstraint(matrix, -np.inf, np.array(self.limits))
+        return csr_array((v, (r, c)), shape=(len(self.rows), self.value + 1))
+
+    def columns(self, counts: Counts) -> NDArray[np.float64]:
+        """The columns that say ``counts``, with an objective of 0."""
+        block = np.arange(self.n)
+        inner = (block > 0) & (block < self.n - 1)
+        c, p = inner & (block <= counts.checkpointed), inner & (block <= counts.offloaded)
+        o = block >= self.n - counts.cpu_updated
+        return np.concatenate([c, p, o, o & ~p, p & ~o, [0]]).astype(float)
 
     def bounds(self) -> Bounds:
         upper = np.ones(self.value + 1)

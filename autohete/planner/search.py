@@ -1,70 +1,96 @@
 """From the program's optimum to the best plan: the program knows bounds, the judge knows time and memory.
 
-The program counts the memory that any timing needs, so it is asked again with less memory when the judge finds that its
-plan needs more; its time is a bound, so near its optimum there can be a better plan. The walk tries the plans around the
-best one so far, nearest first, as long as that pays.
+Plans around the optimum are judged in the order of their bounds, until no bound is left that could beat the best plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
+from autohete.planner.program import Objective, Program
 from autohete.planner.steps import Counts
 from autohete.policy import Judgement, Verdict
 
-#: A plan this close to the program's bound needs no further search: with the program's own gap, within one percent.
+#: A plan this close to what no other can beat needs no further search: with the program's own gap, within one percent.
 _PROVEN = 0.009
 #: Judgements to spend, times blocks: small models have coarse choices and cheap judgements, large ones the contrary.
 _EFFORT = 1000
-_REACH = 2
-_FAR = (3, 5, 8, 13, 21, 34, 55, 89, 144)
+#: Candidates around the optimum: all there are in a small model, so many steps each way in a large one.
+_ALL = 2500
+_REACH = 6
+#: How often the program is asked again with less memory when its plan turns out to need more than there is.
+_TIGHTENINGS = 4
 
 
-def polish(starts: Iterator[tuple[Counts, float]], blocks: int, judge: Callable[[Counts], Judgement]) -> Counts | None:
-    """The best plan near the program's answers; None if nothing fits.
+def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> Counts | None:
+    """The best plan of ``program`` as ``judge`` finds it; None if nothing fits."""
+    judged: dict[Counts, Judgement] = {}
 
-    Args:
-        starts: answers of the program with the bound each came with, each asked for more slack than the one before. Only as
-            many are drawn as it takes for one to fit.
-        blocks: of the model.
-        judge: time and memory of given counts.
-    """
-    judged: dict[Counts, tuple[int, float]] = {}
-
-    def cost(counts: Counts) -> tuple[int, float]:
-        """Bytes over capacity first, then seconds."""
+    def seconds(counts: Counts) -> float | None:
+        """Time of a plan that fits."""
         if counts not in judged:
-            found = judge(counts)
-            over = 0 if found.verdict is Verdict.OK else max(found.gpu_peak_bytes, found.host_peak_bytes)
-            judged[counts] = (over, found.seconds)
-        return judged[counts]
+            judged[counts] = judge(counts)
+        return judged[counts].seconds if judged[counts].verdict is Verdict.OK else None
 
-    bound = 0.0
-    for start, value in starts:
-        bound = bound or value
-        if cost(start)[0] == 0:
+    bound: float | None = None
+    best: tuple[float, Counts] | None = None
+    for start, value in _answers(program, judged):
+        bound = value if bound is None else bound
+        if (found := seconds(start)) is not None:
+            best = (found, start)
             break
-    if not judged:
-        return None
-    budget = max(_EFFORT // blocks, 10)
-    best, along = min(judged, key=cost), None
-    while len(judged) < budget and cost(best) > (0, bound * (1 + _PROVEN)):
-        better = next((c for c in _around(best, blocks, along) if cost(c) < cost(best) or len(judged) >= budget), best)
-        if cost(better) >= cost(best):
+    if bound is None or (best is not None and best[0] <= bound * (1 + _PROVEN)):
+        return best[1] if best else None
+    budget = max(_EFFORT // program.costs.count, 10)
+    for lowest, counts in _candidates(program, best[1] if best else next(iter(judged))):
+        if len(judged) >= budget:
             break
-        along = better - best
-        best = better
-    return best if cost(best)[0] == 0 else None
+        if best is not None and best[0] <= lowest * (1 + _PROVEN):
+            continue
+        if (found := seconds(counts)) is not None and (best is None or found < best[0]):
+            best = (found, counts)
+    return best[1] if best else None
 
 
-def _around(center: Counts, blocks: int, along: Counts | None) -> Iterator[Counts]:
-    """Counts farther ``along`` the last step that paid, then near ``center``, nearest first, then far along each axis."""
-    reach = range(-_REACH, _REACH + 1)
-    near = sorted((Counts(*m) for m in product(reach, reach, reach) if any(m)), key=lambda m: (m.size, m))
-    far = [sign * step for step in _FAR if step <= blocks for sign in (-1, 1)]
-    axes = [*(Counts(0, d, 0) for d in far), *(Counts(0, 0, d) for d in far), *(Counts(d, 0, 0) for d in far)]
-    for move in [*([along + along, along] if along else []), *near, *axes]:
-        found = center + move
-        if 0 <= found.checkpointed <= blocks - 2 and 0 <= found.offloaded <= blocks - 2 and 0 <= found.cpu_updated <= blocks:
-            yield found
+def _answers(program: Program, judged: dict[Counts, Judgement]) -> Iterator[tuple[Counts, float]]:
+    """The relaxation, whose value bounds all plans; then with pending memory, asked for less while too much is used."""
+    relaxed = replace(program, pending=False).solve()
+    if relaxed is None:
+        return
+    yield relaxed.counts, relaxed.value
+    tighter = program
+    for _ in range(_TIGHTENINGS):
+        solution = tighter.solve()
+        if solution is None:
+            break
+        yield solution.counts, solution.value
+        found = judged[solution.counts]
+        tighter = replace(
+            tighter,
+            gpu_budget_bytes=tighter.gpu_budget_bytes - max(0, found.gpu_peak_bytes - program.gpu_budget_bytes),
+            host_budget_bytes=tighter.host_budget_bytes - max(0, found.host_peak_bytes - program.host_budget_bytes),
+        )
+    frugal = program.solve(Objective.GPU_BYTES)
+    if frugal is not None:
+        yield frugal.counts, relaxed.value
+
+
+def _candidates(program: Program, center: Counts) -> list[tuple[float, Counts]]:
+    """Plans around ``center`` with the bounds of their periods, the lowest first; last those that fit only with luck."""
+    blocks = program.costs.count
+    limits = (blocks - 2, blocks - 2, blocks)
+    if (blocks - 1) ** 2 * (blocks + 1) <= _ALL:
+        ranges = [range(limit + 1) for limit in limits]
+    else:
+        middle = (center.checkpointed, center.offloaded, center.cpu_updated)
+        ranges = [range(max(0, m - _REACH), min(limit, m + _REACH) + 1) for m, limit in zip(middle, limits, strict=True)]
+    counts = [Counts(*choice) for choice in product(*ranges)]
+    typical, lucky = program.rate(counts), replace(program, pending=False).rate(counts)
+    ranked = sorted(
+        (not fits, seconds, choice)
+        for fits, possible, seconds, choice in zip(typical.fits, lucky.fits, lucky.seconds, counts, strict=True)
+        if possible
+    )
+    return [(float(seconds), choice) for _, seconds, choice in ranked]

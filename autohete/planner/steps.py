@@ -29,21 +29,6 @@ class Counts:
     offloaded: int
     cpu_updated: int
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.checkpointed + other.checkpointed, self.offloaded + other.offloaded, self.cpu_updated + other.cpu_updated
-        )
-
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(
-            self.checkpointed - other.checkpointed, self.offloaded - other.offloaded, self.cpu_updated - other.cpu_updated
-        )
-
-    @property
-    def size(self) -> int:
-        """Steps from nothing, when the counts are a difference of two others."""
-        return abs(self.checkpointed) + abs(self.offloaded) + abs(self.cpu_updated)
-
     def blocks(self, total: int) -> tuple[BlockPlan, ...]:
         """The decisions for each of ``total`` blocks."""
         plans = []

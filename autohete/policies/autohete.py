@@ -14,22 +14,19 @@ for the optimizer; the CPU step casts separately from its Adam kernel, as DeepSp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autohete.errors import InfeasibleError
 from autohete.plan import Plan
 from autohete.planner.program import Objective, Program
-from autohete.planner.search import polish
+from autohete.planner.search import best_counts
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
 from autohete.policy import Judge, Judgement
 from autohete.profile import Profile
 from autohete.units import format_bytes
-
-#: How often the program is asked again with less memory when its plan turns out to need more than there is.
-_TIGHTENINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +54,7 @@ class AutoHete:
         def judged(counts: Counts) -> Judgement:
             return judge(self.plan_for(profile, counts))
 
-        def answers() -> Iterator[tuple[Counts, float]]:
-            """The relaxation, whose value bounds all plans; then with pending memory, asked for less while too much is used."""
-            relaxed = replace(program, pending=False).solve()
-            if relaxed is None:
-                return
-            yield relaxed.counts, relaxed.value
-            tighter = program
-            for _ in range(_TIGHTENINGS):
-                solution = tighter.solve()
-                if solution is None:
-                    break
-                yield solution.counts, solution.value
-                found = judged(solution.counts)
-                tighter = replace(
-                    tighter,
-                    gpu_budget_bytes=tighter.gpu_budget_bytes - max(0, found.gpu_peak_bytes - program.gpu_budget_bytes),
-                    host_budget_bytes=tighter.host_budget_bytes - max(0, found.host_peak_bytes - program.host_budget_bytes),
-                )
-            frugal = program.solve(Objective.GPU_BYTES)
-            if frugal is not None:
-                yield frugal.counts, relaxed.value
-
-        counts = polish(answers(), len(profile.blocks), judged)
+        counts = best_counts(program, judged)
         if counts is None:
             raise _infeasible(program, judged)
         return self.plan_for(profile, counts)

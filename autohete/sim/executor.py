@@ -9,9 +9,9 @@ import simpy
 from simpy.events import EventPriority
 
 from autohete.errors import InputError, ScheduleError
+from autohete.queues import LaneQueue, lane_queues
 from autohete.schedule import Graph, Schedule
 from autohete.sharing import Sharing
-from autohete.sim.lanes import LaneQueue, lane_queues
 from autohete.sim.links import SharedLinks
 from autohete.trace import Clock, Trace
 

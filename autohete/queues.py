@@ -1,4 +1,4 @@
-"""What a lane takes next: queues of ready task instances, one per discipline.
+"""What a lane takes next: queues of ready task instances, one per discipline, the same for every executor.
 
 An instance is an integer: ``iteration * tasks + task``.
 """

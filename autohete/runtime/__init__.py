@@ -1,0 +1,1 @@
+"""The real executor: the same schedules on PyTorch. Imports torch, never SimPy."""

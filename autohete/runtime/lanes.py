@@ -1,0 +1,201 @@
+"""Threads that work through a schedule: one per lane, each waits for the edges, occupies, signals.
+
+A run is open-ended: iterations are admitted one by one, so the tail of one overlaps the head of the next wherever no edge
+forbids it, and whoever needs a result waits for that task.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from autohete.errors import TaskError
+from autohete.queues import lane_queues
+from autohete.schedule import Schedule, Task, TaskId
+from autohete.trace import Clock, Trace
+
+#: What a lane does for a task: the task and its iteration.
+Action = Callable[[Task, int], None]
+
+
+class LaneThreads:
+    """Executes admitted iterations of ``schedule``.
+
+    Args:
+        schedule: a valid schedule.
+        action: called in the thread of the task's lane.
+        clock: whose seconds the trace is in.
+        paced: make each task last as long as the schedule says: until ``max(lane free, edges satisfied) + duration``, by
+            absolute deadlines, so that errors do not add up. Work that takes longer than that is counted in ``late``.
+        threads: what torch may use inside one lane.
+    """
+
+    def __init__(self, schedule: Schedule, action: Action, clock: Clock, *, paced: bool = False, threads: int = 1) -> None:
+        self._schedule, self._action, self._clock, self._paced = schedule, action, clock, paced
+        self._intra_op = threads
+        graph = schedule.validate().graph()
+        self._lane_of, self._successors = graph.lane, graph.successors
+        self._both = [waits + back for waits, back in graph.waits]
+        self._same = [waits for waits, _ in graph.waits]
+        self._index = graph.index
+        self._tasks = len(schedule.tasks)
+        self._queues = lane_queues(graph)
+        # Per instance; lists grow with each admitted iteration. One lock guards them all.
+        self._waits: list[int] = []
+        self._ready: list[int] = []
+        self._start: list[int] = []
+        self._end: list[int] = []
+        self._due: list[int] = []  # planned end, for pacing
+        self._finished = 0
+        self._admitted = 0
+        self._closing = False
+        self._failure: tuple[str, BaseException] | None = None
+        #: Paced tasks whose work took longer than their duration.
+        self.late: list[str] = []
+        self._changed = threading.Condition()
+        self._begin = time.perf_counter_ns()
+        self._threads = [
+            threading.Thread(target=self._lane, args=(lane,), name=f"autohete-{schedule.lanes[lane].name}", daemon=True)
+            for lane, tasks in enumerate(graph.lane_tasks)
+            if tasks
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> LaneThreads:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(drain=kind is None)
+
+    def admit(self) -> int:
+        """Let the next iteration begin; returns its number."""
+        with self._changed:
+            self._raise_failure()
+            iteration = self._admitted
+            first = iteration * self._tasks
+            # Edges from an iteration that has ended already have nothing left to wait for.
+            waits = list(self._both if iteration else self._same)
+            if iteration:
+                for task, successors in enumerate(self._successors):
+                    if self._end[first - self._tasks + task] >= 0:
+                        for successor, back in successors:
+                            waits[successor] -= back
+            self._waits += waits
+            now = self._now()
+            for times in (self._ready, self._due):
+                times += [now] * self._tasks
+            for times in (self._start, self._end):
+                times += [-1] * self._tasks
+            self._admitted += 1
+            for task, count in enumerate(waits):
+                if not count:
+                    self._queues[self._lane_of[task]].push(first + task)
+            self._changed.notify_all()
+            return iteration
+
+    def wait(self, task: TaskId, iteration: int) -> None:
+        """Return when ``task`` of ``iteration`` has ended.
+
+        Raises:
+            TaskError: any task has failed.
+        """
+        instance = iteration * self._tasks + self._index[task]
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._end[instance] >= 0)
+            self._raise_failure()
+
+    def drain(self) -> None:
+        """Return when everything admitted has ended.
+
+        Raises:
+            TaskError: any task has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._finished == len(self._waits))
+            self._raise_failure()
+
+    def close(self, *, drain: bool = True) -> None:
+        """End all threads, after everything admitted (``drain``) or as soon as the tasks that run now have ended."""
+        try:
+            if drain:
+                self.drain()
+        finally:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            for thread in self._threads:
+                thread.join()
+
+    def trace(self) -> Trace:
+        """The trace of all admitted iterations, which must have ended."""
+        shape = (self._admitted, self._tasks)
+        ready, start, end = (np.array(times, np.int64).reshape(shape) for times in (self._ready, self._start, self._end))
+        return Trace(self._schedule, self._clock, ready, start, end)
+
+    def _now(self) -> int:
+        return time.perf_counter_ns() - self._begin
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            name, error = self._failure
+            raise TaskError(f"{name} failed: {type(error).__name__}: {error}") from error
+
+    def _lane(self, lane: int) -> None:
+        torch.set_num_threads(self._intra_op)  # before anything else: a fresh thread ignores the main thread's setting
+        free = 0
+        while True:
+            with self._changed:
+                instance = self._queues[lane].pop()
+                while instance is None and not self._closing:
+                    self._changed.wait()
+                    instance = self._queues[lane].pop()
+                if instance is None or self._closing:
+                    return
+                self._start[instance] = self._now()
+            iteration, task = divmod(instance, self._tasks)
+            try:
+                self._action(self._schedule.tasks[task], iteration)
+            except BaseException as error:  # whatever it is reaches the caller, and stops the other lanes
+                self._fail(self._schedule.tasks[task].id.at(iteration), error)
+                return
+            due = max(free, self._due[instance]) + self._schedule.tasks[task].duration_ns
+            if self._paced:
+                self._sleep_until(due, self._schedule.tasks[task].id.at(iteration))
+            free = due
+            self._complete(instance, task, due)
+
+    def _sleep_until(self, due: int, name: str) -> None:
+        left = due - self._now()
+        if left < 0:
+            self.late.append(name)
+        while left > 0 and not self._closing:
+            time.sleep(left * 1e-9)
+            left = due - self._now()
+
+    def _complete(self, instance: int, task: int, due: int) -> None:
+        with self._changed:
+            now = self._now()
+            self._end[instance] = now
+            self._finished += 1
+            for successor, back in self._successors[task]:
+                target = instance - task + successor + back * self._tasks
+                if target < len(self._waits):
+                    self._waits[target] -= 1
+                    self._due[target] = max(self._due[target], due)
+                    if not self._waits[target]:
+                        self._ready[target] = now
+                        self._queues[self._lane_of[successor]].push(target)
+            self._changed.notify_all()
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = (name, error)
+            self._closing = True
+            self._changed.notify_all()

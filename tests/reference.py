@@ -1,0 +1,105 @@
+"""Plain PyTorch training of the reference model, and the same training through a schedule."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autohete.runtime.lanes import Action, LaneThreads
+from autohete.runtime.model import GPT, next_token_loss, stack_of
+from autohete.runtime.training import Adam, Batch, Training
+from autohete.schedule import Schedule, Task
+from autohete.trace import Clock, Trace
+from autohete.workload import Precision, Workload
+
+DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """Losses and final parameters."""
+
+    losses: list[Tensor]
+    parameters: list[Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        """Bit for bit; NaN equals nothing, so poison never passes for agreement."""
+        assert isinstance(other, Outcome)
+        return all(torch.equal(a, b) for a, b in zip(self.losses, other.losses, strict=True)) and all(
+            torch.equal(a, b) for a, b in zip(self.parameters, other.parameters, strict=True)
+        )
+
+
+def model_for(workload: Workload) -> GPT:
+    """The reference GPT with dropout on, from a fixed seed."""
+    torch.manual_seed(0)
+    return GPT(workload, dropout=0.2).to(DTYPES[workload.precision])
+
+
+def batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Random tokens and targets from a fixed seed."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (workload.batch_size, workload.sequence_length)
+
+    def tokens() -> Tensor:
+        return torch.randint(0, workload.vocabulary_size, shape, generator=generator)
+
+    return [(tokens(), tokens()) for _ in range(steps)]
+
+
+def train_plainly(workload: Workload, steps: int) -> Outcome:
+    """Ordinary training: one backward through the whole model, one optimizer, fp32 master weights for bf16."""
+    torch.set_num_threads(1)
+    model = model_for(workload)
+    parameters = list(model.parameters())
+    full = workload.precision is Precision.FP32
+    masters = parameters if full else [nn.Parameter(p.detach().float()) for p in parameters]
+    optimizer = Adam().over(masters)
+    losses = []
+    torch.manual_seed(2)
+    for ids, targets in batches(workload, steps):
+        loss = next_token_loss(model(ids), targets)
+        losses.append(loss.detach())
+        for master, gradient in zip(masters, torch.autograd.grad(loss, parameters), strict=True):
+            master.grad = gradient.float()
+        optimizer.step()
+        if not full:
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.data.copy_(master.detach())
+    return Outcome(losses, [master.detach() for master in masters])
+
+
+def train_by_schedule(
+    workload: Workload,
+    steps: int,
+    schedule: Schedule,
+    around: Callable[[Action], Action] = lambda action: action,
+) -> tuple[Outcome, Trace]:
+    """The same training as ``schedule`` says, in lane threads; ``around`` wraps the action of each task."""
+    training = Training(stack_of(model_for(workload)), schedule, next_token_loss)
+    torch.manual_seed(2)
+    with LaneThreads(schedule, around(training.perform), Clock.MEASURED_CPU) as lanes:
+        for step, (ids, targets) in enumerate(batches(workload, steps)):
+            training.batches[step] = Batch(ids, targets)
+            lanes.admit()
+    losses = [training.batches[step].loss for step in range(steps)]
+    assert all(loss is not None for loss in losses)
+    return Outcome([loss for loss in losses if loss is not None], training.parameters()), lanes.trace()
+
+
+def delayed(seed: int, most_seconds: float) -> Callable[[Action], Action]:
+    """Actions that sleep before they work, each for a time that depends on ``seed``, the task and the iteration only."""
+
+    def around(action: Action) -> Action:
+        def slow(task: Task, iteration: int) -> None:
+            time.sleep(random.Random(f"{seed} {task.id.at(iteration)}").random() * most_seconds)
+            action(task, iteration)
+
+        return slow
+
+    return around

@@ -1,0 +1,186 @@
+"""The gate: whatever the schedule, training gives the bits of plain PyTorch; and a schedule that is wrong does not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Outcome, delayed, model_for, train_by_schedule, train_plainly
+
+from autohete.errors import AutoHeteError
+from autohete.hardware import load_hardware
+from autohete.lowering import lower
+from autohete.policies import parse_policy
+from autohete.profile import Profile, analytic_profile
+from autohete.runtime.lanes import Action
+from autohete.runtime.model import next_token_loss, stack_of
+from autohete.runtime.training import Training
+from autohete.schedule import Kind, Schedule, Task, TaskId
+from autohete.simulate import judge_for
+from autohete.testing.strategies import plans
+from autohete.trace import check_trace
+from autohete.workload import Precision, Workload
+
+STEPS = 3
+#: Little arithmetic per byte, so that a copy that is not waited for is still under way when its result is read.
+SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch_size=2, precision=Precision.FP32)
+POLICIES = [
+    "resident",
+    "resident:checkpointing=full",
+    "zero_offload",
+    "zero_offload:paper,tile_overlap",
+    "patrickstar",
+    "stronghold:window=1",
+    "stronghold:window=2",
+    "autohete",
+    "autohete:priority=off",
+]
+#: Between them these use copies of parameters and gradients both ways and both kinds of update.
+EVERYTHING_MOVES = ["stronghold:window=1,checkpointing=full", "zero_offload:paper,tile_overlap"]
+
+
+@cache
+def plainly(workload: Workload) -> Outcome:
+    """Plain training, once per workload."""
+    return train_plainly(workload, STEPS)
+
+
+def profile_of(workload: Workload) -> Profile:
+    """A profile in which copies and updates are slow: plans that search then use every mechanism."""
+    slow = {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s", "cpu.update_bandwidth": "2GB/s"}
+    return analytic_profile(workload, load_hardware("a100-40gb-epyc7713", slow))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied: bool) -> None:
+    """Losses and final parameters are bit-identical to plain PyTorch, dropout on."""
+    workload = replace(SMALL, precision=precision, tied_embeddings=tied)
+    profile = profile_of(workload)
+    schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
+    outcome, trace = train_by_schedule(workload, STEPS, schedule)
+    assert outcome == plainly(workload)
+    assert check_trace(trace) == []
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
+    """Whatever a plan moves, recomputes and updates where: the bits are those of plain PyTorch."""
+    shape = data.draw(st.sampled_from([1, 2, 3]))
+    workload = replace(
+        SMALL,
+        transformer_blocks=shape,
+        precision=data.draw(st.sampled_from([Precision.FP32, Precision.BF16])),
+        tied_embeddings=data.draw(st.booleans()),
+    )
+    profile = profile_of(workload)
+    plan = data.draw(plans(profile).filter(lambda plan: not plan.delayed))
+    seed = data.draw(st.integers(0, 2**16))
+    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan), delayed(seed, 0.0005))
+    assert outcome == plainly(workload)
+    assert check_trace(trace) == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_delays_never_change_the_bits(seed: int) -> None:
+    """Random delays before every task change the order of what is free to vary, and no bit of the result."""
+    profile = profile_of(SMALL)
+    schedule = lower(profile, parse_policy("autohete").plan(profile, judge_for(profile)))
+    outcome, _ = train_by_schedule(SMALL, STEPS, schedule, delayed(seed, 0.003))
+    assert outcome == plainly(SMALL)
+
+
+def without_edge(schedule: Schedule, task: TaskId, place: int) -> Schedule:
+    """``schedule`` with one wait of ``task`` removed."""
+    changed = [
+        replace(t, after=tuple(e for i, e in enumerate(t.after) if i != place)) if t.id == task else t for t in schedule.tasks
+    ]
+    return replace(schedule, tasks=tuple(changed))
+
+
+def data_edges(schedule: Schedule) -> list[tuple[TaskId, int]]:
+    """Waits that carry data and that nothing else implies (other waits keep memory bounded, or a system's habits).
+
+    Data passes between tasks of one block on different lanes. A fetch that waits for a pass waits for room; a write-back of
+    parameters that the CPU updates writes what the host has already.
+    """
+    ids = {task.id for task in schedule.tasks}
+    lanes = {task.id: task.lane for task in schedule.tasks}
+    fetches = (Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD)
+    found = []
+    for task in schedule.tasks:
+        for place, edge in enumerate(task.after):
+            before, block = edge.task, task.id.block
+            room = task.id.kind in fetches and lanes[before] == "gpu"
+            unchanged = before.kind is Kind.WRITE_BACK_FORWARD and TaskId(Kind.CPU_UPDATE, block) in ids
+            if before.block != block or lanes[before] == task.lane or room or unchanged:
+                continue
+            if not reaches(without_edge(schedule, task.id, place), before, task.id, edge.back):
+                found.append((task.id, place))
+    return found
+
+
+def reaches(schedule: Schedule, before: TaskId, after: TaskId, back: int) -> bool:
+    """Whether ``after`` waits for ``before`` of ``back`` iterations earlier by any path of edges and fifo order."""
+    graph = schedule.graph()
+    onward: dict[int, list[tuple[int, int]]] = {}
+    for u, v, step in graph.edges():
+        onward.setdefault(u, []).append((v, step))
+    start, goal = (graph.index[before], 0), (graph.index[after], back)
+    seen, stack = {start}, [start]
+    while stack:
+        node, spent = stack.pop()
+        for v, step in onward.get(node, []):
+            place = (v, spent + step)
+            if place[1] <= back and place not in seen:
+                seen.add(place)
+                stack.append(place)
+    return goal in seen
+
+
+@pytest.mark.parametrize("policy", EVERYTHING_MOVES)
+def test_a_missing_wait_is_noticed(policy: str) -> None:
+    """Removing any one wait that carries data, with one of its ends slowed down, changes the bits or fails."""
+    profile = profile_of(SMALL)
+    schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
+    edges = data_edges(schedule)
+    assert len(edges) >= 3
+    unnoticed = []
+    for task, place in edges:
+        edge = next(t for t in schedule.tasks if t.id == task).after[place]
+        mutant = without_edge(schedule, task, place)
+        if not any(notices(mutant, slow) for slow in (edge.task, task)):
+            unnoticed.append(f"{task} without {edge}")
+    assert unnoticed == []
+
+
+def notices(mutant: Schedule, slow: TaskId) -> bool:
+    """Whether training by ``mutant``, with ``slow`` slowed down in the middle iteration, does not train exactly."""
+
+    def around(action: Action) -> Action:
+        def perform(task: Task, iteration: int) -> None:
+            if task.id == slow and iteration == 1:
+                time.sleep(0.2)
+            action(task, iteration)
+
+        return perform
+
+    try:
+        outcome, _ = train_by_schedule(SMALL, STEPS, mutant, around)
+    except AutoHeteError:
+        return True
+    return outcome != plainly(SMALL)
+
+
+def test_the_runtime_knows_every_kind() -> None:
+    """Simulator and runtime cover the same kinds: all of them."""
+
+    profile = profile_of(SMALL)
+    schedule = lower(profile, parse_policy("resident").plan(profile, judge_for(profile)))
+    assert Training(stack_of(model_for(SMALL)), schedule, next_token_loss).kinds == frozenset(Kind)
