@@ -5,7 +5,9 @@ Heavy imports (SciPy, SimPy, matplotlib) wait until a command needs them, so tha
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -61,6 +63,7 @@ def simulate(
     policy: Annotated[list[str] | None, Parameter(negative=())] = None,
     trace: str | None = None,
     gantt: str | None = None,
+    memory: str | None = None,
     json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Simulate training under one or several policies.
@@ -100,7 +103,9 @@ def simulate(
     trace:
         Write the timeline for ui.perfetto.dev to this file (one policy).
     gantt:
-        Draw the steady timeline and the GPU's memory to this .png, .pdf or .svg file (one policy).
+        Draw two steady iterations and the GPU's memory to this .png, .pdf or .svg file (one policy).
+    memory:
+        Draw GPU and host memory over two steady iterations to this .png, .pdf or .svg file (one policy).
     json_:
         Print JSON: one object, or a list of them for several policies.
     """
@@ -110,21 +115,27 @@ def simulate(
 
     given = locals()
     chosen = _workload(workload, {name: given[name] for name in _FIELDS if given[name] is not None})
-    overrides = dict(_key_value(item) for item in set_ or [])
-    for key, text in (("gpu.memory", gpu_memory), ("host.memory", host_memory)):
-        if text is not None:
-            overrides[key] = text
+    overrides: dict[str, str] = {}
+    short = [f"{key}={text}" for key, text in (("gpu.memory", gpu_memory), ("host.memory", host_memory)) if text is not None]
+    for item in [*(set_ or []), *short]:
+        key, value = _key_value(item)
+        if key in overrides:
+            raise InputError(f"{key} is set twice, to {overrides[key]!r} and {value!r}: say it once")
+        overrides[key] = value
+    files = {"--trace": trace, "--gantt": gantt, "--memory": memory}
+    outputs = {option: path for option, path in files.items() if path is not None}
     node = load_hardware(hardware, overrides)
     policies = [parse_policy(text) for text in policy or POLICIES]
-    if len(policies) > 1 and (trace or gantt):
-        raise InputError(f"--trace and --gantt show one policy, not {len(policies)}: choose it with --policy")
+    if outputs and len(policies) > 1:
+        raise InputError(f"{' and '.join(outputs)} show one policy, not {len(policies)}: choose it with --policy")
+    _check_outputs(outputs)
     answers = [answer(chosen, node, each) for each in policies]
     summaries = [summary for summary, _ in answers]
-    if trace or gantt:
-        _write_timeline(answers[0], trace, gantt)
+    if outputs:
+        _write_outputs(answers[0], outputs)
     if json_:
         objects = [_as_json(summary) for summary in summaries]
-        print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2, ensure_ascii=False))
+        print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2, ensure_ascii=True))
     else:
         from autohete.report.tables import print_summaries
 
@@ -163,22 +174,42 @@ def _key_value(item: str) -> tuple[str, str]:
     return key, value
 
 
-def _write_timeline(found: tuple[Summary, Simulation | None], trace: str | None, gantt: str | None) -> None:
+def _check_outputs(outputs: dict[str, str]) -> None:
+    """Refuse what cannot be written before anything is computed."""
+    if len(set(outputs.values())) < len(outputs):
+        raise InputError(f"{' and '.join(outputs)} name the same file {next(iter(outputs.values()))!r}: give each its own")
+    for option, path in outputs.items():
+        if not path:
+            raise InputError(f"{option} names no file: give one, such as timeline.{'json' if option == '--trace' else 'png'}")
+        if option != "--trace":
+            from autohete.report.style import figure_format
+
+            figure_format(path)
+
+
+def _write_outputs(found: tuple[Summary, Simulation | None], outputs: dict[str, str]) -> None:
     summary, simulation = found
     if simulation is None:
         raise InputError(f"there is no timeline to write: {summary.explanation}")
+    trace, steady = simulation.trace, simulation.steady
+    first, last = steady.first, min(steady.first + 1, trace.iterations - 1)
+    title = f"{summary.workload} on {summary.hardware}: {summary.policy}"
     occupancies = [simulation.gpu, simulation.host]
-    if trace:
+    if "--trace" in outputs:
         from autohete.report.perfetto import write_perfetto
 
-        write_perfetto(trace, simulation.trace, occupancies)
-    if gantt:
+        write_perfetto(outputs["--trace"], trace, occupancies)
+    if "--gantt" in outputs:
         from autohete.report.gantt import combined_figure
         from autohete.report.style import save_figure
 
-        first = simulation.steady.first
-        title = f"{summary.workload} on {summary.hardware}: {summary.policy}"
-        save_figure(combined_figure(simulation.trace, simulation.gpu, first, first + 1, title), gantt)
+        save_figure(combined_figure(trace, simulation.gpu, first, last, title), outputs["--gantt"])
+    if "--memory" in outputs:
+        from autohete.report.gantt import memory_figure, window_ns
+        from autohete.report.style import save_figure
+
+        figure = memory_figure(occupancies, *window_ns(trace, first, last), title, trace.clock)
+        save_figure(figure, outputs["--memory"])
 
 
 def _as_json(summary: Summary) -> dict[str, Any]:
@@ -195,18 +226,27 @@ def _refuse(app: App, message: str) -> NoReturn:
 
 def run_app(app: App) -> None:
     """Run a command line: one line and exit code 2 for every error that a person can mend."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal of few letters shows the rest by number
     try:
         app(exit_on_error=False, print_error=False)
+        sys.stdout.flush()
     except AutoHeteError as error:
         _refuse(app, str(error))
     except CycloptsError as error:
         _refuse(app, f"{str(error).rstrip('.')}: --help says what is allowed")
     except BrokenPipeError:
-        # The reader has had enough (``| head``). Point stdout elsewhere so that the interpreter's last flush is quiet.
-        import os
-
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()  # the reader has had enough (``| head``)
         sys.exit(0)
+    except OSError as error:
+        _silence_stdout()
+        _refuse(app, f"the output cannot be written: {error.strerror or error}; send it elsewhere")
+
+
+def _silence_stdout() -> None:
+    """Let the interpreter's last flush go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from autohete.errors import InputError, unknown_name
 from autohete.units import parse_quantity
@@ -125,7 +125,7 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-_Value = TypeVar("_Value")
+_Value = TypeVar("_Value", bound=float)
 
 
 class Figure(_Table, Generic[_Value]):
@@ -135,6 +135,12 @@ class Figure(_Table, Generic[_Value]):
     source: str = Field(min_length=1)
     date: str = Field(pattern=r"^\d{4}(-\d{2}){0,2}$")
     range: tuple[_Value, _Value] | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.range is not None and not self.range[0] <= self.range[1]:
+            raise ValueError(f"range goes from {self.range[0]} to {self.range[1]}: write the lower end first")
+        return self
 
 
 class GpuFigures(_Table):
@@ -175,8 +181,8 @@ class CpuFigures(_Table):
 class HardwareFile(_Table):
     """A hardware TOML file. Strict: an unknown key, a missing figure or a figure without its unit is an error."""
 
-    name: str
-    title: str
+    name: str = Field(pattern=r"^[\w.+-]+$", max_length=100)
+    title: str = Field(pattern=r"^[^\x00-\x1f]+$", max_length=200)
     gpu: GpuFigures
     links: LinksFigures
     host: HostFigures
@@ -236,13 +242,12 @@ def _read(source: str) -> dict[str, Any]:
             raise unknown_name("hardware", source, [*preset_names(), "FILE.toml"])
         return tomllib.loads(text)
     except OSError as error:
-        raise InputError(
-            f"hardware file {source!r} cannot be read: {error.strerror or error}; give a preset or a file"
-        ) from error
+        reason = error.strerror or error
+        raise InputError(f"hardware file {source!r} cannot be read: {reason}; give a preset or a TOML file") from error
     except UnicodeDecodeError as error:
         raise InputError(f"hardware file {source!r} is not UTF-8 text: give a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"hardware file {source!r} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits, a NUL in the path
+        raise InputError(f"hardware file {source!r} is not valid TOML: {str(error)[:200]}") from error
 
 
 def _override(document: dict[str, Any], key: str, text: str) -> None:
@@ -257,7 +262,7 @@ def _override(document: dict[str, Any], key: str, text: str) -> None:
     number: object = text
     if not isinstance(node["value"], str):
         try:
-            number = int(text) if isinstance(node["value"], int) else float(text)
+            number = int(text) if text.isdecimal() and len(text) < 20 else float(text)
         except ValueError:
             raise InputError(f"{key} is a plain number, not {text!r}: write it such as {node['value']}") from None
     node["value"] = number

@@ -14,6 +14,7 @@ from autohete.hardware import Hardware
 from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.profile import Profile
 from autohete.schedule import (
+    KIND_MEANING,
     Buffer,
     Discipline,
     Edge,
@@ -30,6 +31,8 @@ from autohete.schedule import (
 
 GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"  # lanes
 GPU_MEMORY, HOST_MEMORY = "gpu", "host"
+#: A year and a half. Some thousands of such tasks in a row still fit 64-bit nanoseconds.
+_LONGEST_TASK_SECONDS = 5e7
 
 
 def lower(profile: Profile, plan: Plan) -> Schedule:
@@ -48,7 +51,12 @@ class _Draft:
 
     def __init__(self, task: TaskId, lane: str, seconds: float, priority: int) -> None:
         self.id, self.lane, self.priority = task, lane, priority
-        self.duration_ns = max(0, round(seconds * 1e9))
+        if not seconds < _LONGEST_TASK_SECONDS:
+            raise InputError(
+                f"{task} ({KIND_MEANING[task.kind]}) would last {seconds:.3g} s: the workload is too large for this hardware, "
+                f"or a rate too low; a task may last {_LONGEST_TASK_SECONDS:.0e} s"
+            )
+        self.duration_ns = round(seconds * 1e9)
         self.after: dict[Edge, None] = {}
         self.allocates: list[Buffer] = []
         self.frees: list[Free] = []
@@ -72,6 +80,9 @@ class _Lowering:
         #: The GPU passes in order, and each one's place; a prefetch may run beside some number of those before its own.
         self.passes: list[TaskId] = []
         self.place: dict[TaskId, int] = {}
+        #: Copies that hold up a pass, and prefetches that are as synchronous as the pass itself.
+        self.blockers: dict[TaskId, list[TaskId]] = {}
+        self.synchronous: list[tuple[_Draft, TaskId]] = []
         self.slot_bytes = max((self.parameter_bytes(i) for i, b in enumerate(plan.blocks) if _leaves(b)), default=0)
 
     # --- sizes and names
@@ -110,8 +121,14 @@ class _Lowering:
                 self.offloaded_activations(block, plan)
         self.gpu_updates()
         self.cpu_updates()
+        for block, plan in enumerate(self.plan.blocks):
+            if _leaves(plan):
+                self.parameter_slot(block, plan)
         self.parameters_before_forward()
         self.barriers()
+        for fetch, user in self.synchronous:
+            for blocker in self.blockers.get(user, []):
+                fetch.wait(blocker)
         priority = Discipline.PRIORITY if self.plan.priority else Discipline.FIFO
         hardware = self.profile.hardware
         flows, resources = shared_bandwidth(hardware)
@@ -158,6 +175,7 @@ class _Lowering:
             recompute = self.add(Kind.RECOMPUTE, block, GPU, times.forward_seconds)
             again = times.activation_bytes - times.input_bytes
             recompute.allocates.append(Buffer(f"activations.{block}", GPU_MEMORY, again))
+            self.workspace(recompute, times.forward_workspace_bytes)
             self.passes.append(recompute.id)
         backward = self.add(Kind.BACKWARD, block, GPU, times.backward_seconds)
         if plan.activations is Activations.RECOMPUTE:
@@ -190,6 +208,8 @@ class _Lowering:
             place = max(place, self.place[TaskId(Kind.FORWARD, user.block)])
         draft.wait(self.passes[place % len(self.passes)], back=int(place < 0))
         self.drafts[user].wait(draft.id)
+        if distance == 0:
+            self.synchronous.append((draft, user))
 
     def offloaded_parameters(self, block: int, plan: BlockPlan) -> None:
         """Fetch, release and write back; a slot lives from its fetch to the end of its last user."""
@@ -218,7 +238,6 @@ class _Lowering:
                 if fetched := self.id_of(fetch_kind, block):
                     self.drafts[fetched].wait(back.id, back=1)
                     break
-        self.parameter_slot(block, plan)
         self.drafts[backward].wait(self.id_of(Kind.PREFETCH_BACKWARD, block))
 
     def parameter_slot(self, block: int, plan: BlockPlan) -> None:
@@ -226,6 +245,8 @@ class _Lowering:
         size = self.parameter_bytes(block) if self.plan.parameter_slots is None else 0
         after_forward = self.id_of(Kind.WRITE_BACK_FORWARD, block) or TaskId(Kind.FORWARD, block)
         after_backward = self.id_of(Kind.WRITE_BACK_BACKWARD, block) or TaskId(Kind.BACKWARD, block)
+        if self.plan.gradients_replace_parameters and plan.optimizer is Processor.CPU:
+            after_backward = TaskId(Kind.OFFLOAD_GRADIENTS, block)  # until then it holds the gradient
         if plan.keep_after_forward:
             lives = [("parameters", Kind.PREFETCH_FORWARD, after_backward, 0)]
         elif plan.keep_after_backward:
@@ -331,6 +352,7 @@ class _Lowering:
         place = self.place[done] + 1
         if place < len(self.passes):
             self.drafts[self.passes[place]].wait(blocker)
+            self.blockers.setdefault(self.passes[place], []).append(blocker)
 
     def parameters_before_forward(self) -> None:
         """Every forward sees the update of the iteration before."""

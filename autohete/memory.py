@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autohete.errors import unknown_name
 from autohete.trace import Nanoseconds, Trace
 
 
@@ -56,7 +57,10 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     the beginning.
     """
     schedule = trace.schedule
-    capacity = next(m.capacity_bytes for m in schedule.memories if m.name == memory)
+    capacities = {m.name: m.capacity_bytes for m in schedule.memories}
+    if memory not in capacities:
+        raise unknown_name("memory", memory, capacities)
+    capacity = capacities[memory]
     freed = {free.name: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
     base = [buffer for buffer in schedule.resident if buffer.memory == memory]
     columns: list[tuple[int, int, int, int, str]] = []  # allocating task, freeing task, back, bytes, group

@@ -66,6 +66,22 @@ class BlockPlan:
             raise InputError("parameters that stay on the GPU after forward are not written back then")
 
 
+@dataclass(frozen=True, slots=True)
+class PlanCounts:
+    """A plan in three counts and a total; as text ``24c 10p 26o of 26``."""
+
+    checkpointed_blocks: int
+    offloaded_parameter_blocks: int
+    offloaded_optimizer_blocks: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.checkpointed_blocks}c {self.offloaded_parameter_blocks}p {self.offloaded_optimizer_blocks}o "
+            f"of {self.blocks}"
+        )
+
+
 _SIZES = (
     "gradient_bytes",
     "update_bytes",
@@ -175,9 +191,9 @@ class Plan:
         """Blocks that the CPU updates."""
         return sum(block.optimizer is Processor.CPU for block in self.blocks)
 
-    def summary(self) -> str:
-        """The three counts, for tables: ``24c 10p 26o of 26``."""
-        return (
-            f"{self.checkpointed_blocks}c {self.offloaded_parameter_blocks}p "
-            f"{self.offloaded_optimizer_blocks}o of {len(self.blocks)}"
+    @property
+    def counts(self) -> PlanCounts:
+        """The three counts, for tables and files."""
+        return PlanCounts(
+            self.checkpointed_blocks, self.offloaded_parameter_blocks, self.offloaded_optimizer_blocks, len(self.blocks)
         )

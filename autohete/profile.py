@@ -155,8 +155,10 @@ class _Roofline:
             # Each product has two in backward; each elementwise kernel reads the gradient as well.
             backward_attention = _ATTENTION_BACKWARD if w.fused_attention else 2.0
             backward = 2 * gemm + backward_attention * attention + 2 * elementwise + 2 * launches
-            # Largest transients: the 4h output before GELU's copy is kept; gradients at 4h in and out, and at h.
-            workspaces = (4 * hidden_bytes, 9 * hidden_bytes)
+            # Largest transients: the 4h output before GELU's copy is kept; gradients at 4h in and out, and at h. Plain
+            # attention: a copy of the scores forward, gradients of softmax's input and output backward.
+            scores = 0 if w.fused_attention else element * w.tokens * w.sequence_length * w.heads
+            workspaces = (max(4 * hidden_bytes, scores), max(9 * hidden_bytes, 2 * scores + hidden_bytes))
         elif role is BlockRole.EMBEDDING:
             # Gather (or scatter-add) of token and position rows, dropout.
             activations = w.tokens * (8 + w.hidden_size)  # token ids and dropout mask

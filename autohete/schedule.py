@@ -288,8 +288,8 @@ def _validate(schedule: Schedule) -> None:
     for task in schedule.tasks:
         if task.lane not in lanes:
             raise ScheduleError(f"task {task.id} has no lane: {task.lane!r} is not one of {', '.join(lanes) or 'none'}")
-        if task.duration_ns < 0:
-            raise ScheduleError(f"task {task.id} lasts {task.duration_ns} ns: a duration cannot be negative")
+        if type(task.duration_ns) is not int or task.duration_ns < 0:
+            raise ScheduleError(f"task {task.id} lasts {task.duration_ns} ns: a duration is a whole number, not negative")
         seen: set[Edge] = set()
         for edge in task.after:
             if str(edge.task) not in ids:
@@ -303,7 +303,18 @@ def _validate(schedule: Schedule) -> None:
     _validate_buffers(schedule, memories, _Ancestors(schedule, _validate_order(schedule)))
 
 
+_NOT_IN_NAMES = re.compile(r"[^\w.-]")
+
+
+def _check_names(what: str, names: list[str]) -> None:
+    """Refuse names whose text form could not be read back."""
+    for name in names:
+        if _NOT_IN_NAMES.search(name) or not name:
+            raise ScheduleError(f"{what} {name!r}: a name has letters, digits, '_', '.' and '-' only")
+
+
 def _unique(what: str, names: list[str]) -> list[str]:
+    _check_names(what, names)
     name, times = Counter(names).most_common(1)[0] if names else ("", 0)
     if times > 1:
         raise ScheduleError(f"{what} {name!r} exists {times} times: names are unique")
@@ -349,6 +360,7 @@ def _validate_buffers(schedule: Schedule, memories: list[str], ancestors: _Ances
     allocated: dict[str, Task] = {}
     freed: dict[str, Task] = {}
     _unique("resident buffer", [buffer.name for buffer in schedule.resident])
+    _check_names("buffer", [buffer.name for task in schedule.tasks for buffer in task.allocates])
     buffers = list(schedule.resident)
     for task in schedule.tasks:
         for buffer in task.allocates:

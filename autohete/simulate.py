@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autohete.errors import InputError
 from autohete.executor import Executor
 from autohete.hardware import Hardware
 from autohete.lowering import GPU_MEMORY, HOST_MEMORY, lower
@@ -105,6 +106,12 @@ def simulate(workload: Workload, hardware: Hardware, policy: Policy) -> Simulati
 
     Raises:
         InfeasibleError: the policy searches for a plan and there is none.
+        InputError: a task, or the whole iteration, takes absurdly long or no time at all.
     """
     profile = analytic_profile(workload, hardware)
-    return simulate_plan(profile, policy.plan(profile, judge_for(profile)))
+    found = simulate_plan(profile, policy.plan(profile, judge_for(profile)))
+    if found.iteration_seconds == 0:
+        raise InputError(
+            f"an iteration on {hardware.name} takes less than a nanosecond: too short to simulate, check its rates"
+        )
+    return found

@@ -8,28 +8,13 @@ from autohete.analysis import Cause, usage
 from autohete.bounds import period_bounds
 from autohete.errors import InfeasibleError
 from autohete.hardware import Hardware
+from autohete.plan import PlanCounts
 from autohete.policies import NamedPolicy
 from autohete.policy import Verdict
 from autohete.simulate import Simulation, simulate
 from autohete.trace import Clock
 from autohete.units import format_bytes
 from autohete.workload import Workload
-
-
-@dataclass(frozen=True, slots=True)
-class PlanCounts:
-    """A plan in three counts and a total."""
-
-    checkpointed_blocks: int
-    offloaded_parameter_blocks: int
-    offloaded_optimizer_blocks: int
-    blocks: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.checkpointed_blocks}c {self.offloaded_parameter_blocks}p {self.offloaded_optimizer_blocks}o "
-            f"of {self.blocks}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +26,14 @@ class Summary:
         clock: whose seconds.
         verdict: whether it fits; ``explanation`` says what is short, empty if it fits.
         iteration_seconds: steady; ``first_iteration_seconds`` and ``drain_seconds`` are the ends of a run.
+        settled: whether the steady state was seen to repeat; if not, the times are an average over half of a long run.
         tflops_per_gpu: model TFLOP/s, recomputation not counted.
         gpu_peak_bytes, host_peak_bytes: None if there is not even a plan.
         gpu_capacity_bytes, host_capacity_bytes: what tensors can have.
         lanes: busy share of each lane; ``overlaps`` the share of its work that runs while the GPU computes.
         idle_seconds: the GPU's idle time per iteration by cause.
-        bound_seconds: lower bound of the period of this schedule; ``binds`` what imposes it.
+        bound_seconds: lower bound of the period of this schedule; ``binds`` what imposes it. These and what follows
+            describe the schedule, also one that does not fit.
         plan: counts.
         gpu_holders: what occupies the GPU at its peak, in bytes.
     """
@@ -60,6 +47,7 @@ class Summary:
     iteration_seconds: float | None
     first_iteration_seconds: float | None
     drain_seconds: float | None
+    settled: bool
     samples_per_second: float | None
     tokens_per_second: float | None
     tflops_per_gpu: float | None
@@ -82,7 +70,6 @@ def summarize(simulation: Simulation) -> Summary:
     fits = s.verdict is Verdict.OK
     bounds = period_bounds(s.schedule)
     use = usage(s.trace, s.steady)
-    iterations = s.trace.iteration_seconds()
     explanation = ""
     if not fits:
         short = s.host if s.verdict is Verdict.HOST_OUT_OF_MEMORY else s.gpu
@@ -100,8 +87,9 @@ def summarize(simulation: Simulation) -> Summary:
         verdict=s.verdict,
         explanation=explanation,
         iteration_seconds=s.iteration_seconds if fits else None,
-        first_iteration_seconds=iterations[0] if fits else None,
-        drain_seconds=iterations[-1] if fits else None,
+        first_iteration_seconds=s.trace.first_iteration_seconds() if fits else None,
+        drain_seconds=s.trace.drain_seconds() if fits else None,
+        settled=s.steady.settled,
         samples_per_second=s.samples_per_second if fits else None,
         tokens_per_second=s.tokens_per_second if fits else None,
         tflops_per_gpu=s.tflops_per_gpu if fits else None,
@@ -114,12 +102,7 @@ def summarize(simulation: Simulation) -> Summary:
         idle_seconds=use.idle_seconds,
         bound_seconds=bounds.seconds,
         binds=bounds.binds,
-        plan=PlanCounts(
-            s.plan.checkpointed_blocks,
-            s.plan.offloaded_parameter_blocks,
-            s.plan.offloaded_optimizer_blocks,
-            len(s.plan.blocks),
-        ),
+        plan=s.plan.counts,
         gpu_holders=s.gpu.holders,
     )
 
@@ -144,6 +127,7 @@ def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, err
         iteration_seconds=None,
         first_iteration_seconds=None,
         drain_seconds=None,
+        settled=True,
         samples_per_second=None,
         tokens_per_second=None,
         tflops_per_gpu=None,

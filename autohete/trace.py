@@ -103,10 +103,14 @@ class Trace:
         first: Nanoseconds = self.start_ns[:, tasks].min(axis=1) if tasks else self.start_ns.min(axis=1, initial=0)
         return first
 
-    def iteration_seconds(self) -> list[float]:
-        """Time from each iteration's start to the next one's; the last runs to the end of the run."""
-        ends = np.append(self.anchors()[1:], round(self.makespan_seconds * 1e9))
-        return [float(x) * 1e-9 for x in ends - self.anchors()]
+    def first_iteration_seconds(self) -> float:
+        """From the start of the run to the start of its second iteration (or to its end)."""
+        return float(self.anchors()[1]) * 1e-9 if self.iterations > 1 else self.makespan_seconds
+
+    def drain_seconds(self) -> float:
+        """How long the other lanes go on after the first lane's last task: what the next iterations would have hidden."""
+        last = self.end_ns[:, self.lane_tasks(self.schedule.lanes[0].name)].max(initial=0)
+        return self.makespan_seconds - float(last) * 1e-9
 
     def steady(self) -> Steady:
         """The steady state, found where all times of an iteration repeat those of ``cycle`` iterations before."""

@@ -43,11 +43,6 @@ def parse_quantity(text: str, dimension: str) -> float:
     return value
 
 
-def parse_bytes(text: str) -> int:
-    """Read a size such as ``16GiB`` or ``400 GB``, in bytes."""
-    return round(parse_quantity(text, "bytes"))
-
-
 def format_bytes(size: float) -> str:
     """A size for people, in binary units: ``12.3 GiB``."""
     for unit in ("B", "KiB", "MiB"):

@@ -38,10 +38,10 @@ class BlockRole(StrEnum):
     HEAD = "head"
 
 
-#: Above these a shape is a typing mistake: the largest published models stay below them by a factor of ten or more.
+#: Above these a shape is a typing mistake: the largest published models stay well below them.
 _LIMITS = {
     "hidden_size": 1_000_000,
-    "transformer_blocks": 10_000,
+    "transformer_blocks": 256,
     "heads": 100_000,
     "vocabulary_size": 100_000_000,
     "sequence_length": 100_000_000,
@@ -80,8 +80,10 @@ class Workload:
     def __post_init__(self) -> None:
         for field, limit in _LIMITS.items():
             value = getattr(self, field)
-            if not 1 <= value <= limit:
-                raise InputError(f"{field} is {value}: it must be between 1 and {limit:,}")
+            if type(value) is not int or not 1 <= value <= limit:
+                raise InputError(f"{field} is {value!r}: it must be a whole number between 1 and {limit:,}")
+        if not isinstance(self.precision, Precision):
+            raise InputError(f"precision is {self.precision!r}: choose one of {', '.join(Precision)}, as Precision.BF16")
         if self.hidden_size % self.heads:
             raise InputError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.heads} heads: "

@@ -103,15 +103,15 @@ def test_overlap_is_what_the_gpu_hides() -> None:
 
 
 def test_first_iterations_and_drain_are_apart() -> None:
-    """The first iteration of a barrier-free schedule is shorter than a steady one: nothing is owed from before."""
+    """A barrier-free first iteration is shorter than a steady one, and after the last one the CPU has work left."""
     summary = summarize(example("autohete"))
     assert summary.iteration_seconds is not None
     assert summary.first_iteration_seconds is not None
     assert summary.drain_seconds is not None
     assert summary.first_iteration_seconds <= summary.iteration_seconds
+    assert 0 < summary.drain_seconds < summary.iteration_seconds
     barrier = summarize(example("zero_offload"))
     assert barrier.first_iteration_seconds == pytest.approx(barrier.iteration_seconds)
-    assert barrier.drain_seconds == pytest.approx(barrier.iteration_seconds)
 
 
 def test_zero_offload_is_as_serial_as_its_code() -> None:

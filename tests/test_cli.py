@@ -140,6 +140,12 @@ def test_timelines_are_written(tmp_path: Path) -> None:
         (["--workload", "gpt-2b", "--frobnicate"], "frobnicate"),
         (["--workload", "gpt-2b", "--gantt", "x.png"], "show one policy, not 5"),
         (["--workload", "gpt-2b", "--policy", "resident", "--gantt", "x.bmp"], "png"),
+        (["--workload", "gpt-2b", "--policy", "resident", "--trace", "t.json", "--gantt", "x.bmp"], "png"),
+        (["--workload", "gpt-2b", "--policy", "resident", "--trace", "x.png", "--gantt", "x.png"], "the same file"),
+        (["--workload", "gpt-2b", "--policy", "resident", "--trace", ""], "names no file"),
+        (["--workload", "gpt-2b", "--set", "cpu.cores=2", "--set", "cpu.cores=3"], "set twice"),
+        (["--workload", "gpt-2b", "--policy", "stronghold:window=" + "9" * 5000], "whole number"),
+        (["--hidden", "1000000", "--blocks", "3", "--heads", "1000", "--batch-size", "1000000"], "would last"),
         (["--workload", "gpt-2b", "--policy", "resident", "--trace", "/none/such/x.json"], "cannot be written"),
         (["--workload", "gpt-2b", "--gpu-memory", "3GiB", "--policy", "autohete", "--trace", "x.json"], "no timeline"),
     ],
@@ -186,6 +192,15 @@ def test_help_needs_no_heavy_import() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "--gpu-memory" in done.stdout
+
+
+def test_a_full_disk_is_an_error_in_one_line() -> None:
+    """Output that cannot be written is told in one line."""
+    command = f"{sys.executable} -m autohete presets > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("autohete: the output cannot be written: No space left")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_closed_pipe_is_no_error() -> None:

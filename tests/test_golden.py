@@ -111,7 +111,7 @@ def simulated(name: str) -> Simulation:
 def told(found: Simulation, gpu_bytes: int) -> str:
     """Plan, period, schedule and the first iterations as text."""
     lines = [
-        f"# {found.plan.policy} with {gpu_bytes} bytes: {found.plan.summary()}",
+        f"# {found.plan.policy} with {gpu_bytes} bytes: {found.plan.counts}",
         f"# period {found.iteration_seconds * 1e9:g} ns, peak {found.gpu.peak_bytes} bytes on the GPU",
         *str(found.schedule).splitlines(),
         *[f"# {span}" for span in found.trace.spans() if span.iteration < ITERATIONS],

@@ -163,7 +163,7 @@ def test_threads_are_lanes_and_the_process_names_the_clock() -> None:
 
 def test_arrows_are_the_dependencies_between_lanes() -> None:
     """There is one arrow for each instance of an edge that crosses lanes, and none for the others."""
-    trace = simulated("small", "stronghold").trace
+    trace = simulated("small", "stronghold:window=1").trace
     lane = {task.id: task.lane for task in trace.schedule.tasks}
     crossing = [edge for task in trace.schedule.tasks for edge in task.after if lane[edge.task] != task.lane]
     arrows = [e for e in events(perfetto_json(trace, [])) if e["ph"] == "s"]

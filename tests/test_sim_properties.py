@@ -258,8 +258,9 @@ ALLOWED: dict[str, set[str]] = {
     "lowering": _MODEL | {"workload", "hardware", "profile", "plan", "schedule"},
     "planner": _MODEL | {"workload", "hardware", "profile", "plan", "policy", "schedule", "lowering"},
     "policies": _MODEL | {"workload", "hardware", "profile", "plan", "policy", "planner"},
-    "sim": _MODEL | {"schedule", "sharing", "trace", "executor"},
-    "runtime": _MODEL | {"workload", "hardware", "profile", "schedule", "sharing", "trace", "executor", "memory"},
+    "queues": _MODEL | {"schedule"},
+    "sim": _MODEL | {"schedule", "sharing", "trace", "executor", "queues"},
+    "runtime": _MODEL | {"workload", "hardware", "profile", "schedule", "sharing", "trace", "executor", "memory", "queues"},
     "testing.list_scheduler": _MODEL | {"schedule", "sharing", "trace"},
 }
 #: Packages that only some folders may import.

@@ -89,21 +89,21 @@ class Program:
             raise AutoHeteError(f"the integer program was not solved: {found.message}")
         return Solution(rows.counts(found.x), float(found.x[rows.value]) * rows.scale)
 
-    def rate(self, candidates: Sequence[Counts]) -> Rating:
-        """The bound of each candidate's period, and whether it satisfies the memory rows."""
-        rows = _Rows(self, Objective.SECONDS)
+    def rate(self, candidates: Sequence[Counts], objective: Objective = Objective.SECONDS) -> Rating:
+        """What the program says of each candidate: the objective's value, and whether it satisfies the memory rows."""
+        rows = _Rows(self, objective)
         matrix, limits = rows.matrix(), np.array(rows.limits)
         choices = np.array([rows.columns(counts) for counts in candidates])
         excess = matrix @ choices.T - limits[:, None]
-        timed = np.array([rows.value in row for row in rows.rows])
-        return Rating(excess[timed].max(axis=0) * rows.scale, (excess[~timed] <= 1e-9).all(axis=0))
+        valued = np.array([rows.value in row for row in rows.rows])
+        return Rating(excess[valued].max(axis=0) * rows.scale, (excess[~valued] <= 1e-9).all(axis=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rating:
-    """For each candidate the lower bound of its period in seconds, and whether its memory fits."""
+    """For each candidate the objective's value (a lower bound of it), and whether its memory fits."""
 
-    seconds: NDArray[np.float64]
+    values: NDArray[np.float64]
     fits: NDArray[np.bool_]
 
 
@@ -206,7 +206,7 @@ class _Rows:
         up: dict[int, float] = {}
         for i in blocks:
             down[self.o[i]] = costs.gradients[i]
-            down[self.w[i]] = costs.write_back[i]
+            down[self.w[i]] = costs.gradients[i]
             up[self.p[i]] = 2 * costs.parameters[i]
             up[self.h[i]] = costs.parameters[i]
         cpu = {self.o[i]: costs.cpu_update[i] for i in blocks}
@@ -259,7 +259,7 @@ class _Rows:
         row = {self.c[i]: costs.recompute[i] for i in above} | {self.o[i]: -costs.gpu_update[i] for i in above}
         big = self.serial_seconds
         row[self.w[m]] = big
-        self._period(row, fixed + costs.write_back[m] + costs.parameters[m] - big)
+        self._period(row, fixed + costs.gradients[m] + costs.parameters[m] - big)
 
     def _period(self, row: Row, fixed: float) -> None:
         self.at_most({**row, self.value: -self.scale}, -fixed, self.scale)

@@ -25,7 +25,7 @@ _TIGHTENINGS = 4
 
 
 def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> Counts | None:
-    """The best plan of ``program`` as ``judge`` finds it; None if nothing fits."""
+    """The best plan of ``program`` as ``judge`` finds it; None if nothing was found that fits."""
     judged: dict[Counts, Judgement] = {}
 
     def seconds(counts: Counts) -> float | None:
@@ -43,15 +43,37 @@ def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> Count
             break
     if bound is None or (best is not None and best[0] <= bound * (1 + _PROVEN)):
         return best[1] if best else None
-    budget = max(_EFFORT // program.costs.count, 10)
-    for lowest, counts in _candidates(program, best[1] if best else next(iter(judged))):
-        if len(judged) >= budget:
-            break
-        if best is not None and best[0] <= lowest * (1 + _PROVEN):
-            continue
-        if (found := seconds(counts)) is not None and (best is None or found < best[0]):
-            best = (found, counts)
+    center = best[1] if best else next(iter(judged))
+    best = _branch_and_bound(program, center, Objective.SECONDS, seconds, best)
     return best[1] if best else None
+
+
+def least_memory(
+    program: Program, objective: Objective, measure: Callable[[Counts], float | None]
+) -> tuple[float, Counts] | None:
+    """The plan that needs the least of one memory within the other's budget, by ``measure`` (None: it does not fit)."""
+    start = replace(program, pending=False).solve(objective)
+    return _branch_and_bound(program, start.counts, objective, measure, None) if start else None
+
+
+def _branch_and_bound(
+    program: Program,
+    center: Counts,
+    objective: Objective,
+    measure: Callable[[Counts], float | None],
+    best: tuple[float, Counts] | None,
+) -> tuple[float, Counts] | None:
+    """Measure candidates in the order of their bounds, as long as one could beat the best and the effort lasts."""
+    effort = max(_EFFORT // program.costs.count, 10)
+    for lowest, counts in _candidates(program, center, objective):
+        if effort == 0:
+            break
+        if best is None or best[0] > lowest * (1 + _PROVEN):
+            effort -= 1
+            found = measure(counts)
+            if found is not None and (best is None or found < best[0]):
+                best = (found, counts)
+    return best
 
 
 def _answers(program: Program, judged: dict[Counts, Judgement]) -> Iterator[tuple[Counts, float]]:
@@ -72,13 +94,10 @@ def _answers(program: Program, judged: dict[Counts, Judgement]) -> Iterator[tupl
             gpu_budget_bytes=tighter.gpu_budget_bytes - max(0, found.gpu_peak_bytes - program.gpu_budget_bytes),
             host_budget_bytes=tighter.host_budget_bytes - max(0, found.host_peak_bytes - program.host_budget_bytes),
         )
-    frugal = program.solve(Objective.GPU_BYTES)
-    if frugal is not None:
-        yield frugal.counts, relaxed.value
 
 
-def _candidates(program: Program, center: Counts) -> list[tuple[float, Counts]]:
-    """Plans around ``center`` with the bounds of their periods, the lowest first; last those that fit only with luck."""
+def _candidates(program: Program, center: Counts, objective: Objective) -> list[tuple[float, Counts]]:
+    """Plans around ``center`` with the bounds of their values, the lowest first; last those that fit only with luck."""
     blocks = program.costs.count
     limits = (blocks - 2, blocks - 2, blocks)
     if (blocks - 1) ** 2 * (blocks + 1) <= _ALL:
@@ -87,10 +106,11 @@ def _candidates(program: Program, center: Counts) -> list[tuple[float, Counts]]:
         middle = (center.checkpointed, center.offloaded, center.cpu_updated)
         ranges = [range(max(0, m - _REACH), min(limit, m + _REACH) + 1) for m, limit in zip(middle, limits, strict=True)]
     counts = [Counts(*choice) for choice in product(*ranges)]
-    typical, lucky = program.rate(counts), replace(program, pending=False).rate(counts)
+    typical, lucky = program.rate(counts, objective), replace(program, pending=False).rate(counts, objective)
     ranked = sorted(
-        (not fits, seconds, choice)
-        for fits, possible, seconds, choice in zip(typical.fits, lucky.fits, lucky.seconds, counts, strict=True)
+        # For time, a plan that fits typically is the better bet. For memory, luck is what is sought.
+        (objective is Objective.SECONDS and not fits, value, choice)
+        for fits, possible, value, choice in zip(typical.fits, lucky.fits, lucky.values, counts, strict=True)
         if possible
     )
-    return [(float(seconds), choice) for _, seconds, choice in ranked]
+    return [(float(value), choice) for _, value, choice in ranked]

@@ -48,7 +48,8 @@ class BlockCosts:
     """Seconds and bytes per block as the plan's choices switch them on.
 
     Attributes, each a list over blocks:
-        forward, backward, recompute, gpu_update, cpu_update, gradients (D2H), parameters (H2D; fetch or refresh).
+        forward, backward, recompute, gpu_update, cpu_update, parameters (H2D; fetch or refresh), gradients (D2H; a
+        write-back of parameters takes as long).
     """
 
     def __init__(self, profile: Profile, update_bytes: float) -> None:
@@ -63,7 +64,6 @@ class BlockCosts:
         self.weights = [block.parameters * element for block in blocks]
         self.gradients = [profile.d2h_seconds(size) for size in self.weights]
         self.parameters = [profile.h2d_seconds(size) for size in self.weights]
-        self.write_back = [profile.d2h_seconds(size) for size in self.weights]
         self.states = [block.parameters * profile.optimizer_bytes for block in blocks]
         self.input = [block.input_bytes for block in blocks]
         self.activations = [block.activation_bytes for block in blocks]

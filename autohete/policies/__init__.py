@@ -79,6 +79,6 @@ def _flag_value(flag: str, wanted: object, text: str | None) -> object:
             return wanted(text)
         raise InputError(f"{flag}={text or ''}: choose one of {', '.join(choices)}")
     assert wanted is int or isinstance(wanted, types.UnionType), "flags are switches, choices or numbers"
-    if text is None or not text.isdecimal():
+    if text is None or not text.isdecimal() or len(text) > 9:
         raise InputError(f"{flag}={text or ''} takes a whole number, such as {flag}=8")
     return int(text)

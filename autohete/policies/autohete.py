@@ -14,13 +14,12 @@ for the optimizer; the CPU step casts separately from its Adam kernel, as DeepSp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autohete.errors import InfeasibleError
 from autohete.plan import Plan
 from autohete.planner.program import Objective, Program
-from autohete.planner.search import best_counts
+from autohete.planner.search import best_counts, least_memory
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
@@ -34,7 +33,7 @@ class AutoHete:
     """AutoHete.
 
     Args:
-        priority: copies and updates take the smaller block first; off: in order of arrival.
+        priority: copies and updates take the smaller block first; off: each lane in issue order, like a CUDA stream.
         prefetch_tuning: move backward prefetches earlier where memory allows.
         fused_casts: CPU Adam reads 16-bit gradients and writes 16-bit parameters itself.
     """
@@ -54,9 +53,7 @@ class AutoHete:
         def judged(counts: Counts) -> Judgement:
             return judge(self.plan_for(profile, counts))
 
-        counts = best_counts(program, judged)
-        if counts is None:
-            raise _infeasible(program, judged)
+        counts = best_counts(program, judged) or self._frugal(profile, program, judge)
         return self.plan_for(profile, counts)
 
     def program(self, profile: Profile) -> Program:
@@ -89,6 +86,44 @@ class AutoHete:
             return plan
         return replace(plan, blocks=tune_prefetches(profile, plan))
 
+    def _frugal(self, profile: Profile, program: Program, judge: Judge) -> Counts:
+        """The plan that needs the least memory; raises if that is more than there is.
+
+        If a plan fits the GPU with a larger host, the host binds; otherwise the GPU does.
+        """
+        hardware = profile.hardware
+
+        def host_bytes(counts: Counts) -> float | None:
+            found = judge(self.plan_for(profile, counts))
+            return found.host_peak_bytes if found.gpu_peak_bytes <= program.gpu_budget_bytes else None
+
+        def gpu_bytes(counts: Counts) -> float | None:
+            """The peak of the plan that a GPU with just that much would get: more memory moves prefetches earlier."""
+            peak, before = 1, 0
+            while peak > before:
+                gpu = replace(hardware.gpu, memory_bytes=peak + hardware.gpu.reserved_bytes)
+                found = judge(self.plan_for(replace(profile, hardware=replace(hardware, gpu=gpu)), counts))
+                peak, before = max(peak, found.gpu_peak_bytes), peak
+            return peak if found.host_peak_bytes <= program.host_budget_bytes else None
+
+        memory, have = Objective.HOST_BYTES, program.host_budget_bytes
+        least = least_memory(program, memory, host_bytes)
+        if least is None:
+            memory, have = Objective.GPU_BYTES, program.gpu_budget_bytes
+            least = least_memory(program, memory, gpu_bytes)
+        assert least is not None, "on a GPU that is large enough everything fits without a host"
+        needed, counts = least
+        if needed <= have:
+            return counts
+        beside = f" beside the {format_bytes(hardware.gpu.reserved_bytes)} that are reserved" if memory == "gpu" else ""
+        raise InfeasibleError(
+            f"no plan fits: {memory} memory for tensors is {format_bytes(have)}, short by {format_bytes(needed - have)}; "
+            f"the smallest that works is {format_bytes(needed)}{beside}",
+            constraint=memory,
+            capacity_bytes=round(have),
+            needed_bytes=round(needed),
+        )
+
     def _update_bytes(self, profile: Profile) -> float:
         return traffic.fused_casts(profile) if self.fused_casts else traffic.separate_casts(profile)
 
@@ -96,27 +131,3 @@ class AutoHete:
 def _host_optimizer_bytes(profile: Profile) -> int:
     """States, the gradient, and the updated parameter's staging buffer."""
     return profile.optimizer_bytes + 2 * profile.element_bytes
-
-
-def _infeasible(program: Program, judged: Callable[[Counts], Judgement]) -> InfeasibleError:
-    """Which memory binds, and the least of it that would do, as the judge finds it for the most frugal plan.
-
-    If some plan fits the GPU with a larger host, the host binds; otherwise the GPU does.
-    """
-    capacity = program.gpu_budget_bytes
-    thrifty = program.solve(Objective.HOST_BYTES)
-    if thrifty is not None and judged(thrifty.counts).gpu_peak_bytes <= capacity:
-        memory, have, needed = "host", program.host_budget_bytes, judged(thrifty.counts).host_peak_bytes
-        beside = ""
-    else:
-        frugal = program.solve(Objective.GPU_BYTES)
-        assert frugal is not None, "with unlimited GPU memory there is a plan for any host"
-        memory, have, needed = "gpu", capacity, judged(frugal.counts).gpu_peak_bytes
-        beside = f" beside the {format_bytes(program.hardware.gpu.reserved_bytes)} that are reserved"
-    return InfeasibleError(
-        f"no plan fits: {memory} memory for tensors is {format_bytes(have)}, short by {format_bytes(needed - have)}; "
-        f"the smallest that works is {format_bytes(needed)}{beside}",
-        constraint=memory,
-        capacity_bytes=round(have),
-        needed_bytes=needed,
-    )

@@ -85,7 +85,8 @@ def _plan(profile: Profile, activations: Activations, window: int) -> Plan:
             keep_after_backward=block <= window,
             write_back_after_forward=block <= transformer - window,
             forward_prefetch_distance=window,
-            backward_prefetch_distance=window,
+            # "When backward of block i begins": a recomputed block makes two passes on its way down.
+            backward_prefetch_distance=window * (2 if activations is Activations.RECOMPUTE else 1),
         )
         for block in range(1, transformer + 1)
     ]
@@ -98,7 +99,8 @@ def _plan(profile: Profile, activations: Activations, window: int) -> Plan:
         update_bytes=traffic.separate_casts(profile),
         refresh_bytes=element,
         barrier=True,
-        parameter_slots=min(2 * window, transformer),
+        # The cache of min(2 w, L) units, less those whose block never leaves.
+        parameter_slots=max(1, min(2 * window, transformer) - max(0, 2 * window - transformer)),
         host_optimizer_bytes=profile.optimizer_bytes + 2 * element,
         host_parameter_bytes=element,
     )

@@ -97,14 +97,24 @@ _METADATA: dict[str, dict[str, None]] = {
 }
 
 
+def figure_format(path: str | Path) -> str:
+    """``png``, ``pdf`` or ``svg`` by the suffix of ``path``.
+
+    Raises:
+        InputError: another suffix.
+    """
+    suffix = Path(path).suffix.removeprefix(".").lower()
+    if suffix not in _METADATA:
+        raise InputError(f"a figure cannot be written as {str(path)!r}: end the name in .{', .'.join(_METADATA)}")
+    return suffix
+
+
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Write ``figure`` as PNG, PDF or SVG, whichever the suffix of ``path`` says; the same figure gives the same bytes.
 
     Raises:
         InputError: another suffix, or ``path`` cannot be written.
     """
-    suffix = Path(path).suffix.removeprefix(".").lower()
-    if suffix not in _METADATA:
-        raise InputError(f"a figure cannot be written as {str(path)!r}: end the name in .{', .'.join(_METADATA)}")
+    suffix = figure_format(path)
     with style():  # hatches and fonts are read from the style at this point only
         atomic_write(path, lambda stream: figure.savefig(stream, format=suffix, metadata=_METADATA[suffix]))

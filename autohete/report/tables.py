@@ -27,7 +27,7 @@ def console(*, stderr: bool = False) -> Console:
 
 def table(title: str, columns: Sequence[str], left: int = 1) -> Table:
     """An empty table: the first ``left`` columns are words, the others numbers."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for place, column in enumerate(columns):
         made.add_column(column, justify="left" if place < left else "right")
     return made
@@ -78,7 +78,11 @@ def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
         )
     out.print(reasons)
     for s in running:
-        out.print(f"{s.policy}: bound by {s.binds}", markup=False, soft_wrap=True, style="dim")
+        assert s.first_iteration_seconds is not None
+        assert s.drain_seconds is not None
+        ends = f"first iteration {format_seconds(s.first_iteration_seconds)}, drain {format_seconds(s.drain_seconds)}"
+        unsettled = "" if s.settled else "; no steady state in sight, times are an average"
+        out.print(f"{s.policy}: bound by {s.binds}; {ends}{unsettled}", markup=False, soft_wrap=True, style="dim")
 
 
 def _or_dash(value: float | None, write: Callable[[float], str]) -> str:
