@@ -8,8 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete.lowering import CPU, D2H, GPU, H2D
-from autohete.schedule import Graph
+from autohete.schedule import CPU, D2H, GPU, H2D, Graph
 from autohete.trace import Nanoseconds, Steady, Trace
 
 

@@ -14,6 +14,12 @@ from autohete.hardware import Hardware
 from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.profile import Profile
 from autohete.schedule import (
+    CPU,
+    D2H,
+    GPU,
+    GPU_MEMORY,
+    H2D,
+    HOST_MEMORY,
     KIND_MEANING,
     Buffer,
     Discipline,
@@ -29,8 +35,6 @@ from autohete.schedule import (
     TaskId,
 )
 
-GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"  # lanes
-GPU_MEMORY, HOST_MEMORY = "gpu", "host"
 #: A year and a half. Some thousands of such tasks in a row still fit 64-bit nanoseconds.
 _LONGEST_TASK_SECONDS = 5e7
 

@@ -18,6 +18,10 @@ from functools import cached_property
 
 from autohete.errors import ScheduleError
 
+#: Names of the lanes and memories of one GPU and its host.
+GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"
+GPU_MEMORY, HOST_MEMORY = "gpu", "host"
+
 
 class Kind(StrEnum):
     """What a task does; the value is its mnemonic in task ids."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from autohete.errors import InputError
 from autohete.executor import Executor
 from autohete.hardware import Hardware
-from autohete.lowering import GPU_MEMORY, HOST_MEMORY, lower
+from autohete.lowering import lower
 from autohete.memory import Occupancy, occupancy
 from autohete.plan import Plan
 from autohete.policy import Judge, Judgement, Policy, Verdict
 from autohete.profile import Profile, analytic_profile
-from autohete.schedule import Schedule
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
 from autohete.sim import SimExecutor
 from autohete.trace import Steady, Trace
 from autohete.workload import Workload

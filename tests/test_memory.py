@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autohete.lowering import GPU_MEMORY, lower
+from autohete.lowering import lower
 from autohete.memory import Occupancy, group_of, occupancy
-from autohete.schedule import Buffer, Edge, Free, Kind, Lane, Memory, Schedule, Task, TaskId
+from autohete.schedule import GPU_MEMORY, Buffer, Edge, Free, Kind, Lane, Memory, Schedule, Task, TaskId
 from autohete.sim import SimExecutor
 from autohete.testing import strategies
 from autohete.trace import Trace

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autohete.lowering import GPU_MEMORY, lower
+from autohete.lowering import lower
 from autohete.plan import BlockPlan, Placement, Plan
 from autohete.profile import Profile
-from autohete.schedule import Kind, Schedule, Task, TaskId
+from autohete.schedule import GPU_MEMORY, Kind, Schedule, Task, TaskId
 
 _PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
 

@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from autohete.errors import InputError
-from autohete.lowering import CPU, D2H, GPU, GPU_MEMORY, H2D, HOST_MEMORY
 from autohete.memory import Occupancy
 from autohete.report.style import Look, look, luminance, style
-from autohete.schedule import KIND_MEANING, KIND_ORDER, Kind
+from autohete.schedule import CPU, D2H, GPU, GPU_MEMORY, H2D, HOST_MEMORY, KIND_MEANING, KIND_ORDER, Kind
 from autohete.trace import Clock, Nanoseconds, Trace
 
 _LANE_NAMES = {GPU: "GPU", H2D: "host to GPU", D2H: "GPU to host", CPU: "CPU"}
