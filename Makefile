@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= paper_figs
 BIN := $(VENV)/bin
 
-.PHONY: figure timeline published test wide lint benchmark clean
+.PHONY: figure timeline published fidelity test wide lint benchmark clean
 
 figure: $(VENV)/simulator
 	$(BIN)/python experiments/fig_throughput.py --out $(OUT)
@@ -14,6 +14,9 @@ timeline: $(VENV)/simulator
 
 published: $(VENV)/simulator
 	$(BIN)/python experiments/published.py --out $(OUT)
+
+fidelity: $(VENV)/dev
+	$(BIN)/python experiments/fidelity.py --out $(OUT)
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n auto
