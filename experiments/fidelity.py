@@ -202,7 +202,7 @@ def plot(results: list[Result]) -> Figure:
         axes.set_yticks(range(len(POLICIES)), POLICIES)
         axes.invert_yaxis()
         axes.set_xlabel("predicted against measured iteration time (%, paced)")
-        axes.legend(loc="lower left", fontsize=7)
+        axes.legend(loc="center", bbox_to_anchor=(0.78, 0.5), fontsize=7)
     return figure
 
 
