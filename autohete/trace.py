@@ -123,6 +123,9 @@ class Trace:
             span = int(anchors[last] - anchors[last - cycle])
             # Rounding of shared rates can move a time by some ticks from one iteration to the next; nothing else can.
             tolerance = 2 + span // 1_000_000 if self.schedule.resources else 0
+            # A task that a more urgent one of every later iteration overtakes runs in the drain: that is no steady state.
+            if self.end_ns[last].max(initial=0) > anchors[-1] + span + tolerance:
+                continue
             recent, before = offsets[last - cycle + 1 : last + 1], offsets[last - 2 * cycle + 1 : last - cycle + 1]
             if abs(recent - before).max(initial=0) <= tolerance:
                 return Steady(last - cycle, cycle, span * 1e-9 / cycle, settled=True)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import autohete
 from autohete.errors import InputError
 from autohete.lowering import lower
-from autohete.schedule import Discipline, Edge, Flow, Kind, Lane, Schedule, SharedResource, Task, TaskId
+from autohete.schedule import Discipline, Edge, Flow, Kind, Lane, Schedule, SharedResource, Task, TaskId, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.testing import strategies
 from autohete.testing.list_scheduler import list_schedule
@@ -213,6 +213,12 @@ def test_period_has_its_bounds(schedule: Schedule) -> None:
     assert period >= max(busy.values()) - slack
     if not schedule.resources:
         assert period <= sum(busy.values()) + slack
+
+
+def test_a_starved_task_is_no_steady_state() -> None:
+    """A task that every later iteration's more urgent ones overtake piles up: no period is claimed, however regular it looks."""
+    text = "autohete-schedule 1\nlane gpu priority\ntask F0 gpu 1000\ntask L0 gpu 1000 priority=1\n"
+    assert not run(parse_schedule(text), 24).steady().settled
 
 
 @given(strategies.schedules(), st.integers(0, 20))
