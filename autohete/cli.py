@@ -9,7 +9,7 @@ import io
 import json
 import os
 import sys
-from dataclasses import fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
@@ -134,7 +134,7 @@ def simulate(
     if outputs:
         _write_outputs(answers[0], outputs)
     if json_:
-        objects = [_as_json(summary) for summary in summaries]
+        objects = [asdict(summary) for summary in summaries]
         print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2, ensure_ascii=True))
     else:
         from autohete.report.tables import print_summaries
@@ -210,13 +210,6 @@ def _write_outputs(found: tuple[Summary, Simulation | None], outputs: dict[str, 
 
         figure = memory_figure(occupancies, *window_ns(trace, first, last), title, trace.clock)
         save_figure(figure, outputs["--memory"])
-
-
-def _as_json(summary: Summary) -> dict[str, Any]:
-    plain = {field.name: getattr(summary, field.name) for field in fields(summary)}
-    if summary.plan is not None:
-        plain["plan"] = {field.name: getattr(summary.plan, field.name) for field in fields(summary.plan)}
-    return plain
 
 
 def _refuse(app: App, message: str) -> NoReturn:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from autohete.errors import InputError, unknown_name
-from autohete.units import parse_quantity
+from autohete.units import EXAMPLES, parse_quantity
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +100,13 @@ class Hardware:
 def _quantity(dimension: str) -> Callable[[object], object]:
     def read(value: object) -> object:
         if not isinstance(value, str):
-            raise ValueError(f"{value!r} has no unit: write a string such as {_example(dimension)}")
+            raise ValueError(f'{value!r} has no unit: write a string such as "{EXAMPLES[dimension]}"')
         try:
             return parse_quantity(value, dimension)
         except InputError as error:
             raise ValueError(str(error)) from None
 
     return read
-
-
-def _example(dimension: str) -> str:
-    return {"bytes": '"40GiB"', "bandwidth": '"25GB/s"', "rate": '"312TFLOP/s"', "time": '"10us"'}[dimension]
 
 
 _Size = Annotated[float, BeforeValidator(_quantity("bytes")), Field(ge=1, le=2.0**60)]

@@ -94,9 +94,11 @@ class _Lowering:
     def parameter_bytes(self, block: int) -> int:
         return self.profile.blocks[block].parameters * self.profile.element_bytes
 
-    def gradient_owner(self, block: int) -> int:
-        """The block after whose backward the gradient of ``block``'s matrix begins to exist."""
-        return self.last if self.tied and block == 0 else block
+    def gradients_of(self, block: int) -> list[int]:
+        """Blocks whose gradient begins to exist with backward of ``block``: a tied embedding's does with the head's."""
+        if not self.tied:
+            return [block]
+        return [0, block] if block == self.last else [block] if block else []
 
     # --- drafting
 
@@ -189,12 +191,11 @@ class _Lowering:
         if block == self.last:
             backward.frees.append(Free(f"logits_gradient.{block}"))
         self.workspace(backward, times.backward_workspace_bytes)
-        for owned in range(len(self.plan.blocks)):
-            if self.gradient_owner(owned) == block:
-                name, size = f"gradients.{owned}", self.parameter_bytes(owned)
-                backward.allocates.append(Buffer(name, GPU_MEMORY, size))
-                if self.plan.gradients_replace_parameters:
-                    backward.frees.append(Free(name))  # moved into the parameters' place
+        for owned in self.gradients_of(block):
+            name, size = f"gradients.{owned}", self.parameter_bytes(owned)
+            backward.allocates.append(Buffer(name, GPU_MEMORY, size))
+            if self.plan.gradients_replace_parameters:
+                backward.frees.append(Free(name))  # moved into the parameters' place
         self.passes.append(backward.id)
 
     def workspace(self, draft: _Draft, size_bytes: int) -> None:

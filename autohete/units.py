@@ -18,7 +18,8 @@ UNITS: dict[str, dict[str, float]] = {
     "rate": {f"{p}FLOP/s": f for p, f in _DECIMAL.items()},
     "time": {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
 }
-_EXAMPLES = {"bytes": "40GiB or 40GB", "bandwidth": "25GB/s", "rate": "312TFLOP/s", "time": "10us"}
+#: How a quantity of each dimension is written, for messages.
+EXAMPLES = {"bytes": "40GiB", "bandwidth": "25GB/s", "rate": "312TFLOP/s", "time": "10us"}
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]*)\s*")
 
 
@@ -28,7 +29,7 @@ def parse_quantity(text: str, dimension: str) -> float:
     Raises:
         InputError: no number, a missing or foreign unit, zero, negative or not finite.
     """
-    example = _EXAMPLES[dimension]
+    example = EXAMPLES[dimension]
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise InputError(f"{text!r} is not a quantity: write a number with its unit, such as {example}")

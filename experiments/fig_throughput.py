@@ -35,7 +35,7 @@ from autohete.hardware import load_hardware, uncertain_figures
 from autohete.policies import parse_policy
 from autohete.policy import Verdict
 from autohete.report.style import POLICY_LOOKS, save_figure, style
-from autohete.report.tables import console, table
+from autohete.report.tables import console, or_dash, table
 from autohete.report.write import make_folder, write_text
 from autohete.summary import Summary, answer
 from autohete.units import format_bytes, format_seconds
@@ -211,16 +211,15 @@ def print_throughput(rows: dict[tuple[str, str], Summary]) -> None:
     columns = ["model", "policy", "verdict", "iteration", "samples/s", "TFLOP/s", "GPU peak", "host peak", "plan"]
     shown = table(title, columns, left=3)
     for (model, policy), s in rows.items():
-        ok = s.iteration_seconds is not None and s.samples_per_second is not None and s.tflops_per_gpu is not None
         shown.add_row(
             model if policy == POLICIES[0] else "",
             policy,
             s.verdict.value,
-            format_seconds(s.iteration_seconds) if s.iteration_seconds is not None else "-",
-            f"{s.samples_per_second:.2f}" if ok else "-",
-            f"{s.tflops_per_gpu:.1f}" if ok else "-",
-            format_bytes(s.gpu_peak_bytes) if s.gpu_peak_bytes is not None else "-",
-            format_bytes(s.host_peak_bytes) if s.host_peak_bytes is not None else "-",
+            or_dash(s.iteration_seconds, format_seconds),
+            or_dash(s.samples_per_second, "{:.2f}".format),
+            or_dash(s.tflops_per_gpu, "{:.1f}".format),
+            or_dash(s.gpu_peak_bytes, format_bytes),
+            or_dash(s.host_peak_bytes, format_bytes),
             str(s.plan or "-"),
             end_section=policy == POLICIES[-1],
         )

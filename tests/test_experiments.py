@@ -61,11 +61,21 @@ def test_the_committed_comparison_is_this_one(tmp_path: Path) -> None:
     assert (tmp_path / "published.csv").read_text() == (ROOT / "paper_figs" / "published.csv").read_text()
 
 
-def test_published_measurements_are_met_or_explained() -> None:
-    """Each time that others measured is met within a quarter, and each limit, or the row says why not."""
-    for check in [*published.speeds(), *published.limits(), *published.plans()]:
-        agrees = check.measured == check.simulated if check.unit == "fits" else abs(check.difference_percent) <= 25
-        assert agrees or check.remark, check
+#: The rows that disagree; the experiment's docstring and their remarks say why.
+DISAGREE = {
+    (published.DEEPSPEED_DOCS, "forward"),
+    (published.STRONGHOLD_ARTIFACT, "ZeRO-Offload: optimizer step with upload"),
+    (published.AUTOHETE_PAPER, "ZeRO-Offload, gpt-10b, batch 16"),
+    (published.AUTOHETE_PAPER, "ZeRO-Offload, gpt-4b, batch 8, 16GiB"),
+}
+
+
+def test_published_measurements_are_met_but_for_those_explained() -> None:
+    """Each number that others measured is met within a quarter, and each limit, but for four rows that say why not."""
+    checks = [*published.speeds(), *published.limits(), *published.plans()]
+    apart = [c for c in checks if (c.measured != c.simulated if c.unit == "fits" else abs(c.difference_percent) > 25)]
+    assert {(check.source, check.what) for check in apart} == DISAGREE
+    assert all(check.remark for check in apart)
 
 
 @pytest.mark.parametrize("script", ["fig_throughput.py", "published.py"])

@@ -1,8 +1,4 @@
-"""What a plan of three counts needs at every step of an iteration: the arithmetic that program and tuning share.
-
-A *step* is one pass of the GPU. At each there is a worst case of what lives on the GPU, whatever the timing: the program
-constrains it, the prefetch tuning fills what is left of it.
-"""
+"""AutoHete's three integers, and what each block costs under them: what program, search and policy share."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ There is no public code; this follows the paper.
 - Priority scheduling: finished gradients are copied, and blocks updated, smaller block first; forward of the next iteration
   starts when its own block is updated, with no barrier on the rest.
 
-Not published, and decided here: embedding and head keep their parameters on the GPU and count as the first and last block
-for the optimizer; the CPU step casts separately from its Adam kernel, as DeepSpeed's does.
+Not published, and decided here: forward prefetches are tuned like backward ones; embedding and head keep their parameters
+on the GPU and count as the first and last block for the optimizer; the CPU step casts separately from its Adam kernel, as
+DeepSpeed's does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class AutoHete:
 
     Args:
         priority: copies and updates take the smaller block first; off: each lane in issue order, like a CUDA stream.
-        prefetch_tuning: move backward prefetches earlier where memory allows.
+        prefetch_tuning: move prefetches earlier where memory surely allows.
         fused_casts: CPU Adam reads 16-bit gradients and writes 16-bit parameters itself.
     """
 

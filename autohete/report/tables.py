@@ -45,12 +45,12 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
         speeds.add_row(
             escape(s.policy),
             s.verdict.value,
-            _or_dash(s.iteration_seconds, format_seconds),
-            _or_dash(s.samples_per_second, "{:.2f}".format),
-            _or_dash(s.tokens_per_second, "{:,.0f}".format),
-            _or_dash(s.tflops_per_gpu, "{:.1f}".format),
-            _or_dash(s.gpu_peak_bytes, format_bytes),
-            _or_dash(s.host_peak_bytes, format_bytes),
+            or_dash(s.iteration_seconds, format_seconds),
+            or_dash(s.samples_per_second, "{:.2f}".format),
+            or_dash(s.tokens_per_second, "{:,.0f}".format),
+            or_dash(s.tflops_per_gpu, "{:.1f}".format),
+            or_dash(s.gpu_peak_bytes, format_bytes),
+            or_dash(s.host_peak_bytes, format_bytes),
             str(s.plan) if s.plan else "-",
         )
     out.print(speeds)
@@ -85,7 +85,8 @@ def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
         out.print(f"{s.policy}: bound by {s.binds}; {ends}{unsettled}", markup=False, soft_wrap=True, style="dim")
 
 
-def _or_dash(value: float | None, write: Callable[[float], str]) -> str:
+def or_dash(value: float | None, write: Callable[[float], str]) -> str:
+    """``value`` as ``write`` writes it, a dash where there is none."""
     return "-" if value is None else write(value)
 
 
