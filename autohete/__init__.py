@@ -1,1 +1,18 @@
-"""AutoHete: what should stay on the GPU, what should move to the host, in which order, and how fast will that train?"""
+"""What fits, how fast it will be, and why: transformer training that does not fit on the GPU, simulated and run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autohete.runtime.trainer import Trainer
+
+__all__ = ["Trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":  # PyTorch is loaded when it is asked for, and only then
+        from autohete.runtime.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'autohete' has no attribute {name!r}")

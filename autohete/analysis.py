@@ -132,9 +132,11 @@ class _Walk:
     def back(self, instance: int, begin: int, end: int) -> list[tuple[Cause, int]]:
         """Split the gap from ``begin`` to ``end`` before ``instance`` by cause."""
         found: list[tuple[Cause, int]] = []
+        seen: set[int] = set()  # tasks without duration may stand before each other in one instant
         while end > begin:
+            seen.add(instance)
             binding = self.bound_by(instance)
-            if binding is None or self.end[binding] <= begin:
+            if binding is None or self.end[binding] <= begin or binding in seen:
                 found.append((Cause.NOTHING, end - begin))
                 break
             if self.end[binding] < end:

@@ -101,7 +101,7 @@ def simulate(
     policy:
         NAME[:flag,flag=value]; repeat to compare. Without it: all.
     trace:
-        Write the timeline for ui.perfetto.dev to this file (one policy).
+        Write the timeline for ui.perfetto.dev and `autohete compare` to this file (one policy).
     gantt:
         Draw two steady iterations and the GPU's memory to this .png, .pdf or .svg file (one policy).
     memory:
@@ -140,6 +140,52 @@ def simulate(
         from autohete.report.tables import print_summaries
 
         print_summaries(summaries, chosen)
+
+
+@app.command
+def compare(
+    a: str,
+    b: str,
+    /,
+    *,
+    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    gantt: str | None = None,
+) -> None:
+    """Explain where two runs of one schedule differ, such as a simulated and a measured one.
+
+    Parameters
+    ----------
+    a:
+        A timeline that --trace wrote; differences are in percent of it.
+    b:
+        Another one, of the same schedule; durations may differ.
+    json_:
+        Print JSON: one object.
+    gantt:
+        Draw one iteration of A above and of B below to this .png, .pdf or .svg file.
+    """
+    from autohete.compare import compare as compare_traces
+    from autohete.report.perfetto import read_trace
+
+    outputs = {"--gantt": gantt} if gantt is not None else {}
+    _check_outputs(outputs)
+    traces = read_trace(a), read_trace(b)
+    comparison = compare_traces(*traces, names=(a, b))
+    if gantt is not None:
+        from autohete.report.gantt import two_row_figure
+        from autohete.report.style import save_figure
+
+        # Both have settled by the later one's first; the last iteration runs without a successor to compete with.
+        settled = max(side.steady.first for side in (comparison.a, comparison.b))
+        last = min(trace.iterations for trace in traces) - 1
+        title = f"{os.path.basename(a)} above, {os.path.basename(b)} below"
+        save_figure(two_row_figure(*traces, min(settled, max(0, last - 1)), title), gantt)
+    if json_:
+        print(json.dumps(asdict(comparison), indent=2, ensure_ascii=True))
+    else:
+        from autohete.report.comparison import print_comparison
+
+        print_comparison(comparison)
 
 
 @app.command

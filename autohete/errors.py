@@ -4,7 +4,9 @@
     ├── InputError               a value, name, file or flag that cannot be taken
     ├── InfeasibleError          no plan fits the memory that is there; carries the smallest budget that works
     ├── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
+    ├── NonFiniteLossError       the loss is NaN or infinite; no parameter has been changed by that step
     └── TaskError                a task failed while it ran; carries its name, and the original error as its cause
+        └── DeviceOutOfMemoryError   a memory's budget is used up; names the task, the bytes and the largest holders
 
 A message says what was given, what is allowed and what to do.
 """
@@ -29,6 +31,32 @@ class ScheduleError(AutoHeteError):
 
 class TaskError(AutoHeteError):
     """A task failed in its lane. The message begins with its id; ``__cause__`` is the original error."""
+
+
+class NonFiniteLossError(AutoHeteError):
+    """A loss is NaN or infinite. ``step`` is the number of the step, counted from 0."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class DeviceOutOfMemoryError(TaskError):
+    """A memory of the device or the host has no room for what a task allocates.
+
+    Attributes:
+        task: the task instance, such as ``B3@1``; empty before the first task.
+        size_bytes: what it asked for.
+        capacity_bytes: the budget.
+        holders: what lives there, group -> bytes, the largest first.
+    """
+
+    def __init__(self, message: str, task: str, size_bytes: int, capacity_bytes: int, holders: dict[str, int]) -> None:
+        super().__init__(message)
+        self.task = task
+        self.size_bytes = size_bytes
+        self.capacity_bytes = capacity_bytes
+        self.holders = holders
 
 
 class InfeasibleError(AutoHeteError):

@@ -79,7 +79,10 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One GPU and the host behind it, in SI units. Made by :func:`load_hardware`."""
+    """One GPU and the host behind it, in SI units. Made by :func:`load_hardware`.
+
+    ``shared_cores`` is None for a real GPU; where the CPU stands for the device, all lanes work on so many cores.
+    """
 
     name: str
     gpu: Gpu
@@ -87,6 +90,7 @@ class Hardware:
     d2h: Link
     host: Host
     cpu: Cpu
+    shared_cores: int | None = None
 
     @property
     def gpu_capacity_bytes(self) -> int:
@@ -174,6 +178,10 @@ class CpuFigures(_Table):
     update_bandwidth: Figure[_Bandwidth]
 
 
+class EmulationFigures(_Table):
+    shared_cores: Figure[_Count]
+
+
 class HardwareFile(_Table):
     """A hardware TOML file. Strict: an unknown key, a missing figure or a figure without its unit is an error."""
 
@@ -183,6 +191,7 @@ class HardwareFile(_Table):
     links: LinksFigures
     host: HostFigures
     cpu: CpuFigures
+    emulation: EmulationFigures | None = None
 
     def hardware(self) -> Hardware:
         """The plain numbers."""
@@ -208,6 +217,7 @@ class HardwareFile(_Table):
             d2h=_link(self.links.d2h),
             host=Host(round(host.memory.value), host.memory_bandwidth.value, host.usable_share.value),
             cpu=Cpu(self.cpu.cores.value, self.cpu.update_bandwidth.value),
+            shared_cores=None if self.emulation is None else self.emulation.shared_cores.value,
         )
 
 

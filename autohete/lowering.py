@@ -8,6 +8,7 @@ published systems are a few waits; each is one clearly named flag of the plan an
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware
@@ -34,6 +35,7 @@ from autohete.schedule import (
     Task,
     TaskId,
 )
+from autohete.workload import Precision
 
 #: A year and a half. Some thousands of such tasks in a row still fit 64-bit nanoseconds.
 _LONGEST_TASK_SECONDS = 5e7
@@ -43,11 +45,24 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     """The schedule of ``plan`` for the workload and hardware of ``profile``.
 
     Raises:
-        InputError: the plan is for another number of blocks.
+        InputError: the plan is for another number of blocks, or its gradients replace parameters that are still needed.
     """
     if len(plan.blocks) != len(profile.blocks):
         raise InputError(f"the plan has {len(plan.blocks)} blocks, the profile {len(profile.blocks)}: plan for this workload")
+    fp32 = profile.workload.precision is Precision.FP32
+    if plan.gradients_replace_parameters and fp32 and plan.offloaded_optimizer_blocks < len(plan.blocks):
+        raise InputError(
+            "gradients cannot replace fp32 parameters that the GPU updates: they are their own master weights; update on the "
+            "CPU, or train in 16 bit"
+        )
     return _Lowering(profile, plan).schedule()
+
+
+def least_parameter_slots(profile: Profile, plan: Plan) -> int:
+    """The fewest ``parameter_slots`` with which ``plan`` can be lowered; 0 if no block's parameters leave."""
+    lowering = _Lowering(profile, replace(plan, parameter_slots=None))
+    lowering.schedule()
+    return max((lowering.alive_at(life.begin) for life in lowering.lives), default=0)
 
 
 class _Draft:
@@ -75,6 +90,21 @@ class _Draft:
         )
 
 
+#: What ends the life of parameters that do not stay for backward.
+_AFTER_FORWARD = (Kind.FORWARD, Kind.WRITE_BACK_FORWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """Fetched parameters on the GPU: what brings them, places of their first and last user, what ends them, and when."""
+
+    fetch: TaskId
+    begin: int
+    stop: int
+    end: TaskId
+    back: int
+
+
 class _Lowering:
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.profile, self.plan = profile, plan
@@ -87,6 +117,7 @@ class _Lowering:
         #: Copies that hold up a pass, and prefetches that are as synchronous as the pass itself.
         self.blockers: dict[TaskId, list[TaskId]] = {}
         self.synchronous: list[tuple[_Draft, TaskId]] = []
+        self.lives: list[_Life] = []
         self.slot_bytes = max((self.parameter_bytes(i) for i, b in enumerate(plan.blocks) if _leaves(b)), default=0)
 
     # --- sizes and names
@@ -130,6 +161,7 @@ class _Lowering:
         for block, plan in enumerate(self.plan.blocks):
             if _leaves(plan):
                 self.parameter_slot(block, plan)
+        self.free_slots()
         self.parameters_before_forward()
         self.barriers()
         for fetch, user in self.synchronous:
@@ -264,6 +296,49 @@ class _Lowering:
         for name, fetch, end, back in lives:
             self.get(fetch, block).allocates.append(Buffer(f"{name}.{block}", GPU_MEMORY, size))
             self.drafts[end].frees.append(Free(f"{name}.{block}", back))
+            user = TaskId(Kind.FORWARD, block) if fetch is Kind.PREFETCH_FORWARD else self.first_backward_pass(block)
+            last_user = TaskId(Kind.FORWARD if end.kind in _AFTER_FORWARD else Kind.BACKWARD, block)
+            begin, stop = self.place[user], self.place[last_user] + back * len(self.passes)
+            self.lives.append(_Life(TaskId(fetch, block), begin, stop, end, back))
+
+    def free_slots(self) -> None:
+        """A fetch into preallocated slots waits until one is surely free.
+
+        In the order of the passes a life lasts from its first to its last user. Of the lives that are over by then when a
+        fetch's user runs, all must really have ended but as many as there are slots to spare.
+        """
+        slots, passes = self.plan.parameter_slots, len(self.passes)
+        if slots is None:
+            return
+        fifo = not self.plan.priority
+        known: dict[str, int] = {}  # per fifo lane the latest place whose life an earlier fetch has seen end
+        for life in sorted(self.lives, key=lambda life: life.begin):
+            there = self.alive_at(life.begin)
+            if there > slots:
+                raise InputError(
+                    f"parameter_slots is {slots}, but {there} blocks have their parameters on the GPU when "
+                    f"{self.passes[life.begin]} runs: give at least {there}"
+                )
+            fetch = self.drafts[life.fetch]
+            after = [self.place[e.task] - e.back * passes for e in fetch.after if e.task in self.place]
+            seen = {**(known if fifo else {}), GPU: max(after, default=-2 * passes)}
+            over = []  # each life's latest end before: (place of the last user, what ends it, iterations back)
+            for other in self.lives:
+                shift = next(shift for shift in (0, -passes, -2 * passes) if other.stop + shift < life.begin)
+                over.append((other.stop + shift, other.end, -shift // passes - other.back))
+            over.sort(reverse=True)
+            for stop, end, back in over[slots - there :]:
+                lane = self.drafts[end].lane
+                if stop > seen.get(lane, -2 * passes):
+                    fetch.wait(end, back)
+                    if fifo or lane == GPU:
+                        seen[lane] = stop
+            known = seen
+
+    def alive_at(self, place: int) -> int:
+        """How many blocks' parameters are on the GPU, by the order of passes, when the pass at ``place`` runs."""
+        passes = len(self.passes)
+        return sum(life.begin + shift <= place <= life.stop + shift for life in self.lives for shift in (-passes, 0, passes))
 
     def offloaded_activations(self, block: int, plan: BlockPlan) -> None:
         size = self.profile.blocks[block].activation_bytes
@@ -288,6 +363,7 @@ class _Lowering:
             update.wait(TaskId(Kind.BACKWARD, 0 if self.plan.gpu_update_after_backward else block))
             update.wait(TaskId(Kind.BACKWARD, block))
             self.release_gradients(update)
+            self.workspace(update, self.profile.blocks[block].gpu_update_workspace_bytes)
             if back := self.id_of(Kind.WRITE_BACK_BACKWARD, block):
                 self.drafts[back].wait(update.id)
 
@@ -439,7 +515,7 @@ class _Lowering:
                 yield Buffer(f"optimizer_states.{block}", GPU_MEMORY, count * optimizer)
             else:
                 host_states += count * plan.host_optimizer_bytes
-            if _leaves(decisions):
+            if _leaves(decisions) and not (plan.one_host_copy and decisions.optimizer is Processor.CPU):
                 host_parameters += count * plan.host_parameter_bytes
         if plan.parameter_slots is not None and self.slot_bytes:
             yield Buffer("parameter_slots", GPU_MEMORY, plan.parameter_slots * self.slot_bytes)
@@ -464,7 +540,8 @@ def shared_bandwidth(hardware: Hardware) -> tuple[tuple[Flow, ...], tuple[Shared
 
     Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy
     moves each byte through DRAM once; the CPU's demand is the traffic of its optimizer, and its weight makes it and the
-    copies slow down alike when DRAM is full, as memory controllers serve what is asked.
+    copies slow down alike when DRAM is full, as memory controllers serve what is asked. Where the CPU stands for the device,
+    every lane is a thread on its cores as well.
     """
     h2d, d2h, cpu = hardware.h2d, hardware.d2h, hardware.cpu
     flows = (
@@ -473,7 +550,11 @@ def shared_bandwidth(hardware: Hardware) -> tuple[tuple[Flow, ...], tuple[Shared
         Flow(CPU, cpu.update_bandwidth, cpu.update_bandwidth),
     )
     usable = hardware.host.memory_bandwidth * hardware.host.usable_share
-    return flows, (
+    resources = (
         SharedResource("link", max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
         SharedResource("host_memory", max(usable, cpu.update_bandwidth), (H2D, D2H, CPU)),
     )
+    if hardware.shared_cores is None:
+        return flows, resources
+    cores = SharedResource("cores", float(hardware.shared_cores), (GPU, H2D, D2H, CPU), counts_lanes=True)
+    return (Flow(GPU, 1.0, 1.0), *flows), (*resources, cores)

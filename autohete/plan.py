@@ -121,6 +121,7 @@ class Plan:
             None: each is allocated when its prefetch starts.
         host_optimizer_bytes: host bytes per parameter updated on the CPU (states, gradient, staging).
         host_parameter_bytes: host bytes per offloaded parameter.
+        one_host_copy: what the CPU updates is the host's copy of offloaded parameters itself: none of their own is counted.
         host_buffer_bytes: other host memory.
     """
 
@@ -144,6 +145,7 @@ class Plan:
     priority: bool = False
     gpu_buffer_bytes: int = 0
     parameter_slots: int | None = None
+    one_host_copy: bool = False
     host_buffer_bytes: int = 0
 
     def __post_init__(self) -> None:

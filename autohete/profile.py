@@ -41,6 +41,8 @@ class BlockProfile:
         input_bytes: its input, all that stays when the block is checkpointed.
         activation_bytes: what forward keeps for backward, its input included.
         forward_workspace_bytes, backward_workspace_bytes: what lives only during the pass.
+        gpu_update_workspace_bytes: likewise for the optimizer step on the GPU.
+        cpu_update_seconds: optimizer step on the CPU where it was measured; None: by the bytes that the plan says it touches.
     """
 
     role: BlockRole
@@ -52,6 +54,8 @@ class BlockProfile:
     activation_bytes: int
     forward_workspace_bytes: int
     backward_workspace_bytes: int
+    gpu_update_workspace_bytes: int = 0
+    cpu_update_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,10 @@ class Profile:
         return self.hardware.d2h.latency_seconds + size_bytes / self.hardware.d2h.bandwidth
 
     def cpu_update_seconds(self, block: int, bytes_per_parameter: float) -> float:
-        """Optimizer step of ``block`` on the CPU that touches ``bytes_per_parameter`` of DRAM, undisturbed."""
+        """Optimizer step of ``block`` on the CPU, undisturbed; it touches ``bytes_per_parameter`` of DRAM if not measured."""
+        measured = self.blocks[block].cpu_update_seconds
+        if measured is not None:
+            return measured
         return self.blocks[block].parameters * bytes_per_parameter / self.hardware.cpu.update_bandwidth
 
 

@@ -181,11 +181,19 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class SharedResource:
-    """A capacity (units/s) that several lanes' flows divide among them; see ``sharing.py``."""
+    """A capacity that several lanes' flows divide among them; see ``sharing.py``.
+
+    Args:
+        name: its name.
+        capacity: in units/s of the flows; or, if it ``counts_lanes``, how many lanes can work at full speed at once (cores).
+        lanes: who draws from it.
+        counts_lanes: see ``capacity``.
+    """
 
     name: str
     capacity: float
     lanes: tuple[str, ...]
+    counts_lanes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,6 +444,7 @@ class _Ancestors:
 # --- text form ----------------------------------------------------------------------------------------------------
 
 _HEADER = "autohete-schedule 1"
+_COUNTS = " counts-lanes"
 
 
 def _lines(schedule: Schedule) -> Iterator[str]:
@@ -447,7 +456,7 @@ def _lines(schedule: Schedule) -> Iterator[str]:
     for flow in schedule.flows:
         yield f"flow {flow.lane} {flow.demand!r} {flow.weight!r}"
     for resource in schedule.resources:
-        yield f"share {resource.name} {resource.capacity!r} {','.join(resource.lanes)}"
+        yield f"share {resource.name} {resource.capacity!r} {','.join(resource.lanes)}{_COUNTS * resource.counts_lanes}"
     for buffer in schedule.resident:
         yield f"resident {buffer}"
     for task in schedule.tasks:
@@ -506,8 +515,10 @@ def _parse_flow(words: list[str]) -> Flow:
 
 
 def _parse_share(words: list[str]) -> SharedResource:
-    name, capacity, lanes = words
-    return SharedResource(name, float(capacity), tuple(lanes.split(",")))
+    name, capacity, lanes, *counts = words
+    if counts not in ([], [_COUNTS.strip()]):
+        raise ValueError(f"{' '.join(counts)!r} is not {_COUNTS.strip()!r}")
+    return SharedResource(name, float(capacity), tuple(lanes.split(",")), bool(counts))
 
 
 def _parse_buffer(text: str) -> Buffer:

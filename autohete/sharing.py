@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autohete.schedule import Schedule
+from autohete.schedule import Schedule, SharedResource
 
 #: Rates are integers in this unit, so that work done is exact and two executors agree to the tick.
 FULL_RATE = 1 << 20
@@ -47,7 +47,7 @@ class Sharing:
         while growing:
             steps = [(self._flows[lane].demand - got[lane]) / self._flows[lane].weight for lane in growing]
             for resource in self._resources:
-                weights = sum(self._flows[lane].weight for lane in resource.lanes if lane in growing)
+                weights = sum(self._draw(resource, lane) for lane in resource.lanes if lane in growing)
                 if weights:
                     steps.append(free[resource.name] / weights)
             step = max(min(steps), 0.0)
@@ -56,8 +56,61 @@ class Sharing:
             stopped = {lane for lane in growing if got[lane] >= self._flows[lane].demand * (1 - 1e-12)}
             for resource in self._resources:
                 users = [lane for lane in resource.lanes if lane in growing]
-                free[resource.name] -= step * sum(self._flows[lane].weight for lane in users)
+                free[resource.name] -= step * sum(self._draw(resource, lane) for lane in users)
                 if free[resource.name] <= resource.capacity * 1e-12:
                     stopped.update(users)
             growing -= stopped
         return {lane: max(1, round(FULL_RATE * min(1.0, got[lane] / self._flows[lane].demand))) for lane in active}
+
+    def _draw(self, resource: SharedResource, lane: str) -> float:
+        """What ``lane`` takes of ``resource`` as its flow grows by its weight."""
+        flow = self._flows[lane]
+        return flow.weight / flow.demand if resource.counts_lanes else flow.weight
+
+
+class SharedWork:
+    """The work that active lanes have left, re-rated whenever one of them starts or ends.
+
+    Work is counted in nanoseconds times :data:`FULL_RATE`, and rates are integers, so nothing is ever rounded away:
+    re-rating twice in one instant changes nothing.
+
+    Attributes:
+        due: when each active lane's work ends as things stand.
+    """
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+        self._left: dict[str, int] = {}
+        self._rate: dict[str, int] = {}
+        self._last = 0
+        self.due: dict[str, int] = {}
+
+    def begin(self, lane: str, duration_ns: int, now: int) -> list[str]:
+        """``lane`` starts work of ``duration_ns`` when undisturbed; returns the lanes whose end has moved, its own included."""
+        self._settle(now)
+        self._left[lane] = duration_ns * FULL_RATE
+        return self._rerate()
+
+    def end(self, lane: str, now: int) -> list[str]:
+        """``lane`` has done its work; returns the lanes whose end has moved."""
+        self._settle(now)
+        del self._left[lane], self._rate[lane], self.due[lane]
+        return self._rerate()
+
+    def _settle(self, now: int) -> None:
+        """Book the work done since the last change."""
+        elapsed = now - self._last
+        if elapsed > 0:
+            for lane, rate in self._rate.items():
+                self._left[lane] -= rate * elapsed
+            self._last = now
+
+    def _rerate(self) -> list[str]:
+        moved = []
+        for lane, rate in self._sharing.rates(list(self._left)).items():
+            if self._rate.get(lane) != rate:  # otherwise its due time stands
+                self._rate[lane] = rate
+                # Work is done on the tick after it ends, so a rate that falls on that very tick finds less than none left.
+                self.due[lane] = max(self._last, self._last - (-self._left[lane] // rate))
+                moved.append(lane)
+        return moved

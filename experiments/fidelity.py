@@ -42,7 +42,8 @@ from autohete.report.style import BLUE, VERMILION, save_figure, style
 from autohete.report.tables import console, table
 from autohete.report.write import make_folder, write_text
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.model import GPT, next_token_loss, stack_of
+from autohete.runtime.model import GPT, next_token_loss
+from autohete.runtime.partition import partition
 from autohete.runtime.training import Batch, Training
 from autohete.schedule import GPU_MEMORY, Schedule
 from autohete.sim import SimExecutor
@@ -136,7 +137,7 @@ def execute(schedule: Schedule, transformer_blocks: int) -> Trace:
     """Train a tiny model of as many blocks by ``schedule``, paced."""
     tiny = Workload("tiny", 32, transformer_blocks, 2, vocabulary_size=101, sequence_length=16, batch_size=2)
     torch.manual_seed(0)
-    training = Training(stack_of(GPT(tiny)), schedule, next_token_loss)
+    training = Training(partition(GPT(tiny)), schedule, next_token_loss)
     with LaneThreads(schedule, training.perform, Clock.EMULATED, paced=True) as lanes:
         for iteration in range(ITERATIONS):
             ids = torch.randint(0, tiny.vocabulary_size, (tiny.batch_size, tiny.sequence_length))

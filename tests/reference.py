@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import Action, LaneThreads
-from autohete.runtime.model import GPT, next_token_loss, stack_of
-from autohete.runtime.training import Adam, Batch, Training
+from autohete.runtime.model import GPT, next_token_loss
+from autohete.runtime.optimizer import Adam
+from autohete.runtime.partition import partition
+from autohete.runtime.training import Batch, Training
 from autohete.schedule import Schedule, Task
 from autohete.trace import Clock, Trace
 from autohete.workload import Precision, Workload
@@ -24,15 +27,14 @@ DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 class Outcome:
     """Losses and final parameters."""
 
-    losses: list[Tensor]
+    losses: list[float]
     parameters: list[Tensor]
 
     def __eq__(self, other: object) -> bool:
         """Bit for bit; NaN equals nothing, so poison never passes for agreement."""
         assert isinstance(other, Outcome)
-        return all(torch.equal(a, b) for a, b in zip(self.losses, other.losses, strict=True)) and all(
-            torch.equal(a, b) for a, b in zip(self.parameters, other.parameters, strict=True)
-        )
+        same = all(torch.equal(a, b) for a, b in zip(self.parameters, other.parameters, strict=True))
+        return same and self.losses == other.losses
 
 
 def model_for(workload: Workload) -> GPT:
@@ -59,12 +61,15 @@ def train_plainly(workload: Workload, steps: int) -> Outcome:
     parameters = list(model.parameters())
     full = workload.precision is Precision.FP32
     masters = parameters if full else [nn.Parameter(p.detach().float()) for p in parameters]
-    optimizer = Adam().over(masters)
+    adam = Adam()
+    optimizer = torch.optim.AdamW(
+        masters, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
+    )
     losses = []
     torch.manual_seed(2)
     for ids, targets in batches(workload, steps):
         loss = next_token_loss(model(ids), targets)
-        losses.append(loss.detach())
+        losses.append(loss.item())
         for master, gradient in zip(masters, torch.autograd.grad(loss, parameters), strict=True):
             master.grad = gradient.float()
         optimizer.step()
@@ -81,15 +86,18 @@ def train_by_schedule(
     around: Callable[[Action], Action] = lambda action: action,
 ) -> tuple[Outcome, Trace]:
     """The same training as ``schedule`` says, in lane threads; ``around`` wraps the action of each task."""
-    training = Training(stack_of(model_for(workload)), schedule, next_token_loss)
+    device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)
+    model = model_for(workload)
+    training = Training(partition(model), schedule, next_token_loss, device=device, host=host, poison=True)
     torch.manual_seed(2)
-    with LaneThreads(schedule, around(training.perform), Clock.MEASURED_CPU) as lanes:
-        for step, (ids, targets) in enumerate(batches(workload, steps)):
-            training.batches[step] = Batch(ids, targets)
-            lanes.admit()
-    losses = [training.batches[step].loss for step in range(steps)]
-    assert all(loss is not None for loss in losses)
-    return Outcome([loss for loss in losses if loss is not None], training.parameters()), lanes.trace()
+    try:
+        with LaneThreads(schedule, around(training.perform), Clock.MEASURED_CPU) as lanes:
+            for step, (ids, targets) in enumerate(batches(workload, steps)):
+                training.batches[step] = Batch(ids, targets)
+                lanes.admit()
+        return Outcome([training.losses[step] for step in range(steps)], training.parameters()), lanes.trace()
+    finally:
+        training.close()
 
 
 def delayed(seed: int, most_seconds: float) -> Callable[[Action], Action]:

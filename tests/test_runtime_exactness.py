@@ -17,7 +17,8 @@ from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.lanes import Action
-from autohete.runtime.model import next_token_loss, stack_of
+from autohete.runtime.model import next_token_loss
+from autohete.runtime.partition import partition
 from autohete.runtime.training import Training
 from autohete.schedule import Kind, Schedule, Task, TaskId
 from autohete.simulate import judge_for
@@ -183,4 +184,4 @@ def test_the_runtime_knows_every_kind() -> None:
 
     profile = profile_of(SMALL)
     schedule = lower(profile, parse_policy("resident").plan(profile, judge_for(profile)))
-    assert Training(stack_of(model_for(SMALL)), schedule, next_token_loss).kinds == frozenset(Kind)
+    assert Training(partition(model_for(SMALL)), schedule, next_token_loss).kinds == frozenset(Kind)

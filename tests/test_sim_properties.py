@@ -267,6 +267,11 @@ ALLOWED: dict[str, set[str]] = {
     "queues": _MODEL | {"schedule"},
     "sim": _MODEL | {"schedule", "sharing", "trace", "executor", "queues"},
     "runtime": _MODEL | {"workload", "hardware", "profile", "schedule", "sharing", "trace", "executor", "memory", "queues"},
+    # The front end of the runtime goes through the pipeline; what executes stays below it.
+    "runtime.plans": _MODEL | {"plan", "profile"},
+    "runtime.profiler": _MODEL | {"workload", "hardware", "profile", "plan", "schedule", "lowering"},
+    "runtime.trainer": _MODEL
+    | {"hardware", "lowering", "memory", "policies", "policy", "profile", "schedule", "simulate", "trace"},
     "testing.list_scheduler": _MODEL | {"schedule", "sharing", "trace"},
 }
 #: Packages that only some folders may import.

@@ -22,6 +22,7 @@ from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policy import Judge
 from autohete.profile import Profile
+from autohete.workload import Precision
 
 #: ``utils/memory_monitor`` / ``core/memtracer.py``: share of the margin that optimizer chunks may take.
 _MARGIN_SHARE = 0.8
@@ -86,7 +87,8 @@ class PatrickStar:
                 blocks=(*blocks, BlockPlan(optimizer=Processor.CPU)),
                 gradient_bytes=element,
                 blocking_gradients=True,
-                gradients_replace_parameters=True,
+                # The system trains in 16 bit only. In fp32 the parameters are their own master weights, not to be overwritten.
+                gradients_replace_parameters=profile.workload.precision is not Precision.FP32,
                 serial_updates=True,
                 update_bytes=24 + element,
                 refresh_bytes=4,

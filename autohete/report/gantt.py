@@ -16,12 +16,15 @@ from autohete.memory import Occupancy
 from autohete.report.style import Look, look, luminance, style
 from autohete.schedule import CPU, D2H, GPU, GPU_MEMORY, H2D, HOST_MEMORY, KIND_MEANING, KIND_ORDER, Kind
 from autohete.trace import Clock, Nanoseconds, Trace
+from autohete.units import format_seconds
 
 _LANE_NAMES = {GPU: "GPU", H2D: "host to GPU", D2H: "GPU to host", CPU: "CPU"}
 _MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host"}
 
 # Inches and points (1/72 inch) on paper.
 _WIDTH_IN, _LANE_IN, _MEMORY_IN, _MARGIN_IN = 7.0, 0.36, 1.3, 1.35
+_MARGIN_BETWEEN_IN = 0.7  # of two rows of lanes
+_TITLE_PT = 14  # above the lanes, and above the numbers of the iterations
 _TEXT_PT, _DIGIT_PT, _PADDING_PT = 6.0, 3.8, 1.6
 _GAP_PT = 0.5  # white between neighbours of one kind, where there is room for it
 _MERGE_PT = 2.0  # touching bars of one kind that are narrower are drawn as one: their seams would only flicker
@@ -57,7 +60,33 @@ def gantt_figure(trace: Trace, first: int, last: int, title: str) -> Figure:
         figure = Figure(figsize=(_WIDTH_IN, _gantt_height(trace)))
         axes = figure.subplots()
         _time_axis(axes, span, trace.clock)
-        _draw_lanes(figure, axes, trace, first, span, title)
+        axes.set_title(title, pad=_TITLE_PT)
+        _draw_lanes(figure, [_Row(axes, trace, span)], first)
+    return figure
+
+
+def two_row_figure(a: Trace, b: Trace, iteration: int, title: str) -> Figure:
+    """Bars of one ``iteration`` of ``a`` above and of ``b`` below on one time axis, each from the start of its iteration.
+
+    The shorter one goes on into what follows, pale, until the longer one ends. Each row says its clock and how long it takes.
+
+    Raises:
+        InputError: one of the runs does not have this iteration.
+    """
+    spans = [window_ns(trace, iteration, iteration) for trace in (a, b)]
+    longest = max(end - begin for begin, end in spans)
+    with style():
+        lanes = [len(trace.schedule.lanes) for trace in (a, b)]
+        figure = Figure(figsize=(_WIDTH_IN, _MARGIN_IN + _MARGIN_BETWEEN_IN + _LANE_IN * sum(lanes)))
+        axes = figure.subplots(2, sharex=True, height_ratios=lanes)
+        figure.suptitle(title)
+        rows = []
+        for each, trace, (begin, end) in zip(axes, (a, b), spans, strict=True):
+            takes = f"{trace.clock}: iteration {iteration} takes {format_seconds((end - begin) * 1e-9)}"
+            each.set_title(takes, loc="left", pad=_TITLE_PT)
+            rows.append(_Row(each, trace, (begin, begin + longest)))
+        _time_axis(axes[-1], rows[-1].span, None)
+        _draw_lanes(figure, rows, iteration)
     return figure
 
 
@@ -96,7 +125,8 @@ def combined_figure(trace: Trace, occupancy: Occupancy, first: int, last: int, t
         above, below = figure.subplots(2, sharex=True, height_ratios=[_LANE_IN * len(trace.schedule.lanes), _MEMORY_IN - 0.3])
         _draw_memory(below, occupancy, span)
         _time_axis(below, span, trace.clock)
-        _draw_lanes(figure, above, trace, first, span, title)
+        above.set_title(title, pad=_TITLE_PT)
+        _draw_lanes(figure, [_Row(above, trace, span)], first)
     return figure
 
 
@@ -160,17 +190,27 @@ def _merged(bars: list[_Bar], narrow_ns: float) -> Iterator[_Bar]:
         yield held
 
 
-def _draw_lanes(figure: Figure, axes: Axes, trace: Trace, first: int, span: tuple[int, int], title: str) -> None:
-    """Rows, separators and legend; expects the limits of the time axis to be set."""
-    lanes = trace.schedule.lanes
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_yticks(range(len(lanes)), [_LANE_NAMES.get(lane.name, lane.name) for lane in lanes])
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    axes.set_title(title, pad=14)
-    bars = _bars(trace, span)
-    pale = sorted({bar.iteration for bar in bars if _is_pale(bar.iteration, first)})
-    kinds = sorted({bar.kind for bar in bars}, key=KIND_ORDER.__getitem__)
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The lanes of ``trace`` during ``span`` (ns of its run), in ``axes``."""
+
+    axes: Axes
+    trace: Trace
+    span: tuple[int, int]
+
+
+def _draw_lanes(figure: Figure, rows: Sequence[_Row], first: int) -> None:
+    """Bars, separators and one legend; expects the titles and the limits of the time axis to be set."""
+    for row in rows:
+        lanes = row.trace.schedule.lanes
+        row.axes.set_ylim(len(lanes) - 0.5, -0.5)
+        row.axes.set_yticks(range(len(lanes)), [_LANE_NAMES.get(lane.name, lane.name) for lane in lanes])
+        row.axes.tick_params(axis="y", length=0)
+        row.axes.spines["left"].set_visible(False)
+    bars = [_bars(row.trace, row.span) for row in rows]
+    together = [bar for each in bars for bar in each]
+    pale = sorted({bar.iteration for bar in together if _is_pale(bar.iteration, first)})
+    kinds = sorted({bar.kind for bar in together}, key=KIND_ORDER.__getitem__)
     patches = [_patch(look(kind), KIND_MEANING[kind]) for kind in kinds]
     if pale:
         patches.append(Patch(facecolor="0.85", label=f"pale: iteration{'s' * (len(pale) > 1)} {', '.join(map(str, pale))}"))
@@ -178,10 +218,12 @@ def _draw_lanes(figure: Figure, axes: Axes, trace: Trace, first: int, span: tupl
         figure.legend(handles=patches, loc="outside lower center", ncols=3)
     # The layout is settled first: what fits into a bar is a question of points on paper.
     figure.draw_without_rendering()
-    points = axes.get_window_extent().width * 72 / figure.dpi / max(1, span[1] - span[0])  # of one nanosecond
-    _draw_bars(axes, bars, first, span, points)
-    _draw_numbers(axes, bars, first, span, points)
-    _draw_iterations(axes, trace, span, points)
+    for row, shown in zip(rows, bars, strict=True):
+        length = max(1, row.span[1] - row.span[0])
+        points = row.axes.get_window_extent().width * 72 / figure.dpi / length  # of one nanosecond
+        _draw_bars(row.axes, shown, first, row.span, points)
+        _draw_numbers(row.axes, shown, first, row.span, points)
+        _draw_iterations(row.axes, row.trace, row.span, points)
 
 
 def _is_pale(iteration: int, first: int) -> bool:

@@ -3,6 +3,9 @@
 One thread for each lane, one complete slice for each task instance, one counter for each memory, and an arrow for each
 dependency between lanes. The format counts in microseconds; the trace in whole nanoseconds. They are written as decimal
 text with three digits, so that no rounding makes two slices of a lane overlap: Perfetto drops those that do.
+
+A document also says what was executed (under ``autohete``, which Perfetto passes over), so that :func:`read_trace` gives the
+trace back, exact to the nanosecond.
 """
 
 from __future__ import annotations
@@ -12,13 +15,18 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from autohete.errors import InputError, ScheduleError
 from autohete.memory import Occupancy
 from autohete.report.write import atomic_write
-from autohete.schedule import KIND_MEANING
-from autohete.trace import Trace
+from autohete.schedule import KIND_MEANING, parse_schedule
+from autohete.trace import Clock, Trace
 
 _PROCESS = 1
+_FORMAT = "autohete-trace 1"
 
 
 def perfetto_json(trace: Trace, occupancies: Sequence[Occupancy]) -> str:
@@ -26,7 +34,15 @@ def perfetto_json(trace: Trace, occupancies: Sequence[Occupancy]) -> str:
     timed = [*_slices(trace), *_flows(trace), *_counters(occupancies)]
     timed.sort(key=lambda event: event[0])  # stable: a slice stays before the arrows that are tied to it
     events = [*_names(trace), *(text for _, text in timed)]
-    return '{"displayTimeUnit":"ms","traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
+    about = {
+        "format": _FORMAT,
+        "clock": trace.clock,
+        "iterations": trace.iterations,
+        "schedule": str(trace.schedule).splitlines(),
+    }
+    # Last: at a key that it does not know, Perfetto stops reading.
+    tail = f'"autohete":{json.dumps(about, indent=0, ensure_ascii=False)}'
+    return '{"displayTimeUnit":"ms","traceEvents":[\n' + ",\n".join(events) + f"\n],\n{tail}}}\n"
 
 
 def write_perfetto(path: str | Path, trace: Trace, occupancies: Sequence[Occupancy]) -> None:
@@ -79,6 +95,7 @@ def _slices(trace: Trace) -> Iterator[_Timed]:
                 "block": span.task.block,
                 "iteration": span.iteration,
                 "ready wait (us)": (span.start_ns - span.ready_ns) / 1000,
+                "ready_ns": span.ready_ns,  # exact, for reading it again
             },
         }
         yield span.start_ns, _event("X", fields, ts=span.start_ns, dur=span.end_ns - span.start_ns)
@@ -107,6 +124,65 @@ def _counters(occupancies: Sequence[Occupancy]) -> Iterator[_Timed]:
     for occupancy in occupancies:
         for ns, used in zip(occupancy.times_ns.tolist(), occupancy.bytes_used.tolist(), strict=True):
             yield ns, _event("C", {"name": f"{occupancy.memory} memory", "args": {"bytes": used}}, ts=ns)
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+_WANTED = "give a file that autohete wrote with --trace"
+
+
+def read_trace(path: str | Path) -> Trace:
+    """The trace that :func:`write_perfetto` wrote to ``path``, with its schedule; the counters of memories are passed over.
+
+    Raises:
+        InputError: ``path`` cannot be read, is not a trace that autohete wrote, or is damaged.
+    """
+    try:
+        document = json.loads(Path(path).read_bytes(), parse_float=Decimal)
+    except OSError as error:
+        raise InputError(f"trace {str(path)!r} cannot be read: {error.strerror or error}; {_WANTED}") from error
+    except (ValueError, ArithmeticError, RecursionError) as error:  # ArithmeticError: a number too large for Decimal
+        raise InputError(f"{str(path)!r} is no trace, it is not JSON ({error}): {_WANTED}") from error
+    about = document.get("autohete") if isinstance(document, dict) else None
+    if not isinstance(about, dict) or about.get("format") != _FORMAT:
+        raise InputError(f"{str(path)!r} does not say which schedule was executed ({_FORMAT!r} is missing): {_WANTED}")
+    try:
+        return _trace(about, document["traceEvents"])
+    except (ScheduleError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        # The first two have words for people; the others are JSON of another form.
+        fault = str(error) if isinstance(error, ScheduleError | ValueError) else f"{type(error).__name__}: {error}"
+        raise InputError(f"trace {str(path)!r} is damaged ({fault}): write it again, or {_WANTED}") from error
+
+
+def _trace(about: dict[str, Any], events: list[dict[str, Any]]) -> Trace:
+    schedule = parse_schedule("\n".join(about["schedule"])).validate()
+    slices: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            if event["name"] in slices:
+                raise ValueError(f"{event['name']} is there twice")
+            slices[event["name"]] = event
+    times: list[tuple[int, int, int]] = []
+    for task, iteration in ((task, k) for task in schedule.tasks for k in range(about["iterations"])):
+        name = task.id.at(iteration)
+        if name not in slices:
+            raise ValueError(f"{name} is missing")
+        event = slices.pop(name)
+        start_ns = _nanoseconds(event["ts"], 1000)
+        times.append((_nanoseconds(event["args"]["ready_ns"], 1), start_ns, start_ns + _nanoseconds(event["dur"], 1000)))
+    if slices:
+        raise ValueError(f"{next(iter(slices))} is not in its schedule")
+    shape = (len(schedule.tasks), about["iterations"], 3)
+    ready, start, end = np.array(times, np.int64).reshape(shape).transpose(2, 1, 0).copy()
+    return Trace(schedule, Clock(about["clock"]), ready, start, end)
+
+
+def _nanoseconds(time: object, unit: int) -> int:
+    """A ``time`` of the document in units of ``unit`` ns."""
+    # Compared before it is converted: 1e999999 is a number, too, but not one to write out.
+    if not isinstance(time, int | Decimal) or not 0 <= time <= np.iinfo(np.int64).max or time * unit % 1:
+        raise ValueError(f"{time} is no time: times are whole nanoseconds and not negative")
+    return int(time * unit)
 
 
 def check_perfetto(text: str) -> list[str]:

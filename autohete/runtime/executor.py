@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from autohete.errors import InputError
+from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.model import Stack
-from autohete.runtime.training import Adam, Batch, Loss, Training
+from autohete.runtime.optimizer import Adam
+from autohete.runtime.partition import partition
+from autohete.runtime.training import Batch, Loss, Training
 from autohete.schedule import Schedule
 from autohete.trace import Clock, Trace
 
@@ -18,37 +20,62 @@ class TorchExecutor:
     """The runtime behind :class:`autohete.executor.Executor`: real tensors, autograd and threads, on the CPU.
 
     Args:
-        stack: the model's blocks; their parameters are taken over by the run.
+        model: whose blocks are in an ``nn.ModuleList``; has the trained parameters after each run.
         batches: token ids and targets, each (batch, sequence), one pair per iteration.
         loss: of logits and targets.
         adam: the optimizer's settings.
+        blocks: name of the block list, where it is not clear.
+        paced: let every task last as long as the schedule says (clock ``emulated``); else as fast as the CPU goes.
+        budget: hold the memories' capacities; else they are not looked at.
 
     After :meth:`run`, ``losses`` has the loss of each iteration and ``parameters`` every trained parameter in block order
-    (fp32 master weights where the model is in 16 bit).
+    (fp32 master weights where the model is in 16 bit); ``device`` and ``host`` tell the peaks, if budgets were held.
     """
 
-    def __init__(self, stack: Stack, batches: Iterator[tuple[Tensor, Tensor]], loss: Loss, adam: Adam | None = None) -> None:
-        self._stack, self._batches, self._loss, self._adam = stack, batches, loss, adam
-        self.losses: list[Tensor] = []
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterator[tuple[Tensor, Tensor]],
+        loss: Loss,
+        adam: Adam | None = None,
+        *,
+        blocks: str | None = None,
+        paced: bool = False,
+        budget: bool = True,
+    ) -> None:
+        self._partition = partition(model, blocks)
+        self._batches, self._loss, self._adam, self._paced, self._budget = batches, loss, adam, paced, budget
+        self.losses: list[float] = []
         self.parameters: list[Tensor] = []
+        self.device: Ledger | None = None
+        self.host: Ledger | None = None
 
     def run(self, schedule: Schedule, iterations: int) -> Trace:
         """Train ``iterations`` iterations as ``schedule`` says.
 
         Raises:
             TaskError: a task failed; names it, with the original error as its cause. No thread is left behind.
+            DeviceOutOfMemoryError: the states, or a task, need more of a memory than the schedule says that it has.
             InputError: there are fewer batches than iterations.
         """
         if iterations < 1:
             raise InputError(f"cannot run {iterations} iterations: at least 1")
-        training = Training(self._stack, schedule, self._loss, self._adam)
-        with LaneThreads(schedule, training.perform, Clock.MEASURED_CPU) as lanes:
-            for iteration in range(iterations):
-                pair = next(self._batches, None)
-                if pair is None:
-                    raise InputError(f"{iterations} iterations need as many batches, but there are {iteration}: give more data")
-                training.batches[iteration] = Batch(*pair)
-                lanes.admit()
-        self.losses = [batch.loss for batch in training.batches.values() if batch.loss is not None]
-        self.parameters = training.parameters()
+        if self._budget:
+            self.device, self.host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)
+        training = Training(self._partition, schedule, self._loss, self._adam, device=self.device, host=self.host)
+        try:
+            clock = Clock.EMULATED if self._paced else Clock.MEASURED_CPU
+            with LaneThreads(schedule, training.perform, clock, paced=self._paced) as lanes:
+                for iteration in range(iterations):
+                    pair = next(self._batches, None)
+                    if pair is None:
+                        raise InputError(
+                            f"{iterations} iterations need as many batches, but there are {iteration}: give more data"
+                        )
+                    training.batches[iteration] = Batch(*pair)
+                    lanes.admit()
+            self.losses = [training.losses[iteration] for iteration in range(iterations)]
+            self.parameters = training.parameters()
+        finally:
+            training.close()
         return lanes.trace()

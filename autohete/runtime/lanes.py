@@ -6,9 +6,12 @@ forbids it, and whoever needs a result waits for that task.
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import numpy as np
@@ -17,10 +20,14 @@ import torch
 from autohete.errors import TaskError
 from autohete.queues import lane_queues
 from autohete.schedule import Schedule, Task, TaskId
+from autohete.sharing import SharedWork, Sharing
 from autohete.trace import Clock, Trace
 
 #: What a lane does for a task: the task and its iteration.
 Action = Callable[[Task, int], None]
+
+#: How long a thread may keep Python's lock while another lane wants it. The default of 5 ms is as long as a small task.
+_SWITCH_SECONDS = 1e-4
 
 
 class LaneThreads:
@@ -31,13 +38,29 @@ class LaneThreads:
         action: called in the thread of the task's lane.
         clock: whose seconds the trace is in.
         paced: make each task last as long as the schedule says: until ``max(lane free, edges satisfied) + duration``, by
-            absolute deadlines, so that errors do not add up. Work that takes longer than that is counted in ``late``.
+            absolute deadlines, so that errors do not add up; longer while lanes share a bandwidth. Work that takes longer
+            than that is counted in ``late``.
         threads: what torch may use inside one lane.
+        around: a context that each lane's thread works in, such as a CUDA stream of its own.
+        history: iterations whose times are kept, at least; older ones that have ended may be forgotten. None: all.
     """
 
-    def __init__(self, schedule: Schedule, action: Action, clock: Clock, *, paced: bool = False, threads: int = 1) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        action: Action,
+        clock: Clock,
+        *,
+        paced: bool = False,
+        threads: int = 1,
+        history: int | None = None,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._schedule, self._action, self._clock, self._paced = schedule, action, clock, paced
-        self._intra_op = threads
+        self._intra_op, self._history, self._around = threads, history, around
+        sharing = Sharing(schedule)
+        self._shared = sharing.lanes if paced else frozenset()
+        self._work = SharedWork(sharing)
         graph = schedule.validate().graph()
         self._lane_of, self._successors = graph.lane, graph.successors
         self._both = [waits + back for waits, back in graph.waits]
@@ -45,7 +68,8 @@ class LaneThreads:
         self._index = graph.index
         self._tasks = len(schedule.tasks)
         self._queues = lane_queues(graph)
-        # Per instance; lists grow with each admitted iteration. One lock guards them all.
+        # Per instance from the first iteration that is kept; they grow with each that is admitted. One lock guards them all.
+        self._first = 0
         self._waits: list[int] = []
         self._ready: list[int] = []
         self._start: list[int] = []
@@ -64,6 +88,9 @@ class LaneThreads:
             for lane, tasks in enumerate(graph.lane_tasks)
             if tasks
         ]
+        self._switch_seconds = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_SECONDS, self._switch_seconds))
+        atexit.register(self._abandon)  # a thread that is inside torch when Python ends would abort the process
         for thread in self._threads:
             thread.start()
 
@@ -73,12 +100,18 @@ class LaneThreads:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(drain=kind is None)
 
+    @property
+    def admitted(self) -> int:
+        """How many iterations have been admitted."""
+        return self._admitted
+
     def admit(self) -> int:
         """Let the next iteration begin; returns its number."""
         with self._changed:
             self._raise_failure()
             iteration = self._admitted
-            first = iteration * self._tasks
+            self._forget()
+            first = (iteration - self._first) * self._tasks
             # Edges from an iteration that has ended already have nothing left to wait for.
             waits = list(self._both if iteration else self._same)
             if iteration:
@@ -95,7 +128,7 @@ class LaneThreads:
             self._admitted += 1
             for task, count in enumerate(waits):
                 if not count:
-                    self._queues[self._lane_of[task]].push(first + task)
+                    self._queues[self._lane_of[task]].push(iteration * self._tasks + task)
             self._changed.notify_all()
             return iteration
 
@@ -105,9 +138,8 @@ class LaneThreads:
         Raises:
             TaskError: any task has failed.
         """
-        instance = iteration * self._tasks + self._index[task]
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._end[instance] >= 0)
+            self._changed.wait_for(lambda: self._failure is not None or self._has_ended(iteration, self._index[task]))
             self._raise_failure()
 
     def drain(self) -> None:
@@ -117,7 +149,7 @@ class LaneThreads:
             TaskError: any task has failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._finished == len(self._waits))
+            self._changed.wait_for(lambda: self._failure is not None or self._finished == self._admitted * self._tasks)
             self._raise_failure()
 
     def close(self, *, drain: bool = True) -> None:
@@ -131,12 +163,34 @@ class LaneThreads:
                 self._changed.notify_all()
             for thread in self._threads:
                 thread.join()
+            atexit.unregister(self._abandon)
+            sys.setswitchinterval(self._switch_seconds)
+
+    def _abandon(self) -> None:
+        self.close(drain=False)
 
     def trace(self) -> Trace:
-        """The trace of all admitted iterations, which must have ended."""
-        shape = (self._admitted, self._tasks)
+        """The trace of all iterations that are kept, which must have ended."""
+        shape = (self._admitted - self._first, self._tasks)
         ready, start, end = (np.array(times, np.int64).reshape(shape) for times in (self._ready, self._start, self._end))
         return Trace(self._schedule, self._clock, ready, start, end)
+
+    def _place(self, instance: int) -> int:
+        return instance - self._first * self._tasks
+
+    def _has_ended(self, iteration: int, task: int) -> bool:
+        place = (iteration - self._first) * self._tasks + task
+        return place < 0 or self._end[place] >= 0
+
+    def _forget(self) -> None:
+        """Drop the times of old iterations once there are twice as many as are to be kept."""
+        if self._history is None or self._admitted - self._first < 2 * self._history:
+            return
+        gone = self._history * self._tasks
+        if all(end >= 0 for end in self._end[:gone]):
+            self._first += self._history
+            for times in (self._waits, self._ready, self._start, self._end, self._due):
+                del times[:gone]
 
     def _now(self) -> int:
         return time.perf_counter_ns() - self._begin
@@ -144,10 +198,16 @@ class LaneThreads:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             name, error = self._failure
+            if isinstance(error, TaskError):  # says itself which task it was
+                raise error
             raise TaskError(f"{name} failed: {type(error).__name__}: {error}") from error
 
     def _lane(self, lane: int) -> None:
         torch.set_num_threads(self._intra_op)  # before anything else: a fresh thread ignores the main thread's setting
+        with self._around():
+            self._work_through(lane)
+
+    def _work_through(self, lane: int) -> None:
         free = 0
         while True:
             with self._changed:
@@ -157,40 +217,66 @@ class LaneThreads:
                     instance = self._queues[lane].pop()
                 if instance is None or self._closing:
                     return
-                self._start[instance] = self._now()
-            iteration, task = divmod(instance, self._tasks)
+                iteration, task = divmod(instance, self._tasks)
+                self._start[self._place(instance)] = self._now()
+                due = max(free, self._due[self._place(instance)])
             try:
                 self._action(self._schedule.tasks[task], iteration)
             except BaseException as error:  # whatever it is reaches the caller, and stops the other lanes
                 self._fail(self._schedule.tasks[task].id.at(iteration), error)
                 return
-            due = max(free, self._due[instance]) + self._schedule.tasks[task].duration_ns
-            if self._paced:
-                self._sleep_until(due, self._schedule.tasks[task].id.at(iteration))
+            duration = self._schedule.tasks[task].duration_ns
+            if self._schedule.lanes[lane].name in self._shared:
+                due = self._share(self._schedule.lanes[lane].name, due, duration, instance)
+            else:
+                due += duration
+                if self._paced:
+                    self._sleep_until(due, instance)
             free = due
             self._complete(instance, task, due)
 
-    def _sleep_until(self, due: int, name: str) -> None:
+    def _sleep_until(self, due: int, instance: int) -> None:
         left = due - self._now()
         if left < 0:
-            self.late.append(name)
+            self._note_late(instance)
         while left > 0 and not self._closing:
             time.sleep(left * 1e-9)
             left = due - self._now()
 
+    def _share(self, lane: str, planned: int, duration: int, instance: int) -> int:
+        """Sleep until ``duration`` of undisturbed work is done, while other lanes that share come and go; its planned end."""
+        with self._changed:
+            # Two lanes may be booked in another order than they were planned in: at most a wake-up apart.
+            self._work.begin(lane, duration, planned)
+            self._changed.notify_all()
+            if self._work.due[lane] < self._now():
+                self._note_late(instance)
+            while (left := self._work.due[lane] - self._now()) > 0 and not self._closing:
+                self._changed.wait(left * 1e-9)
+            due = self._work.due[lane]
+            self._work.end(lane, due)
+            self._changed.notify_all()
+            return due
+
+    def _note_late(self, instance: int) -> None:
+        iteration, task = divmod(instance, self._tasks)
+        self.late.append(self._schedule.tasks[task].id.at(iteration))
+
     def _complete(self, instance: int, task: int, due: int) -> None:
         with self._changed:
             now = self._now()
-            self._end[instance] = now
+            place = self._place(instance)
+            self._end[place] = now
             self._finished += 1
             for successor, back in self._successors[task]:
-                target = instance - task + successor + back * self._tasks
+                distance = successor - task + back * self._tasks
+                target = place + distance
                 if target < len(self._waits):
                     self._waits[target] -= 1
                     self._due[target] = max(self._due[target], due)
                     if not self._waits[target]:
                         self._ready[target] = now
-                        self._queues[self._lane_of[successor]].push(target)
+                        self._queues[self._lane_of[successor]].push(instance + distance)
             self._changed.notify_all()
 
     def _fail(self, name: str, error: BaseException) -> None:

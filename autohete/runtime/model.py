@@ -1,13 +1,8 @@
-"""What can be trained: a model cut into blocks, and a small, clear GPT to begin with.
-
-The runtime drives blocks one by one, so it needs a model as a sequence: something that turns token ids into hidden states,
-blocks from hidden to hidden, something that turns hidden states into logits.
-"""
+"""A small, clear GPT to begin with, and its loss. Any other module whose blocks are a list does as well."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -105,29 +100,3 @@ class GPT(nn.Module):
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of ``logits`` (batch, sequence, vocabulary) against ``targets`` (batch, sequence)."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """A model as the runtime sees it: blocks in order, embedding first, head last.
-
-    Args:
-        modules: one module per block.
-        tied: the embedding's matrix, if the head multiplies by it.
-    """
-
-    modules: tuple[nn.Module, ...]
-    tied: nn.Parameter | None
-
-    @property
-    def last(self) -> int:
-        """Index of the head."""
-        return len(self.modules) - 1
-
-
-def stack_of(model: GPT) -> Stack:
-    """The blocks of ``model``."""
-    matrix = model.embedding.token.weight
-    assert isinstance(matrix, nn.Parameter)
-    tied = matrix if model.head.projection is None else None
-    return Stack((model.embedding, *model.blocks, model.head), tied)

@@ -1,117 +1,173 @@
 """What a training does for each kind of task, on real tensors.
 
-Model states of a block live where the schedule has put them: 16-bit or fp32 parameters in one flat buffer on the device
-(none while they are offloaded), their copy on the host, master weights and moments with the optimizer that updates them.
-What is released is poisoned: parameters that a wrong schedule would still read are NaN, so the loss tells.
+Model states of a block live where the schedule has put them: its parameters in one flat buffer on the device (none while
+they are offloaded), their copy on the host, master weights and moments on the side that updates them. What a pass keeps for
+backward can be moved; parameters it keeps by name only, because they may be elsewhere by then.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from autohete.errors import ScheduleError
-from autohete.runtime.model import Stack
-from autohete.schedule import KIND_MEANING, Kind, Schedule, Task
+from autohete.runtime.device import Ledger, accounting
+from autohete.runtime.optimizer import Adam, AdamStates
+from autohete.runtime.partition import BlockCall, ForwardPass, Partition, hidden_of, with_hidden
+from autohete.schedule import GPU, KIND_MEANING, Kind, Schedule, Task
 
 #: Loss of logits against targets, a scalar tensor.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Adam:
-    """AdamW's settings, for PyTorch's fused kernel."""
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-    def over(self, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
-        """An optimizer over ``parameters``, each updated by itself: the same kernels as in ordinary training."""
-        settings = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        return torch.optim.AdamW(parameters, fused=True, **settings)  # type: ignore[arg-type]
-
-
 @dataclass(slots=True)
 class Batch:
-    """Token ids and targets, each (batch, sequence), and the loss once it is known."""
+    """Token ids and targets, each (batch, sequence)."""
 
     ids: Tensor
     targets: Tensor
-    loss: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Side:
+    """A block's states on the device or on the host; flat buffers of all its parameters, one after another.
+
+    ``present`` are the parameters that ``gradients`` has a gradient of; None before there were any.
+    """
+
+    parameters: Tensor | None = None
+    gradients: Tensor | None = None
+    present: set[int] | None = None
+    optimizer: AdamStates | None = None
+
+
+@dataclass(slots=True)
+class _MovedStorage:
+    """Where a saved tensor lay in a storage that has moved, by the storage's old address."""
+
+    key: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Block:
-    """One block's tensors. A flat buffer holds its parameters one after another."""
+    """One block: its parameters, their states on both sides, and what lives between its passes."""
 
-    module: nn.Module
-    parameters: list[nn.Parameter]
+    parameters: tuple[nn.Parameter, ...]
     shapes: list[torch.Size]
-    device: Tensor | None = None
-    host: Tensor | None = None
-    gradients: Tensor | None = None
-    host_gradients: Tensor | None = None
-    masters: list[nn.Parameter] = field(default_factory=list)
-    optimizer: torch.optim.AdamW | None = None
-    checkpoint: tuple[Tensor, Tensor] | None = None
-    graph: tuple[Tensor, Tensor] | None = None
-    saved: list[Tensor | None] = field(default_factory=list)
+    dtype: torch.dtype
+    device: _Side = field(default_factory=_Side)
+    host: _Side = field(default_factory=_Side)
+    #: Input and random state, if it will be recomputed.
+    checkpoint: tuple[BlockCall, list[Tensor]] | None = None
+    #: Where backward begins, and where the gradient of the input arrives.
+    root: GradientEdge | None = None
+    arrived: list[Tensor] = field(default_factory=list)
+    saved: list[Tensor | _MovedStorage] = field(default_factory=list)
+    moved: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter."""
+        return [shape.numel() for shape in self.shapes]
+
+    @property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(self.sizes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in ``flat``."""
-        places = torch.split(flat, [shape.numel() for shape in self.shapes])
-        return [place.view(shape) for place, shape in zip(places, self.shapes, strict=True)]
+        return [place.view(shape) for place, shape in zip(torch.split(flat, self.sizes), self.shapes, strict=True)]
 
     def bind(self) -> None:
         """Let the module compute with what is on the device; with NaN if nothing is."""
-        if self.device is not None:
-            for parameter, view in zip(self.parameters, self.views(self.device), strict=True):
+        if self.device.parameters is not None:
+            for parameter, view in zip(self.parameters, self.views(self.device.parameters), strict=True):
                 parameter.data = view
         else:
             for parameter, shape in zip(self.parameters, self.shapes, strict=True):
-                parameter.data = torch.full((), torch.nan, dtype=parameter.dtype).expand(shape)
+                parameter.data = torch.full((), torch.nan, dtype=self.dtype, device=parameter.device).expand(shape)
+
+
+class _Cut(torch.autograd.Function):
+    """Where a block's graph ends: hands its input on, and catches the gradient of it.
+
+    A leaf would do the same, but keep its memory for as long as the graph lives, also when what the block saved has moved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, arrived: list[Tensor]) -> Tensor:
+        ctx.arrived = arrived
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.arrived.append(gradients[0])
+        return None, None, None
 
 
 class Training:
-    """Actions on the model states of ``stack`` as ``schedule`` needs them.
+    """Actions on the states of a model as ``schedule`` needs them. Takes over the model's parameters until :meth:`close`.
 
     Args:
-        stack: the model's blocks; their parameters are taken over.
-        schedule: tells by its tasks where each block's states live.
+        partition: the model, cut into blocks.
+        schedule: tells by its tasks and buffers where each block's states live.
         loss: of logits and targets.
         adam: the optimizer's settings.
+        torch_device: where the passes compute; the CPU stands for the device where there is no other.
+        device, host: count the memory of the states, and of the passes; None: it is not counted.
+        poison: overwrite what is released with NaN, so that a schedule that still reads it is noticed.
+
+    Attributes:
+        batches: by iteration, to be given before it begins.
+        losses: by iteration, as they become known.
+        skipped: iterations whose loss was not finite, with the block where that was seen first; they update nothing.
     """
 
-    def __init__(self, stack: Stack, schedule: Schedule, loss: Loss, adam: Adam | None = None) -> None:
-        self.stack, self.loss, self.adam = stack, loss, adam or Adam()
-        self.tasks = {task.id for task in schedule.tasks}
+    def __init__(
+        self,
+        partition: Partition,
+        schedule: Schedule,
+        loss: Loss,
+        adam: Adam | None = None,
+        *,
+        torch_device: torch.device | None = None,
+        device: Ledger | None = None,
+        host: Ledger | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.partition, self.loss, self.adam = partition, loss, adam or Adam()
         self.batches: dict[int, Batch] = {}
-        self._hidden: Tensor | None = None
+        self.losses: dict[int, float] = {}
+        self.skipped: dict[int, str] = {}
+        self._device = torch_device or torch.device("cpu")
+        self._pinned = self._device.type == "cuda"
+        self._device_ledger, self._host_ledger, self._poison = device, host, poison
+        self._schedule = schedule
+        self._stream = partial(torch.cuda.current_stream, self._device) if self._device.type == "cuda" else None
+        #: What the calling lane is doing: the task's name, its iteration, and what must live until its work is done.
+        self._now = threading.local()
+        self._pass: ForwardPass | None = None
+        self._call: BlockCall | None = None
+        self._result: Any = None
+        self._logits: Tensor | None = None
         self._gradient: Tensor | None = None
-        self._tied_gradient: Tensor | None = None
-        kinds: dict[int, set[Kind]] = {i: set() for i in range(len(stack.modules))}
-        for task in self.tasks:
-            if task.block not in kinds:
-                raise ScheduleError(f"{task} is of block {task.block}, but the model has {len(kinds)} blocks")
-            kinds[task.block].add(task.kind)
-        self._kinds = kinds
-        first = {free.name for task in schedule.tasks for free in task.frees if free.back}
-        owners = {b.name: task.id.block for task in schedule.tasks for b in task.allocates if b.name in first}
-        resident = {int(b.name.rpartition(".")[2]) for b in schedule.resident if b.name.startswith("resident_parameters.")}
-        self._blocks = [
-            self._take_over(
-                module, kinds[i], on_device=i in resident | set(owners.values()) or Kind.PREFETCH_FORWARD not in kinds[i]
-            )
-            for i, module in enumerate(stack.modules)
-        ]
-        self._actions: dict[Kind, Callable[[int, int], None]] = {
+        self._anchor = torch.zeros((), requires_grad=True, device=self._device)
+        self._kinds = self._kinds_of_blocks()
+        self._actions: dict[Kind, Callable[[int], None]] = {
             Kind.FORWARD: self.forward,
             Kind.LOSS: self.compute_loss,
             Kind.RECOMPUTE: self.recompute,
@@ -127,115 +183,296 @@ class Training:
             Kind.OFFLOAD_GRADIENTS: self.offload_gradients,
             Kind.CPU_UPDATE: self.cpu_update,
         }
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            self._forwards = undo.enter_context(partition.intercepted())
+            self._blocks = [
+                _Block(owned, [p.shape for p in owned], owned[0].dtype if owned else torch.float32) for owned in partition.owned
+            ]
+            self._slots = self._make_slots()
+            self._buffers = self._policy_buffers()
+            undo.callback(self._give_back)
+            for i, block in enumerate(self._blocks):
+                self._take_over(i, block)
+                for place, parameter in enumerate(block.parameters):
+                    hook = parameter.register_post_accumulate_grad_hook(self._receiver(i, place))  # type: ignore[no-untyped-call]
+                    undo.callback(hook.remove)
+            self._undo = undo.pop_all()
 
     @property
     def kinds(self) -> frozenset[Kind]:
         """The kinds of task that can be done."""
         return frozenset(self._actions)
 
+    @property
+    def in_transit(self) -> Tensor | None:
+        """What the last pass of the GPU has left for the next: hidden states, logits, or the gradient of either."""
+        if self._call is not None:
+            return self._call.hidden
+        if self._result is not None:
+            return hidden_of(self._result)
+        return self._logits if self._logits is not None else self._gradient
+
     def perform(self, task: Task, iteration: int) -> None:
-        """Do ``task``; what it frees is gone afterwards."""
-        action = self._actions.get(task.id.kind)
-        if action is None:
-            raise ScheduleError(f"the runtime has no action for {KIND_MEANING[task.id.kind]}")
-        action(task.id.block, iteration)
+        """Do ``task``: make room for what it brings, act, and let go of what it frees.
+
+        Raises:
+            DeviceOutOfMemoryError: a memory's budget is used up.
+        """
+        self._now.task, self._now.iteration = task.id.at(iteration), iteration
+        self._now.alive = []
+        # Copies allocate nothing but what they enter themselves.
+        ledger = self._device_ledger if task.lane == GPU else None
+        with accounting(ledger, self._now.task, self._left_by(task)):
+            for buffer in task.allocates:
+                if buffer.name.startswith("gradients."):
+                    self._make_gradients(int(buffer.name.rpartition(".")[2]))
+            self._actions[task.id.kind](task.id.block)
+        if self._stream is not None:
+            # Only now is the work done: what another stream has allocated may be freed, and the next task begin.
+            self._stream().synchronize()
+        self._now.alive = []
         for free in task.frees:
-            if free.name.startswith("parameters"):
-                self._release(int(free.name.rpartition(".")[2]))
+            group, _, number = free.name.rpartition(".")
+            if group.startswith("parameters"):
+                self._release(int(number))
+            elif group == "gradients" and task.id.kind is Kind.BACKWARD:
+                self._replace_parameters(self._blocks[int(number)])
 
     def parameters(self) -> list[Tensor]:
-        """The current value of every parameter in block order, wherever it is: its master weight where there is one.
+        """A copy of every trained parameter in block order, wherever it is: of its master weight where there is one.
 
         Call it when every update has ended.
         """
         found: list[Tensor] = []
         for i, block in enumerate(self._blocks):
-            if block.parameters[0].dtype is torch.float32:
-                # The side that updates is right; what it updates on the device may have been written back and released.
-                flat = block.host if Kind.CPU_UPDATE in self._kinds[i] or block.device is None else block.device
-                assert flat is not None
-                found += [view.clone() for view in block.views(flat)]
-            else:
-                found += [master.detach().clone() for master in block.masters]
+            optimizer = self._updating_side(i).optimizer
+            assert optimizer is not None
+            flat = self._newest(i) if optimizer.master is None else optimizer.master
+            found += [view.detach().clone() for view in block.views(flat)]
         return found
 
-    # --- states
+    def close(self) -> None:
+        """Give the model its forwards and its parameters back, with their trained values, in host memory."""
+        self._undo.close()
 
-    def _take_over(self, module: nn.Module, kinds: set[Kind], *, on_device: bool) -> _Block:
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        block = _Block(module, parameters, [p.shape for p in parameters])
-        dtype = parameters[0].dtype
-        flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    @contextmanager
+    def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """A function from token ids to logits, dropout off; blocks come to the device one at a time.
+
+        Call it when every update has ended.
+        """
+        was_training = self.partition.model.training
+        self.partition.model.eval()
+        try:
+            yield self._evaluate
+        finally:
+            self.partition.model.train(was_training)
+
+    # --- states: where they are, and what they become when a training ends
+
+    def _kinds_of_blocks(self) -> list[set[Kind]]:
+        kinds: list[set[Kind]] = [set() for _ in self.partition.owned]
+        for task in self._schedule.tasks:
+            if task.id.block >= len(kinds):
+                raise ScheduleError(
+                    f"{task.id} is of block {task.id.block}, but the model has {len(kinds)} blocks (embedding and head "
+                    "included): make the schedule for this model"
+                )
+            if task.id.kind not in Kind:
+                raise ScheduleError(f"the runtime has no action for {KIND_MEANING[task.id.kind]}")
+            kinds[task.id.block].add(task.id.kind)
+        for i, found in enumerate(kinds):
+            if Kind.FORWARD not in found:
+                raise ScheduleError(f"the schedule has no forward of block {i}, but the model has {len(kinds)} blocks")
+        return kinds
+
+    def _starts_on_device(self, i: int) -> bool:
+        """Whether parameters are there when the first iteration begins: they never leave, or its forward fetches nothing."""
+        return Kind.PREFETCH_FORWARD not in self._kinds[i]
+
+    def _updating_side(self, i: int) -> _Side:
+        return self._blocks[i].host if Kind.CPU_UPDATE in self._kinds[i] else self._blocks[i].device
+
+    def _newest(self, i: int) -> Tensor:
+        """The flat parameters of block ``i`` that are up to date when every update has ended."""
+        block = self._blocks[i]
+        # The side that updates is right; what it updates on the device may have been written back and released.
+        on_host = Kind.CPU_UPDATE in self._kinds[i] or block.device.parameters is None
+        flat = block.host.parameters if on_host else block.device.parameters
+        assert flat is not None
+        return flat
+
+    def _take_over(self, i: int, block: _Block) -> None:
+        kinds = self._kinds[i]
+        flat = torch.cat([p.detach().reshape(-1).cpu() for p in block.parameters]) if block.parameters else torch.empty(0)
+        for parameter in block.parameters:  # the model's own memory is free from here on
+            parameter.data = torch.empty(0, dtype=block.dtype)
         on_cpu = Kind.CPU_UPDATE in kinds
-        if on_cpu or kinds & {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}:
-            block.host = flat.clone()
-        if on_device:
-            block.device = flat.clone()
-        # In fp32 the parameters are their own master weights, on whichever side they are updated.
-        if dtype is torch.float32:
-            master = block.host if on_cpu else block.device
-            block.masters = [] if master is None else [nn.Parameter(view) for view in block.views(master)]
-            if master is None:  # updated on the GPU, but not there now: masters are made when they arrive
-                assert block.host is not None
-                block.masters = [nn.Parameter(view) for view in block.views(block.host)]
-        else:
-            block.masters = [nn.Parameter(view.float()) for view in block.views(flat)]
+        states = AdamStates(self.adam, flat if on_cpu else flat.to(self._device), block.sizes)
+        self._updating_side(i).optimizer = states
+        for tensor in states.tensors:
+            self._claim_host(tensor, "optimizer_states") if on_cpu else self._claim(tensor, "optimizer_states")
         if on_cpu:
-            block.host_gradients = torch.empty_like(flat)
-        block.optimizer = self.adam.over(block.masters)
+            block.host.gradients = self._host_tensor(block, "gradients")
+        if on_cpu or kinds & {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}:
+            block.host.parameters = self._host_tensor(block, "parameters").copy_(flat)
+        if self._starts_on_device(i):
+            block.device.parameters = self._place_for(i).copy_(flat)
         block.bind()
-        return block
+
+    def _give_back(self) -> None:
+        for i, block in enumerate(self._blocks):
+            if block.device.parameters is None and block.host.parameters is None:
+                continue  # taking over has failed before it
+            flat = self._newest(i).detach().to("cpu", copy=True)
+            for parameter, view in zip(block.parameters, block.views(flat), strict=True):
+                parameter.data = view
+                parameter.grad = None
+        for block in self._blocks:
+            block.device, block.host = _Side(), _Side()
+            block.checkpoint, block.root, block.saved, block.moved = None, None, [], {}
+        self._slots, self._buffers = [], []
+        self._pass = self._call = self._result = self._logits = self._gradient = None
+
+    # --- memory
+
+    def _left_by(self, task: Task) -> str:
+        """The group of what a pass leaves behind."""
+        kind = task.id.kind
+        if kind is Kind.FORWARD:
+            return "checkpoint" if Kind.RECOMPUTE in self._kinds[task.id.block] else "activations"
+        return {Kind.RECOMPUTE: "activations", Kind.LOSS: "logits_gradient"}.get(kind, "workspace")
+
+    def _claim(self, tensor: Tensor, group: str) -> Tensor:
+        if self._device_ledger is not None:
+            self._device_ledger.claim(tensor, group, getattr(self._now, "task", ""))
+        return tensor
+
+    def _claim_host(self, tensor: Tensor, group: str) -> Tensor:
+        if self._host_ledger is not None:
+            self._host_ledger.claim(tensor, group, getattr(self._now, "task", ""))
+        return tensor
+
+    def _host_tensor(self, block: _Block, group: str) -> Tensor:
+        return self._claim_host(torch.zeros(block.elements, dtype=block.dtype, pin_memory=self._pinned), group)
+
+    def _make_slots(self) -> list[Tensor] | None:
+        """Preallocated places for fetched parameters, each as large as the largest block that leaves."""
+        total = sum(buffer.size_bytes for buffer in self._schedule.resident if buffer.name == "parameter_slots")
+        if not total:
+            return None
+        leaving = [block for block, kinds in zip(self._blocks, self._kinds, strict=True) if kinds & _PREFETCHES]
+        slot = max(block.elements * block.dtype.itemsize for block in leaving)
+        return [
+            self._claim(torch.empty(slot, dtype=torch.uint8, device=self._device), "parameter_slots")
+            for _ in range(total // slot)
+        ]
+
+    def _policy_buffers(self) -> list[Tensor]:
+        """What the policy's system holds all the time beside the states."""
+        sizes = [buffer.size_bytes for buffer in self._schedule.resident if buffer.name == "policy_buffers"]
+        return [self._claim(torch.empty(n, dtype=torch.uint8, device=self._device), "policy_buffers") for n in sizes]
+
+    def _place_for(self, i: int) -> Tensor:
+        """Room on the device for the parameters of block ``i``."""
+        block = self._blocks[i]
+        if self._slots is None or not self._kinds[i] & _PREFETCHES:
+            return self._claim(torch.empty(block.elements, dtype=block.dtype, device=self._device), "parameters")
+        if not self._slots:
+            raise ScheduleError("all slots for parameters are taken: the schedule fetches earlier than it releases")
+        return self._slots.pop()[: block.elements * block.dtype.itemsize].view(block.dtype)
 
     def _release(self, i: int) -> None:
         block = self._blocks[i]
-        if block.device is not None:
-            block.device.fill_(torch.nan)
-            block.device = None
-            block.bind()
+        flat = block.device.parameters
+        if flat is None:
+            return
+        if self._poison:
+            flat.fill_(torch.nan)
+        if self._slots is not None:
+            self._slots.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(flat.untyped_storage()))
+        block.device.parameters = None
+        block.bind()
+
+    def _make_gradients(self, i: int) -> None:
+        block = self._blocks[i]
+        flat = torch.empty(block.elements, dtype=block.dtype, device=self._device)
+        block.device.gradients = self._claim(flat, "gradients")
+        block.device.present = set()
+
+    def _drop_gradients(self, block: _Block) -> None:
+        self._now.alive.append(block.device.gradients)
+        block.device.gradients = None
+
+    def _replace_parameters(self, block: _Block) -> None:
+        """A finished gradient takes the place of the parameters."""
+        assert block.device.parameters is not None
+        assert block.device.gradients is not None
+        block.device.gradients = block.device.parameters.copy_(block.device.gradients)
 
     # --- passes of the GPU
 
-    def forward(self, i: int, iteration: int) -> None:
+    def forward(self, i: int) -> None:
         """Compute the block; keep its graph, or only its input and the random state if it will be recomputed."""
-        block = self._blocks[i]
-        x = self.batches[iteration].ids if i == 0 else self._hidden
-        assert x is not None
+        block, last = self._blocks[i], self.partition.last
+        if i == 0:
+            self._pass = ForwardPass(self.partition.model)
+            ids = self.batches[self._now.iteration].ids.to(self._device, non_blocking=True, copy=True)
+            with torch.enable_grad(), self._saving(0):
+                first = self._pass.start(ids)
+            block.root = _edge(first.hidden)
+            self._call = replace(first, hidden=first.hidden.detach())
+            return
+        assert self._pass is not None
+        if i == last:
+            result, self._result = self._result, None
+            with torch.enable_grad(), self._saving(i):
+                logits = self._pass.finish(with_hidden(result, self._cut(block, hidden_of(result))))
+            block.root, self._logits, self._pass = _edge(logits), logits.detach(), None
+            return
+        call, self._call = self._call, None
+        assert call is not None
         if Kind.RECOMPUTE in self._kinds[i]:
-            block.checkpoint = (x, torch.get_rng_state())
+            block.checkpoint = (call, _random_state(self._device))
             with torch.no_grad():
-                self._hidden = self._compute(i, x)
+                result = call.on(self._forwards[i - 1], call.hidden)
         else:
-            self._hidden = self._compute_with_graph(i, x)
+            result = self._compute_with_graph(i, call)
+        result = with_hidden(result, hidden_of(result).detach())
+        if i + 1 < last:
+            self._call = self._pass.resume(result)
+        else:
+            self._result = result
 
-    def recompute(self, i: int, iteration: int) -> None:
+    def recompute(self, i: int) -> None:
         """Forward again from the checkpoint, with the random state that it had."""
-        checkpoint = self._blocks[i].checkpoint
-        assert checkpoint is not None
-        x, state = checkpoint
-        now = torch.get_rng_state()
-        torch.set_rng_state(state)
-        self._compute_with_graph(i, x)
-        torch.set_rng_state(now)
-        self._blocks[i].checkpoint = None
+        block = self._blocks[i]
+        assert block.checkpoint is not None
+        (call, state), block.checkpoint = block.checkpoint, None
+        now = _random_state(self._device)
+        _set_random_state(self._device, state)
+        self._compute_with_graph(i, call)
+        _set_random_state(self._device, now)
 
-    def _compute(self, i: int, x: Tensor) -> Tensor:
-        module = self._blocks[i].module
-        result: Tensor = module(x, self.stack.tied) if i == self.stack.last and self.stack.tied is not None else module(x)
-        return result
-
-    def _compute_with_graph(self, i: int, x: Tensor) -> Tensor:
-        leaf = x if i == 0 else x.detach().requires_grad_()
+    def _compute_with_graph(self, i: int, call: BlockCall) -> Any:
+        block = self._blocks[i]
         with torch.enable_grad(), self._saving(i):
-            y = self._compute(i, leaf)
-        self._blocks[i].graph = (leaf, y)
-        return y.detach()
+            result = call.on(self._forwards[i - 1], self._cut(block, call.hidden))
+        block.root = _edge(hidden_of(result))
+        return with_hidden(result, hidden_of(result).detach())
+
+    def _cut(self, block: _Block, hidden: Tensor) -> Tensor:
+        block.arrived = []
+        cut: Tensor = _Cut.apply(self._anchor, hidden, block.arrived)  # type: ignore[no-untyped-call]
+        return cut
 
     @contextmanager
     def _saving(self, i: int) -> Iterator[None]:
-        """Keep what backward needs where it can be moved, and parameters by name: they may be elsewhere by then."""
+        """Keep what backward needs where it can be moved."""
         block = self._blocks[i]
-        assert block.device is not None, "forward without parameters"
-        parameters = block.device.untyped_storage().data_ptr()
+        assert block.device.parameters is not None, "forward without parameters"
+        parameters = block.device.parameters.untyped_storage().data_ptr() if block.elements else -1
         block.saved = []
 
         def pack(tensor: Tensor) -> object:
@@ -246,119 +483,196 @@ class Training:
 
         def unpack(handle: object) -> Tensor:
             if isinstance(handle, tuple):
-                assert block.device is not None, "backward without parameters"
-                return block.device.as_strided(*handle)
+                assert block.device.parameters is not None, "backward without parameters"
+                return block.device.parameters.as_strided(*handle)
             assert isinstance(handle, int)
             saved = block.saved[handle]
-            assert saved is not None, "backward without activations"
+            assert isinstance(saved, Tensor), "backward without activations"
             return saved
 
         with saved_tensors_hooks(pack, unpack):
             yield
 
-    def compute_loss(self, i: int, iteration: int) -> None:
+    def compute_loss(self, i: int) -> None:
         """Loss of the iteration and the gradient of its logits."""
-        batch = self.batches[iteration]
-        assert self._hidden is not None
-        logits = self._hidden.detach().requires_grad_()
+        batch = self.batches.pop(self._now.iteration)
+        assert self._logits is not None
+        logits, self._logits = self._logits.requires_grad_(), None
         with torch.enable_grad():
-            loss = self.loss(logits, batch.targets)
+            loss = self.loss(logits, batch.targets.to(self._device, non_blocking=True, copy=True))
         (self._gradient,) = torch.autograd.grad(loss, logits)
-        batch.loss = loss.detach()
-        self._hidden = None
+        value = loss.item()
+        if not math.isfinite(value):
+            self.skipped[self._now.iteration] = self._first_not_finite()
+        self.losses[self._now.iteration] = value
 
-    def backward(self, i: int, iteration: int) -> None:
+    def _first_not_finite(self) -> str:
+        """Where values that are not finite begin: only called when it is too late to be quick."""
+        for i, block in enumerate(self._blocks):
+            flat = block.device.parameters
+            if flat is not None and not torch.isfinite(flat).all():
+                return f"the parameters of block {i}"
+            kept = [s for s in block.saved if isinstance(s, Tensor)] + (
+                [block.checkpoint[0].hidden] if block.checkpoint else []
+            )
+            if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in kept):
+                return f"what block {i} keeps for backward"
+        return "the logits"
+
+    def backward(self, i: int) -> None:
         """Gradients of the block's parameters, and of its input for the block below."""
         block = self._blocks[i]
-        assert block.graph is not None
-        x, y = block.graph
-        tied = self.stack.tied if i == self.stack.last else None
-        wanted = [*([x] if i else []), *block.parameters, *([tied] if tied is not None else [])]
-        found = list(torch.autograd.grad(y, wanted, self._gradient))
-        self._gradient = found.pop(0) if i else None
-        if tied is not None:
-            self._tied_gradient = found.pop()
-        if i == 0 and self.stack.tied is not None:
-            place = next(k for k, p in enumerate(block.parameters) if p is self.stack.tied)
-            assert self._tied_gradient is not None
-            found[place] = self._tied_gradient + found[place]
-            self._tied_gradient = None
-        block.gradients = torch.cat([gradient.reshape(-1) for gradient in found])
-        block.graph, block.saved = None, []
+        incoming, self._gradient = self._gradient, None
+        if block.root is not None and incoming is not None:
+            torch.autograd.backward([block.root], [incoming])
+            self._gradient = block.arrived.pop() if block.arrived else None
+        self._now.alive.append(block.saved)
+        block.root, block.saved, block.moved = None, [], {}
+
+    def _receiver(self, i: int, place: int) -> Callable[[Tensor], None]:
+        """Called with a parameter whose gradient a backward has found: collects it."""
+        block = self._blocks[i]
+
+        def receive(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None or self._now.iteration in self.skipped:
+                return
+            if block.device.gradients is None or block.device.present is None:
+                raise ScheduleError(
+                    f"{self._now.task} finds a gradient of block {i}, for which the schedule has no room yet: if the head "
+                    "shares the embedding's matrix, make the schedule with tied_embeddings"
+                )
+            view = block.views(block.device.gradients)[place]
+            if place in block.device.present:  # a matrix that two blocks share
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+                block.device.present.add(place)
+
+        return receive
 
     # --- updates
 
-    def gpu_update(self, i: int, iteration: int) -> None:
+    def gpu_update(self, i: int) -> None:
         """AdamW on the device's states."""
-        block = self._blocks[i]
-        assert block.gradients is not None
-        assert block.device is not None
-        if block.parameters[0].dtype is torch.float32:
-            for master, view in zip(block.masters, block.views(block.device), strict=True):
-                master.data = view
-        self._step(block, block.gradients)
-        if block.parameters[0].dtype is not torch.float32:
-            self._narrow(block, block.device)
-        block.gradients = None
+        self._update(self._blocks[i].device)
+        self._drop_gradients(self._blocks[i])
 
-    def cpu_update(self, i: int, iteration: int) -> None:
+    def cpu_update(self, i: int) -> None:
         """AdamW on the host's states, and the new parameters into the host's copy."""
-        block = self._blocks[i]
-        assert block.host_gradients is not None
-        assert block.host is not None
-        self._step(block, block.host_gradients)
-        if block.parameters[0].dtype is not torch.float32:
-            self._narrow(block, block.host)
+        self._update(self._blocks[i].host)
 
-    def _step(self, block: _Block, gradients: Tensor) -> None:
-        assert block.optimizer is not None
-        for master, gradient in zip(block.masters, block.views(gradients), strict=True):
-            master.grad = gradient.float()  # the same tensor in fp32
-        block.optimizer.step()
-        for master in block.masters:
-            master.grad = None
-
-    def _narrow(self, block: _Block, flat: Tensor) -> None:
-        for view, master in zip(block.views(flat), block.masters, strict=True):
-            view.copy_(master.detach())
+    def _update(self, side: _Side) -> None:
+        assert side.parameters is not None
+        assert side.optimizer is not None
+        if side.present:  # with delayed updates there is nothing to do in the first iteration
+            assert side.gradients is not None
+            side.optimizer.update(side.parameters, side.gradients, side.present)
 
     # --- copies
 
-    def prefetch(self, i: int, iteration: int) -> None:
+    def prefetch(self, i: int) -> None:
         """Parameters from the host into a new place on the device."""
         block = self._blocks[i]
-        assert block.host is not None
-        block.device = torch.empty_like(block.host).copy_(block.host)
+        assert block.host.parameters is not None
+        block.device.parameters = self._place_for(i).copy_(block.host.parameters, non_blocking=True)
         block.bind()
 
-    def refresh(self, i: int, iteration: int) -> None:
+    def refresh(self, i: int) -> None:
         """Updated parameters into the place that they have on the device."""
         block = self._blocks[i]
-        assert block.host is not None
-        assert block.device is not None
-        block.device.copy_(block.host)
+        assert block.host.parameters is not None
+        assert block.device.parameters is not None
+        block.device.parameters.copy_(block.host.parameters, non_blocking=True)
 
-    def write_back(self, i: int, iteration: int) -> None:
+    def write_back(self, i: int) -> None:
         """Parameters from the device into the host's copy."""
         block = self._blocks[i]
-        assert block.host is not None
-        assert block.device is not None
-        block.host.copy_(block.device)
+        assert block.host.parameters is not None
+        assert block.device.parameters is not None
+        block.host.parameters.copy_(block.device.parameters, non_blocking=True)
 
-    def offload_gradients(self, i: int, iteration: int) -> None:
+    def offload_gradients(self, i: int) -> None:
         """Gradients to the host."""
         block = self._blocks[i]
-        assert block.gradients is not None
-        assert block.host_gradients is not None
-        block.host_gradients.copy_(block.gradients)
-        block.gradients = None
+        assert block.device.gradients is not None
+        assert block.host.gradients is not None
+        block.host.gradients.copy_(block.device.gradients, non_blocking=True)
+        block.host.present = block.device.present
+        self._drop_gradients(block)
 
-    def offload_activations(self, i: int, iteration: int) -> None:
-        """What backward needs, to the host."""
+    def offload_activations(self, i: int) -> None:
+        """What backward needs, to the host: each storage once, however many saved tensors lie in it."""
         block = self._blocks[i]
-        block.saved = [None if tensor is None else tensor.clone() for tensor in block.saved]
+        for place, tensor in enumerate(block.saved):
+            assert isinstance(tensor, Tensor)
+            self._now.alive.append(tensor)
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            if key not in block.moved:
+                there = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pinned)
+                block.moved[key] = self._claim_host(there, "activations")
+                here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+                there.copy_(here, non_blocking=True)
+            block.saved[place] = _MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def fetch_activations(self, i: int, iteration: int) -> None:
+    def fetch_activations(self, i: int) -> None:
         """What backward needs, back to the device."""
         block = self._blocks[i]
-        block.saved = [None if tensor is None else tensor.clone() for tensor in block.saved]
+        self._now.alive.append(block.moved)
+        back: dict[int, Tensor] = {}
+        for key, there in block.moved.items():
+            here = torch.empty(len(there), dtype=torch.uint8, device=self._device)
+            back[key] = self._claim(here, "activations").copy_(there, non_blocking=True)
+        for place, moved in enumerate(block.saved):
+            assert isinstance(moved, _MovedStorage)
+            storage = back[moved.key].untyped_storage()
+            tensor = torch.empty(0, dtype=moved.dtype, device=self._device)
+            block.saved[place] = tensor.set_(storage, moved.offset, moved.size, moved.stride)
+        block.moved = {}
+
+    # --- evaluation
+
+    @torch.no_grad()
+    def _evaluate(self, ids: Tensor) -> Tensor:
+        forward = ForwardPass(self.partition.model)
+        last = self.partition.last
+        with self._present(0), self._present(last):
+            call = forward.start(ids.to(self._device))
+            for i in range(1, last):
+                with self._present(i):
+                    result = call.on(self._forwards[i - 1], call.hidden)
+                if i + 1 < last:
+                    call = forward.resume(result)
+            return forward.finish(result)
+
+    @contextmanager
+    def _present(self, i: int) -> Iterator[None]:
+        """Have the parameters of block ``i`` on the device for a while."""
+        if self._blocks[i].device.parameters is not None:
+            yield
+            return
+        self.prefetch(i)
+        try:
+            yield
+        finally:
+            self._release(i)
+
+
+_PREFETCHES = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    """Where backward from ``tensor`` begins, without keeping its memory."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_state(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

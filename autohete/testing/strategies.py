@@ -11,12 +11,14 @@ Values are small, and extreme on purpose: passes of no time, links a thousand ti
 from __future__ import annotations
 
 import typing
+from dataclasses import replace
 from enum import Enum
 from functools import cache
 
 from hypothesis import strategies as st
 
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Link
+from autohete.lowering import least_parameter_slots
 from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
@@ -133,7 +135,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     small = st.integers(1, 4)
     inner = [draw(_block_plans(may_leave=not delayed)) for _ in range(len(profile.blocks) - 2)]
     outer = [BlockPlan(optimizer=draw(st.sampled_from(Processor))) for _ in range(2)]
-    return Plan(
+    plan = Plan(
         policy="random",
         blocks=(outer[0], *inner, outer[1]),
         gradient_bytes=draw(st.sampled_from([2, 4, 8])),
@@ -142,7 +144,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
         host_optimizer_bytes=draw(st.integers(0, 18)),
         host_parameter_bytes=draw(st.integers(0, 4)),
         blocking_gradients=draw(st.booleans()),
-        gradients_replace_parameters=draw(st.booleans()),
+        gradients_replace_parameters=profile.workload.precision is not Precision.FP32 and draw(st.booleans()),
         gradient_slots=None if serial else draw(st.none() | small),
         update_after_backward=whole,
         window=None if serial or whole or delayed else draw(st.none() | small),
@@ -153,9 +155,11 @@ def plans(draw: Draw, profile: Profile) -> Plan:
         delayed=delayed,
         priority=priority,
         gpu_buffer_bytes=draw(st.integers(0, 10**6)),
-        parameter_slots=draw(st.none() | small),
         host_buffer_bytes=draw(st.integers(0, 10**6)),
     )
+    if draw(st.booleans()):
+        return plan
+    return replace(plan, parameter_slots=max(1, least_parameter_slots(profile, plan) + draw(st.integers(0, 2))))
 
 
 @st.composite
@@ -227,7 +231,12 @@ def schedules(draw: Draw, sharing: bool = False, max_tasks: int = 12) -> Schedul
         small = st.sampled_from([1.0, 2.0, 3.0, 5.0, 8.0])
         flows = tuple(Flow(name, draw(small), draw(small)) for name in names)
         resources = tuple(
-            SharedResource(f"share{i}", draw(small), tuple(draw(st.lists(st.sampled_from(names), unique=True, min_size=1))))
+            SharedResource(
+                f"share{i}",
+                draw(small),
+                tuple(draw(st.lists(st.sampled_from(names), unique=True, min_size=1))),
+                counts_lanes=draw(st.booleans()),
+            )
             for i in range(draw(st.integers(1, 3)))
         )
     return Schedule(tuple(lanes), tuple(_with_buffers(draw, tasks)), memories, resident, flows, resources).validate()

@@ -1,0 +1,71 @@
+"""A measured profile as a file: JSON, with where, when and with which versions it was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from autohete.errors import InputError
+from autohete.hardware import HardwareFile
+from autohete.profile import BlockProfile, LossProfile, Profile
+from autohete.report.write import write_text
+from autohete.workload import Workload
+
+_FORMAT = "autohete-profile 1"
+_BLOCKS, _LOSS, _WORKLOAD = TypeAdapter(tuple[BlockProfile, ...]), TypeAdapter(LossProfile), TypeAdapter(Workload)
+
+
+def write_profile(path: str | Path, profile: Profile, hardware: dict[str, Any], measured: dict[str, str]) -> None:
+    """Write ``profile``, measured on ``hardware``.
+
+    Args:
+        path: a .json file.
+        profile: times and sizes.
+        hardware: what they were measured on, as the document of a hardware file: each figure with unit, source and date.
+        measured: date, machine and versions, as text.
+
+    Raises:
+        InputError: ``path`` cannot be written.
+    """
+    document = {
+        "format": _FORMAT,
+        "measured": measured,
+        "workload": asdict(profile.workload),
+        "blocks": [asdict(block) for block in profile.blocks],
+        "loss": asdict(profile.loss),
+        "hardware": hardware,
+    }
+    write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def read_profile(path: str | Path) -> Profile:
+    """The profile that :func:`write_profile` wrote.
+
+    Raises:
+        InputError: no such file, not a profile, or values that make no sense.
+    """
+    try:
+        document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"profile {str(path)!r} cannot be read: {reason}; write one with autohete profile") from error
+    except ValueError as error:
+        raise InputError(f"profile {str(path)!r} is not JSON: {str(error)[:200]}; write one with autohete profile") from error
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise InputError(f"{str(path)!r} is no profile ({_FORMAT!r} is missing): write one with autohete profile")
+    try:
+        workload = _WORKLOAD.validate_python(document.get("workload"))
+        blocks = _BLOCKS.validate_python(document.get("blocks"))
+        loss = _LOSS.validate_python(document.get("loss"))
+        hardware = HardwareFile.model_validate_json(json.dumps(document.get("hardware"))).hardware()
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise InputError(f"profile {str(path)!r}: {error.title} {where}: {fault['msg']}; measure it again") from error
+    if len(blocks) != workload.blocks:
+        raise InputError(f"profile {str(path)!r} has {len(blocks)} blocks, its workload {workload.blocks}: measure it again")
+    return Profile(workload, hardware, blocks, loss)

@@ -1,0 +1,241 @@
+"""What is trained on: text from a file, a folder or this Python's own source, as tokens, as batches of windows."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autohete.errors import InputError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_PROSE = {".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".json", ".jsonl", ".toml", ".yaml", ".yml", ".ini"}
+_CODE = {".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"}
+#: Of a folder's files, those with these endings are text.
+SUFFIXES = frozenset(_PROSE | _CODE)
+#: Folders that are not the standard library (installed packages), and its tests, tables, applications and old copies.
+_NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "encodings", "idlelib", "turtledemo", "lib2to3", "distutils"}
+_LIBRARY_CHARACTERS = 4_000_000
+
+
+def read_text(source: str | Path | None) -> str:
+    """Text to train on.
+
+    Args:
+        source: a UTF-8 text file; a folder, for all UTF-8 files under it that end in :data:`SUFFIXES`, in the order of
+            their paths; None for what every machine has: this Python's standard library, the first 4,000,000 characters.
+
+    Raises:
+        InputError: what was given cannot be read, or there is no text in it.
+    """
+    path = Path(sysconfig.get_path("stdlib") if source is None else source)
+    try:
+        if source is None:
+            text = "\n".join(_texts(path, {".py"}, _NO_LIBRARY))[:_LIBRARY_CHARACTERS]
+        elif path.is_dir() and source != "":  # an empty string is a mistake, not the working directory
+            text = "\n".join(_texts(path, SUFFIXES, set()))
+        else:
+            text = _text(path)
+    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"text {str(path)!r} cannot be read: {reason}; give a UTF-8 text file or a folder of them") from error
+    if not text.strip():
+        endings = " ".join(sorted(SUFFIXES))
+        raise InputError(f"{str(path)!r} holds no UTF-8 text: give a text file, or a folder with files that end in {endings}")
+    return text
+
+
+def _texts(folder: Path, suffixes: set[str] | frozenset[str], without: set[str]) -> Iterator[str]:
+    """The texts under ``folder`` in the order of their paths, but for folders that are named in ``without``."""
+
+    def refuse(error: OSError) -> None:  # os.walk would pass over a folder that it cannot list
+        raise error
+
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if name not in without]
+        found += [Path(parent, name) for name in names if Path(name).suffix.lower() in suffixes]
+    # A link to nowhere is no file, nor is a pipe, on which reading would wait.
+    return filter(None, (_text(path) for path in sorted(found) if path.is_file()))
+
+
+def _text(path: Path) -> str:
+    """The file's text; nothing if it is not UTF-8 or holds a NUL, as binary files do."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""
+    return "" if "\0" in text else text
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back: decoding what was encoded gives the text."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Ids are below this."""
+
+    def encode(self, text: str) -> Tensor:
+        """Ids of ``text``: (tokens,), int64."""
+
+    def decode(self, ids: Tensor) -> str:
+        """Text of ``ids`` (tokens,); bytes that are not UTF-8 become U+FFFD. InputError: an id that there is not."""
+
+
+class ByteTokenizer:
+    """A :class:`Tokenizer` of UTF-8 bytes: nothing to train, nothing to install."""
+
+    vocabulary_size = 256
+
+    def encode(self, text: str) -> Tensor:
+        """Bytes of ``text``: (tokens,), int64."""
+        return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).astype(np.int64))
+
+    def decode(self, ids: Tensor) -> str:
+        """Text of the bytes ``ids`` (tokens,); what is not UTF-8 becomes U+FFFD. InputError: no byte."""
+        return bytes(_numbers(ids, self.vocabulary_size)).decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainedTokenizer:
+    inner: tokenizers.Tokenizer
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.inner.get_vocab_size()
+
+    def encode(self, text: str) -> Tensor:
+        return torch.tensor([n for piece in self.inner.encode_batch_fast(_pieces(text)) for n in piece.ids], dtype=torch.int64)
+
+    def decode(self, ids: Tensor) -> str:
+        return self.inner.decode(_numbers(ids, self.vocabulary_size))
+
+
+def _pieces(text: str) -> list[str]:
+    """``text`` cut at fixed places: pieces are encoded in parallel, and a cut costs about one token in ten thousand."""
+    return [text[start : start + 2**16] for start in range(0, len(text), 2**16)]
+
+
+def _numbers(ids: Tensor, vocabulary_size: int) -> list[int]:
+    numbers: list[int] = ids.flatten().tolist()
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < vocabulary_size:
+            raise InputError(f"token id {number!r} cannot be decoded: ids are whole numbers from 0 to {vocabulary_size - 1}")
+    return numbers
+
+
+def train_tokenizer(text: str, vocabulary_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer learnt from ``text``, without download; the same text gives the same tokenizer.
+
+    Args:
+        text: what to learn from.
+        vocabulary_size: tokens: the 256 bytes and the commonest merges. A short text yields fewer; ask the tokenizer.
+
+    Raises:
+        InputError: fewer than 257 tokens, or the package ``tokenizers`` is not installed.
+    """
+    _at_least(257, vocabulary_size=vocabulary_size)
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        message = "a trained tokenizer needs tokenizers: pip install 'autohete[huggingface]', or use ByteTokenizer"
+        raise InputError(message) from error
+    inner, split = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.pre_tokenizer, inner.decoder = split, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary_size, initial_alphabet=split.alphabet(), show_progress=False)
+    inner.train_from_iterator(_pieces(text), trainer)
+    return _TrainedTokenizer(inner)
+
+
+class TextData:
+    """A text's tokens in two parts, the first to train on and the last to validate on, as batches.
+
+    A batch is ids and targets, each (batch, sequence), int64, on the CPU; the target of a token is the next one.
+
+    Args:
+        text: what to learn.
+        tokenizer: makes the tokens, once.
+        sequence_length, batch_size: shape of a batch.
+        seed: of the windows to train on, from 0.
+        validation_share: of all tokens, between 0 and 1.
+
+    Raises:
+        InputError: a value out of range, too few tokens to train on (one window) or to validate on (one batch).
+    """
+
+    def __init__(
+        self,
+        text: str,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        batch_size: int,
+        seed: int = 0,
+        validation_share: float = 0.1,
+    ) -> None:
+        _at_least(1, sequence_length=sequence_length, batch_size=batch_size)
+        _at_least(0, seed=seed)
+        if not 0 < validation_share < 1:
+            raise InputError(f"validation_share is {validation_share!r}: it must lie between 0 and 1, such as 0.1")
+        self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
+        tokens = tokenizer.encode(text)
+        cut = round(len(tokens) * (1 - validation_share))
+        self._train, self._validation = tokens[:cut], tokens[cut:]
+        # With less than a batch to validate on, validation would be empty and its mean loss NaN.
+        for part, have, windows in (("training", self.train_tokens, 1), ("validation", self.validation_tokens, batch_size)):
+            if have < (need := windows * sequence_length + 1):
+                raise InputError(
+                    f"the {part} part has {have} of the text's {len(tokens)} tokens, but needs {need}, {windows} × "
+                    f"{sequence_length} + 1: give more text, shorter sequences, smaller batches or another validation_share"
+                )
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens to train on."""
+        return len(self._train)
+
+    @property
+    def validation_tokens(self) -> int:
+        """Tokens to validate on."""
+        return len(self._validation)
+
+    def train(self, first_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches without end, of windows at random places; each depends on the seed and its step's number only.
+
+        Args:
+            first_step: number of the first batch: a run resumed after ``k`` steps gives ``k``. InputError: negative.
+        """
+        _at_least(0, first_step=first_step)
+        return map(self._drawn, itertools.count(first_step))
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The validation part once, window after window, in full batches; tokens left over at its end are not used."""
+        size = self.batch_size * self.sequence_length
+        for start in range(0, self.validation_tokens - size, size):
+            yield self._windows(self._validation, torch.arange(start, start + size, self.sequence_length))
+
+    def _drawn(self, step: int) -> tuple[Tensor, Tensor]:
+        # Torch's CPU generator looks at 32 bits of its seed only; numpy mixes seed and step into them.
+        mixed = np.random.SeedSequence(self.seed, spawn_key=(step,)).generate_state(1)
+        generator = torch.Generator().manual_seed(int(mixed[0]))
+        places = self.train_tokens - self.sequence_length
+        return self._windows(self._train, torch.randint(places, (self.batch_size,), generator=generator))
+
+    def _windows(self, tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        index = starts[:, None] + torch.arange(self.sequence_length)
+        return tokens[index], tokens[index + 1]
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if type(value) is not int or value < least:
+            raise InputError(f"{name} is {value!r}: it must be a whole number from {least} on")

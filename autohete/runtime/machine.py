@@ -1,0 +1,218 @@
+"""Measures the machine: copies both ways, alone and together, the CPU's optimizer step beside them, and a matrix product.
+
+Where there is no GPU the CPU stands for it: copies are copies within host memory, and all lanes share the cores.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autohete.runtime.optimizer import Adam, AdamStates
+
+_KIB, _MIB = 2**10, 2**20
+#: Sizes of copies, from 64 KiB, a factor of four apart.
+_SMALLEST, _LARGEST, _LARGEST_QUICK = 64 * _KIB, 1024 * _MIB, 64 * _MIB
+_UPDATED = 4 * _MIB  # parameters of the optimizer step that is measured
+_MATRIX = 256  # small: without hardware support a bf16 product runs at 1 GFLOP/s
+_SECONDS = 0.25  # for each measurement of lanes together
+
+
+def versions() -> dict[str, str]:
+    """Date, machine and versions, for files and tables."""
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {
+        "date": datetime.now().astimezone().date().isoformat(),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {_host_bytes() / 2**30:.0f} GiB, {accelerator}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+    }
+
+
+def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: bool = False) -> dict[str, Any]:
+    """The document of a hardware file for this machine, in one thread per lane.
+
+    Args:
+        torch_device: a GPU, or the CPU that stands for one.
+        device_bytes: memory that tensors may have on the device.
+        quick: copies up to 64 MiB instead of 1 GiB, in about a second.
+    """
+    measured = versions()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        h2d, d2h = (_Copies(torch_device, up, _LARGEST_QUICK if quick else _LARGEST) for up in (True, False))
+        links = {"h2d": h2d.line(), "d2h": d2h.line()}
+        update = _update()
+        one_way, other_way = h2d.large(), d2h.large()
+        both = _rates_together({"h2d": one_way, "d2h": other_way})
+        alone = _rates_together({"cpu": update})["cpu"]
+        beside = _rates_together({"h2d": one_way, "cpu": update})
+        matrix = {dtype: _matrix_rate(torch_device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    finally:
+        torch.set_num_threads(threads)
+    size = h2d.large_bytes
+    # What moved while everything ran: one side of each copy, and all that an update touches.
+    together = max(beside["h2d"] * size + beside["cpu"] * _UPDATED * 28, (both["h2d"] + both["d2h"]) * size)
+    emulated = torch_device.type == "cpu"
+
+    def figure(value: str | float | int, how: str) -> dict[str, Any]:
+        return {"value": value, "source": f"measured on {measured['machine']}: {how}", "date": measured["date"]}
+
+    def link(name: str) -> dict[str, Any]:
+        bandwidth, latency = links[name]
+        duplex = min(both[name] * size, bandwidth)
+        return {
+            "bandwidth": figure(f"{bandwidth:.6g} B/s", "line through copies of 64 KiB and more"),
+            "duplex_bandwidth": figure(f"{duplex:.6g} B/s", "both directions at once"),
+            "latency": figure(f"{latency:.6g} s", "line through copies of 64 KiB and more"),
+        }
+
+    copy_rate = links["h2d"][0]
+    return {
+        "name": "this-machine",
+        "title": f"{measured['machine']}, {measured['versions']}",
+        "gpu": {
+            "model": "the CPU stands for it" if emulated else torch.cuda.get_device_name(torch_device),
+            "memory": figure(f"{device_bytes + 1} B", "budget"),
+            "reserved_memory": figure("1 B", "nothing is reserved beside the budget"),
+            "peak_16bit": figure(f"{matrix[torch.bfloat16]:.6g} FLOP/s", f"matrix product of {_MATRIX}, bf16"),
+            "peak_32bit": figure(f"{matrix[torch.float32]:.6g} FLOP/s", f"matrix product of {_MATRIX}, fp32"),
+            "memory_bandwidth": figure(f"{2 * copy_rate if emulated else _device_rate(torch_device):.6g} B/s", "large copy"),
+            "memory_efficiency": figure(1.0, "measured, not a datasheet"),
+            "gemm_efficiency": figure(1.0, "measured, not a datasheet"),
+            "kernel_overhead": figure("5 us", "not measured; measured blocks include it"),
+        },
+        "links": {"h2d": link("h2d"), "d2h": link("d2h")},
+        "host": {
+            "memory": figure(f"{_host_bytes()} B", "physical memory"),
+            "memory_bandwidth": figure(f"{together:.6g} B/s", "optimizer step and copies together"),
+            "usable_share": figure(1.0, "measured, not a datasheet"),
+        },
+        "cpu": {
+            "model": _processor(),
+            "cores": figure(os.cpu_count() or 1, "operating system"),
+            "update_bandwidth": figure(f"{alone * _UPDATED * 28:.6g} B/s", "fused AdamW, 28 B per parameter"),
+        },
+        **({"emulation": {"shared_cores": figure(os.cpu_count() or 1, "operating system")}} if emulated else {}),
+    }
+
+
+class _Copies:
+    """Copies of one direction through a buffer on each side."""
+
+    def __init__(self, device: torch.device, up: bool, largest: int) -> None:
+        self._largest = largest
+        host = torch.zeros(largest, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        there = torch.zeros(largest, dtype=torch.uint8, device=device)
+        self._target, self._source = (there, host) if up else (host, there)
+        self._device = device
+        self.large_bytes = min(largest, 16 * _MIB)
+
+    def line(self) -> tuple[float, float]:
+        """Bandwidth (bytes/s) and latency (s) of the line through all sizes that errs least, relatively."""
+        sizes, times = [], []
+        size = _SMALLEST
+        while size <= self._largest:
+            sizes.append(size)
+            times.append(self._seconds(size))
+            size *= 4
+        x, y = np.array(sizes, float), np.array(times)
+        design = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
+        latency, per_byte = np.linalg.lstsq(design, np.ones_like(y), rcond=None)[0]
+        return 1 / max(float(per_byte), 1e-15), min(max(float(latency), 1e-7), 1.0)
+
+    def large(self) -> Callable[[], None]:
+        """One copy of :attr:`large_bytes`."""
+        target, source = self._target[: self.large_bytes], self._source[: self.large_bytes]
+        return lambda: self._copy(target, source)
+
+    def _seconds(self, size: int) -> float:
+        target, source = self._target[:size], self._source[:size]
+        times = []
+        for _ in range(9 if size <= 16 * _MIB else 3):
+            begin = time.perf_counter()
+            self._copy(target, source)
+            times.append(time.perf_counter() - begin)
+        return median(times)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+def _update() -> Callable[[], None]:
+    parameters = torch.zeros(_UPDATED)
+    states, gradients = AdamStates(Adam(), parameters, [_UPDATED]), torch.zeros(_UPDATED)
+    return lambda: states.update(parameters, gradients, {0})
+
+
+def _rates_together(jobs: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """How often a second each of ``jobs`` gets done while all of them run, each in a thread."""
+    rates: dict[str, float] = {}
+    barrier = threading.Barrier(len(jobs))
+
+    def run(name: str, job: Callable[[], None]) -> None:
+        torch.set_num_threads(1)
+        job()
+        barrier.wait()
+        done, begin = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - begin) < _SECONDS:
+            job()
+            done += 1
+        rates[name] = done / elapsed
+
+    threads = [threading.Thread(target=run, args=item) for item in jobs.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return rates
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product."""
+    a = torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device)
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        (a @ a).sum().item()
+        times.append(time.perf_counter() - begin)
+    return 2 * _MATRIX**3 / median(times[1:])
+
+
+def _device_rate(device: torch.device) -> float:
+    """Bytes/s that a copy within the device reads and writes."""
+    a = torch.zeros(256 * _MIB, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    times = []
+    for _ in range(4):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        b.copy_(a)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return 2 * a.numel() / median(times[1:])
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

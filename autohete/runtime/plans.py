@@ -1,0 +1,28 @@
+"""What this runtime does of a published system's plan, and what it does its own way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autohete.plan import Plan
+from autohete.profile import Profile
+
+
+def as_executed(plan: Plan, profile: Profile) -> Plan:
+    """``plan`` with the bytes that the runtime moves and keeps.
+
+    Who computes, moves and updates what, when, and what waits for what stay those of the system. Its transfer formats and
+    passes over host memory do not: gradients and parameters cross in the type that the GPU computes with, and the CPU step is
+    one fused kernel (``runtime/optimizer.py``) on states, gradient and the only host copy of the parameters.
+    """
+    element = profile.element_bytes
+    return replace(
+        plan,
+        gradient_bytes=element,
+        refresh_bytes=element,
+        update_bytes=24.0 + 2 * element if element == 2 else 28.0,
+        host_optimizer_bytes=profile.optimizer_bytes + 2 * element,
+        host_parameter_bytes=element,
+        one_host_copy=True,
+        host_buffer_bytes=0,
+    )

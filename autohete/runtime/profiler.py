@@ -1,0 +1,258 @@
+"""Measures one block of each kind: seconds and bytes of every pass, on the device that will train.
+
+The passes run through the same actions as in training, one after another in the calling thread, so what is measured is what
+the lanes will do. Equal blocks are measured once: the model runs with the first of each kind, the others hand their input on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from autohete.hardware import Hardware
+from autohete.lowering import lower
+from autohete.plan import BlockPlan, Plan
+from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
+from autohete.runtime.device import Ledger
+from autohete.runtime.optimizer import Adam, AdamStates
+from autohete.runtime.partition import ForwardPass, Partition, hidden_of, with_hidden
+from autohete.runtime.training import Batch, Loss, Training
+from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId
+from autohete.workload import Precision, Workload
+
+#: Iterations whose times count; one before them warms up.
+_REPEATS = 5
+_PRECISIONS = {torch.float32: Precision.FP32, torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
+
+
+def workload_of(partition: Partition, ids: Tensor, name: str = "model") -> Workload:
+    """The shape of a model and a batch as the simulator knows it, found by one forward in the calling thread.
+
+    Args:
+        partition: the model, cut into blocks.
+        ids: token ids (batch, sequence).
+        name: what to call it.
+    """
+    with partition.intercepted() as forwards, torch.no_grad():
+        forward = ForwardPass(partition.model)
+        call = forward.start(ids)
+        hidden = call.hidden
+        for i, own in enumerate(forwards):
+            result = call.on(own, call.hidden)
+            if i + 1 < len(forwards):
+                call = forward.resume(result)
+        with torch.enable_grad():  # whose parameters the head uses shows in its graph
+            logits = forward.finish(with_hidden(result, hidden_of(result).detach()))
+        used = {id(leaf) for leaf in _leaves(logits)}
+    config = getattr(partition.model, "config", None)
+    heads = getattr(config, "num_attention_heads", getattr(partition.modules[0], "heads", 1))
+    return Workload(
+        name=name,
+        hidden_size=hidden.shape[-1],
+        transformer_blocks=len(partition.modules),
+        heads=heads if isinstance(heads, int) and hidden.shape[-1] % heads == 0 else 1,
+        vocabulary_size=logits.shape[-1],
+        sequence_length=ids.shape[1],
+        batch_size=ids.shape[0],
+        precision=_PRECISIONS[hidden.dtype],
+        tied_embeddings=any(id(parameter) in used for parameter in partition.owned[0]),
+    )
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """The parameters that ``tensor`` was computed from."""
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                yield variable
+            nodes += [following for following, _ in node.next_functions]
+
+
+def measure(
+    partition: Partition,
+    workload: Workload,
+    hardware: Hardware,
+    batch: Batch,
+    loss: Loss,
+    adam: Adam | None = None,
+    torch_device: torch.device | None = None,
+) -> Profile:
+    """The measured profile of ``partition``'s model for batches like ``batch``; copies are the hardware's.
+
+    Times are medians; the model, the random state and the optimizer are as before afterwards.
+    """
+    kinds = _kinds_of(partition)
+    first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
+    chosen = sorted(first.values())
+    small = replace(
+        partition,
+        modules=tuple(partition.modules[place] for place in chosen),
+        owned=(partition.owned[0], *(partition.owned[1 + place] for place in chosen), partition.owned[-1]),
+    )
+    others = [module for place, module in enumerate(partition.modules) if place not in chosen]
+    shape = replace(workload, transformer_blocks=len(chosen))
+    with _unchanged(partition), _handing_on(others):
+        blocks, found_loss = _measure_all(small, shape, hardware, batch, loss, adam or Adam(), torch_device)
+    inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
+    return Profile(workload, hardware, (blocks[0], *inner, blocks[-1]), found_loss)
+
+
+def _kinds_of(partition: Partition) -> list[object]:
+    """Equal for blocks that are alike."""
+    return [
+        (type(module), tuple((parameter.shape, parameter.dtype, parameter.requires_grad) for parameter in module.parameters()))
+        for module in partition.modules
+    ]
+
+
+@contextmanager
+def _unchanged(partition: Partition) -> Iterator[None]:
+    """Give parameters and the random state back as they were."""
+    state = torch.get_rng_state()
+    before = [[parameter.detach().clone() for parameter in owned] for owned in partition.owned]
+    try:
+        yield
+    finally:
+        for owned, values in zip(partition.owned, before, strict=True):
+            for parameter, value in zip(owned, values, strict=True):
+                parameter.data = value
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def _handing_on(modules: list[nn.Module]) -> Iterator[None]:
+    """Let ``modules`` return their input."""
+    for module in modules:
+        module.forward = lambda hidden=None, *args, **kwargs: kwargs["hidden_states"] if hidden is None else hidden
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _measure_all(
+    partition: Partition,
+    workload: Workload,
+    hardware: Hardware,
+    batch: Batch,
+    loss: Loss,
+    adam: Adam,
+    torch_device: torch.device | None,
+) -> tuple[list[BlockProfile], LossProfile]:
+    counts = [sum(parameter.numel() for parameter in owned) for owned in partition.owned]
+    schedule = _everything_on_device(workload, hardware, counts)
+    ledger = Ledger(GPU_MEMORY)
+    training = Training(partition, schedule, loss, adam, torch_device=torch_device, device=ledger)
+    seconds: dict[TaskId, list[float]] = defaultdict(list)
+    passes: dict[TaskId, _Pass] = {}
+    try:
+        for iteration in range(1 + _REPEATS):
+            training.batches[iteration] = batch
+            for task in schedule.tasks:
+                before, brought = ledger.used_bytes, _size(training.in_transit)
+                ledger.reset_peak()
+                begin = time.perf_counter()
+                training.perform(task, iteration)
+                if torch_device is not None and torch_device.type == "cuda":
+                    torch.cuda.synchronize(torch_device)
+                seconds[task.id].append(time.perf_counter() - begin)
+                left, handed_on = ledger.used_bytes, _size(training.in_transit)
+                base = before - brought
+                made = sum(buffer.size_bytes for buffer in task.allocates if buffer.name.startswith("gradients."))
+                peak = max(ledger.peak_bytes, before) - base
+                passes[task.id] = _Pass(median(seconds[task.id][1:] or [0]), peak, left - handed_on - base, handed_on, made)
+        hosts = [_cpu_update_seconds(owned, adam) for owned in partition.owned]
+    finally:
+        training.close()
+    last = len(counts) - 1
+    logits = passes[TaskId(Kind.FORWARD, last)].handed_on
+    blocks = []
+    for i, count in enumerate(counts):
+        forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
+        brought = passes[TaskId(Kind.FORWARD, i - 1)].handed_on if i else _size(batch.ids)
+        kept = max(forward.kept, brought)
+        # What the head hands on and gets back are the logits and their gradient, which the schedule counts by themselves.
+        logits_here = logits if i == last else 0
+        blocks.append(
+            BlockProfile(
+                role=workload.role(i),
+                parameters=count,
+                forward_seconds=forward.seconds,
+                backward_seconds=backward.seconds,
+                gpu_update_seconds=update.seconds,
+                input_bytes=brought,
+                activation_bytes=kept,
+                forward_workspace_bytes=max(0, forward.peak - kept - logits_here),
+                backward_workspace_bytes=max(0, backward.peak - backward.made - logits_here),
+                gpu_update_workspace_bytes=update.peak,
+                cpu_update_seconds=hosts[i],
+            )
+        )
+    found = passes[TaskId(Kind.LOSS, last)]
+    return blocks, LossProfile(found.seconds, logits, max(0, found.peak - 2 * logits))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What one pass took.
+
+    Args:
+        seconds: median of its times.
+        peak: the most bytes there were during it, over those of before without what the pass before handed to it.
+        kept: those that stay, without what it hands on.
+        handed_on: bytes of the hidden states, logits or gradient for the next pass.
+        made: bytes of gradients whose place was allocated.
+    """
+
+    seconds: float
+    peak: int
+    kept: int
+    handed_on: int
+    made: int
+
+
+def _everything_on_device(workload: Workload, hardware: Hardware, counts: list[int]) -> Schedule:
+    """The schedule of the resident training; its durations mean nothing."""
+    analytic = analytic_profile(workload, hardware)
+    plan = Plan(
+        policy="profile",
+        blocks=tuple(BlockPlan() for _ in counts),
+        gradient_bytes=0,
+        update_bytes=0.0,
+        refresh_bytes=0,
+        host_optimizer_bytes=0,
+        host_parameter_bytes=0,
+    )
+    blocks = tuple(replace(block, parameters=count) for block, count in zip(analytic.blocks, counts, strict=True))
+    return lower(replace(analytic, blocks=blocks), plan)
+
+
+def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:
+    """An update of these parameters on the host."""
+    if not owned:
+        return 0.0
+    sizes = [parameter.numel() for parameter in owned]
+    flat = torch.zeros(sum(sizes), dtype=owned[0].dtype)
+    states, gradients = AdamStates(adam, flat, sizes), torch.zeros_like(flat)
+    times = []
+    for _ in range(1 + _REPEATS):
+        begin = time.perf_counter()
+        states.update(flat, gradients, set(range(len(sizes))))
+        times.append(time.perf_counter() - begin)
+    return median(times[1:])
+
+
+def _size(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()

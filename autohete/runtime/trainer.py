@@ -1,0 +1,386 @@
+"""Trains a model under a memory budget: measure, plan, take over, step by step, and say how well that was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from autohete.errors import InfeasibleError, InputError, NonFiniteLossError
+from autohete.hardware import Hardware, HardwareFile
+from autohete.policies import parse_policy
+from autohete.policy import Policy
+from autohete.profile import Profile, analytic_profile
+from autohete.runtime.device import Ledger
+from autohete.runtime.lanes import LaneThreads
+from autohete.runtime.machine import measure_machine
+from autohete.runtime.model import next_token_loss
+from autohete.runtime.optimizer import Adam
+from autohete.runtime.partition import partition
+from autohete.runtime.plans import as_executed
+from autohete.runtime.profiler import measure, workload_of
+from autohete.runtime.training import Batch, Loss, Training
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, TaskId
+from autohete.simulate import Simulation, judge_for, simulate_plan
+from autohete.trace import Clock, Trace
+from autohete.units import format_bytes, parse_quantity
+
+#: Iterations whose times are kept.
+_HISTORY = 64
+#: How much longer than its work a task lasts at least on a device that is paced.
+_PACE_MARGIN = 1.5
+
+
+class Mode(StrEnum):
+    """How fast the emulated device goes: as fast as this machine, or as slowly as a given hardware, to scale."""
+
+    NATIVE = "native"
+    PACED = "paced"
+
+
+class NonFinite(StrEnum):
+    """What to do when a loss is NaN or infinite."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Predicted beside measured, of the iterations so far.
+
+    Args:
+        clock: whose seconds the measured ones are.
+        predicted_seconds, measured_seconds: of one steady iteration.
+        predicted_peak_bytes, measured_peak_bytes: of the device; ``…_host_bytes`` of the host's part of the model states.
+    """
+
+    clock: Clock
+    predicted_seconds: float
+    measured_seconds: float
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    predicted_host_bytes: int
+    measured_host_bytes: int
+
+
+class Trainer:
+    """Trains ``model`` with a policy, within memory budgets.
+
+    Use it as a context: leaving it waits for what is under way and gives the model its trained parameters back. The first
+    step measures the model's blocks (unless a profile is given), plans, and takes the parameters over.
+
+    Args:
+        model: blocks in an ``nn.ModuleList``; forward from token ids to logits; all parameters of a block in one type.
+        policy: name and flags, such as ``autohete`` or ``stronghold:window=2``, or a policy of your own.
+        gpu_memory, host_memory: budgets in bytes, or text such as ``24MiB``; None: what the hardware has.
+        loss: of logits and targets.
+        adam: the optimizer's settings.
+        blocks: name of the block list, where it is not clear.
+        device: ``emulated`` on the CPU, or ``cuda``.
+        mode: of the emulated device; paced needs ``hardware``.
+        hardware: what to be paced to; None: this machine, measured.
+        profile: measured before (``autohete profile``), for this model and batch.
+        on_nonfinite: stop, or skip the step, when a loss is not finite.
+
+    Raises:
+        InputError: the model cannot be cut into blocks, or an argument cannot be taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        policy: str | Policy = "autohete",
+        gpu_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        loss: Loss = next_token_loss,
+        adam: Adam | None = None,
+        blocks: str | None = None,
+        device: str = "emulated",
+        mode: Mode = Mode.NATIVE,
+        hardware: Hardware | None = None,
+        profile: Profile | None = None,
+        on_nonfinite: NonFinite = NonFinite.STOP,
+    ) -> None:
+        self._partition = partition(model, blocks)
+        self._policy: Policy = parse_policy(policy) if isinstance(policy, str) else policy
+        self._gpu_memory, self._host_memory = _bytes(gpu_memory), _bytes(host_memory)
+        self._loss, self._adam, self._on_nonfinite = loss, adam or Adam(), on_nonfinite
+        self._device = _torch_device(device)
+        self._mode, self._hardware, self._given_profile = mode, hardware, profile
+        if mode is Mode.PACED and hardware is None:
+            raise InputError("a paced device needs a hardware to be paced to: give one, such as load_hardware('v100-32gb')")
+        if mode is Mode.PACED and self._device.type == "cuda":
+            raise InputError("only the emulated device can be paced: a GPU is as fast as it is")
+        self.hardware_document: dict[str, Any] | None = None
+        #: How many times slower than the hardware a paced device goes, so that the CPU can keep up.
+        self.slowdown = 1.0
+        self.prediction: Simulation | None = None
+        self.skipped_steps = 0
+        self._shape: tuple[int, ...] | None = None
+        self._training: Training | None = None
+        self._lanes: LaneThreads | None = None
+        self._ledgers: tuple[Ledger, Ledger] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(drain=kind is None)
+
+    def prepare(self, batch: tuple[Tensor, Tensor]) -> Simulation:
+        """Measure, plan and take the model over for batches like ``batch``; the prediction. The first step does it too.
+
+        Raises:
+            InfeasibleError: the plan, or any plan, needs more memory than there is; says what binds.
+        """
+        if self.prediction is not None:
+            return self.prediction
+        profile = self._profile(Batch(*batch))
+        plan = as_executed(self._policy.plan(profile, judge_for(profile)), profile)
+        prediction = simulate_plan(profile, plan)
+        _check_fits(prediction)
+        schedule = prediction.schedule
+        self._shape = tuple(batch[0].shape)
+        self._ledgers = (
+            Ledger(GPU_MEMORY, profile.hardware.gpu_capacity_bytes),
+            Ledger(HOST_MEMORY, profile.hardware.host.memory_bytes),
+        )
+        device, host = self._ledgers
+        self._training = Training(
+            self._partition,
+            schedule,
+            self._loss,
+            self._adam,
+            torch_device=self._device,
+            device=device if self._device.type == "cpu" else None,
+            host=host,
+        )
+        self._lanes = LaneThreads(
+            schedule,
+            self._training.perform,
+            self._clock(),
+            paced=self._mode is Mode.PACED,
+            history=_HISTORY,
+            around=partial(_own_stream, self._device),
+        )
+        self.prediction = prediction
+        return prediction
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> float:
+        """Train on token ids and targets, each (batch, sequence); returns the loss as soon as it is known.
+
+        Backward and updates go on meanwhile, also under the next step.
+
+        Raises:
+            NonFiniteLossError: the loss is NaN or infinite; no parameter has been changed by this step.
+            TaskError: a task failed, for example with :class:`~autohete.errors.DeviceOutOfMemoryError`.
+            InputError: the batch has another shape than the first one.
+        """
+        prediction = self.prepare(batch)
+        training, lanes = self._running()
+        if tuple(batch[0].shape) != self._shape or batch[1].shape != batch[0].shape:
+            raise InputError(
+                f"the batch has ids {tuple(batch[0].shape)} and targets {tuple(batch[1].shape)}, the first one had "
+                f"{self._shape}: memory is planned for one shape"
+            )
+        iteration = lanes.admitted
+        training.batches[iteration] = Batch(*batch)
+        lanes.admit()
+        lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.blocks) - 1), iteration)
+        loss = training.losses.pop(iteration)
+        where = training.skipped.get(iteration)
+        if where is not None:
+            self.skipped_steps += 1
+            if self._on_nonfinite is NonFinite.STOP:
+                lanes.drain()
+                raise NonFiniteLossError(
+                    f"step {iteration}: the loss is {loss}; not finite first: {where}. No parameter has been changed by this "
+                    "step; lower the learning rate, or let such steps be skipped (on_nonfinite=NonFinite.SKIP)",
+                    iteration,
+                )
+        return loss
+
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Mean loss over ``batches`` without training, after waiting for all updates.
+
+        Raises:
+            InputError: there is no batch, or nothing has been trained yet.
+        """
+        training, lanes = self._running()
+        lanes.drain()
+        losses = []
+        with training.evaluation() as logits, torch.no_grad():
+            for ids, targets in batches:
+                losses.append(self._loss(logits(ids), targets.to(self._device)).item())
+        if not losses:
+            raise InputError("there is no batch to evaluate: give a longer text or a larger validation share")
+        return sum(losses) / len(losses)
+
+    def parameters(self) -> list[Tensor]:
+        """Copies of all trained parameters in block order, after waiting for all updates; master weights where there are."""
+        training, lanes = self._running()
+        lanes.drain()
+        return training.parameters()
+
+    def trace(self) -> Trace:
+        """When everything happened in the last iterations, after waiting for all updates."""
+        lanes = self._running()[1]
+        lanes.drain()
+        return lanes.trace()
+
+    def comparison(self) -> Comparison:
+        """Predicted beside measured, after waiting for all updates."""
+        prediction, trace = self.prediction, self.trace()
+        assert prediction is not None
+        assert self._ledgers is not None
+        device, host = self._ledgers
+        peak = device.peak_bytes if self._device.type == "cpu" else torch.cuda.max_memory_allocated(self._device)
+        return Comparison(
+            clock=trace.clock,
+            predicted_seconds=prediction.iteration_seconds,
+            measured_seconds=trace.steady().period_seconds,
+            predicted_peak_bytes=prediction.gpu.peak_bytes,
+            measured_peak_bytes=peak,
+            predicted_host_bytes=prediction.host.peak_bytes,
+            measured_host_bytes=host.peak_bytes,
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """What lives on the device now."""
+        if self._ledgers is None:
+            return 0
+        return self._ledgers[0].used_bytes if self._device.type == "cpu" else torch.cuda.memory_allocated(self._device)
+
+    def close(self, *, drain: bool = True) -> None:
+        """Wait for what is under way (or not), end the lanes, and give the model its parameters back."""
+        lanes, training = self._lanes, self._training
+        self._lanes = self._training = None
+        try:
+            if lanes is not None:
+                lanes.close(drain=drain)
+        finally:
+            if training is not None:
+                training.close()
+
+    def _running(self) -> tuple[Training, LaneThreads]:
+        if self._training is None or self._lanes is None:
+            raise InputError("the trainer is closed, or has not begun: call step inside of its context")
+        return self._training, self._lanes
+
+    def _clock(self) -> Clock:
+        if self._device.type == "cuda":
+            return Clock.MEASURED_CUDA
+        return Clock.EMULATED if self._mode is Mode.PACED else Clock.MEASURED_CPU
+
+    def _profile(self, batch: Batch) -> Profile:
+        profile = self._given_profile
+        if profile is None:
+            if self._hardware is None:
+                self.hardware_document = measure_machine(self._device, self._gpu_memory or _all_bytes(self._device), quick=True)
+                hardware = HardwareFile.model_validate(self.hardware_document, strict=False).hardware()
+            else:
+                hardware = self._hardware
+            workload = workload_of(self._partition, batch.ids, type(self._partition.model).__name__)
+            profile = measure(self._partition, workload, hardware, batch, self._loss, self._adam, self._device)
+            if self._mode is Mode.PACED:
+                profile, self.slowdown = _slowed(profile, analytic_profile(workload, hardware))
+        gpu, host = profile.hardware.gpu, profile.hardware.host
+        if self._gpu_memory is not None:
+            gpu = replace(gpu, memory_bytes=self._gpu_memory + gpu.reserved_bytes)
+        if self._host_memory is not None:
+            host = replace(host, memory_bytes=self._host_memory)
+        return replace(profile, hardware=replace(profile.hardware, gpu=gpu, host=host))
+
+
+def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
+    """The measured sizes with the wanted times, slowed down together until this machine can keep up; and how much."""
+    pairs = [(measured.loss.seconds, wanted.loss.seconds)]
+    updates: list[tuple[float, float]] = []
+    for real, ideal in zip(measured.blocks, wanted.blocks, strict=True):
+        pairs += [
+            (real.forward_seconds, ideal.forward_seconds),
+            (real.backward_seconds, ideal.backward_seconds),
+            (real.gpu_update_seconds, ideal.gpu_update_seconds),
+        ]
+        updates.append((real.cpu_update_seconds or 0.0, real.parameters * 28 / wanted.hardware.cpu.update_bandwidth))
+    factor = max(1.0, *(_PACE_MARGIN * real / ideal for real, ideal in (*pairs, *updates) if ideal > 0))
+    blocks = tuple(
+        replace(
+            real,
+            forward_seconds=ideal.forward_seconds * factor,
+            backward_seconds=ideal.backward_seconds * factor,
+            gpu_update_seconds=ideal.gpu_update_seconds * factor,
+            cpu_update_seconds=update * factor,
+        )
+        for real, ideal, (_, update) in zip(measured.blocks, wanted.blocks, updates, strict=True)
+    )
+    hardware = wanted.hardware
+    h2d, d2h = (
+        replace(
+            link,
+            bandwidth=link.bandwidth / factor,
+            duplex_bandwidth=link.duplex_bandwidth / factor,
+            latency_seconds=link.latency_seconds * factor,
+        )
+        for link in (hardware.h2d, hardware.d2h)
+    )
+    host = replace(hardware.host, memory_bandwidth=hardware.host.memory_bandwidth / factor)
+    cpu = replace(hardware.cpu, update_bandwidth=hardware.cpu.update_bandwidth / factor)
+    slowed = replace(hardware, h2d=h2d, d2h=d2h, host=host, cpu=cpu)
+    loss = replace(measured.loss, seconds=wanted.loss.seconds * factor)
+    return replace(measured, hardware=slowed, blocks=blocks, loss=loss), factor
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """A CUDA stream for the calling thread; nothing on the CPU."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def _check_fits(prediction: Simulation) -> None:
+    for short in (prediction.gpu, prediction.host):
+        if not short.fits:
+            holder, size = next(iter(short.holders.items()))
+            raise InfeasibleError(
+                f"{prediction.plan.policy} does not fit: at {short.task or 'rest'} it needs {short.peak_bytes} B "
+                f"({format_bytes(short.peak_bytes)}) of {short.memory} memory, the budget is {short.capacity_bytes} B; "
+                f"largest: {holder.replace('_', ' ')} {format_bytes(size)}. The smallest budget that works for this plan is "
+                f"{short.peak_bytes} B; the policy autohete looks for plans that need less",
+                constraint=short.memory,
+                capacity_bytes=short.capacity_bytes,
+                needed_bytes=short.peak_bytes,
+            )
+
+
+def _bytes(given: int | str | None) -> int | None:
+    size = round(parse_quantity(given, "bytes")) if isinstance(given, str) else given
+    if size is not None and size < 1:
+        raise InputError(f"a memory of {size} bytes holds nothing: give a positive number, or text such as 24MiB")
+    return size
+
+
+def _torch_device(name: str) -> torch.device:
+    if name == "emulated":
+        return torch.device("cpu")
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError("there is no GPU that PyTorch can use here: choose the device 'emulated'")
+        return torch.device("cuda")
+    raise InputError(f"unknown device {name!r}: choose emulated or cuda")
+
+
+def _all_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return 2**40  # the emulated device has no memory of its own: without a budget there is no limit
