@@ -9,7 +9,7 @@ import io
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError, Parameter
 from autohete.errors import AutoHeteError, InputError
 
 if TYPE_CHECKING:
+    from autohete.profile import Profile
     from autohete.simulate import Simulation
     from autohete.summary import Summary
     from autohete.workload import Workload
@@ -56,6 +57,7 @@ def simulate(
     precision: Literal["bf16", "fp16", "fp32"] | None = None,
     tied_embeddings: bool | None = None,
     fused_attention: bool | None = None,
+    profile: str | None = None,
     hardware: str = DEFAULT_HARDWARE,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
     gpu_memory: str | None = None,
@@ -90,6 +92,8 @@ def simulate(
         Whether the head uses the embedding's matrix.
     fused_attention:
         Whether attention scores stay out of memory (FlashAttention).
+    profile:
+        A file written by `autohete profile`: measured times and sizes instead of a workload and a hardware.
     hardware:
         A preset's name or a TOML file.
     set_:
@@ -109,27 +113,19 @@ def simulate(
     json_:
         Print JSON: one object, or a list of them for several policies.
     """
-    from autohete.hardware import load_hardware
     from autohete.policies import POLICIES, parse_policy
     from autohete.summary import answer
 
     given = locals()
-    chosen = _workload(workload, {name: given[name] for name in _FIELDS if given[name] is not None})
-    overrides: dict[str, str] = {}
-    short = [f"{key}={text}" for key, text in (("gpu.memory", gpu_memory), ("host.memory", host_memory)) if text is not None]
-    for item in [*(set_ or []), *short]:
-        key, value = _key_value(item)
-        if key in overrides:
-            raise InputError(f"{key} is set twice, to {overrides[key]!r} and {value!r}: say it once")
-        overrides[key] = value
+    shape = {name: given[name] for name in _FIELDS if given[name] is not None}
+    chosen = _profile(profile, workload, shape, hardware, set_ or [], gpu_memory, host_memory)
     files = {"--trace": trace, "--gantt": gantt, "--memory": memory}
     outputs = {option: path for option, path in files.items() if path is not None}
-    node = load_hardware(hardware, overrides)
     policies = [parse_policy(text) for text in policy or POLICIES]
     if outputs and len(policies) > 1:
         raise InputError(f"{' and '.join(outputs)} show one policy, not {len(policies)}: choose it with --policy")
     _check_outputs(outputs)
-    answers = [answer(chosen, node, each) for each in policies]
+    answers = [answer(chosen, each) for each in policies]
     summaries = [summary for summary, _ in answers]
     if outputs:
         _write_outputs(answers[0], outputs)
@@ -139,7 +135,7 @@ def simulate(
     else:
         from autohete.report.tables import print_summaries
 
-        print_summaries(summaries, chosen)
+        print_summaries(summaries, chosen.workload)
 
 
 @app.command
@@ -189,11 +185,262 @@ def compare(
 
 
 @app.command
+def train(
+    *,
+    policy: str = "autohete",
+    device: Literal["emulated", "cuda"] = "emulated",
+    gpu_memory: str = "25%",
+    host_memory: str | None = None,
+    steps: int = 60,
+    data: str | None = None,
+    tokenizer: str = "byte",
+    hidden: int = 256,
+    blocks: int = 8,
+    heads: int = 4,
+    sequence_length: int = 128,
+    batch_size: int = 4,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    dropout: float = 0.1,
+    lr: float = 1e-3,
+    seed: int = 0,
+    mode: Literal["native", "paced"] = "native",
+    hardware: str | None = None,
+    profile: str | None = None,
+    skip_nonfinite: bool = False,
+    trace: str | None = None,
+    predicted_trace: str | None = None,
+    gantt: str | None = None,
+) -> None:
+    """Train a GPT on text, within a memory budget, and hold the prediction against what was measured.
+
+    Parameters
+    ----------
+    policy:
+        NAME[:flag,flag=value].
+    device:
+        emulated: the CPU stands for a GPU, with a byte-exact memory budget.
+    gpu_memory:
+        Budget, such as 64MiB; or a share of what the training would need resident, such as 25%.
+    host_memory:
+        Budget for the host's part of the model states.
+    steps:
+        Iterations.
+    data:
+        Text file, or folder of text files. Without it: the source of Python's standard library.
+    tokenizer:
+        byte, or a vocabulary size to train a tokenizer with.
+    hidden:
+        Hidden size.
+    blocks:
+        Transformer blocks.
+    heads:
+        Attention heads; must divide the hidden size.
+    sequence_length:
+        Tokens of a sequence.
+    batch_size:
+        Sequences per iteration.
+    precision:
+        bf16 has fp32 master weights.
+    dropout:
+        Its probability.
+    lr:
+        Learning rate of AdamW.
+    seed:
+        Of weights, batches and dropout.
+    mode:
+        native: as fast as this machine; paced: as a --hardware would be, slowed down until this machine can keep up.
+    hardware:
+        A preset's name or a TOML file; without it this machine is measured.
+    profile:
+        A file written by `autohete profile` for this model, instead of measuring.
+    skip_nonfinite:
+        Skip a step whose loss is NaN or infinite, instead of stopping.
+    trace:
+        Write the measured timeline for ui.perfetto.dev to this file.
+    predicted_trace:
+        Write the simulated timeline; `autohete compare` explains the difference of both.
+    gantt:
+        Draw one iteration, simulated above and measured below, to this .png, .pdf or .svg file.
+    """
+    from autohete.training_session import TextModel
+    from autohete.training_session import train as run
+    from autohete.workload import Precision
+
+    outputs = {"--trace": trace, "--predicted-trace": predicted_trace, "--gantt": gantt}
+    _check_outputs({option: path for option, path in outputs.items() if path is not None})
+    text_model = TextModel(
+        hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, seed
+    )
+    _with_runtime()
+    from autohete.runtime.optimizer import Adam
+    from autohete.runtime.trainer import Mode, NonFinite
+
+    arguments = {
+        "policy": policy,
+        "device": device,
+        "gpu_memory": gpu_memory,
+        "host_memory": host_memory,
+        "adam": Adam(lr=lr),
+        "mode": Mode(mode),
+        "on_nonfinite": NonFinite.SKIP if skip_nonfinite else NonFinite.STOP,
+    }
+    run(
+        text_model,
+        trainer_arguments=arguments,
+        hardware=hardware,
+        profile=profile,
+        steps=steps,
+        trace=trace,
+        predicted_trace=predicted_trace,
+        gantt=gantt,
+    )
+
+
+@app.command
+def profile(
+    out: str,
+    *,
+    device: Literal["emulated", "cuda"] = "emulated",
+    gpu_memory: str | None = None,
+    hidden: int = 256,
+    blocks: int = 8,
+    heads: int = 4,
+    sequence_length: int = 128,
+    batch_size: int = 4,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    quick: bool = False,
+) -> None:
+    """Measure this machine, and one block of each kind of a GPT on it; write both to OUT (.json).
+
+    Parameters
+    ----------
+    out:
+        The file to write; `autohete simulate --profile` and `autohete train --profile` read it.
+    device:
+        emulated: the CPU stands for a GPU.
+    gpu_memory:
+        Memory of the device, such as 64MiB.
+    hidden:
+        Hidden size.
+    blocks:
+        Transformer blocks; equal blocks are measured once.
+    heads:
+        Attention heads.
+    sequence_length:
+        Tokens of a sequence.
+    batch_size:
+        Sequences per iteration.
+    precision:
+        Of parameters and passes.
+    quick:
+        Copies up to 64 MiB instead of 1 GiB.
+    """
+    from autohete.training_session import TextModel
+    from autohete.training_session import profile as run
+    from autohete.workload import Precision
+
+    _check_outputs({"OUT": out})
+    _with_runtime()
+    text_model = TextModel(hidden, blocks, heads, sequence_length, batch_size, Precision(precision), 0.1, None, "byte", 0)
+    run(text_model, device=device, gpu_memory=gpu_memory, path=out, quick=quick)
+
+
+def _with_runtime() -> None:
+    """Say what to install where PyTorch is missing."""
+    import importlib.util
+
+    missing = [name for name in ("torch", "greenlet") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(f"training needs {' and '.join(missing)}, not installed here: pip install 'autohete[runtime]'")
+
+
+@app.command
+def plan(
+    *,
+    workload: str | None = None,
+    profile: str | None = None,
+    hardware: str = DEFAULT_HARDWARE,
+    gpu_memory: str | None = None,
+    host_memory: str | None = None,
+    policy: str = "autohete",
+    schedule: str | None = None,
+) -> None:
+    """Show what a policy decides for each block.
+
+    Parameters
+    ----------
+    workload:
+        A named workload.
+    profile:
+        A file written by `autohete profile`, instead of a workload and a hardware.
+    hardware:
+        A preset's name or a TOML file.
+    gpu_memory:
+        GPU memory, such as 16GiB.
+    host_memory:
+        Host memory.
+    policy:
+        NAME[:flag,flag=value].
+    schedule:
+        Write the schedule that the plan becomes to this file: a line per task.
+    """
+    from autohete.policies import parse_policy
+    from autohete.report.tables import print_plan
+    from autohete.report.write import write_text
+    from autohete.simulate import simulate_policy
+
+    _check_outputs({"--schedule": schedule} if schedule is not None else {})
+    found = simulate_policy(_profile(profile, workload, {}, hardware, [], gpu_memory, host_memory), parse_policy(policy))
+    if schedule is not None:
+        write_text(schedule, str(found.schedule))
+    print_plan(found)
+
+
+@app.command
 def presets() -> None:
     """List named workloads, hardware presets and policies with their flags."""
     from autohete.report.tables import print_presets
 
     print_presets()
+
+
+def _profile(
+    path: str | None,
+    workload: str | None,
+    shape: dict[str, Any],
+    hardware: str,
+    changes: list[str],
+    gpu_memory: str | None,
+    host_memory: str | None,
+) -> Profile:
+    """The profile in a file, or the analytic one of a workload on a hardware."""
+    from autohete.hardware import load_hardware
+    from autohete.profile import analytic_profile
+    from autohete.profile_file import read_profile
+    from autohete.units import parse_quantity
+
+    if path is not None:
+        if workload is not None or shape or changes or hardware != DEFAULT_HARDWARE:
+            raise InputError(
+                "a profile holds its workload and its hardware: leave out --workload, its shape, --hardware and --set, or "
+                "leave out --profile"
+            )
+        found = read_profile(path)
+        gpu, host = found.hardware.gpu, found.hardware.host
+        if gpu_memory is not None:
+            gpu = replace(gpu, memory_bytes=round(parse_quantity(gpu_memory, "bytes")) + gpu.reserved_bytes)
+        if host_memory is not None:
+            host = replace(host, memory_bytes=round(parse_quantity(host_memory, "bytes")))
+        return replace(found, hardware=replace(found.hardware, gpu=gpu, host=host))
+    overrides: dict[str, str] = {}
+    short = [f"{key}={text}" for key, text in (("gpu.memory", gpu_memory), ("host.memory", host_memory)) if text is not None]
+    for item in [*changes, *short]:
+        key, value = _key_value(item)
+        if key in overrides:
+            raise InputError(f"{key} is set twice, to {overrides[key]!r} and {value!r}: say it once")
+        overrides[key] = value
+    chosen = _workload(workload, shape)
+    return analytic_profile(chosen, load_hardware(hardware, overrides))
 
 
 def _workload(name: str | None, changes: dict[str, Any]) -> Workload:
@@ -220,14 +467,20 @@ def _key_value(item: str) -> tuple[str, str]:
     return key, value
 
 
+#: Outputs that are data; the others are pictures.
+_DATA_OUTPUTS = ("--trace", "--predicted-trace", "--schedule", "OUT")
+
+
 def _check_outputs(outputs: dict[str, str]) -> None:
     """Refuse what cannot be written before anything is computed."""
     if len(set(outputs.values())) < len(outputs):
         raise InputError(f"{' and '.join(outputs)} name the same file {next(iter(outputs.values()))!r}: give each its own")
     for option, path in outputs.items():
         if not path:
-            raise InputError(f"{option} names no file: give one, such as timeline.{'json' if option == '--trace' else 'png'}")
-        if option != "--trace":
+            raise InputError(
+                f"{option} names no file: give one, such as timeline.{'json' if option in _DATA_OUTPUTS else 'png'}"
+            )
+        if option not in _DATA_OUTPUTS:
             from autohete.report.style import figure_format
 
             figure_format(path)

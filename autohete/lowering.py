@@ -297,7 +297,13 @@ class _Lowering:
             self.get(fetch, block).allocates.append(Buffer(f"{name}.{block}", GPU_MEMORY, size))
             self.drafts[end].frees.append(Free(f"{name}.{block}", back))
             user = TaskId(Kind.FORWARD, block) if fetch is Kind.PREFETCH_FORWARD else self.first_backward_pass(block)
+            late = {
+                Kind.WRITE_BACK_BACKWARD: self.plan.gpu_update_after_backward,
+                Kind.OFFLOAD_GRADIENTS: self.copied_after_backward(block),
+            }
             last_user = TaskId(Kind.FORWARD if end.kind in _AFTER_FORWARD else Kind.BACKWARD, block)
+            if late.get(end.kind, False):
+                last_user = self.passes[-1]
             begin, stop = self.place[user], self.place[last_user] + back * len(self.passes)
             self.lives.append(_Life(TaskId(fetch, block), begin, stop, end, back))
 

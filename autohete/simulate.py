@@ -101,17 +101,21 @@ def judge_for(profile: Profile) -> Judge:
     return judge
 
 
-def simulate(workload: Workload, hardware: Hardware, policy: Policy) -> Simulation:
-    """Simulate ``policy`` training ``workload`` on ``hardware``.
+def simulate_policy(profile: Profile, policy: Policy) -> Simulation:
+    """Simulate ``policy`` with the times and sizes of ``profile``, computed or measured.
 
     Raises:
         InfeasibleError: the policy searches for a plan and there is none.
         InputError: a task, or the whole iteration, takes absurdly long or no time at all.
     """
-    profile = analytic_profile(workload, hardware)
     found = simulate_plan(profile, policy.plan(profile, judge_for(profile)))
     if found.iteration_seconds == 0:
         raise InputError(
-            f"an iteration on {hardware.name} takes less than a nanosecond: too short to simulate, check its rates"
+            f"an iteration on {profile.hardware.name} takes less than a nanosecond: too short to simulate, check its rates"
         )
     return found
+
+
+def simulate(workload: Workload, hardware: Hardware, policy: Policy) -> Simulation:
+    """Simulate ``policy`` training ``workload`` on ``hardware``; see :func:`simulate_policy`."""
+    return simulate_policy(analytic_profile(workload, hardware), policy)

@@ -11,7 +11,8 @@ from autohete.hardware import Hardware
 from autohete.plan import PlanCounts
 from autohete.policies import NamedPolicy
 from autohete.policy import Verdict
-from autohete.simulate import Simulation, simulate
+from autohete.profile import Profile
+from autohete.simulate import Simulation, simulate_policy
 from autohete.trace import Clock
 from autohete.units import format_bytes
 from autohete.workload import Workload
@@ -107,12 +108,12 @@ def summarize(simulation: Simulation) -> Summary:
     )
 
 
-def answer(workload: Workload, hardware: Hardware, policy: NamedPolicy) -> tuple[Summary, Simulation | None]:
+def answer(profile: Profile, policy: NamedPolicy) -> tuple[Summary, Simulation | None]:
     """Simulate, and summarize; that nothing fits is an answer too (without a simulation)."""
     try:
-        simulation = simulate(workload, hardware, policy)
+        simulation = simulate_policy(profile, policy)
     except InfeasibleError as error:
-        return _infeasible(workload, hardware, policy, error), None
+        return _infeasible(profile.workload, profile.hardware, policy, error), None
     return summarize(simulation), simulation
 
 

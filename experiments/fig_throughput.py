@@ -34,6 +34,7 @@ from autohete.cli import run_app
 from autohete.hardware import load_hardware, uncertain_figures
 from autohete.policies import parse_policy
 from autohete.policy import Verdict
+from autohete.profile import analytic_profile
 from autohete.report.style import POLICY_LOOKS, save_figure, style
 from autohete.report.tables import console, or_dash, table
 from autohete.report.write import make_folder, write_text
@@ -79,7 +80,7 @@ class Job:
         workload = replace(WORKLOADS[self.model], fused_attention=self.setting.fused_attention)
         hardware = load_hardware(NODE, self.setting.overrides)
         policy = parse_policy(self.setting.variants.get(self.policy, self.policy))
-        summary, _ = answer(workload, hardware, policy)
+        summary, _ = answer(analytic_profile(workload, hardware), policy)
         return summary
 
 

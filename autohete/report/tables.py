@@ -12,8 +12,10 @@ from rich.table import Table
 
 from autohete.analysis import Cause
 from autohete.hardware import preset_names, read_hardware
+from autohete.plan import Placement
 from autohete.policies import POLICIES
 from autohete.policy import Verdict
+from autohete.simulate import Simulation
 from autohete.summary import Summary
 from autohete.units import format_bytes, format_seconds
 from autohete.workload import WORKLOADS, Workload
@@ -31,6 +33,37 @@ def table(title: str, columns: Sequence[str], left: int = 1) -> Table:
     for place, column in enumerate(columns):
         made.add_column(column, justify="left" if place < left else "right")
     return made
+
+
+def print_plan(found: Simulation) -> None:
+    """The decisions of a plan, a row for each run of equal blocks."""
+    out = console()
+    plan, profile = found.plan, found.profile
+    shown = table(
+        f"{profile.workload.name} on {profile.hardware.name}: {plan.policy}, plan {plan.counts}",
+        ["blocks", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
+        left=4,
+    )
+    start = 0
+    for i, block in enumerate(plan.blocks):
+        if i + 1 < len(plan.blocks) and plan.blocks[i + 1] == block and i > 0:
+            continue
+        offloaded = block.parameters is Placement.OFFLOADED
+        shown.add_row(
+            str(i) if i == start else f"{start} to {i}",
+            block.activations,
+            block.parameters,
+            block.optimizer,
+            f"{block.forward_prefetch_distance} passes ahead" if offloaded else "-",
+            f"{block.backward_prefetch_distance} passes ahead" if offloaded else "-",
+        )
+        start = i + 1
+    out.print(shown)
+    out.print(
+        f"{found.verdict}: {format_seconds(found.iteration_seconds)} an iteration, peaks {format_bytes(found.gpu.peak_bytes)} "
+        f"of GPU memory and {format_bytes(found.host.peak_bytes)} of host memory (simulated)",
+        soft_wrap=True,
+    )
 
 
 def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:

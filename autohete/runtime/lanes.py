@@ -79,6 +79,8 @@ class LaneThreads:
         self._admitted = 0
         self._closing = False
         self._failure: tuple[str, BaseException] | None = None
+        #: How long each lane has worked (ns), by name.
+        self.busy_ns = {lane.name: 0 for lane in schedule.lanes}
         #: Paced tasks whose work took longer than their duration.
         self.late: list[str] = []
         self._changed = threading.Condition()
@@ -267,6 +269,7 @@ class LaneThreads:
             now = self._now()
             place = self._place(instance)
             self._end[place] = now
+            self.busy_ns[self._schedule.tasks[task].lane] += now - self._start[place]
             self._finished += 1
             for successor, back in self._successors[task]:
                 distance = successor - task + back * self._tasks

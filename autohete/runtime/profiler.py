@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from autohete.hardware import Hardware
 from autohete.lowering import lower
-from autohete.plan import BlockPlan, Plan
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
 from autohete.runtime.device import Ledger
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import ForwardPass, Partition, hidden_of, with_hidden
+from autohete.runtime.plans import everything_resident
 from autohete.runtime.training import Batch, Loss, Training
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId
 from autohete.workload import Precision, Workload
@@ -226,17 +226,9 @@ class _Pass:
 def _everything_on_device(workload: Workload, hardware: Hardware, counts: list[int]) -> Schedule:
     """The schedule of the resident training; its durations mean nothing."""
     analytic = analytic_profile(workload, hardware)
-    plan = Plan(
-        policy="profile",
-        blocks=tuple(BlockPlan() for _ in counts),
-        gradient_bytes=0,
-        update_bytes=0.0,
-        refresh_bytes=0,
-        host_optimizer_bytes=0,
-        host_parameter_bytes=0,
-    )
     blocks = tuple(replace(block, parameters=count) for block, count in zip(analytic.blocks, counts, strict=True))
-    return lower(replace(analytic, blocks=blocks), plan)
+    profile = replace(analytic, blocks=blocks)
+    return lower(profile, everything_resident(profile))
 
 
 def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:

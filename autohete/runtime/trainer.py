@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -20,11 +21,11 @@ from autohete.policy import Policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.machine import measure_machine
+from autohete.runtime.machine import measure_machine, versions
 from autohete.runtime.model import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.plans import as_executed
+from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.profiler import measure, workload_of
 from autohete.runtime.training import Batch, Loss, Training
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, TaskId
@@ -80,7 +81,9 @@ class Trainer:
     Args:
         model: blocks in an ``nn.ModuleList``; forward from token ids to logits; all parameters of a block in one type.
         policy: name and flags, such as ``autohete`` or ``stronghold:window=2``, or a policy of your own.
-        gpu_memory, host_memory: budgets in bytes, or text such as ``24MiB``; None: what the hardware has.
+        gpu_memory: budget in bytes, or text: ``24MiB``, or ``25%`` of what the training would need if everything stayed on the
+            device; None: what the hardware has.
+        host_memory: likewise, without a share.
         loss: of logits and targets.
         adam: the optimizer's settings.
         blocks: name of the block list, where it is not clear.
@@ -112,7 +115,9 @@ class Trainer:
     ) -> None:
         self._partition = partition(model, blocks)
         self._policy: Policy = parse_policy(policy) if isinstance(policy, str) else policy
-        self._gpu_memory, self._host_memory = _bytes(gpu_memory), _bytes(host_memory)
+        self._share = _share(gpu_memory)
+        self._gpu_memory = None if self._share is not None else _bytes(gpu_memory)
+        self._host_memory = _bytes(host_memory)
         self._loss, self._adam, self._on_nonfinite = loss, adam or Adam(), on_nonfinite
         self._device = _torch_device(device)
         self._mode, self._hardware, self._given_profile = mode, hardware, profile
@@ -120,10 +125,11 @@ class Trainer:
             raise InputError("a paced device needs a hardware to be paced to: give one, such as load_hardware('v100-32gb')")
         if mode is Mode.PACED and self._device.type == "cuda":
             raise InputError("only the emulated device can be paced: a GPU is as fast as it is")
-        self.hardware_document: dict[str, Any] | None = None
         #: How many times slower than the hardware a paced device goes, so that the CPU can keep up.
         self.slowdown = 1.0
         self.prediction: Simulation | None = None
+        #: What the training would need on the device if everything stayed there.
+        self.resident_bytes = 0
         self.skipped_steps = 0
         self._shape: tuple[int, ...] | None = None
         self._training: Training | None = None
@@ -144,7 +150,10 @@ class Trainer:
         """
         if self.prediction is not None:
             return self.prediction
-        profile = self._profile(Batch(*batch))
+        with _one_thread(self._device):
+            profile = self._profile(Batch(*batch))
+        self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes
+        profile = self._with_budgets(profile)
         plan = as_executed(self._policy.plan(profile, judge_for(profile)), profile)
         prediction = simulate_plan(profile, plan)
         _check_fits(prediction)
@@ -285,21 +294,56 @@ class Trainer:
     def _profile(self, batch: Batch) -> Profile:
         profile = self._given_profile
         if profile is None:
-            if self._hardware is None:
-                self.hardware_document = measure_machine(self._device, self._gpu_memory or _all_bytes(self._device), quick=True)
-                hardware = HardwareFile.model_validate(self.hardware_document, strict=False).hardware()
-            else:
-                hardware = self._hardware
+            hardware = self._hardware or _hardware(
+                measure_machine(self._device, self._gpu_memory or _all_bytes(self._device), quick=True)
+            )
             workload = workload_of(self._partition, batch.ids, type(self._partition.model).__name__)
             profile = measure(self._partition, workload, hardware, batch, self._loss, self._adam, self._device)
             if self._mode is Mode.PACED:
                 profile, self.slowdown = _slowed(profile, analytic_profile(workload, hardware))
+        return profile
+
+    def _with_budgets(self, profile: Profile) -> Profile:
         gpu, host = profile.hardware.gpu, profile.hardware.host
-        if self._gpu_memory is not None:
-            gpu = replace(gpu, memory_bytes=self._gpu_memory + gpu.reserved_bytes)
+        budget = self._gpu_memory if self._share is None else round(self._share * self.resident_bytes)
+        if budget is not None:
+            gpu = replace(gpu, memory_bytes=budget + gpu.reserved_bytes)
         if self._host_memory is not None:
             host = replace(host, memory_bytes=self._host_memory)
         return replace(profile, hardware=replace(profile.hardware, gpu=gpu, host=host))
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """How long each lane has worked so far."""
+        return {name: ns * 1e-9 for name, ns in self._running()[1].busy_ns.items()}
+
+
+def measured_profile(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    device: str = "emulated",
+    gpu_memory: int | str | None = None,
+    name: str = "model",
+    *,
+    blocks: str | None = None,
+    quick: bool = False,
+) -> tuple[Profile, dict[str, Any], dict[str, str]]:
+    """Measure the machine, and the blocks of ``model`` for batches like ``batch``.
+
+    Returns:
+        The profile; its hardware as the document of a hardware file; date, machine and versions. What
+        :func:`autohete.profile_file.write_profile` writes.
+    """
+    where, cut = _torch_device(device), partition(model, blocks)
+    with _one_thread(where):
+        document = measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=quick)
+        workload = workload_of(cut, batch[0], name)
+        profile = measure(cut, workload, _hardware(document), Batch(*batch), next_token_loss, torch_device=where)
+    return profile, document, versions()
+
+
+def _hardware(document: dict[str, Any]) -> Hardware:
+    return HardwareFile.model_validate_json(json.dumps(document)).hardware()
 
 
 def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
@@ -368,6 +412,31 @@ def _bytes(given: int | str | None) -> int | None:
     if size is not None and size < 1:
         raise InputError(f"a memory of {size} bytes holds nothing: give a positive number, or text such as 24MiB")
     return size
+
+
+def _share(given: int | str | None) -> float | None:
+    """The share that ``25%`` means; None for anything else."""
+    if not isinstance(given, str) or not given.strip().endswith("%"):
+        return None
+    try:
+        share = float(given.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 < share < 1e6:
+        raise InputError(f"{given!r} is no share of memory: write it such as 25%")
+    return share
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """Where every lane has one thread of the CPU, blocks are measured in one."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _torch_device(name: str) -> torch.device:
