@@ -25,6 +25,7 @@ _KIB, _MIB = 2**10, 2**20
 _SMALLEST, _LARGEST, _LARGEST_QUICK = 64 * _KIB, 1024 * _MIB, 64 * _MIB
 _UPDATED = 4 * _MIB  # parameters of the optimizer step that is measured
 _MATRIX = 256  # small: without hardware support a bf16 product runs at 1 GFLOP/s
+_EVICTOR = torch.zeros(16 * _MIB)  # 64 MiB: more than a core's share of any cache
 _SECONDS = 0.25  # for each measurement of lanes together
 
 
@@ -137,9 +138,12 @@ class _Copies:
         return lambda: self._copy(target, source)
 
     def _seconds(self, size: int) -> float:
-        target, source = self._target[:size], self._source[:size]
         times = []
-        for _ in range(9 if size <= 16 * _MIB else 3):
+        for number in range(9 if size <= 16 * _MIB else 3):
+            # Each time another place, and nothing of it in a cache: so a training finds its parameters.
+            offset = number * max(size, 4 * _MIB) % (self._largest - size + 1)
+            target, source = self._target[offset : offset + size], self._source[offset : offset + size]
+            forget_cache()
             begin = time.perf_counter()
             self._copy(target, source)
             times.append(time.perf_counter() - begin)
@@ -149,6 +153,11 @@ class _Copies:
         target.copy_(source, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+def forget_cache() -> None:
+    """Fill the caches with something else."""
+    _EVICTOR.add_(1)
 
 
 def _update() -> Callable[[], None]:

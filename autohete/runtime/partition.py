@@ -3,19 +3,48 @@
 The runtime drives a model block by block, but what happens before the first block and after the last is the model's own
 code. So its ``forward`` runs as a coroutine (a greenlet) that stops at each block: the part before the first block is the
 embedding's pass, the blocks are called by the runtime, and with the last block's output the coroutine runs on to the logits.
+A model that does anything else with its blocks would train differently; it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+from weakref import WeakSet
 
+import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from autohete.errors import InputError
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BETWEEN = (
+    "the model computes something between two of its blocks; put it into a block, so that it can be recomputed and its "
+    "parameters can move with them"
+)
+_ONCE = "each must be called once, in order"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one forward has shown.
+
+    Args:
+        hidden: the first block's input.
+        logits: the result.
+        before, after: ids of the parameters that the first block's input and, past the last block, the logits come from.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    before: frozenset[int]
+    after: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,138 +71,241 @@ class Partition:
     def intercepted(self) -> Iterator[list[Callable[..., Any]]]:
         """Let the blocks stop a :class:`ForwardPass`; gives their own forwards."""
         forwards = [module.forward for module in self.modules]
-        had = ["forward" in vars(module) for module in self.modules]
-        for module, forward in zip(self.modules, forwards, strict=True):
-            module.forward = _stopping(forward)
-        try:
+        config: Any = getattr(self.model, "config", None)
+        with ExitStack() as undo:
+            if getattr(config, "use_cache", False):  # Hugging Face: keys and values of earlier tokens are for generating
+                undo.callback(setattr, config, "use_cache", True)
+                config.use_cache = False
+            stops = [_stopping(place, forward) for place, forward in enumerate(forwards)]
+            undo.enter_context(replaced_forwards(zip(self.modules, stops, strict=True)))
             yield forwards
-        finally:
-            for module, forward, own in zip(self.modules, forwards, had, strict=True):
-                if own:
-                    module.forward = forward
-                else:
-                    del module.forward
+
+    def probe(self, ids: Tensor) -> Probe:
+        """Run forward once, in the calling thread; the random state is as before afterwards.
+
+        Raises:
+            InputError: the model does with its blocks what cannot be trained block by block.
+        """
+        with self.intercepted() as forwards, torch.random.fork_rng(devices=[]), torch.enable_grad():
+            forward = ForwardPass(self.model)
+            call = first = forward.start(ids)
+            for place, own in enumerate(forwards):
+                with torch.no_grad():
+                    result = call.on(own, call.hidden.detach())
+                if place + 1 < len(forwards):
+                    call = forward.resume(result)
+            logits = forward.finish(with_hidden(result, hidden_of(result).detach()))
+        before, after = (frozenset(map(id, _leaves(tensor))) for tensor in (first.hidden, logits))
+        return Probe(first.hidden.detach(), logits.detach(), before, after)
+
+    def by_use(self, ids: Tensor) -> Partition:
+        """This partition with the parameters outside of the blocks where a forward uses them, not where they were declared.
+
+        Raises:
+            InputError: see :meth:`probe`; or a parameter of a block is used outside of it.
+        """
+        found = self.probe(ids)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for parameter in (parameter for owned in self.owned[1:-1] for parameter in owned):
+            if id(parameter) in found.before | found.after:
+                raise InputError(
+                    f"{names[id(parameter)]} is used outside of its block as well: only embedding and head can share parameters"
+                )
+        first, last = self.owned[0], self.owned[-1]
+        before = [p for p in (*first, *last) if id(p) in found.before]
+        after = [p for p in (*first, *last) if id(p) in found.after and id(p) not in found.before]
+        used = found.before | found.after
+        before += [p for p in first if id(p) not in used]
+        after += [p for p in last if id(p) not in used]
+        return replace(self, owned=(tuple(before), *self.owned[1:-1], tuple(after)))
 
 
 def partition(model: nn.Module, blocks: str | None = None) -> Partition:
     """Cut ``model`` at its list of blocks.
 
+    What is declared before the list is taken for the embedding, what comes after it for the head; :meth:`Partition.by_use`
+    knows better.
+
     Args:
         model: its forward takes token ids and gives logits (or an object with ``logits``).
-        blocks: dotted name of the ``nn.ModuleList``; None: the only list of equal modules, or the one with most parameters
-            if the others are inside of its blocks.
+        blocks: dotted name of the ``nn.ModuleList``; None: the only list of equal modules that is not inside of another.
 
     Raises:
-        InputError: there is no such list, or several; says what was found.
+        InputError: there is no such list, or several; says what was found. Or its blocks share or mix what they must not.
     """
-    name, modules = _block_list(model, blocks)
-    inside = {id(parameter) for parameter in modules.parameters()}
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False  # Hugging Face: keys and values of earlier tokens are for generating, not training
+    modules = _block_list(model, blocks)
+    inside = {id(module) for block in modules for module in block.modules()}
     before: list[nn.Parameter] = []
     after: list[nn.Parameter] = []
     passed = False
-    for key, parameter in model.named_parameters():
-        if key.startswith(f"{name}."):
+    for module in model.modules():
+        if module is modules:
             passed = True
-        elif parameter.requires_grad and id(parameter) not in inside:
-            (after if passed else before).append(parameter)
-    seen: set[int] = set()
-    owned = []
-    for parameters in (before, *(list(module.parameters()) for module in modules), after):
-        mine = [p for p in parameters if p.requires_grad and id(p) not in seen]
-        seen.update(map(id, mine))
-        owned.append(tuple(mine))
-    for i, mine in enumerate(map(list, owned)):
-        types = {parameter.dtype for parameter in mine}
-        if len(types) > 1:
+        elif id(module) not in inside:
+            (after if passed else before).extend(module.parameters(recurse=False))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owner: dict[int, int] = {}
+    owned: list[tuple[nn.Parameter, ...]] = []
+    for i, parameters in enumerate((before, *(list(module.parameters()) for module in modules), after)):
+        mine = []
+        for parameter in filter(lambda parameter: parameter.requires_grad, parameters):
+            other = owner.setdefault(id(parameter), i)
+            if other == i:
+                mine.append(parameter)
+            elif (other, i) != (0, len(modules) + 1):
+                raise InputError(
+                    f"blocks {other} and {i} (0 is what comes before the list) share {names[id(parameter)]}: only embedding "
+                    "and head can share parameters; copy it, or put the blocks that share it into one"
+                )
+        owned.append(tuple(dict.fromkeys(mine)))
+    for i, own in enumerate(owned):
+        types = {parameter.dtype for parameter in own}
+        if len(types) > 1 or types.difference(_DTYPES):
             raise InputError(
-                f"block {i} has parameters of {' and '.join(sorted(map(str, types)))}: convert the model to one type, such as "
-                "model.to(torch.bfloat16)"
+                f"block {i} has parameters of {' and '.join(sorted(map(str, types)))}: convert the model to one type of "
+                f"{', '.join(map(str, _DTYPES))}, such as model.to(torch.bfloat16)"
             )
     return Partition(model, tuple(modules), tuple(owned))
 
 
-def _block_list(model: nn.Module, wanted: str | None) -> tuple[str, nn.ModuleList]:
+def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
-    found = ", ".join(f"{name!r} ({len(module)} x {type(module[0]).__name__})" for name, module in lists.items())
+    types = {name: list(dict.fromkeys(type(block).__name__ for block in module)) for name, module in lists.items()}
+    found = ", ".join(f"{name!r} ({len(module)} x {' and '.join(types[name])})" for name, module in lists.items())
     if wanted is not None:
         if wanted not in lists:
             raise InputError(
                 f"{type(model).__name__} has no block list {wanted!r}: its module lists are {found or 'none'}; "
                 "a block list is an nn.ModuleList with at least one block"
             )
-        return wanted, lists[wanted]
-    outer = {
-        name: module
+        return lists[wanted]
+    outer = [
+        module
         for name, module in lists.items()
-        if len({type(block) for block in module}) == 1 and not any(name.startswith(f"{other}.") for other in lists)
-    }
+        if len(types[name]) == 1 and not any(name.startswith(f"{other}.") for other in lists)
+    ]
     if len(outer) != 1:
         raise InputError(
             f"which blocks of {type(model).__name__} are to be moved is not clear: it has {len(outer)} lists of equal blocks "
-            f"(module lists: {found or 'none'}); name one, such as blocks='transformer.h', "
+            f"(module lists: {found or 'none'}); name one, such as blocks={next(iter(lists), 'transformer.h')!r}, "
             "or put the blocks into an nn.ModuleList"
         )
-    return next(iter(outer.items()))
+    return outer[0]
+
+
+@contextmanager
+def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Let modules compute something else for a while."""
+    with ExitStack() as undo:
+        for module, forward in forwards:
+            if "forward" in vars(module):
+                undo.callback(setattr, module, "forward", module.forward)
+            else:
+                undo.callback(delattr, module, "forward")
+            module.forward = forward
+        yield
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """How the model calls a block: hidden states and whatever else."""
+    """How the model calls a block: its place in the list, hidden states and whatever else."""
 
+    place: int
     hidden: Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def on(self, forward: Callable[..., Any], hidden: Tensor) -> Any:
-        """The block's result for other hidden states."""
-        return forward(hidden, *self.args, **self.kwargs)
+        """The block's result for other hidden states.
+
+        Raises:
+            InputError: it has changed them in place.
+        """
+        version = _version(hidden)
+        result = forward(hidden, *self.args, **self.kwargs)
+        if _version(hidden) != version:
+            raise InputError(
+                f"block {self.place + 1} changes its input in place, which recomputation needs: write x = x + y, not x += y"
+            )
+        return result
 
 
 class ForwardPass:
-    """One forward of a model as a coroutine, inside :meth:`Partition.intercepted`.
+    """One forward of a model as a coroutine, inside :meth:`Partition.intercepted`, in one thread.
 
-    Call :meth:`start`, then :meth:`resume` with each block's result. Grad mode and hooks are the caller's.
+    Call :meth:`start`, then :meth:`resume` with each block's result, :meth:`finish` with the last. Grad mode and hooks are the
+    caller's. All raise InputError where the model does with its blocks what cannot be trained block by block.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._coroutine = _Pass(model)
+        self._place = 0
+        #: What the first block's input was computed by: nothing after the blocks may go back through it.
+        self._before: set[Node] = set()
 
     def start(self, ids: Tensor) -> BlockCall:
         """Run to the first block; its call is the result."""
-        return self._checked(self._coroutine.switch(ids))
+        call = self._checked(self._run(ids))
+        self._before = {node for node in _graph(call.hidden) if not hasattr(node, "variable")}
+        return call
 
     def resume(self, result: Any) -> BlockCall:
-        """Let the block that is called return ``result``, and run to the next."""
-        found = self._checked(self._coroutine.switch(result))
-        if found.hidden is not hidden_of(result):
-            raise InputError(
-                "the model computes something between two of its blocks; put it into a block, so that it can be recomputed and "
-                "its parameters can move with them"
-            )
-        return found
+        """Let the block that is called return ``result``, whose hidden states need no gradients, and run to the next."""
+        hidden = hidden_of(result)
+        # What the model gets does, so that it is seen wherever else the model uses it.
+        given = hidden.detach().requires_grad_(torch.is_grad_enabled())
+        version = _version(given)
+        self._place += 1
+        try:
+            call = self._checked(self._run(with_hidden(result, given)))
+        except RuntimeError as error:  # for example because ``given`` is a leaf and cannot be changed in place
+            raise InputError(f"{_BETWEEN} ({error})") from error
+        if call.hidden is not given or _version(given) != version:
+            self._refuse(_BETWEEN)
+        return replace(call, hidden=hidden)
 
     def finish(self, result: Any) -> Tensor:
         """Let the last block return ``result``, and run to the logits."""
-        found = self._coroutine.switch(result)
+        found = self._run(result)
         if isinstance(found, BlockCall):
-            raise InputError("the model calls its blocks more often than it has blocks: each must be called once, in order")
+            self._refuse(f"the model calls its blocks more often than it has blocks: {_ONCE}")
         logits = getattr(found, "logits", found[0] if isinstance(found, tuple) else found)
         if not isinstance(logits, Tensor):
             raise InputError(f"the model's forward gives {type(found).__name__}: logits are needed, or an object with them")
+        for node in _graph(logits, hidden_of(result)):
+            leaf = getattr(node, "variable", None)
+            if node in self._before or (leaf is not None and not isinstance(leaf, nn.Parameter)):
+                raise InputError(
+                    "after its last block the model uses more than that block's result (the first block's input, or results of "
+                    "others): only the last block's result is passed on"
+                )
         return logits
+
+    def _run(self, value: Any) -> Any:
+        """Let the model run on with ``value``, to the next block or to its end."""
+        modes = _modes()
+        found = self._coroutine.switch(value)
+        if _modes() != modes:
+            self._refuse(
+                "the model calls its blocks under another grad or autocast mode, which recomputation would not have: call them "
+                "without, freeze parameters by requires_grad, and convert the model to the type to compute with"
+            )
+        return found
 
     def _checked(self, found: Any) -> BlockCall:
         if not isinstance(found, BlockCall):
-            raise InputError("the model's forward ended without calling all of its blocks: each must be called once, in order")
-        others = [value for value in (*found.args, *found.kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
-        if others:
-            raise InputError(
-                "a block takes other tensors that need gradients beside its hidden states: only these are passed on"
-            )
+            raise InputError(f"the model's forward ended without calling all of its blocks: {_ONCE}")
+        if found.place != self._place:
+            self._refuse(f"the model calls block {found.place + 1} of its list where it should call {self._place + 1}: {_ONCE}")
+        if not isinstance(found.hidden, Tensor):
+            self._refuse(f"a block is called with {type(found.hidden).__name__} first: hidden states are needed")
+        if any(tensor.requires_grad for tensor in _tensors((found.args, found.kwargs))):
+            self._refuse("a block takes other tensors that need gradients beside its hidden states: only these are passed on")
         return found
+
+    def _refuse(self, message: str) -> NoReturn:
+        self._coroutine.end()
+        raise InputError(message)
 
 
 class _Pass(greenlet):  # type: ignore[misc, unused-ignore]
@@ -181,24 +313,89 @@ class _Pass(greenlet):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.__call__)
+        _of_thread.passes.open.add(self)
+
+    def end(self) -> None:
+        """Leave the model where it has stopped, as by an exception."""
+        if self:
+            self.throw()
 
 
-def _stopping(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def stop(hidden: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+class _Passes:
+    """The passes of one thread. Ends with it those that have not ended; what they hold would live for ever otherwise."""
+
+    def __init__(self) -> None:
+        self.open: WeakSet[_Pass] = WeakSet()
+
+    def __del__(self) -> None:
+        for unfinished in list(self.open):
+            unfinished.end()
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.passes = _Passes()
+
+
+_of_thread = _OfThread()
+
+
+def _stopping(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    first = next(iter(inspect.signature(forward).parameters), "")
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
         current = getcurrent()
         if not isinstance(current, _Pass):
-            return forward(hidden, *args, **kwargs)  # somebody calls the model in the ordinary way
-        if hidden is None:
-            hidden = kwargs.pop("hidden_states")
+            return forward(*args, **kwargs)  # somebody calls the model in the ordinary way
+        hidden, *others = args or (kwargs.pop(first, None),)
         assert current.parent is not None
-        return current.parent.switch(BlockCall(hidden, args, kwargs))
+        return current.parent.switch(BlockCall(place, hidden, tuple(others), kwargs))
 
     return stop
 
 
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _version(tensor: Tensor) -> int:
+    """Rises with each change in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _graph(tensor: Tensor, until: Tensor | None = None) -> Iterator[Node]:
+    """What ``tensor`` was computed by, back to ``until``."""
+    nodes, seen = [tensor.grad_fn], {None if until is None else until.grad_fn}
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [following for following, _ in node.next_functions]
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """The parameters that ``tensor`` was computed from."""
+    return (node.variable for node in _graph(tensor) if hasattr(node, "variable"))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
 def hidden_of(result: Any) -> Tensor:
-    """The hidden states of what a block returned."""
-    hidden: Tensor = result[0] if isinstance(result, tuple) else result
+    """The hidden states of what a block returned.
+
+    Raises:
+        InputError: there are none.
+    """
+    hidden = result[0] if isinstance(result, tuple) and result else result
+    if not isinstance(hidden, Tensor):
+        raise InputError(f"a block returns {type(hidden).__name__}: hidden states are needed, or a tuple that begins with them")
     return hidden
 
 
@@ -210,6 +407,6 @@ def with_hidden(result: Any, hidden: Tensor) -> Any:
     """
     if not isinstance(result, tuple):
         return hidden
-    if any(isinstance(value, Tensor) and value.requires_grad for value in result[1:]):
+    if any(tensor.requires_grad for tensor in _tensors(result[1:])):
         raise InputError("a block returns other tensors that need gradients beside its hidden states: only these are passed on")
     return (hidden, *result[1:])

@@ -334,12 +334,34 @@ def measured_profile(
         The profile; its hardware as the document of a hardware file; date, machine and versions. What
         :func:`autohete.profile_file.write_profile` writes.
     """
-    where, cut = _torch_device(device), partition(model, blocks)
+    where = _torch_device(device)
     with _one_thread(where):
         document = measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=quick)
-        workload = workload_of(cut, batch[0], name)
-        profile = measure(cut, workload, _hardware(document), Batch(*batch), next_token_loss, torch_device=where)
+    profile = measured_profile_on(_hardware(document), model, batch, device, name, blocks=blocks)
     return profile, document, versions()
+
+
+def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = None) -> Hardware:
+    """This machine, measured in about a second."""
+    where = _torch_device(device)
+    with _one_thread(where):
+        return _hardware(measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=True))
+
+
+def measured_profile_on(
+    hardware: Hardware,
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    device: str = "emulated",
+    name: str = "model",
+    *,
+    blocks: str | None = None,
+) -> Profile:
+    """The blocks of ``model`` measured for batches like ``batch``; copies are those of ``hardware``."""
+    where, cut = _torch_device(device), partition(model, blocks)
+    with _one_thread(where):
+        workload = workload_of(cut, batch[0], name)
+        return measure(cut, workload, hardware, Batch(*batch), next_token_loss, torch_device=where)
 
 
 def _hardware(document: dict[str, Any]) -> Hardware:

@@ -308,6 +308,16 @@ class Training:
         flat = torch.cat([p.detach().reshape(-1).cpu() for p in block.parameters]) if block.parameters else torch.empty(0)
         for parameter in block.parameters:  # the model's own memory is free from here on
             parameter.data = torch.empty(0, dtype=block.dtype)
+        try:
+            self._place_states(kinds, i, block, flat)
+        except BaseException:
+            block.device, block.host = _Side(), _Side()
+            for parameter, view in zip(block.parameters, block.views(flat), strict=True):
+                parameter.data = view
+            raise
+        block.bind()
+
+    def _place_states(self, kinds: set[Kind], i: int, block: _Block, flat: Tensor) -> None:
         on_cpu = Kind.CPU_UPDATE in kinds
         states = AdamStates(self.adam, flat if on_cpu else flat.to(self._device), block.sizes)
         self._updating_side(i).optimizer = states
@@ -319,13 +329,16 @@ class Training:
             block.host.parameters = self._host_tensor(block, "parameters").copy_(flat)
         if self._starts_on_device(i):
             block.device.parameters = self._place_for(i).copy_(flat)
-        block.bind()
 
     def _give_back(self) -> None:
         for i, block in enumerate(self._blocks):
             if block.device.parameters is None and block.host.parameters is None:
                 continue  # taking over has failed before it
-            flat = self._newest(i).detach().to("cpu", copy=True)
+            optimizer = self._updating_side(i).optimizer
+            assert optimizer is not None
+            # Where a gradient has taken the parameters' place, the master weights still know them.
+            flat = self._newest(i) if optimizer.master is None else optimizer.master.to(block.dtype)
+            flat = flat.detach().to("cpu", copy=True)
             for parameter, view in zip(block.parameters, block.views(flat), strict=True):
                 parameter.data = view
                 parameter.grad = None

@@ -1,0 +1,775 @@
+"""Any module whose blocks are a list trains to the bit of plain PyTorch, or is refused with a message that says why."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from reference import Outcome, model_for
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autohete.errors import InputError, TaskError
+from autohete.hardware import load_hardware
+from autohete.lowering import lower
+from autohete.policies import parse_policy
+from autohete.profile import Profile, analytic_profile
+from autohete.runtime.device import Ledger
+from autohete.runtime.lanes import LaneThreads
+from autohete.runtime.model import next_token_loss
+from autohete.runtime.optimizer import Adam
+from autohete.runtime.partition import ForwardPass, Partition, partition
+from autohete.runtime.plans import as_executed
+from autohete.runtime.profiler import measure, workload_of
+from autohete.runtime.trainer import Trainer
+from autohete.runtime.training import Batch, Training
+from autohete.simulate import judge_for
+from autohete.trace import Clock
+from autohete.workload import Precision, Workload
+
+STEPS = 3
+VOCABULARY = 61
+#: Between them these recompute, copy parameters and gradients both ways, and update on both sides.
+EVERYTHING_MOVES = ["resident:checkpointing=full", "stronghold:window=1", "autohete"]
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Random tokens and targets from a fixed seed."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (2 * STEPS, 2, 8), generator=generator)
+    return list(zip(ids[::2], ids[1::2], strict=True))
+
+
+def profile_for(cut: Partition) -> Profile:
+    """A profile with the model's own sizes, in which copies and updates are slow: plans that search then use everything."""
+    slow = {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s", "cpu.update_bandwidth": "2GB/s"}
+    profile = analytic_profile(workload_of(cut, batches()[0][0]), load_hardware("a100-40gb-epyc7713", slow))
+    counts = [sum(parameter.numel() for parameter in owned) for owned in cut.owned]
+    blocks = tuple(replace(block, parameters=count) for block, count in zip(profile.blocks, counts, strict=True))
+    return replace(profile, blocks=blocks)
+
+
+def train_plainly(model: nn.Module) -> Outcome:
+    """Ordinary training: one backward through the whole model, one optimizer, fp32 master weights for 16-bit parameters."""
+    torch.set_num_threads(1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    full = trained[0].dtype is torch.float32
+    masters = trained if full else [nn.Parameter(parameter.detach().float()) for parameter in trained]
+    adam = Adam()
+    optimizer = torch.optim.AdamW(
+        masters, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
+    )
+    losses = []
+    torch.manual_seed(2)
+    for ids, targets in batches():
+        found = model(ids)
+        loss = next_token_loss(getattr(found, "logits", found), targets)
+        losses.append(loss.item())
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not full:
+            for parameter, master in zip(trained, masters, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+        optimizer.step()
+        for parameter, master in zip(trained, masters, strict=True):
+            parameter.grad = None
+            if not full:
+                parameter.data.copy_(master.detach())
+    return _outcome(model, losses, [master.detach() for master in masters])
+
+
+def train_by_policy(model: nn.Module, policy: str, profile: Profile | None = None) -> Outcome:
+    """The same training as ``policy`` schedules it, in lane threads; ``profile`` for a model that cannot be profiled."""
+    cut = partition(model)
+    if profile is None:
+        cut = cut.by_use(batches()[0][0])
+        profile = profile_for(cut)
+    schedule = lower(profile, as_executed(parse_policy(policy).plan(profile, judge_for(profile)), profile))
+    device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)
+    training = Training(cut, schedule, next_token_loss, device=device, host=host, poison=True)
+    torch.manual_seed(2)
+    try:
+        with LaneThreads(schedule, training.perform, Clock.MEASURED_CPU) as lanes:
+            for step, batch in enumerate(batches()):
+                training.batches[step] = Batch(*batch)
+                lanes.admit()
+        owned = [id(parameter) for block in cut.owned for parameter in block]
+        masters = dict(zip(owned, training.parameters(), strict=True))
+    finally:
+        training.close()
+    order = [masters[id(parameter)] for parameter in model.parameters() if parameter.requires_grad]
+    return _outcome(model, [training.losses[step] for step in range(STEPS)], order)
+
+
+def _outcome(model: nn.Module, losses: list[float], masters: list[Tensor]) -> Outcome:
+    """Losses, master weights, and what the model itself has afterwards."""
+    return Outcome(losses, masters + [parameter.detach().clone() for parameter in model.parameters()])
+
+
+class Layer(nn.Module):
+    """A block with dropout and, if its width is odd, no parameter of a round size."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.gain = nn.LayerNorm(hidden), nn.Parameter(torch.randn(7))
+        self.up, self.down = nn.Linear(hidden, 2 * hidden + 1), nn.Linear(2 * hidden + 1, hidden)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Any:
+        mixed = self.norm(x).cumsum(1) * self.gain.mean()
+        return x + self.dropout(self.down(functional.gelu(self.up(mixed))))
+
+
+class Net(nn.Module):
+    """A model that does with its blocks what it should; the others below differ from it in one thing each."""
+
+    layer: Callable[[int], nn.Module] = Layer
+
+    def __init__(self, hidden: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.dropout = nn.Embedding(VOCABULARY, hidden), nn.Dropout(0.2)
+        self.blocks = nn.ModuleList(type(self).layer(hidden) for _ in range(3))
+        self.norm, self.out = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.through(self.embed(ids)))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        hidden: Tensor = self.dropout(self.token(ids))
+        return hidden
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def head(self, x: Tensor) -> Any:
+        return self.out(self.norm(x))
+
+
+# --- where the blocks are
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_blocks_of_the_packages_gpt_are_found(tied: bool) -> None:
+    """Its list is cut out; a matrix that the head shares belongs to the embedding."""
+    model = model_for(Workload("small", 32, 3, 4, VOCABULARY, 8, 2, Precision.FP32, tied_embeddings=tied))
+    found = partition(model)
+    assert found.modules == tuple(model.blocks)
+    assert found.owned[0] == tuple(model.embedding.parameters())
+    assert found.owned[found.last] == tuple(model.head.parameters())
+    assert [id(p) for owned in found.owned for p in owned] == [id(p) for p in model.parameters()]
+
+
+class WithoutList(nn.Module):
+    """Its blocks are attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(8), Layer(8)
+
+
+class Unequal(Net):
+    """Its blocks are of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(nn.Identity())
+
+
+class WithExperts(Net):
+    """Lists inside of its blocks, and a list that is an alias of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.same = self.blocks
+
+
+class Twice(Net):
+    """Encoder and decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.ModuleList([Layer(8)])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            WithoutList,
+            "which blocks of WithoutList are to be moved is not clear: it has 0 lists of equal blocks (module lists: none); "
+            "name one, such as blocks='transformer.h', or put the blocks into an nn.ModuleList",
+        ),
+        (
+            Unequal,
+            "which blocks of Unequal are to be moved is not clear: it has 0 lists of equal blocks (module lists: 'blocks' "
+            "(4 x Layer and Identity)); name one, such as blocks='blocks', or put the blocks into an nn.ModuleList",
+        ),
+        (
+            Twice,
+            "which blocks of Twice are to be moved is not clear: it has 2 lists of equal blocks (module lists: 'blocks' "
+            "(3 x Layer), 'decoder' (1 x Layer)); name one, such as blocks='blocks', or put the blocks into an nn.ModuleList",
+        ),
+    ],
+)
+def test_blocks_that_are_not_clear_have_to_be_named(model: type[nn.Module], message: str) -> None:
+    """The error says what was found and how to name it."""
+    with pytest.raises(InputError) as caught:
+        partition(model())
+    assert str(caught.value) == message
+
+
+def test_a_wrong_name_is_answered_with_the_right_ones() -> None:
+    """The error for a name that is no block list gives those that are."""
+    with pytest.raises(InputError) as caught:
+        partition(Twice(), "decoder.0")
+    assert str(caught.value) == (
+        "Twice has no block list 'decoder.0': its module lists are 'blocks' (3 x Layer), 'decoder' (1 x Layer); "
+        "a block list is an nn.ModuleList with at least one block"
+    )
+
+
+def test_blocks_can_be_named() -> None:
+    """A name chooses among lists, and takes a list of unequal blocks."""
+    model = Twice()
+    assert partition(model, "decoder").modules == tuple(model.decoder)
+    unequal = Unequal()
+    assert partition(unequal, "blocks").modules == tuple(unequal.blocks)
+
+
+def test_lists_inside_of_blocks_do_not_confuse() -> None:
+    """The outermost list is the one, under whatever names it goes."""
+    model = WithExperts()
+    assert partition(model).modules == tuple(model.blocks)
+
+
+# --- what is refused when it is cut
+
+
+def test_mixed_types_in_a_block_are_refused() -> None:
+    """All parameters of a block lie in one buffer, so they have one type; frozen ones do not count."""
+    model = Net().to(torch.bfloat16)
+    model.blocks[1].get_submodule("norm").float()
+    with pytest.raises(InputError) as caught:
+        partition(model)
+    assert str(caught.value) == (
+        "block 2 has parameters of torch.bfloat16 and torch.float32: convert the model to one type of torch.float32, "
+        "torch.bfloat16, torch.float16, such as model.to(torch.bfloat16)"
+    )
+    model.blocks[1].get_submodule("norm").requires_grad_(False)
+    assert len(partition(model).owned[2]) == 5
+
+
+def test_types_that_the_optimizer_does_not_know_are_refused() -> None:
+    """There is no silent rounding of 64-bit parameters to 32 bits."""
+    with pytest.raises(InputError, match="block 0 has parameters of torch.float64: convert the model to one type of"):
+        partition(Net().double())
+
+
+class SameLayer(Net):
+    """One block's weights for all, as in ALBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0]] * 3)
+
+
+def test_blocks_that_share_parameters_are_refused() -> None:
+    """Only embedding and head are there when the other needs their parameters."""
+    with pytest.raises(InputError) as caught:
+        partition(SameLayer())
+    assert str(caught.value) == (
+        "blocks 1 and 2 (0 is what comes before the list) share blocks.0.gain: only embedding and head can share parameters; "
+        "copy it, or put the blocks that share it into one"
+    )
+
+
+class Borrowing(Net):
+    """Its head multiplies by a parameter of a block, which no declaration shows."""
+
+    def head(self, x: Tensor) -> Any:
+        return super().head(x) * self.blocks[2].get_parameter("gain").mean()
+
+
+def test_a_block_that_lends_a_parameter_is_refused() -> None:
+    """A forward shows that something outside of a block uses its parameter."""
+    with pytest.raises(InputError, match=r"blocks\.2\.gain is used outside of its block as well: only embedding and head"):
+        partition(Borrowing()).by_use(batches()[0][0])
+
+
+# --- what is refused when it is run: it would train differently
+
+
+class Between(Net):
+    """Computes something between two blocks."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * 0.5
+        return x
+
+
+class BetweenInPlace(Net):
+    """The same, where the tensor stays the same object."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).mul_(0.5)
+        return x
+
+
+class Collecting(Net):
+    """Its head uses the results of all blocks."""
+
+    def through(self, x: Tensor) -> Tensor:
+        results = []
+        for block in self.blocks:
+            x = block(x)
+            results.append(x)
+        return torch.stack(results).mean(0)
+
+
+class Skipping(Net):
+    """Its head uses the embedding's result."""
+
+    def through(self, x: Tensor) -> Tensor:
+        return super().through(x) + x
+
+
+class Backwards(Net):
+    """Calls its blocks in another order."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+class Again(Net):
+    """Calls a block once more."""
+
+    def through(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks[0](super().through(x))
+        return result
+
+
+class Dropping(Net):
+    """Leaves a block out."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:2]:
+            x = block(x)
+        return x
+
+
+class Passing(Net):
+    """Gives its blocks something else that is trained, packed away."""
+
+    class layer(Layer):  # noqa: N801 -- an attribute that happens to be a class
+        """Adds what it is given."""
+
+        def forward(self, x: Tensor, others: Any = None) -> Any:
+            return super().forward(x) + others["first"][0]
+
+    def through(self, x: Tensor) -> Tensor:
+        first = x
+        for block in self.blocks:
+            x = block(x, others={"first": (first,)})
+        return x
+
+
+class Frozen(Net):
+    """Calls its blocks without gradients."""
+
+    def through(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return super().through(x)
+
+
+class Casting(Net):
+    """Calls its blocks under autocast."""
+
+    def through(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().through(x)
+
+
+class Overwriting(Net):
+    """Its blocks change their input."""
+
+    class layer(Layer):  # noqa: N801
+        """Adds in place."""
+
+        def forward(self, x: Tensor) -> Any:
+            x += self.down(functional.gelu(self.up(self.norm(x))))
+            return x
+
+
+class WithoutHidden(Net):
+    """Its blocks return a dictionary."""
+
+    class layer(Layer):  # noqa: N801
+        """Names its result."""
+
+        def forward(self, x: Tensor) -> Any:
+            return {"x": super().forward(x)}
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)["x"]
+        return x
+
+
+class WithoutLogits(Net):
+    """Its forward returns a dictionary."""
+
+    def head(self, x: Tensor) -> Any:
+        return {"scores": super().head(x)}
+
+
+REFUSED = {
+    Between: "computes something between two of its blocks; put it into a block",
+    BetweenInPlace: "computes something between two of its blocks; put it into a block",
+    Collecting: "uses more than that block's result (the first block's input, or results of others)",
+    Skipping: "uses more than that block's result (the first block's input, or results of others)",
+    Backwards: "calls block 3 of its list where it should call 1: each must be called once, in order",
+    Again: "calls its blocks more often than it has blocks: each must be called once, in order",
+    Dropping: "ended without calling all of its blocks: each must be called once, in order",
+    Passing: "a block takes other tensors that need gradients beside its hidden states",
+    Frozen: "calls its blocks under another grad or autocast mode",
+    Casting: "calls its blocks under another grad or autocast mode",
+    Overwriting: "block 1 changes its input in place, which recomputation needs: write x = x + y, not x += y",
+    WithoutHidden: "a block returns dict: hidden states are needed, or a tuple that begins with them",
+    WithoutLogits: "the model's forward gives dict: logits are needed, or an object with them",
+}
+
+
+@cache
+def profile_of_net() -> Profile:
+    """The profile of a model of the same shape that can be trained."""
+    return profile_for(partition(Net()))
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_a_model_that_would_train_differently_is_refused(model: type[Net]) -> None:
+    """The first look at it says why, and so does the task of a training that meets it; the model is whole again."""
+    refused = model()
+    with pytest.raises(InputError) as caught:
+        partition(refused).probe(batches()[0][0])
+    assert REFUSED[model] in str(caught.value)
+    with pytest.raises(TaskError, match=r"^F\d@0 failed: InputError: ") as failed:
+        train_by_policy(refused, "resident:checkpointing=full", profile_of_net())
+    assert isinstance(failed.value.__cause__, InputError)
+    assert REFUSED[model] in str(failed.value.__cause__)
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert is_whole(refused)
+
+
+class ReturningMore(Net):
+    """Its blocks return something else that is trained."""
+
+    class layer(Layer):  # noqa: N801
+        """Returns a second result."""
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.gain.sum()
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["resident", "resident:checkpointing=full"])
+def test_other_results_that_need_gradients_are_refused(policy: str) -> None:
+    """Whether a block's graph is made in its forward or when it is recomputed."""
+    with pytest.raises(TaskError, match="a block returns other tensors that need gradients beside its hidden states"):
+        train_by_policy(ReturningMore(), policy, profile_of_net())
+
+
+# --- what trains to the bit
+
+
+class Tied(Net):
+    """Its head shares the embedding's matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out.weight = self.token.weight
+
+
+class Odd(Net):
+    """No parameter begins where a cache line does."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=30)
+        self.first = nn.Parameter(torch.randn(7))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids) * self.first.mean()
+
+
+class Disordered(Net):
+    """Declares its parts in an order that says nothing about where they are used, two of them outside of any part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        token = self.token
+        del self.token
+        self.gain, self.shift = nn.Parameter(torch.randn(32)), nn.Parameter(torch.randn(32))
+        self.token = token
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids) + self.shift
+
+    def head(self, x: Tensor) -> Any:
+        return super().head(x * self.gain)
+
+
+class PartlyFrozen(Net):
+    """Some parameters of a block, all of another, and the embedding's are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token.requires_grad_(False)
+        self.blocks[0].get_submodule("up").requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
+
+
+class Unused(Net):
+    """Parameters that nothing is computed with: before, in and after the blocks."""
+
+    class layer(Layer):  # noqa: N801
+        """Has a part that it does not use."""
+
+        def __init__(self, hidden: int) -> None:
+            super().__init__(hidden)
+            self.spare = nn.Linear(3, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.randn(5)), nn.Linear(3, 3)
+
+
+class Pairs(Net):
+    """Its blocks return tuples, from which the next one gets something that is not trained; called by keyword."""
+
+    class layer(Layer):  # noqa: N801
+        """Counts how often the states have passed a block."""
+
+        def forward(self, x: Tensor, count: Any = None) -> Any:
+            return super().forward(x) / count, count + 1, None
+
+    def through(self, x: Tensor) -> Tensor:
+        count = torch.ones(())
+        for block in self.blocks:
+            x, count, _ = block(x=x, count=count)
+        return x
+
+
+class Bf16(Net):
+    """16-bit parameters with 32-bit masters."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=30)
+        self.to(torch.bfloat16)
+
+
+class OneBlock(Net):
+    """A list of one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = self.blocks[:1]
+
+
+EXACT = [Net, Tied, Odd, Disordered, PartlyFrozen, Unused, Pairs, Bf16, OneBlock, WithExperts]
+
+
+@cache
+def plainly(model: Callable[[], nn.Module]) -> Outcome:
+    """Plain training, once per model."""
+    return train_plainly(model())
+
+
+@pytest.mark.parametrize("policy", EVERYTHING_MOVES)
+@pytest.mark.parametrize("model", EXACT)
+def test_any_module_with_a_block_list_trains_to_the_bit(model: type[Net], policy: str) -> None:
+    """Losses and parameters are those of plain PyTorch; what is frozen or has no gradient is not updated there either."""
+    assert train_by_policy(model(), policy) == plainly(model)
+
+
+def test_parameters_without_a_gradient_stay_as_they_are() -> None:
+    """Not even weight decay changes them: the exactness above is about an optimizer that leaves them alone."""
+    model = Unused()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    train_by_policy(model, "autohete")
+    unchanged = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    parts = ["before", "after.weight", "after.bias"]
+    assert unchanged == {*parts, *(f"blocks.{i}.spare.{name}" for i in range(3) for name in ("weight", "bias"))}
+
+
+def test_parameters_belong_where_they_are_used() -> None:
+    """The order of declaration is a guess that a forward corrects; what is not used stays where it was declared."""
+    model = Disordered()
+    model.spare = nn.Parameter(torch.zeros(2))
+    cut = partition(model).by_use(batches()[0][0])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(parameter)] for parameter in cut.owned[0]} == {"token.weight", "shift", "spare"}
+    assert {names[id(parameter)] for parameter in cut.owned[-1]} == {
+        "gain", "norm.weight", "norm.bias", "out.weight", "out.bias"
+    }  # fmt: skip
+
+
+# --- what is left behind
+
+
+def is_whole(model: Net) -> bool:
+    """Whether nothing of a training is left in ``model``, its blocks and its parameters."""
+    hooks = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()]
+    return (
+        not any("forward" in vars(module) for module in model.modules())
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        and not any(hooks)
+        and all(parameter.grad is None and torch.isfinite(parameter).all() for parameter in model.parameters())
+    )
+
+
+@pytest.mark.parametrize("policy", EVERYTHING_MOVES)
+def test_a_model_is_whole_again_after_training(policy: str) -> None:
+    """It computes with its trained parameters as any model does, and can be trained on plainly."""
+    model, plain = Net(), Net()
+    train_by_policy(model, policy)
+    train_plainly(plain)
+    assert is_whole(model)
+    ids, _ = batches()[0]
+    assert torch.equal(model.eval()(ids), plain.eval()(ids))
+    assert train_plainly(model.train()) == train_plainly(plain.train())
+
+
+def test_a_forward_of_the_users_own_comes_back() -> None:
+    """A block's forward that somebody has replaced is the one that trains, and is there again afterwards."""
+
+    def make() -> Net:
+        model = Net()
+        own = model.blocks[0].forward
+        model.blocks[0].forward = lambda x: own(x) * 2
+        return model
+
+    model = make()
+    forward = model.blocks[0].forward
+    assert train_by_policy(model, "autohete") == train_plainly(make())
+    assert model.blocks[0].forward is forward
+
+
+def test_an_intercepted_model_can_be_called_as_always() -> None:
+    """Only a forward that is run as a coroutine stops at the blocks."""
+    model = Net().eval()
+    ids, _ = batches()[0]
+    expected = model(ids)
+    with partition(model).intercepted():
+        assert torch.equal(model(ids), expected)
+
+
+def test_a_look_at_the_model_leaves_the_random_state() -> None:
+    """Dropout in a training does not depend on how often its model was looked at before."""
+    cut = partition(Net())
+    state = torch.get_rng_state()
+    cut.by_use(batches()[0][0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_forward_that_is_given_up_ends_with_its_thread() -> None:
+    """A training that fails between two blocks leaves nothing running inside of the model, whoever still holds the pass."""
+    ended = []
+
+    class Closing(Net):
+        """Notes that it was left."""
+
+        def through(self, x: Tensor) -> Tensor:
+            try:
+                return super().through(x)
+            finally:
+                ended.append(True)
+
+    model = Closing()
+    passes: list[ForwardPass] = []
+
+    def begin() -> None:
+        passes.append(ForwardPass(model))
+        passes[0].start(batches()[0][0])
+
+    with partition(model).intercepted():
+        thread = threading.Thread(target=begin)
+        thread.start()
+        thread.join()
+    assert passes
+    assert ended == [True]
+
+
+# --- faults elsewhere, until they are mended
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for torch here as well."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.xfail(reason="profiler.workload_of draws dropout from the random state that the training is to begin with")
+def test_finding_the_workload_leaves_the_random_state() -> None:
+    """Dropout in a training does not depend on whether its model's shape was looked up before."""
+    cut = partition(Net())
+    state = torch.get_rng_state()
+    workload_of(cut, batches()[0][0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.xfail(reason="profiler._handing_on gives hidden states where the model expects the blocks' tuple")
+def test_blocks_that_return_tuples_can_be_measured() -> None:
+    """Blocks that stand in for equal ones return what those do."""
+    model = Pairs()
+    cut = partition(model)
+    ids, targets = batches()[0]
+    profile = measure(cut, workload_of(cut, ids), load_hardware("a100-40gb-epyc7713"), Batch(ids, targets), next_token_loss)
+    assert len(profile.blocks) == 5
+
+
+@pytest.mark.xfail(reason="profiler._handing_on deletes a block's own forward")
+def test_measuring_leaves_a_forward_of_the_users_own() -> None:
+    """Blocks that hand on while others are measured get their own forward back."""
+    model = Net()
+    own = model.blocks[1].forward
+    model.blocks[1].forward = own
+    cut = partition(model)
+    ids, targets = batches()[0]
+    measure(cut, workload_of(cut, ids), load_hardware("a100-40gb-epyc7713"), Batch(ids, targets), next_token_loss)
+    assert vars(model.blocks[1]).get("forward") is own
+
+
+@pytest.mark.xfail(reason="Trainer.prepare does not call Partition.by_use")
+@pytest.mark.parametrize("model", [Net, Disordered, Pairs])
+def test_the_trainer_trains_any_module_to_the_bit(model: type[Net], one_thread: None) -> None:
+    """From measuring to closing, with nothing given but the model."""
+    trained = model()
+    torch.manual_seed(2)
+    with Trainer(trained, policy="stronghold:window=1", hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+        losses = [trainer.step(batch) for batch in batches()]
+    plain = plainly(model)
+    assert losses == plain.losses
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(trained.parameters(), plain.parameters[-len(list(trained.parameters())) :], strict=True)
+    )

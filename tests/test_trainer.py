@@ -1,0 +1,244 @@
+"""The Trainer: measures, plans, trains within a budget, exactly, and gives everything back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from reference import batches, model_for, train_plainly
+from test_device import MEDIUM, profile_for
+from torch import Tensor, nn
+
+from autohete import Trainer
+from autohete.errors import InfeasibleError, InputError, NonFiniteLossError
+from autohete.hardware import load_hardware
+from autohete.profile_file import read_profile, write_profile
+from autohete.runtime.machine import versions
+from autohete.runtime.model import GPT, next_token_loss
+from autohete.runtime.optimizer import Adam
+from autohete.runtime.trainer import Mode, NonFinite
+from autohete.trace import Clock, check_trace
+from autohete.workload import Precision
+
+STEPS = 3
+
+
+@cache
+def plain(precision: Precision) -> tuple[list[float], list[Tensor]]:
+    """Losses and parameters of plain training."""
+    outcome = train_plainly(replace(MEDIUM, precision=precision), STEPS)
+    return outcome.losses, outcome.parameters
+
+
+def trained(policy: str, gpu_memory: str, precision: Precision) -> tuple[list[float], list[Tensor], Trainer]:
+    """Losses and parameters of the same training by the Trainer."""
+    workload = replace(MEDIUM, precision=precision)
+    trainer = Trainer(model_for(workload), policy=policy, gpu_memory=gpu_memory, profile=profile_for(workload))
+    with trainer:
+        torch.manual_seed(2)
+        losses = [trainer.step(batch) for batch in batches(workload, STEPS)]
+        return losses, trainer.parameters(), trainer
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(["autohete", "autohete:priority=off", "stronghold", "zero_offload", "resident:checkpointing=full"]),
+    st.integers(15, 120),
+    st.sampled_from([Precision.FP32, Precision.BF16]),
+)
+def test_any_budget_trains_to_the_bit(policy: str, percent: int, precision: Precision) -> None:
+    """Whatever the policy and the budget: it says that it does not fit, or trains exactly like plain PyTorch."""
+    try:
+        losses, parameters, trainer = trained(policy, f"{percent}%", precision)
+    except InfeasibleError as error:
+        event(f"does not fit, binding: {error.constraint}")
+        return
+    expected_losses, expected = plain(precision)
+    assert losses == expected_losses
+    assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+    assert trainer.prediction is not None
+    assert trainer.prediction.gpu.fits
+
+
+def test_a_quarter_of_the_memory_is_enough() -> None:
+    """A training that needs four times the budget when everything is resident runs within it, to the bit."""
+    workload = replace(MEDIUM, transformer_blocks=12)
+    with Trainer(model_for(workload), gpu_memory="25%", hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+        trainer.prepare(batches(workload, 1)[0])
+        torch.manual_seed(2)
+        losses = [trainer.step(batch) for batch in batches(workload, STEPS)]
+        found = trainer.comparison()
+    assert found.measured_peak_bytes <= trainer.resident_bytes / 4
+    assert losses == train_plainly(workload, STEPS).losses
+    assert abs(found.predicted_peak_bytes / found.measured_peak_bytes - 1) < 0.03
+
+
+def test_the_named_smallest_budget_works() -> None:
+    """A budget that is too small names the smallest that works and the binding task; with it, it trains."""
+    profile = profile_for(MEDIUM)
+
+    def one_step(gpu_memory: int) -> None:
+        with Trainer(model_for(MEDIUM), policy="stronghold:window=1", gpu_memory=gpu_memory, profile=profile) as trainer:
+            trainer.step(batches(MEDIUM, 1)[0])
+
+    with pytest.raises(InfeasibleError, match=r"at \w+@\d+ it needs .*works for this plan is \d+ B") as caught:
+        one_step(100_000)
+    one_step(caught.value.needed_bytes)
+
+
+def test_the_model_is_given_back() -> None:
+    """After the context the model has its trained parameters, computes by itself, and can be trained on in the ordinary way."""
+    model = model_for(MEDIUM)
+    ids, targets = batches(MEDIUM, 1)[0]
+    with Trainer(model, policy="stronghold:window=1", profile=profile_for(MEDIUM)) as trainer:
+        before = trainer.step((ids, targets))
+        held_back = trainer.evaluate([(ids, targets)])
+        parameters = trainer.parameters()
+    model.eval()
+    torch.set_num_threads(1)
+    assert held_back == next_token_loss(model(ids), targets).item()
+    assert held_back < before
+    model.train()
+    next_token_loss(model(ids), targets).backward()  # type: ignore[no-untyped-call]
+    found = [p for module in (model.embedding, *model.blocks, model.head) for p in module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(found, parameters, strict=True))
+    assert all(p.grad is not None for p in found)
+
+
+class _Broken(nn.Module):
+    """A GPT whose logits are NaN for a batch that begins with token 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model_for(MEDIUM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.inner(ids)
+        return logits * (torch.nan if int(ids[0, 0]) == 7 else 1.0)
+
+
+def _batches_with_a_bad_one() -> list[tuple[Tensor, Tensor]]:
+    made = [(ids.clone(), targets) for ids, targets in batches(MEDIUM, 4)]
+    for number, (ids, _) in enumerate(made):
+        ids[0, 0] = 7 if number == 2 else 8
+    return made
+
+
+@pytest.mark.parametrize("policy", ["resident", "zero_offload", "stronghold:window=1", "autohete"])
+def test_a_loss_that_is_not_finite_changes_nothing(policy: str) -> None:
+    """It stops with the step's number, and no parameter of any block is other than after the step before."""
+    found = []
+    for steps in (2, 3):
+        with Trainer(_Broken(), policy=policy, hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+            torch.manual_seed(2)
+            data = _batches_with_a_bad_one()
+            trainer.prepare(data[0])
+            torch.manual_seed(2)
+            for batch in data[:2]:
+                trainer.step(batch)
+            if steps == 3:
+                with pytest.raises(NonFiniteLossError, match=r"^step 2: the loss is nan; not finite first: ") as caught:
+                    trainer.step(data[2])
+                assert caught.value.step == 2
+            found.append(trainer.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_steps_that_are_not_finite_can_be_skipped() -> None:
+    """A skipped step is counted and changes nothing; the training goes on."""
+    with Trainer(
+        _Broken(), policy="zero_offload", on_nonfinite=NonFinite.SKIP, hardware=load_hardware("a100-40gb-epyc7713")
+    ) as trainer:
+        losses = [trainer.step(batch) for batch in _batches_with_a_bad_one()]
+        assert trainer.skipped_steps == 1
+        assert all(torch.isfinite(parameter).all() for parameter in trainer.parameters())
+    assert [loss == loss for loss in losses] == [True, True, False, True]
+
+
+def test_the_step_returns_before_its_tail() -> None:
+    """The loss is there while the backward pass of the same step has not ended."""
+    with Trainer(model_for(MEDIUM), policy="resident", profile=profile_for(MEDIUM)) as trainer:
+        data = batches(MEDIUM, 3)
+        for batch in data:
+            trainer.step(batch)
+        lanes = trainer._running()[1]
+        assert lanes._end[-1] < 0 or lanes._finished < lanes.admitted * len(trainer.prediction.schedule.tasks)  # type: ignore[union-attr]
+
+
+def test_a_paced_device_keeps_its_pace() -> None:
+    """Paced to a hardware, iterations last as long as simulated, in slowed-down seconds that are said to be so."""
+    with Trainer(
+        model_for(MEDIUM), policy="autohete", gpu_memory="50%", mode=Mode.PACED, hardware=load_hardware("v100-32gb-dgx2")
+    ) as trainer:
+        for batch in batches(MEDIUM, 6):
+            trainer.step(batch)
+        found, trace = trainer.comparison(), trainer.trace()
+    assert trainer.slowdown > 1
+    assert found.clock is Clock.EMULATED
+    assert found.measured_seconds >= 0.98 * found.predicted_seconds
+    assert [fault for fault in check_trace(trace) if "more urgent" not in fault] == []
+
+
+def test_profiles_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """A profile file gives the same profile again, and has date, machine and versions."""
+    from autohete.runtime.trainer import measured_profile
+
+    found, document, measured = measured_profile(model_for(MEDIUM), batches(MEDIUM, 1)[0], name="medium", quick=True)
+    path = tmp_path / "profile.json"
+    write_profile(path, found, document, measured)
+    assert read_profile(path) == found
+    assert json.loads(path.read_text())["measured"].keys() == versions().keys() == {"date", "machine", "versions"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not json", "is not JSON"),
+        ("{}", "is no profile"),
+        ('{"format": "autohete-profile 1"}', "Workload : Input should be"),
+    ],
+)
+def test_damaged_profiles_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    """What is no profile is refused with what is wrong."""
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_profile(path)
+
+
+def test_bad_arguments_are_refused() -> None:
+    """Devices, budgets and shapes that cannot be are refused with what is allowed."""
+    model = model_for(MEDIUM)
+    with pytest.raises(InputError, match="choose emulated or cuda"):
+        Trainer(model, device="tpu")
+    with pytest.raises(InputError, match="is no share of memory"):
+        Trainer(model, gpu_memory="-3%")
+    with pytest.raises(InputError, match="has no unit"):
+        Trainer(model, gpu_memory="100")
+    with pytest.raises(InputError, match="positive number"):
+        Trainer(model, gpu_memory=0)
+    with pytest.raises(InputError, match="paced"):
+        Trainer(model, mode=Mode.PACED)
+    trainer = Trainer(model, policy="resident", profile=profile_for(MEDIUM))
+    with pytest.raises(InputError, match="call step inside"):
+        trainer.trace()
+    with trainer:
+        trainer.step(batches(MEDIUM, 1)[0])
+        with pytest.raises(InputError, match="memory is planned for one shape"):
+            trainer.step((torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)))
+
+
+def test_learning_learns() -> None:
+    """A repeated batch is learned: the loss falls by half in 30 steps under a tight budget."""
+    torch.manual_seed(0)
+    model = GPT(MEDIUM, dropout=0.0)
+    batch = batches(MEDIUM, 1)[0]
+    with Trainer(model, gpu_memory="40%", adam=Adam(lr=3e-3), hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+        losses = [trainer.step(batch) for _ in range(30)]
+    assert losses[-1] < losses[0] / 2
