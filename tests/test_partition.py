@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -270,7 +270,7 @@ def test_mixed_types_in_a_block_are_refused() -> None:
 
 def test_types_that_the_optimizer_does_not_know_are_refused() -> None:
     """There is no silent rounding of 64-bit parameters to 32 bits."""
-    with pytest.raises(InputError, match="block 0 has parameters of torch.float64: convert the model to one type of"):
+    with pytest.raises(InputError, match=r"block 0 has parameters of torch\.float64: convert the model to one type of"):
         partition(Net().double())
 
 
@@ -373,7 +373,7 @@ class Dropping(Net):
 class Passing(Net):
     """Gives its blocks something else that is trained, packed away."""
 
-    class layer(Layer):  # noqa: N801 -- an attribute that happens to be a class
+    class layer(Layer):
         """Adds what it is given."""
 
         def forward(self, x: Tensor, others: Any = None) -> Any:
@@ -405,7 +405,7 @@ class Casting(Net):
 class Overwriting(Net):
     """Its blocks change their input."""
 
-    class layer(Layer):  # noqa: N801
+    class layer(Layer):
         """Adds in place."""
 
         def forward(self, x: Tensor) -> Any:
@@ -413,10 +413,25 @@ class Overwriting(Net):
             return x
 
 
+class Packing(Net):
+    """Calls its blocks with a tuple."""
+
+    class layer(Layer):
+        """Unpacks it."""
+
+        def forward(self, pair: Any) -> Any:
+            return super().forward(pair[0])
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block((x, None))
+        return x
+
+
 class WithoutHidden(Net):
     """Its blocks return a dictionary."""
 
-    class layer(Layer):  # noqa: N801
+    class layer(Layer):
         """Names its result."""
 
         def forward(self, x: Tensor) -> Any:
@@ -447,6 +462,7 @@ REFUSED = {
     Frozen: "calls its blocks under another grad or autocast mode",
     Casting: "calls its blocks under another grad or autocast mode",
     Overwriting: "block 1 changes its input in place, which recomputation needs: write x = x + y, not x += y",
+    Packing: "block 1 is called with tuple first: hidden states are needed",
     WithoutHidden: "a block returns dict: hidden states are needed, or a tuple that begins with them",
     WithoutLogits: "the model's forward gives dict: logits are needed, or an object with them",
 }
@@ -477,7 +493,7 @@ def test_a_model_that_would_train_differently_is_refused(model: type[Net]) -> No
 class ReturningMore(Net):
     """Its blocks return something else that is trained."""
 
-    class layer(Layer):  # noqa: N801
+    class layer(Layer):
         """Returns a second result."""
 
         def forward(self, x: Tensor) -> Any:
@@ -548,7 +564,7 @@ class PartlyFrozen(Net):
 class Unused(Net):
     """Parameters that nothing is computed with: before, in and after the blocks."""
 
-    class layer(Layer):  # noqa: N801
+    class layer(Layer):
         """Has a part that it does not use."""
 
         def __init__(self, hidden: int) -> None:
@@ -563,7 +579,7 @@ class Unused(Net):
 class Pairs(Net):
     """Its blocks return tuples, from which the next one gets something that is not trained; called by keyword."""
 
-    class layer(Layer):  # noqa: N801
+    class layer(Layer):
         """Counts how often the states have passed a block."""
 
         def forward(self, x: Tensor, count: Any = None) -> Any:
@@ -603,7 +619,7 @@ def plainly(model: Callable[[], nn.Module]) -> Outcome:
 
 @pytest.mark.parametrize("policy", EVERYTHING_MOVES)
 @pytest.mark.parametrize("model", EXACT)
-def test_any_module_with_a_block_list_trains_to_the_bit(model: type[Net], policy: str) -> None:
+def test_any_module_with_a_block_list_trains_to_the_bit(model: Callable[[], Net], policy: str) -> None:
     """Losses and parameters are those of plain PyTorch; what is frozen or has no gradient is not updated there either."""
     assert train_by_policy(model(), policy) == plainly(model)
 
@@ -719,15 +735,6 @@ def test_a_forward_that_is_given_up_ends_with_its_thread() -> None:
 # --- faults elsewhere, until they are mended
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One thread for torch here as well."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.xfail(reason="profiler.workload_of draws dropout from the random state that the training is to begin with")
 def test_finding_the_workload_leaves_the_random_state() -> None:
     """Dropout in a training does not depend on whether its model's shape was looked up before."""
@@ -759,17 +766,12 @@ def test_measuring_leaves_a_forward_of_the_users_own() -> None:
     assert vars(model.blocks[1]).get("forward") is own
 
 
-@pytest.mark.xfail(reason="Trainer.prepare does not call Partition.by_use")
+@pytest.mark.xfail(reason="profiler: the three faults above; Trainer.prepare does not call Partition.by_use")
 @pytest.mark.parametrize("model", [Net, Disordered, Pairs])
-def test_the_trainer_trains_any_module_to_the_bit(model: type[Net], one_thread: None) -> None:
+def test_the_trainer_trains_any_module_to_the_bit(model: Callable[[], Net]) -> None:
     """From measuring to closing, with nothing given but the model."""
     trained = model()
     torch.manual_seed(2)
     with Trainer(trained, policy="stronghold:window=1", hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
         losses = [trainer.step(batch) for batch in batches()]
-    plain = plainly(model)
-    assert losses == plain.losses
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(trained.parameters(), plain.parameters[-len(list(trained.parameters())) :], strict=True)
-    )
+    assert _outcome(trained, losses, [parameter.detach() for parameter in trained.parameters()]) == plainly(model)

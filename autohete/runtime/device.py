@@ -163,6 +163,8 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return result
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         known: set[int] | None = None
         for output in outputs:

@@ -163,7 +163,8 @@ def forget_cache() -> None:
 def _update() -> Callable[[], None]:
     parameters = torch.zeros(_UPDATED)
     states, gradients = AdamStates(Adam(), parameters, [_UPDATED]), torch.zeros(_UPDATED)
-    return lambda: states.update(parameters, gradients, {0})
+    scratch = states.scratch()
+    return lambda: states.update(parameters, gradients, {0}, scratch)
 
 
 def _rates_together(jobs: dict[str, Callable[[], None]]) -> dict[str, float]:

@@ -56,23 +56,22 @@ class AdamStates:
         """What occupies memory."""
         return [self.moments] if self.master is None else [self.moments, self.master]
 
-    @property
-    def workspace_bytes(self) -> int:
-        """What an update allocates for its duration."""
-        return 4 * self._scratch_elements
+    def scratch(self) -> Tensor:
+        """Room for a piece of gradients in fp32, which an update of 16-bit parameters needs."""
+        return torch.empty(self._scratch_elements, device=self.moments.device)
 
     @torch.no_grad()
-    def update(self, parameters: Tensor, gradients: Tensor, present: set[int]) -> None:
+    def update(self, parameters: Tensor, gradients: Tensor, present: set[int], scratch: Tensor) -> None:
         """One step.
 
         Args:
             parameters: (n,), receives the result; may be the memory of ``gradients`` itself if it is in 16 bit.
             gradients: (n,), in the type of ``parameters``.
             present: which parameters have a gradient; the others do not change, as in ``torch.optim``.
+            scratch: made by :meth:`scratch`.
         """
         for place in present:
             self._steps[place] += 1
-        scratch = torch.empty(self._scratch_elements, device=parameters.device)
         for place in sorted(present):
             for begin, end in self._pieces(place):
                 if self.master is None:

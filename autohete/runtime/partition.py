@@ -69,11 +69,15 @@ class Partition:
 
     @contextmanager
     def intercepted(self) -> Iterator[list[Callable[..., Any]]]:
-        """Let the blocks stop a :class:`ForwardPass`; gives their own forwards."""
+        """Let the blocks stop a :class:`ForwardPass`; gives their own forwards.
+
+        A Hugging Face model caches no keys and values meanwhile, which are for generating: they could not be moved, and
+        recomputation would add them twice.
+        """
         forwards = [module.forward for module in self.modules]
         config: Any = getattr(self.model, "config", None)
         with ExitStack() as undo:
-            if getattr(config, "use_cache", False):  # Hugging Face: keys and values of earlier tokens are for generating
+            if getattr(config, "use_cache", False):
                 undo.callback(setattr, config, "use_cache", True)
                 config.use_cache = False
             stops = [_stopping(place, forward) for place, forward in enumerate(forwards)]
@@ -297,8 +301,6 @@ class ForwardPass:
             raise InputError(f"the model's forward ended without calling all of its blocks: {_ONCE}")
         if found.place != self._place:
             self._refuse(f"the model calls block {found.place + 1} of its list where it should call {self._place + 1}: {_ONCE}")
-        if not isinstance(found.hidden, Tensor):
-            self._refuse(f"a block is called with {type(found.hidden).__name__} first: hidden states are needed")
         if any(tensor.requires_grad for tensor in _tensors((found.args, found.kwargs))):
             self._refuse("a block takes other tensors that need gradients beside its hidden states: only these are passed on")
         return found
@@ -341,17 +343,27 @@ _of_thread = _OfThread()
 
 
 def _stopping(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-    first = next(iter(inspect.signature(forward).parameters), "")
-
     def stop(*args: Any, **kwargs: Any) -> Any:
         current = getcurrent()
         if not isinstance(current, _Pass):
             return forward(*args, **kwargs)  # somebody calls the model in the ordinary way
-        hidden, *others = args or (kwargs.pop(first, None),)
         assert current.parent is not None
-        return current.parent.switch(BlockCall(place, hidden, tuple(others), kwargs))
+        return current.parent.switch(call_of(place, forward, args, kwargs))
 
     return stop
+
+
+def call_of(place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+    """The call of a block's ``forward``, whose hidden states are the first argument, with or without its name.
+
+    Raises:
+        InputError: they are no tensor.
+    """
+    name = "" if args else next(iter(inspect.signature(forward).parameters), "")
+    hidden = args[0] if args else kwargs.get(name)
+    if not isinstance(hidden, Tensor):
+        raise InputError(f"block {place + 1} is called with {type(hidden).__name__} first: hidden states are needed")
+    return BlockCall(place, hidden, args[1:], {key: value for key, value in kwargs.items() if key != name})
 
 
 def _modes() -> tuple[bool, ...]:

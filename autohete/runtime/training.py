@@ -48,6 +48,8 @@ class _Side:
     gradients: Tensor | None = None
     present: set[int] | None = None
     optimizer: AdamStates | None = None
+    #: The places of the parameters in ``gradients``.
+    views: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -221,8 +223,8 @@ class Training:
         """
         self._now.task, self._now.iteration = task.id.at(iteration), iteration
         self._now.alive = []
-        # Copies allocate nothing but what they enter themselves.
-        ledger = self._device_ledger if task.lane == GPU else None
+        # Copies and updates allocate nothing but what they enter themselves.
+        ledger = self._device_ledger if task.lane == GPU and task.id.kind is not Kind.GPU_UPDATE else None
         with accounting(ledger, self._now.task, self._left_by(task)):
             for buffer in task.allocates:
                 if buffer.name.startswith("gradients."):
@@ -412,17 +414,19 @@ class Training:
         block = self._blocks[i]
         flat = torch.empty(block.elements, dtype=block.dtype, device=self._device)
         block.device.gradients = self._claim(flat, "gradients")
+        block.device.views = block.views(flat)
         block.device.present = set()
 
     def _drop_gradients(self, block: _Block) -> None:
         self._now.alive.append(block.device.gradients)
-        block.device.gradients = None
+        block.device.gradients, block.device.views = None, []
 
     def _replace_parameters(self, block: _Block) -> None:
         """A finished gradient takes the place of the parameters."""
         assert block.device.parameters is not None
         assert block.device.gradients is not None
         block.device.gradients = block.device.parameters.copy_(block.device.gradients)
+        block.device.views = block.views(block.device.gradients)
 
     # --- passes of the GPU
 
@@ -555,7 +559,7 @@ class Training:
                     f"{self._now.task} finds a gradient of block {i}, for which the schedule has no room yet: if the head "
                     "shares the embedding's matrix, make the schedule with tied_embeddings"
                 )
-            view = block.views(block.device.gradients)[place]
+            view = block.device.views[place]
             if place in block.device.present:  # a matrix that two blocks share
                 view.add_(gradient)
             else:
@@ -568,19 +572,20 @@ class Training:
 
     def gpu_update(self, i: int) -> None:
         """AdamW on the device's states."""
-        self._update(self._blocks[i].device)
+        self._update(self._blocks[i].device, self._claim)
         self._drop_gradients(self._blocks[i])
 
     def cpu_update(self, i: int) -> None:
         """AdamW on the host's states, and the new parameters into the host's copy."""
-        self._update(self._blocks[i].host)
+        self._update(self._blocks[i].host, lambda scratch, group: scratch)
 
-    def _update(self, side: _Side) -> None:
+    def _update(self, side: _Side, claim: Callable[[Tensor, str], Tensor]) -> None:
         assert side.parameters is not None
         assert side.optimizer is not None
         if side.present:  # with delayed updates there is nothing to do in the first iteration
             assert side.gradients is not None
-            side.optimizer.update(side.parameters, side.gradients, side.present)
+            scratch = claim(side.optimizer.scratch(), "workspace")
+            side.optimizer.update(side.parameters, side.gradients, side.present, scratch)
 
     # --- copies
 

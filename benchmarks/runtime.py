@@ -1,0 +1,229 @@
+"""How much does the runtime cost, how well does it overlap, how fast is the CPU's optimizer step?
+
+Command: ``make benchmark-runtime``. Prints tables; ``benchmarks/README.md`` keeps what was measured. Things that are
+compared run alternately in one process, and the median of several counts: machines are noisy. All in one thread per lane.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benchmarks/runtime.py` from anywhere
+
+from autohete.bounds import period_bounds
+from autohete.hardware import load_hardware
+from autohete.lowering import lower
+from autohete.policies import parse_policy
+from autohete.report.tables import console, table
+from autohete.runtime.device import Ledger
+from autohete.runtime.executor import TorchExecutor
+from autohete.runtime.lanes import LaneThreads
+from autohete.runtime.machine import forget_cache
+from autohete.runtime.model import GPT, next_token_loss
+from autohete.runtime.optimizer import Adam, AdamStates
+from autohete.runtime.partition import partition
+from autohete.runtime.plans import as_executed, everything_resident
+from autohete.runtime.trainer import measured_profile_on
+from autohete.runtime.training import Batch, Training
+from autohete.schedule import GPU_MEMORY, Kind, TaskId
+from autohete.simulate import judge_for, simulate_plan
+from autohete.trace import Clock
+from autohete.workload import Precision, Workload
+
+#: Blocks take 20 ms forward and 30 ms backward here.
+MODEL = Workload("medium", 256, 6, 4, vocabulary_size=512, sequence_length=128, batch_size=4, precision=Precision.FP32)
+ROUNDS, STEPS = 9, 3
+
+
+def batch(workload: Workload) -> tuple[Tensor, Tensor]:
+    """Random tokens, the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (workload.batch_size, workload.sequence_length)
+    ids = torch.randint(0, workload.vocabulary_size, shape, generator=generator)
+    return ids, ids
+
+
+def plain_loop(ids: Tensor, targets: Tensor) -> Callable[[], None]:
+    """Some steps of ordinary training."""
+    torch.manual_seed(0)
+    model, adam = GPT(MODEL), Adam()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
+    )
+
+    def run() -> None:
+        for _ in range(STEPS):
+            loss = next_token_loss(model(ids), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def executor_loop(undo: ExitStack, ids: Tensor, targets: Tensor, *, counted: bool) -> Callable[[], None]:
+    """The same steps as a schedule in lane threads; ``counted``: with every byte entered into a ledger."""
+    torch.manual_seed(0)
+    model = GPT(MODEL)
+    profile = measured_profile_on(load_hardware("a100-40gb-epyc7713"), model, (ids, targets))
+    schedule = lower(profile, everything_resident(profile))
+    ledger = Ledger(GPU_MEMORY) if counted else None
+    training = Training(partition(model), schedule, next_token_loss, device=ledger)
+    undo.callback(training.close)
+    lanes = undo.enter_context(LaneThreads(schedule, training.perform, Clock.MEASURED_CPU, history=8))
+    last = TaskId(Kind.GPU_UPDATE, 0)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            training.batches[lanes.admitted] = Batch(ids, targets)
+            iteration = lanes.admit()
+        lanes.wait(last, iteration)
+
+    return run
+
+
+def against_a_plain_loop() -> None:
+    """The executor under ``resident`` against ordinary PyTorch."""
+    ids, targets = batch(MODEL)
+    with ExitStack() as undo:
+        ways = {
+            "plain PyTorch loop": plain_loop(ids, targets),
+            "executor": executor_loop(undo, ids, targets, counted=False),
+            "executor, memory counted": executor_loop(undo, ids, targets, counted=True),
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(ROUNDS + 1):
+            for name, run in ways.items():
+                begin = time.perf_counter()
+                run()
+                if number:
+                    times[name].append((time.perf_counter() - begin) / STEPS)
+    shown = table("resident, native, 6 blocks of 0.8 M parameters", ["", "median step", "slower", "goal"])
+    for name, found in times.items():
+        slower = median(a / b for a, b in zip(found, times["plain PyTorch loop"], strict=True)) - 1
+        goal = "" if name.startswith("plain") else "at most 3 %"
+        shown.add_row(name, f"{1e3 * median(found):.1f} ms", f"{100 * slower:+.1f} %", goal)
+    console().print(shown)
+
+
+def overlap() -> None:
+    """Paced ``autohete``: the measured period against the lower bound of its schedule."""
+    small = replace(MODEL, hidden_size=64, sequence_length=16, batch_size=2)
+    data = batch(small)
+    slow = {"links.h2d.bandwidth": "6GB/s", "links.d2h.bandwidth": "6GB/s"}
+    node = load_hardware("a100-40gb-epyc7713", slow)
+    shown = table(
+        "autohete, paced: period against the schedule's lower bound", ["memory", "bound", "measured", "above", "goal"]
+    )
+    profile = measured_profile_on(node, GPT(small), data)
+    # Passes slowed down to where this CPU keeps up, copies and updates to where they matter.
+    blocks = tuple(
+        replace(b, forward_seconds=0.012, backward_seconds=0.024, gpu_update_seconds=0.002, cpu_update_seconds=0.03)
+        for b in profile.blocks
+    )
+    bandwidth = profile.blocks[1].parameters * 4 / 0.012
+    links = [replace(link, bandwidth=bandwidth, duplex_bandwidth=bandwidth) for link in (node.h2d, node.d2h)]
+    profile = replace(profile, blocks=blocks, hardware=replace(node, h2d=links[0], d2h=links[1]))
+    resident = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes
+    for share in (1.2, 0.6, 0.4, 0.3):
+        gpu = replace(profile.hardware.gpu, memory_bytes=round(share * resident) + profile.hardware.gpu.reserved_bytes)
+        tight = replace(profile, hardware=replace(profile.hardware, gpu=gpu))
+        plan = as_executed(parse_policy("autohete").plan(tight, judge_for(tight)), tight)
+        schedule = lower(tight, plan)
+        bound = period_bounds(schedule).seconds
+        executor = TorchExecutor(GPT(small), iter([data] * 8), next_token_loss, paced=True)
+        measured = executor.run(schedule, 8).steady().period_seconds
+        shown.add_row(
+            f"{share:.0%} of resident, {plan.counts}",
+            f"{1e3 * bound:.1f} ms",
+            f"{1e3 * simulate_plan(tight, plan).iteration_seconds:.1f} ms",
+            f"{1e3 * measured:.1f} ms",
+            f"{100 * (measured / bound - 1):+.2f} %",
+            "within 5 %",
+        )
+    console().print(shown)
+
+
+def cpu_update() -> None:
+    """One optimizer step over 32 M parameters, alternately, against what memory gives."""
+    sizes = [4 * 2**20] * 8
+    count = sum(sizes)
+    adam = Adam()
+    ways: dict[str, tuple[Callable[[], object], int]] = {}
+    full = torch.randn(count)
+    states = AdamStates(adam, full, sizes)
+    gradients = torch.randn(count)
+    everything = set(range(len(sizes)))
+    ways["this runtime, fp32"] = (lambda: states.update(full, gradients, everything, states.scratch()), 28)
+    half, half_gradients = torch.randn(count).bfloat16(), torch.randn(count).bfloat16()
+    half_states = AdamStates(adam, half, sizes)
+    ways["this runtime, bf16 in and out"] = (
+        lambda: half_states.update(half, half_gradients, everything, half_states.scratch()),
+        28,
+    )
+    parameters = [nn.Parameter(piece.clone()) for piece in torch.split(full, sizes)]
+    for parameter, gradient in zip(parameters, torch.split(gradients, sizes), strict=True):
+        parameter.grad = gradient.clone()
+    reference = torch.optim.AdamW(parameters, lr=adam.lr, weight_decay=adam.weight_decay, fused=True)
+    ways["torch.optim.AdamW(fused=True), fp32"] = (reference.step, 28)
+    masters = [nn.Parameter(piece.clone()) for piece in torch.split(full, sizes)]
+    cast = torch.optim.AdamW(masters, lr=adam.lr, weight_decay=adam.weight_decay, fused=True)
+
+    def with_separate_casts() -> None:
+        for master, gradient in zip(masters, torch.split(half_gradients, sizes), strict=True):
+            master.grad = gradient.float()
+        cast.step()
+        for master, parameter in zip(masters, torch.split(half, sizes), strict=True):
+            parameter.copy_(master.detach())
+
+    ways["torch.optim.AdamW, casts of whole tensors"] = (with_separate_casts, 28)
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found, unused-ignore]
+
+        theirs = [nn.Parameter(piece.clone()) for piece in torch.split(full, sizes)]
+        for parameter, gradient in zip(theirs, torch.split(gradients, sizes), strict=True):
+            parameter.grad = gradient.clone()
+        ways["DeepSpeedCPUAdam, fp32"] = (DeepSpeedCPUAdam(theirs, lr=adam.lr, weight_decay=adam.weight_decay).step, 28)
+    except Exception as error:  # not installed, or its kernel cannot be compiled here
+        console().print(f"DeepSpeedCPUAdam left out: {type(error).__name__}: {str(error)[:100]}", soft_wrap=True)
+    source, target = torch.zeros(count), torch.zeros(count)
+    ways["copy (memory bandwidth)"] = (lambda: target.copy_(source), 8)
+    for threads in (1, torch.get_num_threads() if torch.get_num_threads() > 1 else 2):
+        torch.set_num_threads(threads)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(ROUNDS + 1):
+            for name, (run, _) in ways.items():
+                forget_cache()
+                begin = time.perf_counter()
+                run()
+                if number:
+                    times[name].append(time.perf_counter() - begin)
+        shown = table(f"optimizer step, {count / 1e6:.0f} M parameters, {threads} threads", ["", "median", "GB/s"])
+        for name, (_, traffic) in ways.items():
+            took = median(times[name])
+            shown.add_row(name, f"{1e3 * took:.1f} ms", f"{count * traffic / took / 1e9:.1f}")
+        console().print(shown)
+    torch.set_num_threads(1)
+
+
+def main() -> None:
+    """All of it, in about two minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    against_a_plain_loop()
+    overlap()
+    torch.set_num_threads(threads)
+    cpu_update()
+
+
+if __name__ == "__main__":
+    main()
