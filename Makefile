@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= paper_figs
 BIN := $(VENV)/bin
 
-.PHONY: figure timeline published fidelity test wide lint benchmark clean
+.PHONY: figure timeline published train fidelity gpu-check test wide lint benchmark benchmark-runtime clean
 
 figure: $(VENV)/simulator
 	$(BIN)/python experiments/fig_throughput.py --out $(OUT)
@@ -14,6 +14,12 @@ timeline: $(VENV)/simulator
 
 published: $(VENV)/simulator
 	$(BIN)/python experiments/published.py --out $(OUT)
+
+train: $(VENV)/dev
+	$(BIN)/autohete train
+
+gpu-check: $(VENV)/dev
+	$(BIN)/python experiments/gpu_check.py
 
 fidelity: $(VENV)/dev
 	$(BIN)/python experiments/fidelity.py --out $(OUT)
@@ -31,6 +37,9 @@ lint: $(VENV)/dev
 
 benchmark: $(VENV)/dev
 	$(BIN)/python benchmarks/simulator.py
+
+benchmark-runtime: $(VENV)/dev
+	$(BIN)/python benchmarks/runtime.py
 
 clean:
 	rm -rf $(VENV)

@@ -272,24 +272,18 @@ def train(
         hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, seed
     )
     _with_runtime()
-    from autohete.runtime.optimizer import Adam
-    from autohete.runtime.trainer import Mode, NonFinite
-
-    arguments = {
-        "policy": policy,
-        "device": device,
-        "gpu_memory": gpu_memory,
-        "host_memory": host_memory,
-        "adam": Adam(lr=lr),
-        "mode": Mode(mode),
-        "on_nonfinite": NonFinite.SKIP if skip_nonfinite else NonFinite.STOP,
-    }
     run(
         text_model,
-        trainer_arguments=arguments,
+        policy=policy,
+        device=device,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        steps=steps,
+        lr=lr,
+        mode=mode,
         hardware=hardware,
         profile=profile,
-        steps=steps,
+        skip_nonfinite=skip_nonfinite,
         trace=trace,
         predicted_trace=predicted_trace,
         gantt=gantt,
@@ -308,6 +302,9 @@ def profile(
     sequence_length: int = 128,
     batch_size: int = 4,
     precision: Literal["fp32", "bf16"] = "fp32",
+    dropout: float = 0.1,
+    data: str | None = None,
+    tokenizer: str = "byte",
     quick: bool = False,
 ) -> None:
     """Measure this machine, and one block of each kind of a GPT on it; write both to OUT (.json).
@@ -332,6 +329,12 @@ def profile(
         Sequences per iteration.
     precision:
         Of parameters and passes.
+    dropout:
+        Its probability.
+    data:
+        Text file, or folder of text files, as for `autohete train`.
+    tokenizer:
+        byte, or a vocabulary size to train a tokenizer with.
     quick:
         Copies up to 64 MiB instead of 1 GiB.
     """
@@ -341,7 +344,9 @@ def profile(
 
     _check_outputs({"OUT": out})
     _with_runtime()
-    text_model = TextModel(hidden, blocks, heads, sequence_length, batch_size, Precision(precision), 0.1, None, "byte", 0)
+    text_model = TextModel(
+        hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, seed=0
+    )
     run(text_model, device=device, gpu_memory=gpu_memory, path=out, quick=quick)
 
 
@@ -473,8 +478,11 @@ _DATA_OUTPUTS = ("--trace", "--predicted-trace", "--schedule", "OUT")
 
 def _check_outputs(outputs: dict[str, str]) -> None:
     """Refuse what cannot be written before anything is computed."""
-    if len(set(outputs.values())) < len(outputs):
-        raise InputError(f"{' and '.join(outputs)} name the same file {next(iter(outputs.values()))!r}: give each its own")
+    files: dict[str, str] = {}
+    for option, path in outputs.items():
+        other = files.setdefault(os.path.realpath(path), option) if path else option
+        if other != option:
+            raise InputError(f"{other} and {option} name the same file {path!r}: give each its own")
     for option, path in outputs.items():
         if not path:
             raise InputError(
@@ -484,6 +492,22 @@ def _check_outputs(outputs: dict[str, str]) -> None:
             from autohete.report.style import figure_format
 
             figure_format(path)
+        _check_writable(path)
+
+
+def _check_writable(path: str) -> None:
+    folder = os.path.dirname(os.path.realpath(path))
+    if os.path.isdir(path):
+        reason = "it is a folder"
+    elif os.path.exists(path) and not os.path.isfile(path):
+        return  # such as /dev/stdout
+    elif not os.path.isdir(folder):
+        reason = f"there is no folder {folder!r}"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"folder {folder!r} is not writable"
+    else:
+        return
+    raise InputError(f"{path!r} cannot be written: {reason}; give a file in a folder that exists and is writable")
 
 
 def _write_outputs(found: tuple[Summary, Simulation | None], outputs: dict[str, str]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -17,7 +19,7 @@ from autohete.hardware import load_hardware
 from autohete.profile_file import read_profile, write_profile
 from autohete.report.tables import console, table
 from autohete.report.terminal import print_iteration
-from autohete.units import format_bytes, format_seconds
+from autohete.units import format_bytes, format_seconds, parse_quantity
 from autohete.workload import Precision, Workload
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 #: How often the lanes' use is averaged anew.
 _REFRESH_SECONDS = 0.5
 _MOST_VALIDATION_BATCHES = 8
+#: Bytes of a parameter on this machine: weight, gradient and moments; the weights alone; two copies of them.
+_TRAINED, _HELD, _MEASURED = 16, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,48 +59,91 @@ class TextModel:
     tokenizer: str
     seed: int
 
-    def build(self) -> tuple[GPT, TextData, Workload]:
-        """The model with fresh weights, its data and its shape.
+    def check(self) -> None:
+        """Refuse what cannot be taken whatever the text is, before anything takes long.
 
         Raises:
-            InputError: the shape, the text or the tokenizer cannot be taken.
+            InputError: a value is out of range.
         """
+        self._workload(1)
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout is {self.dropout}: it must be at least 0 and less than 1")
+        if not 0 <= self.seed < 2**64:
+            raise InputError(f"seed is {self.seed}: it must be a whole number from 0 to 2^64 - 1")
+        if self.tokenizer != "byte" and not (self.tokenizer.isdecimal() and len(self.tokenizer) < 10):
+            raise InputError(f"tokenizer {self.tokenizer!r}: write byte, or a vocabulary size such as 4096 to train one")
+
+    def build(self, bytes_per_parameter: int) -> tuple[GPT, TextData, Workload]:
+        """The model with fresh weights, its data and its shape.
+
+        Args:
+            bytes_per_parameter: what will be in this machine's memory of each.
+
+        Raises:
+            InputError: the shape, the text or the tokenizer cannot be taken, or the model is too large for this machine.
+        """
+        self.check()
         import torch
 
         from autohete.runtime.data import ByteTokenizer, TextData, Tokenizer, read_text, train_tokenizer
         from autohete.runtime.model import GPT
 
         text = read_text(self.data)
-        tokenizer: Tokenizer = ByteTokenizer()
-        if self.tokenizer != "byte":
-            if not self.tokenizer.isdecimal():
-                raise InputError(f"tokenizer {self.tokenizer!r}: write byte, or a vocabulary size such as 4096 to train one")
-            tokenizer = train_tokenizer(text, int(self.tokenizer))
-        workload = Workload(
-            f"gpt-{self.blocks}x{self.hidden}",
-            self.hidden,
-            self.blocks,
-            self.heads,
-            vocabulary_size=tokenizer.vocabulary_size,
-            sequence_length=self.sequence_length,
-            batch_size=self.batch_size,
-            precision=self.precision,
-        )
+        tokenizer: Tokenizer = ByteTokenizer() if self.tokenizer == "byte" else train_tokenizer(text, int(self.tokenizer))
+        workload = self._workload(tokenizer.vocabulary_size)
+        needed, there = bytes_per_parameter * workload.parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > there:
+            raise InputError(
+                f"{workload.parameters:,} parameters need {format_bytes(needed)} of this machine's memory, it has "
+                f"{format_bytes(there)}: choose a smaller model"
+            )
         data = TextData(text, tokenizer, self.sequence_length, self.batch_size, seed=self.seed)
         torch.manual_seed(self.seed)
         dtype = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}[self.precision]
         return GPT(workload, self.dropout).to(dtype), data, workload
 
+    def _workload(self, vocabulary_size: int) -> Workload:
+        return Workload(
+            f"gpt-{self.blocks}x{self.hidden}",
+            self.hidden,
+            self.blocks,
+            self.heads,
+            vocabulary_size=vocabulary_size,
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            precision=self.precision,
+        )
 
+
+@contextmanager
+def _memory_told() -> Iterator[None]:
+    """Tell in one line that there is no memory left."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        import torch
+
+        exhausted = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+        if not exhausted:
+            raise
+        reason = str(error).partition("\n")[0] or "none is left"
+        raise InputError(f"memory is used up ({reason}): choose a smaller model or batch") from error
+
+
+@_memory_told()
 def train(
     text_model: TextModel,
     *,
-    trainer_arguments: Mapping[str, Any],
+    policy: str,
+    device: str,
+    gpu_memory: str,
+    host_memory: str | None,
+    steps: int,
+    lr: float,
+    mode: str,
     hardware: str | None,
     profile: str | None,
-    steps: int,
+    skip_nonfinite: bool,
     trace: str | None,
     predicted_trace: str | None,
     gantt: str | None,
@@ -104,14 +151,39 @@ def train(
     """Train, show how it goes, and hold the prediction against what was measured."""
     if steps < 1:
         raise InputError(f"steps is {steps}: train at least 1")
-    from autohete.runtime.trainer import Trainer
-
-    out = console()
+    if not 0 < lr < math.inf:
+        raise InputError(f"lr is {lr}: it must be positive and finite, such as 1e-3")
+    if hardware is not None and profile is not None:
+        raise InputError("a profile holds its hardware: leave out --hardware, or leave out --profile")
     trainer_hardware = load_hardware(hardware) if hardware is not None else None
     measured_profile = read_profile(profile) if profile is not None else None
-    model, data, workload = text_model.build()
+    text_model.check()
+    from autohete.runtime.model import GPT
+    from autohete.runtime.optimizer import Adam
+    from autohete.runtime.trainer import Mode, NonFinite, Trainer
+
+    def trainer_of(model: GPT) -> Trainer:
+        return Trainer(
+            model,
+            policy=policy,
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
+            adam=Adam(lr=lr),
+            device=device,
+            mode=Mode(mode),
+            hardware=trainer_hardware,
+            profile=measured_profile,
+            on_nonfinite=NonFinite.SKIP if skip_nonfinite else NonFinite.STOP,
+        )
+
+    # What a Trainer refuses, it refuses of the smallest model, too, before a text is read.
+    trainer_of(GPT(Workload("smallest", 1, 1, 1, vocabulary_size=1, sequence_length=1, batch_size=1)))
+    model, data, workload = text_model.build(_TRAINED if device == "emulated" else _HELD)
+    if measured_profile is not None:
+        _check_same(measured_profile.workload, workload)
+    out = console()
     batches = data.train()
-    with Trainer(model, hardware=trainer_hardware, profile=measured_profile, **trainer_arguments) as trainer:
+    with trainer_of(model) as trainer:
         first = next(batches)
         begin = time.perf_counter()
         prediction = trainer.prepare(first)
@@ -139,6 +211,14 @@ def train(
         _print_end(out, trainer, losses, validation, steps * workload.tokens / seconds)
         print_iteration(out, measured, max(0, min(measured.steady().first, measured.iterations - 2)))
         _write_files(out, trainer, measured, workload, trace, predicted_trace, gantt)
+
+
+def _check_same(measured: Workload, trained: Workload) -> None:
+    """Refuse a profile of another model or batch."""
+    pairs = [(f.name, getattr(measured, f.name), getattr(trained, f.name)) for f in fields(Workload) if f.name != "name"]
+    different = [f"{name} {theirs}, not {ours}" for name, theirs, ours in pairs if theirs != ours]
+    if different:
+        raise InputError(f"the profile is of another training ({'; '.join(different)}): measure this one with autohete profile")
 
 
 def _steps(trainer: Trainer, first: Any, batches: Any, steps: int, tokens: int) -> list[float]:
@@ -228,12 +308,15 @@ def _write_files(
         out.print(f"written: {gantt}")
 
 
+@_memory_told()
 def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path: str, quick: bool) -> None:
     """Measure the machine and one block of each kind, show both, and write the file."""
+    size = None if gpu_memory is None else round(parse_quantity(gpu_memory, "bytes"))
+    text_model.check()
     from autohete.runtime.trainer import measured_profile
 
-    model, data, workload = text_model.build()
-    found, document, measured = measured_profile(model, next(data.train()), device, gpu_memory, workload.name, quick=quick)
+    model, data, workload = text_model.build(_MEASURED)
+    found, document, measured = measured_profile(model, next(data.train()), device, size, workload.name, quick=quick)
     write_profile(path, found, document, measured)
     out = console()
     out.print(f"{measured['machine']}; {measured['versions']}; {measured['date']}", soft_wrap=True)

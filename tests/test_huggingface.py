@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -104,8 +105,11 @@ def test_a_config_is_left_as_it_was(make: Callable[[], Any]) -> None:
     assert model.config.to_dict() == before
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("make", [gpt2, llama_tied])
-def test_evaluation_gives_the_models_own_logits(make: Callable[[], Any]) -> None:
+def test_evaluation_gives_the_models_own_logits(
+    make: Callable[[], Any], mode: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Block by block, with parameters fetched for each, the result is that of the whole."""
     model, (ids, _) = make(), batches()[0]
     model.config.use_cache = False
@@ -117,7 +121,7 @@ def test_evaluation_gives_the_models_own_logits(make: Callable[[], Any]) -> None
     schedule = lower(profile, parse_policy("stronghold:window=1").plan(profile, judge_for(profile)))
     training = Training(cut, schedule, next_token_loss, poison=True)
     try:
-        with training.evaluation() as logits:
+        with training.evaluation() as logits, mode():
             assert torch.equal(logits(ids), expected)
     finally:
         training.close()

@@ -40,8 +40,13 @@ POLICIES = [
     "autohete",
     "autohete:priority=off",
 ]
-#: Between them these use copies of parameters and gradients both ways and both kinds of update.
-EVERYTHING_MOVES = ["stronghold:window=1,checkpointing=full", "zero_offload:paper,tile_overlap"]
+#: Between them these use copies of parameters and gradients both ways and both kinds of update; lanes are fifo.
+EVERYTHING_MOVES = [
+    "stronghold:window=1,checkpointing=full",
+    "zero_offload:paper,tile_overlap",
+    "autohete:priority=off",
+    "patrickstar:chunk_size=1",
+]
 
 
 @cache
@@ -147,16 +152,21 @@ def reaches(schedule: Schedule, before: TaskId, after: TaskId, back: int) -> boo
 
 @pytest.mark.parametrize("policy", EVERYTHING_MOVES)
 def test_a_missing_wait_is_noticed(policy: str) -> None:
-    """Removing any one wait that carries data, with one of its ends slowed down, changes the bits or fails."""
+    """Removing any one wait that carries data changes the bits or fails, when one of its ends, or what is before it, is slow.
+
+    What is before it: a slow task occupies its lane, and may so hold up the very task that should have waited for it. On
+    priority lanes that hides some waits however slow anything is, so their schedules are not among these.
+    """
     profile = profile_of(SMALL)
     schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
     edges = data_edges(schedule)
-    assert len(edges) >= 3
+    assert len(edges) >= 2
     unnoticed = []
     for task, place in edges:
         edge = next(t for t in schedule.tasks if t.id == task).after[place]
         mutant = without_edge(schedule, task, place)
-        if not any(notices(mutant, slow) for slow in (edge.task, task)):
+        before = next(t for t in schedule.tasks if t.id == edge.task)
+        if not any(notices(mutant, slow) for slow in (edge.task, task, *(e.task for e in before.after))):
             unnoticed.append(f"{task} without {edge}")
     assert unnoticed == []
 

@@ -116,7 +116,8 @@ class AutoHete:
         needed, counts = least
         if needed <= have:
             return counts
-        beside = f" beside the {format_bytes(hardware.gpu.reserved_bytes)} that are reserved" if memory == "gpu" else ""
+        reserved = hardware.gpu.reserved_bytes if memory == "gpu" else 0
+        beside = f" beside the {format_bytes(reserved)} that are reserved" if reserved > 1 else ""
         raise InfeasibleError(
             f"no plan fits: {memory} memory for tensors is {format_bytes(have)}, short by {format_bytes(needed - have)}; "
             f"the smallest that works is {format_bytes(needed)}{beside}",

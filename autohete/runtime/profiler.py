@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profil
 from autohete.runtime.device import Ledger
 from autohete.runtime.machine import forget_cache
 from autohete.runtime.optimizer import Adam, AdamStates
-from autohete.runtime.partition import ForwardPass, Partition, hidden_of, with_hidden
+from autohete.runtime.partition import Partition, call_of, replaced_forwards, with_hidden
 from autohete.runtime.plans import everything_resident
 from autohete.runtime.training import Batch, Loss, Training
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId
@@ -30,6 +32,7 @@ from autohete.workload import Precision, Workload
 
 #: Iterations whose times count; one before them warms up.
 _REPEATS = 5
+_NOTHING = torch.empty(0)
 _PRECISIONS = {torch.float32: Precision.FP32, torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
 
 
@@ -41,43 +44,20 @@ def workload_of(partition: Partition, ids: Tensor, name: str = "model") -> Workl
         ids: token ids (batch, sequence).
         name: what to call it.
     """
-    with partition.intercepted() as forwards, torch.no_grad():
-        forward = ForwardPass(partition.model)
-        call = forward.start(ids)
-        hidden = call.hidden
-        for i, own in enumerate(forwards):
-            result = call.on(own, call.hidden)
-            if i + 1 < len(forwards):
-                call = forward.resume(result)
-        with torch.enable_grad():  # whose parameters the head uses shows in its graph
-            logits = forward.finish(with_hidden(result, hidden_of(result).detach()))
-        used = {id(leaf) for leaf in _leaves(logits)}
+    found = partition.probe(ids)
     config = getattr(partition.model, "config", None)
     heads = getattr(config, "num_attention_heads", getattr(partition.modules[0], "heads", 1))
     return Workload(
         name=name,
-        hidden_size=hidden.shape[-1],
+        hidden_size=found.hidden.shape[-1],
         transformer_blocks=len(partition.modules),
-        heads=heads if isinstance(heads, int) and hidden.shape[-1] % heads == 0 else 1,
-        vocabulary_size=logits.shape[-1],
+        heads=heads if isinstance(heads, int) and found.hidden.shape[-1] % heads == 0 else 1,
+        vocabulary_size=found.logits.shape[-1],
         sequence_length=ids.shape[1],
         batch_size=ids.shape[0],
-        precision=_PRECISIONS[hidden.dtype],
-        tied_embeddings=any(id(parameter) in used for parameter in partition.owned[0]),
+        precision=_PRECISIONS[found.hidden.dtype],
+        tied_embeddings=any(id(parameter) in found.after for parameter in partition.owned[0]),
     )
-
-
-def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """The parameters that ``tensor`` was computed from."""
-    nodes, seen = [tensor.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                yield variable
-            nodes += [following for following, _ in node.next_functions]
 
 
 def measure(
@@ -101,9 +81,8 @@ def measure(
         modules=tuple(partition.modules[place] for place in chosen),
         owned=(partition.owned[0], *(partition.owned[1 + place] for place in chosen), partition.owned[-1]),
     )
-    others = [module for place, module in enumerate(partition.modules) if place not in chosen]
     shape = replace(workload, transformer_blocks=len(chosen))
-    with _unchanged(partition), _handing_on(others):
+    with _unchanged(partition), _handing_on(partition.modules, kinds):
         blocks, found_loss = _measure_all(small, shape, hardware, batch, loss, adam or Adam(), torch_device)
     inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
     return Profile(workload, hardware, (blocks[0], *inner, blocks[-1]), found_loss)
@@ -131,16 +110,26 @@ def _unchanged(partition: Partition) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-@contextmanager
-def _handing_on(modules: list[nn.Module]) -> Iterator[None]:
-    """Let ``modules`` return their input."""
-    for module in modules:
-        module.forward = lambda hidden=None, *args, **kwargs: kwargs["hidden_states"] if hidden is None else hidden
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
+def _handing_on(modules: Sequence[nn.Module], kinds: list[object]) -> AbstractContextManager[None]:
+    """Let each block that is like an earlier one return its input, packed as that one returns its result."""
+    returned: dict[object, Any] = {}
+
+    def noting(kind: object, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def note(*args: Any, **kwargs: Any) -> Any:
+            result = forward(*args, **kwargs)
+            returned[kind] = with_hidden(result, _NOTHING)
+            return result
+
+        return note
+
+    def handing(kind: object, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: with_hidden(returned[kind], call_of(0, forward, args, kwargs).hidden)
+
+    return replaced_forwards(
+        (module, (handing if kind in kinds[:place] else noting)(kind, module.forward))
+        for place, (module, kind) in enumerate(zip(modules, kinds, strict=True))
+    )
 
 
 def _measure_all(

@@ -151,6 +151,7 @@ class Trainer:
         if self.prediction is not None:
             return self.prediction
         with _one_thread(self._device):
+            self._partition = self._partition.by_use(batch[0])
             profile = self._profile(Batch(*batch))
         self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes
         profile = self._with_budgets(profile)
@@ -358,8 +359,9 @@ def measured_profile_on(
     blocks: str | None = None,
 ) -> Profile:
     """The blocks of ``model`` measured for batches like ``batch``; copies are those of ``hardware``."""
-    where, cut = _torch_device(device), partition(model, blocks)
+    where = _torch_device(device)
     with _one_thread(where):
+        cut = partition(model, blocks).by_use(batch[0])
         workload = workload_of(cut, batch[0], name)
         return measure(cut, workload, hardware, Batch(*batch), next_token_loss, torch_device=where)
 
@@ -369,26 +371,29 @@ def _hardware(document: dict[str, Any]) -> Hardware:
 
 
 def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
-    """The measured sizes with the wanted times, slowed down together until this machine can keep up; and how much."""
-    pairs = [(measured.loss.seconds, wanted.loss.seconds)]
-    updates: list[tuple[float, float]] = []
-    for real, ideal in zip(measured.blocks, wanted.blocks, strict=True):
-        pairs += [
-            (real.forward_seconds, ideal.forward_seconds),
-            (real.backward_seconds, ideal.backward_seconds),
-            (real.gpu_update_seconds, ideal.gpu_update_seconds),
-        ]
-        updates.append((real.cpu_update_seconds or 0.0, real.parameters * 28 / wanted.hardware.cpu.update_bandwidth))
-    factor = max(1.0, *(_PACE_MARGIN * real / ideal for real, ideal in (*pairs, *updates) if ideal > 0))
+    """The measured sizes with the wanted times, slowed down together until this machine can keep up; and how much.
+
+    The passes of the transformer blocks set the pace. What is too short even so (a norm, a loss of few tokens) lasts as long as
+    this machine needs.
+    """
+
+    def kept_up(real: float) -> float:
+        return _PACE_MARGIN * real
+
+    factor = 1.0
+    for real, ideal in zip(measured.blocks[1:-1], wanted.blocks[1:-1], strict=True):
+        factor = max(factor, kept_up(real.forward_seconds) / ideal.forward_seconds)
+        factor = max(factor, kept_up(real.backward_seconds) / ideal.backward_seconds)
+    update_bandwidth = wanted.hardware.cpu.update_bandwidth
     blocks = tuple(
         replace(
             real,
-            forward_seconds=ideal.forward_seconds * factor,
-            backward_seconds=ideal.backward_seconds * factor,
-            gpu_update_seconds=ideal.gpu_update_seconds * factor,
-            cpu_update_seconds=update * factor,
+            forward_seconds=max(ideal.forward_seconds * factor, kept_up(real.forward_seconds)),
+            backward_seconds=max(ideal.backward_seconds * factor, kept_up(real.backward_seconds)),
+            gpu_update_seconds=max(ideal.gpu_update_seconds * factor, kept_up(real.gpu_update_seconds)),
+            cpu_update_seconds=max(real.parameters * 28 / update_bandwidth * factor, kept_up(real.cpu_update_seconds or 0.0)),
         )
-        for real, ideal, (_, update) in zip(measured.blocks, wanted.blocks, updates, strict=True)
+        for real, ideal in zip(measured.blocks, wanted.blocks, strict=True)
     )
     hardware = wanted.hardware
     h2d, d2h = (
@@ -403,7 +408,7 @@ def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
     host = replace(hardware.host, memory_bandwidth=hardware.host.memory_bandwidth / factor)
     cpu = replace(hardware.cpu, update_bandwidth=hardware.cpu.update_bandwidth / factor)
     slowed = replace(hardware, h2d=h2d, d2h=d2h, host=host, cpu=cpu)
-    loss = replace(measured.loss, seconds=wanted.loss.seconds * factor)
+    loss = replace(measured.loss, seconds=max(wanted.loss.seconds * factor, kept_up(measured.loss.seconds)))
     return replace(measured, hardware=slowed, blocks=blocks, loss=loss), factor
 
 
