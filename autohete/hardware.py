@@ -81,7 +81,8 @@ class Cpu:
 class Hardware:
     """One GPU and the host behind it, in SI units. Made by :func:`load_hardware`.
 
-    ``shared_cores`` is None for a real GPU; where the CPU stands for the device, all lanes work on so many cores.
+    ``shared_cores`` is None for a real GPU. Where the CPU stands for the device, all lanes together get as much done as so many
+    of them alone: less than the number of cores where two of these are threads of one.
     """
 
     name: str
@@ -90,7 +91,7 @@ class Hardware:
     d2h: Link
     host: Host
     cpu: Cpu
-    shared_cores: int | None = None
+    shared_cores: float | None = None
 
     @property
     def gpu_capacity_bytes(self) -> int:
@@ -118,6 +119,7 @@ _Bandwidth = Annotated[float, BeforeValidator(_quantity("bandwidth")), Field(ge=
 _Rate = Annotated[float, BeforeValidator(_quantity("rate")), Field(ge=1e6, le=1e21)]
 _Time = Annotated[float, BeforeValidator(_quantity("time")), Field(ge=1e-12, le=10)]
 _Share = Annotated[float, Field(gt=0, le=1)]
+_Cores = Annotated[float, Field(ge=0.1, le=1e6)]
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
@@ -179,7 +181,7 @@ class CpuFigures(_Table):
 
 
 class EmulationFigures(_Table):
-    shared_cores: Figure[_Count]
+    shared_cores: Figure[_Cores]
 
 
 class HardwareFile(_Table):

@@ -562,5 +562,5 @@ def shared_bandwidth(hardware: Hardware) -> tuple[tuple[Flow, ...], tuple[Shared
     )
     if hardware.shared_cores is None:
         return flows, resources
-    cores = SharedResource("cores", float(hardware.shared_cores), (GPU, H2D, D2H, CPU), counts_lanes=True)
+    cores = SharedResource("cores", hardware.shared_cores, (GPU, H2D, D2H, CPU), counts_lanes=True)
     return (Flow(GPU, 1.0, 1.0), *flows), (*resources, cores)

@@ -269,7 +269,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": _MODEL | {"workload", "hardware", "profile", "schedule", "sharing", "trace", "executor", "memory", "queues"},
     # The front end of the runtime goes through the pipeline; what executes stays below it.
     "runtime.plans": _MODEL | {"plan", "profile"},
-    "runtime.profiler": _MODEL | {"workload", "hardware", "profile", "plan", "schedule", "lowering"},
+    "runtime.profiler": _MODEL | {"workload", "hardware", "profile", "plan", "schedule", "lowering", "trace"},
     "runtime.trainer": _MODEL
     | {"hardware", "lowering", "memory", "policies", "policy", "profile", "schedule", "simulate", "trace"},
     "testing.list_scheduler": _MODEL | {"schedule", "sharing", "trace"},

@@ -29,7 +29,8 @@ class TorchExecutor:
         budget: hold the memories' capacities; else they are not looked at.
 
     After :meth:`run`, ``losses`` has the loss of each iteration and ``parameters`` every trained parameter in block order
-    (fp32 master weights where the model is in 16 bit); ``device`` and ``host`` tell the peaks, if budgets were held.
+    (fp32 master weights where the model is in 16 bit); ``device`` and ``host`` tell the peaks, if budgets were held; ``late``
+    names the paced tasks whose work took longer than they should have lasted.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class TorchExecutor:
         self.parameters: list[Tensor] = []
         self.device: Ledger | None = None
         self.host: Ledger | None = None
+        self.late: list[str] = []
 
     def run(self, schedule: Schedule, iterations: int) -> Trace:
         """Train ``iterations`` iterations as ``schedule`` says.
@@ -75,7 +77,7 @@ class TorchExecutor:
                     training.batches[iteration] = Batch(*pair)
                     lanes.admit()
             self.losses = [training.losses[iteration] for iteration in range(iterations)]
-            self.parameters = training.parameters()
+            self.parameters, self.late = training.parameters(), lanes.late
         finally:
             training.close()
         return lanes.trace()

@@ -58,12 +58,13 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
         both = _rates_together({"h2d": one_way, "d2h": other_way})
         alone = _rates_together({"cpu": update})["cpu"]
         beside = _rates_together({"h2d": one_way, "cpu": update})
+        together = _together({"gpu": _product(torch_device), "cpu": update, "h2d": one_way, "d2h": other_way})
         matrix = {dtype: _matrix_rate(torch_device, dtype) for dtype in (torch.float32, torch.bfloat16)}
     finally:
         torch.set_num_threads(threads)
     size = h2d.large_bytes
     # What moved while everything ran: one side of each copy, and all that an update touches.
-    together = max(beside["h2d"] * size + beside["cpu"] * _UPDATED * 28, (both["h2d"] + both["d2h"]) * size)
+    traffic = max(beside["h2d"] * size + beside["cpu"] * _UPDATED * 28, (both["h2d"] + both["d2h"]) * size)
     emulated = torch_device.type == "cpu"
 
     def figure(value: str | float | int, how: str) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
         "links": {"h2d": link("h2d"), "d2h": link("d2h")},
         "host": {
             "memory": figure(f"{_host_bytes()} B", "physical memory"),
-            "memory_bandwidth": figure(f"{together:.6g} B/s", "optimizer step and copies together"),
+            "memory_bandwidth": figure(f"{traffic:.6g} B/s", "optimizer step and copies together"),
             "usable_share": figure(1.0, "measured, not a datasheet"),
         },
         "cpu": {
@@ -104,7 +105,11 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
             "cores": figure(os.cpu_count() or 1, "operating system"),
             "update_bandwidth": figure(f"{alone * _UPDATED * 28:.6g} B/s", "fused AdamW, 28 B per parameter"),
         },
-        **({"emulation": {"shared_cores": figure(os.cpu_count() or 1, "operating system")}} if emulated else {}),
+        **(
+            {"emulation": {"shared_cores": figure(round(together, 3), "all lanes at once against each alone")}}
+            if emulated
+            else {}
+        ),
     }
 
 
@@ -188,6 +193,23 @@ def _rates_together(jobs: dict[str, Callable[[], None]]) -> dict[str, float]:
     for thread in threads:
         thread.join()
     return rates
+
+
+def _together(jobs: dict[str, Callable[[], None]]) -> float:
+    """How many lanes at full speed are worth as much as all of ``jobs`` at once, or as the first two of them."""
+    alone = {name: _rates_together({name: job})[name] for name, job in jobs.items()}
+    first = dict(list(jobs.items())[:2])
+    return max(sum(rate / alone[name] for name, rate in _rates_together(some).items()) for some in (first, jobs))
+
+
+def _product(device: torch.device) -> Callable[[], None]:
+    """A matrix product that fits the cache."""
+    a = torch.ones(_MATRIX, _MATRIX, device=device)
+
+    def run() -> None:
+        (a @ a).sum().item()
+
+    return run
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:

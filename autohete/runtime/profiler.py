@@ -22,12 +22,14 @@ from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
 from autohete.runtime.device import Ledger
+from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.machine import forget_cache
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import Partition, call_of, replaced_forwards, with_hidden
 from autohete.runtime.plans import everything_resident
 from autohete.runtime.training import Batch, Loss, Training
-from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId
+from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, parse_schedule
+from autohete.trace import Clock
 from autohete.workload import Precision, Workload
 
 #: Iterations whose times count; one before them warms up.
@@ -85,7 +87,42 @@ def measure(
     with _unchanged(partition), _handing_on(partition.modules, kinds):
         blocks, found_loss = _measure_all(small, shape, hardware, batch, loss, adam or Adam(), torch_device)
     inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
-    return Profile(workload, hardware, (blocks[0], *inner, blocks[-1]), found_loss)
+    return _with_handover(Profile(workload, hardware, (blocks[0], *inner, blocks[-1]), found_loss))
+
+
+def _with_handover(profile: Profile) -> Profile:
+    """Add to every task what it takes to tell the next lane that it has ended."""
+    seconds = _handover_seconds()
+    blocks = tuple(
+        replace(
+            block,
+            forward_seconds=block.forward_seconds + seconds,
+            backward_seconds=block.backward_seconds + seconds,
+            gpu_update_seconds=block.gpu_update_seconds + seconds,
+            cpu_update_seconds=(block.cpu_update_seconds or 0.0) + seconds,
+        )
+        for block in profile.blocks
+    )
+    h2d, d2h = (
+        replace(link, latency_seconds=link.latency_seconds + seconds) for link in (profile.hardware.h2d, profile.hardware.d2h)
+    )
+    loss = replace(profile.loss, seconds=profile.loss.seconds + seconds)
+    return replace(profile, hardware=replace(profile.hardware, h2d=h2d, d2h=d2h), blocks=blocks, loss=loss)
+
+
+_HOPS = parse_schedule(
+    "autohete-schedule 1\nlane gpu fifo\nlane h2d priority\nlane d2h priority\nlane cpu priority\n"
+    "task F0 gpu 0 after=H0@-1\ntask G0 d2h 0 after=F0\ntask U0 cpu 0 after=G0\ntask H0 h2d 0 after=U0\n"
+)
+_HOP_ITERATIONS = 50
+
+
+def _handover_seconds() -> float:
+    """From the end of a task to the start of one that waits for it on another lane: a ring of tasks that do nothing."""
+    with LaneThreads(_HOPS, lambda task, iteration: None, Clock.MEASURED_CPU) as lanes:
+        for _ in range(_HOP_ITERATIONS):
+            lanes.admit()
+    return lanes.trace().makespan_seconds / (_HOP_ITERATIONS * len(_HOPS.tasks))
 
 
 def _kinds_of(partition: Partition) -> list[object]:

@@ -194,6 +194,7 @@ class Training:
             self._slots = self._make_slots()
             self._buffers = self._policy_buffers()
             undo.callback(self._give_back)
+            self._bring_the_rest(undo)
             for i, block in enumerate(self._blocks):
                 self._take_over(i, block)
                 for place, parameter in enumerate(block.parameters):
@@ -318,6 +319,14 @@ class Training:
                 parameter.data = view
             raise
         block.bind()
+
+    def _bring_the_rest(self, undo: ExitStack) -> None:
+        """What is neither trained nor moved, buffers and frozen parameters, stays on the device throughout."""
+        trained = {id(parameter) for owned in self.partition.owned for parameter in owned}
+        model = self.partition.model
+        for tensor in [*model.buffers(), *(p for p in model.parameters() if id(p) not in trained)]:
+            undo.callback(_move, tensor, tensor.device)
+            _move(tensor, self._device)
 
     def _place_states(self, kinds: set[Kind], i: int, block: _Block, flat: Tensor) -> None:
         on_cpu = Kind.CPU_UPDATE in kinds
@@ -678,6 +687,10 @@ class Training:
 
 
 _PREFETCHES = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}
+
+
+def _move(tensor: Tensor, device: torch.device) -> None:
+    tensor.data = tensor.data.to(device)
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
