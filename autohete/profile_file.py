@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import math
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from autohete.profile import BlockProfile, LossProfile, Profile
 from autohete.report.write import write_text
 from autohete.workload import Workload
 
+#: Nothing takes as many seconds, and nothing has as many bytes.
+_ABSURD = 2**62
 _FORMAT = "autohete-profile 1"
 _BLOCKS, _LOSS, _WORKLOAD = TypeAdapter(tuple[BlockProfile, ...]), TypeAdapter(LossProfile), TypeAdapter(Workload)
 
@@ -66,6 +69,11 @@ def read_profile(path: str | Path) -> Profile:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         raise InputError(f"profile {str(path)!r}: {error.title} {where}: {fault['msg']}; measure it again") from error
+    for number in (*(n for block in blocks for n in astuple(block) if not isinstance(n, str)), *astuple(loss)):
+        if number is not None and not (math.isfinite(number) and 0 <= number < _ABSURD):
+            raise InputError(
+                f"profile {str(path)!r} holds {number}: times and sizes are finite and not negative; measure it again"
+            )
     if len(blocks) != workload.blocks:
         raise InputError(f"profile {str(path)!r} has {len(blocks)} blocks, its workload {workload.blocks}: measure it again")
     return Profile(workload, hardware, blocks, loss)

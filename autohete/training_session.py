@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -83,10 +84,8 @@ class TextModel:
             InputError: the shape, the text or the tokenizer cannot be taken, or the model is too large for this machine.
         """
         self.check()
-        import torch
-
         from autohete.runtime.data import ByteTokenizer, TextData, Tokenizer, read_text, train_tokenizer
-        from autohete.runtime.model import GPT
+        from autohete.runtime.model import seeded_gpt
 
         text = read_text(self.data)
         tokenizer: Tokenizer = ByteTokenizer() if self.tokenizer == "byte" else train_tokenizer(text, int(self.tokenizer))
@@ -98,9 +97,7 @@ class TextModel:
                 f"{format_bytes(there)}: choose a smaller model"
             )
         data = TextData(text, tokenizer, self.sequence_length, self.batch_size, seed=self.seed)
-        torch.manual_seed(self.seed)
-        dtype = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}[self.precision]
-        return GPT(workload, self.dropout).to(dtype), data, workload
+        return seeded_gpt(workload, self.dropout, self.seed), data, workload
 
     def _workload(self, vocabulary_size: int) -> Workload:
         return Workload(
@@ -121,10 +118,7 @@ def _memory_told() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        import torch
-
-        exhausted = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-        if not exhausted:
+        if not (isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error))):
             raise
         reason = str(error).partition("\n")[0] or "none is left"
         raise InputError(f"memory is used up ({reason}): choose a smaller model or batch") from error

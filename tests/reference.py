@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import Action, LaneThreads
-from autohete.runtime.model import GPT, next_token_loss
+from autohete.runtime.model import GPT, next_token_loss, seeded_gpt
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.training import Batch, Training
 from autohete.schedule import Schedule, Task
 from autohete.trace import Clock, Trace
 from autohete.workload import Precision, Workload
-
-DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +37,7 @@ class Outcome:
 
 def model_for(workload: Workload) -> GPT:
     """The reference GPT with dropout on, from a fixed seed."""
-    torch.manual_seed(0)
-    return GPT(workload, dropout=0.2).to(DTYPES[workload.precision])
+    return seeded_gpt(workload, dropout=0.2, seed=0)
 
 
 def batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:

@@ -107,3 +107,14 @@ def test_policies_differ_in_grey() -> None:
     looks = [POLICY_LOOKS[policy] for policy in fig_throughput.POLICIES]
     for one, other in zip(looks, looks[1:], strict=False):
         assert abs(luminance(one.colour) - luminance(other.colour)) > 0.1 or one.hatch != other.hatch
+
+
+def test_without_a_gpu_there_is_nothing_to_check(tmp_path: Path) -> None:
+    """Where there is no GPU, its check says so in one line, succeeds and writes nothing."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run("gpu_check.py", "--out", str(tmp_path / "folder"), cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
+    assert "no GPU" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autohete.runtime.precision import DTYPES
 from autohete.workload import Workload
 
 
@@ -74,7 +75,12 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2-like language model with the parameters that :class:`~autohete.workload.Workload` counts."""
+    """A GPT-2-like language model with the parameters that :class:`~autohete.workload.Workload` counts.
+
+    Args:
+        workload: shape, and the precision of the parameters; they are drawn in fp32 from PyTorch's global generator.
+        dropout: probability, of every dropout in it.
+    """
 
     def __init__(self, workload: Workload, dropout: float = 0.1) -> None:
         super().__init__()
@@ -88,6 +94,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * workload.transformer_blocks) if residual else 1))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+        self.to(DTYPES[workload.precision])
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -95,6 +102,12 @@ class GPT(nn.Module):
             x = block(x)
         logits: Tensor = self.head(x, None if self.head.projection is not None else self.embedding.token.weight)
         return logits
+
+
+def seeded_gpt(workload: Workload, dropout: float, seed: int) -> GPT:
+    """A GPT whose weights, and the dropout of its training, follow from ``seed``: it seeds PyTorch."""
+    torch.manual_seed(seed)
+    return GPT(workload, dropout)
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

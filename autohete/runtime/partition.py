@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from autohete.errors import InputError
+from autohete.runtime.precision import DTYPES
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BETWEEN = (
     "the model computes something between two of its blocks; put it into a block, so that it can be recomputed and its "
     "parameters can move with them"
@@ -164,10 +164,10 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
         owned.append(tuple(dict.fromkeys(mine)))
     for i, own in enumerate(owned):
         types = {parameter.dtype for parameter in own}
-        if len(types) > 1 or types.difference(_DTYPES):
+        if len(types) > 1 or types.difference(DTYPES.values()):
             raise InputError(
                 f"block {i} has parameters of {' and '.join(sorted(map(str, types)))}: convert the model to one type of "
-                f"{', '.join(map(str, _DTYPES))}, such as model.to(torch.bfloat16)"
+                f"{', '.join(map(str, DTYPES.values()))}, such as model.to(torch.bfloat16)"
             )
     return Partition(model, tuple(modules), tuple(owned))
 

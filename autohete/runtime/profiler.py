@@ -27,15 +27,16 @@ from autohete.runtime.machine import forget_cache
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import Partition, call_of, replaced_forwards, with_hidden
 from autohete.runtime.plans import everything_resident
+from autohete.runtime.precision import DTYPES
 from autohete.runtime.training import Batch, Loss, Training
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, parse_schedule
 from autohete.trace import Clock
-from autohete.workload import Precision, Workload
+from autohete.workload import Workload
 
 #: Iterations whose times count; one before them warms up.
 _REPEATS = 5
 _NOTHING = torch.empty(0)
-_PRECISIONS = {torch.float32: Precision.FP32, torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
+_PRECISIONS = {dtype: precision for precision, dtype in DTYPES.items()}
 
 
 def workload_of(partition: Partition, ids: Tensor, name: str = "model") -> Workload:

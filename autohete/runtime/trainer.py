@@ -33,6 +33,8 @@ from autohete.simulate import Simulation, judge_for, simulate_plan
 from autohete.trace import Clock, Trace
 from autohete.units import format_bytes, parse_quantity
 
+#: Share of a GPU's free memory that is planned with, where nobody says how much: the rest is for libraries' workspaces.
+_CUDA_SHARE = 0.92
 #: Iterations whose times are kept.
 _HISTORY = 64
 #: How much longer than its work a task lasts at least on a device that is paced.
@@ -174,6 +176,8 @@ class Trainer:
             device=device if self._device.type == "cpu" else None,
             host=host,
         )
+        if self._device.type == "cuda":  # not what measuring took
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._lanes = LaneThreads(
             schedule,
             self._training.perform,
@@ -202,6 +206,8 @@ class Trainer:
                 f"the batch has ids {tuple(batch[0].shape)} and targets {tuple(batch[1].shape)}, the first one had "
                 f"{self._shape}: memory is planned for one shape"
             )
+        if self._device.type == "cuda":  # whatever made the batch may still be at work
+            torch.cuda.current_stream(self._device).synchronize()
         iteration = lanes.admitted
         training.batches[iteration] = Batch(*batch)
         lanes.admit()
@@ -339,6 +345,9 @@ def measured_profile(
     with _one_thread(where):
         document = measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=quick)
     profile = measured_profile_on(_hardware(document), model, batch, device, name, blocks=blocks)
+    for direction, link in (("h2d", profile.hardware.h2d), ("d2h", profile.hardware.d2h)):
+        latency = document["links"][direction]["latency"]
+        latency.update(value=f"{link.latency_seconds!r} s", source=f"{latency['source']}; and handing a task over")
     return profile, document, versions()
 
 
@@ -472,11 +481,11 @@ def _torch_device(name: str) -> torch.device:
     if name == "cuda":
         if not torch.cuda.is_available():
             raise InputError("there is no GPU that PyTorch can use here: choose the device 'emulated'")
-        return torch.device("cuda")
+        return torch.device("cuda", torch.cuda.current_device())
     raise InputError(f"unknown device {name!r}: choose emulated or cuda")
 
 
 def _all_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        return int(_CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
     return 2**40  # the emulated device has no memory of its own: without a budget there is no limit

@@ -201,6 +201,7 @@ class Training:
                     hook = parameter.register_post_accumulate_grad_hook(self._receiver(i, place))  # type: ignore[no-untyped-call]
                     undo.callback(hook.remove)
             self._undo = undo.pop_all()
+        self._settle()
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -231,16 +232,17 @@ class Training:
                 if buffer.name.startswith("gradients."):
                     self._make_gradients(int(buffer.name.rpartition(".")[2]))
             self._actions[task.id.kind](task.id.block)
+        freed = [free.name.rpartition(".")[::2] for free in task.frees]
+        for group, number in freed:
+            if group == "gradients" and task.id.kind is Kind.BACKWARD:
+                self._replace_parameters(self._blocks[int(number)])
         if self._stream is not None:
             # Only now is the work done: what another stream has allocated may be freed, and the next task begin.
             self._stream().synchronize()
         self._now.alive = []
-        for free in task.frees:
-            group, _, number = free.name.rpartition(".")
+        for group, number in freed:
             if group.startswith("parameters"):
                 self._release(int(number))
-            elif group == "gradients" and task.id.kind is Kind.BACKWARD:
-                self._replace_parameters(self._blocks[int(number)])
 
     def parameters(self) -> list[Tensor]:
         """A copy of every trained parameter in block order, wherever it is: of its master weight where there is one.
@@ -253,6 +255,7 @@ class Training:
             assert optimizer is not None
             flat = self._newest(i) if optimizer.master is None else optimizer.master
             found += [view.detach().clone() for view in block.views(flat)]
+        self._settle()
         return found
 
     def close(self) -> None:
@@ -341,7 +344,13 @@ class Training:
         if self._starts_on_device(i):
             block.device.parameters = self._place_for(i).copy_(flat)
 
+    def _settle(self) -> None:
+        """Wait for what the calling thread has started on the device: the lanes' streams know nothing of it."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self._device)
+
     def _give_back(self) -> None:
+        self._settle()
         for i, block in enumerate(self._blocks):
             if block.device.parameters is None and block.host.parameters is None:
                 continue  # taking over has failed before it
@@ -526,7 +535,8 @@ class Training:
         logits, self._logits = self._logits.requires_grad_(), None
         with torch.enable_grad():
             loss = self.loss(logits, batch.targets.to(self._device, non_blocking=True, copy=True))
-        (self._gradient,) = torch.autograd.grad(loss, logits)
+        with torch.autograd.set_multithreading_enabled(False):
+            (self._gradient,) = torch.autograd.grad(loss, logits)
         value = loss.item()
         if not math.isfinite(value):
             self.skipped[self._now.iteration] = self._first_not_finite()
@@ -550,7 +560,8 @@ class Training:
         block = self._blocks[i]
         incoming, self._gradient = self._gradient, None
         if block.root is not None and incoming is not None:
-            torch.autograd.backward([block.root], [incoming])
+            with torch.autograd.set_multithreading_enabled(False):  # on CUDA, too, in this thread, whose task it is
+                torch.autograd.backward([block.root], [incoming])
             self._gradient = block.arrived.pop() if block.arrived else None
         self._now.alive.append(block.saved)
         block.root, block.saved, block.moved = None, [], {}
@@ -633,6 +644,8 @@ class Training:
         block = self._blocks[i]
         for place, tensor in enumerate(block.saved):
             assert isinstance(tensor, Tensor)
+            if tensor.device.type != self._device.type:
+                continue  # a seed that attention keeps on the host
             self._now.alive.append(tensor)
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
@@ -652,7 +665,8 @@ class Training:
             here = torch.empty(len(there), dtype=torch.uint8, device=self._device)
             back[key] = self._claim(here, "activations").copy_(there, non_blocking=True)
         for place, moved in enumerate(block.saved):
-            assert isinstance(moved, _MovedStorage)
+            if not isinstance(moved, _MovedStorage):
+                continue
             storage = back[moved.key].untyped_storage()
             tensor = torch.empty(0, dtype=moved.dtype, device=self._device)
             block.saved[place] = tensor.set_(storage, moved.offset, moved.size, moved.stride)

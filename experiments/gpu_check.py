@@ -1,0 +1,531 @@
+"""Does what holds on the emulated device hold on a GPU: exact training, predicted times and peaks, speed beside other systems?
+
+Command: ``python experiments/gpu_check.py [--out DIR] [--part NAME ...]``. Machine: one with a CUDA GPU of 24 GB or more and
+32 GB of host memory, nothing else running; about ten minutes. Without a GPU it says so and does nothing.
+
+Parts, each in a process of its own, so that one that crashes takes no other with it; what fails is written down as text:
+
+- *tests*: ``pytest -m gpu``.
+- *exactness*: a small GPT trained by the Trainer under several policies, in deterministic mode, against a plain loop on the GPU
+  with ``AdamW(fused=True)``. The CPU's AdamW rounds otherwise than the GPU's, so there is a second plain loop that updates on
+  the CPU what the policy updates there.
+- *fidelity*: a GPT of 354 M parameters (bf16, fp32 master weights) under each policy and several memory budgets: iteration
+  time, peak of allocated memory, what the allocator reserves beyond it (fragmentation), tokens per second. Policies with fixed
+  rules do the same under each budget, or do not fit.
+- *plain*, *fsdp2*, *deepspeed*: tokens per second of the same model, batch, precision and steps resident, with FSDP2 and CPU
+  offload, and with DeepSpeed's ZeRO-Offload where it is installed.
+
+Writes ``gpu_check.json`` after each part; parts of earlier runs stay in it. What would refute it: an exactness row whose
+training with updates alike is not bit-identical; a mean absolute error of the iteration time above 10 %, or a peak more than
+10 % off; autohete slower than FSDP2 where its budget is at least what FSDP2 takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed
+from cyclopts import App
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/gpu_check.py` from anywhere
+
+from autohete import Trainer
+from autohete.cli import run_app
+from autohete.errors import InfeasibleError, InputError
+from autohete.hardware import load_hardware
+from autohete.plan import Plan
+from autohete.policies import parse_policy
+from autohete.profile import Profile
+from autohete.report.tables import console
+from autohete.report.write import make_folder, write_text
+from autohete.runtime.machine import versions
+from autohete.runtime.model import GPT, next_token_loss, seeded_gpt
+from autohete.runtime.optimizer import Adam
+from autohete.runtime.plans import as_executed
+from autohete.runtime.trainer import measured_hardware, measured_profile_on
+from autohete.schedule import Kind
+from autohete.simulate import judge_for, simulate_plan
+from autohete.units import format_bytes
+from autohete.workload import Precision, Workload
+from experiments.fidelity import with_budget
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE = "cuda"
+
+Part = Literal["tests", "exactness", "fidelity", "plain", "fsdp2", "deepspeed"]
+Pair = tuple[Tensor, Tensor]
+
+POLICIES = ["resident", "resident:checkpointing=full", "zero_offload", "patrickstar", "stronghold", "autohete"]
+#: Small chunks, so that a small model has several.
+SMALL_POLICIES = [*POLICIES[:3], "patrickstar:chunk_size=1", "stronghold:window=1", "stronghold:window=2", "autohete"]
+#: In percent of what the training would need resident; within the last one every policy fits.
+BUDGETS = [25, 40, 70, 120]
+#: Sizes are multiples of 256 bytes: in a flat buffer, too, every matrix then begins as well aligned as by itself, and cuBLAS
+#: chooses the same kernels.
+SMALL = Workload("small", 256, 4, 4, vocabulary_size=512, sequence_length=128, batch_size=4)
+LARGE = Workload("gpt-350m", 1024, 24, 16, vocabulary_size=50257, sequence_length=1024, batch_size=8)
+EXACT_STEPS = 5
+WARMUP, STEPS = 3, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """A policy's training against plain training.
+
+    Args:
+        policy, precision: what was trained.
+        cpu_blocks: blocks whose AdamW runs on the CPU.
+        identical: losses and parameters are those of the plain loop on the GPU, bit for bit.
+        identical_updates_alike: those of the plain loop that updates these blocks on the CPU, too.
+        largest_difference: of a parameter, from the plain loop on the GPU.
+        failure: why there is no answer.
+    """
+
+    policy: str
+    precision: Precision
+    cpu_blocks: int = 0
+    identical: bool | None = None
+    identical_updates_alike: bool | None = None
+    largest_difference: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A policy under a budget: predicted and measured.
+
+    Args:
+        policy, budget_percent, budget_bytes: what was run; the budget in percent of the resident training.
+        failure: why there is nothing measured, such as that it does not fit.
+        plan: counts of blocks.
+        clock: whose seconds are measured.
+        predicted_seconds, measured_seconds, error_percent: of a steady iteration.
+        predicted_peak_bytes, measured_peak_bytes, peak_error_percent: of allocated memory.
+        reserved_bytes: the most that the allocator had from the GPU; ``fragmentation_bytes`` of it were never allocated.
+        tokens_per_second: by the wall clock, until the last update has ended.
+    """
+
+    policy: str
+    budget_percent: int
+    budget_bytes: int
+    failure: str = ""
+    plan: str = ""
+    clock: str = ""
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    error_percent: float | None = None
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    peak_error_percent: float | None = None
+    reserved_bytes: int | None = None
+    fragmentation_bytes: int | None = None
+    tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Another system: by the wall clock, and by PyTorch's allocator."""
+
+    system: str
+    tokens_per_second: float
+    seconds: float
+    peak_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pytest:
+    """What pytest says at its end."""
+
+    exit_code: int
+    seconds: float
+    tail: str
+
+
+# --- what is trained
+
+
+def fresh(workload: Workload, device: str = "cpu") -> GPT:
+    """The model with dropout, from a fixed seed."""
+    with torch.device(device):
+        return seeded_gpt(workload, dropout=0.1, seed=0)
+
+
+def pair(workload: Workload, seed: int = 0, device: str = "cpu") -> Pair:
+    """Random tokens and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, workload.batch_size, workload.sequence_length)
+    ids, targets = torch.randint(0, workload.vocabulary_size, shape, generator=generator).to(device)
+    return ids, targets
+
+
+def plainly(model: GPT, on_cpu: Collection[int] = ()) -> tuple[Callable[[Pair], float], list[Tensor]]:
+    """A step of ordinary training, and the fp32 weights that it changes; AdamW of the blocks ``on_cpu`` runs there."""
+    adam = Adam()
+    parameters: list[nn.Parameter] = []
+    masters: list[nn.Parameter] = []
+    for i, block in enumerate((model.embedding, *model.blocks, model.head)):
+        for parameter in block.parameters():
+            parameters.append(parameter)
+            if i in on_cpu:
+                masters.append(nn.Parameter(parameter.detach().to("cpu", torch.float32)))
+            elif parameter.dtype is torch.float32:
+                masters.append(parameter)
+            else:
+                masters.append(nn.Parameter(parameter.detach().float()))
+    optimizers = [
+        torch.optim.AdamW(group, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True)
+        for kind in ("cpu", "cuda")
+        if (group := [master for master in masters if master.device.type == kind])
+    ]
+
+    def step(batch: Pair) -> float:
+        ids, targets = batch
+        loss = next_token_loss(model(ids), targets)
+        for master, gradient in zip(masters, torch.autograd.grad(loss, parameters), strict=True):
+            master.grad = gradient.to(master.device, torch.float32)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for parameter, master in zip(parameters, masters, strict=True):
+            if parameter is not master:
+                parameter.data.copy_(master.detach())
+        return loss.item()
+
+    return step, [master.detach() for master in masters]
+
+
+# --- exactness
+
+
+def small_profile(workload: Workload) -> Profile:
+    """The small model measured on the GPU, on a node with slow links: plans that search then use every mechanism."""
+    slow = {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s", "cpu.update_bandwidth": "2GB/s"}
+    node = load_hardware("a100-40gb-epyc7713", slow)
+    return measured_profile_on(node, fresh(workload), pair(workload), DEVICE)
+
+
+def exact(policy: str, profile: Profile) -> Exactness:
+    """Train with ``policy`` and plainly, in deterministic mode; needs CUBLAS_WORKSPACE_CONFIG."""
+    workload = profile.workload
+    batches = [pair(workload, seed) for seed in range(EXACT_STEPS)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        budget = "40%" if policy.startswith("autohete") else None
+        with Trainer(fresh(workload), policy=policy, gpu_memory=budget, profile=profile, device=DEVICE) as trainer:
+            tasks = trainer.prepare(batches[0]).schedule.tasks
+            torch.manual_seed(2)
+            losses = [trainer.step(batch) for batch in batches]
+            found = [parameter.cpu() for parameter in trainer.parameters()]
+        on_cpu = {task.id.block for task in tasks if task.id.kind is Kind.CPU_UPDATE}
+        same, weights = [], []
+        for elsewhere in (set[int](), on_cpu):
+            step, masters = plainly(fresh(workload).to(DEVICE), elsewhere)
+            torch.manual_seed(2)
+            expected = [step((ids.to(DEVICE), targets.to(DEVICE))) for ids, targets in batches]
+            weights.append([master.cpu() for master in masters])
+            same.append(losses == expected and all(map(torch.equal, found, weights[-1])))
+        difference = max(float((a - b).abs().max()) for a, b in zip(found, weights[0], strict=True))
+        return Exactness(policy, workload.precision, len(on_cpu), same[0], same[1], difference)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def exactness() -> list[Exactness]:
+    """All policies in fp32 and bf16."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS begins
+    rows = []
+    for precision in (Precision.FP32, Precision.BF16):
+        profile = small_profile(replace(SMALL, precision=precision))
+        for policy in SMALL_POLICIES:
+            try:
+                rows.append(exact(policy, profile))
+            except Exception as error:
+                rows.append(Exactness(policy, precision, failure=told(error)))
+    return rows
+
+
+# --- fidelity
+
+
+def machine_profile(workload: Workload) -> Profile:
+    """The machine and the model measured; on the GPU from the beginning, so that looking at the model takes no time."""
+    machine = measured_hardware(DEVICE)
+    return measured_profile_on(machine, fresh(workload, DEVICE), pair(workload, device=DEVICE), DEVICE, workload.name)
+
+
+def fidelity() -> list[Run]:
+    """All policies under all budgets; plans that come up again are not run again."""
+    profile = machine_profile(LARGE)
+    known: dict[Plan, Run] = {}
+    rows = []
+    for percent in BUDGETS:
+        budgeted = with_budget(profile, percent / 100)
+        for policy in POLICIES:
+            row = Run(policy, percent, budgeted.hardware.gpu_capacity_bytes)
+            try:
+                rows.append(run_within(row, budgeted, known))
+            except Exception as error:
+                rows.append(replace(row, failure=told(error)))
+    return rows
+
+
+def run_within(row: Run, profile: Profile, known: dict[Plan, Run]) -> Run:
+    """``row`` with what is predicted and measured."""
+    try:
+        plan = as_executed(parse_policy(row.policy).plan(profile, judge_for(profile)), profile)
+    except InfeasibleError as error:
+        return replace(row, failure=f"does not fit: {error}")
+    predicted = simulate_plan(profile, plan)
+    for memory in (predicted.gpu, predicted.host):
+        if not memory.fits:
+            return replace(row, failure=f"does not fit: needs {format_bytes(memory.peak_bytes)} of {memory.memory} memory")
+    if plan not in known:
+        known[plan] = run(row, profile)
+    return replace(known[plan], budget_percent=row.budget_percent, budget_bytes=row.budget_bytes)
+
+
+def run(row: Run, profile: Profile) -> Run:
+    """Train with the Trainer, and measure."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    batch = pair(profile.workload, device=DEVICE)
+    other = torch.cuda.memory_allocated()
+    with Trainer(fresh(profile.workload, DEVICE), policy=row.policy, profile=profile, device=DEVICE) as trainer:
+        prediction = trainer.prepare(batch)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARMUP):
+            trainer.step(batch)
+        trainer.trace()  # waits for all updates
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            trainer.step(batch)
+        measured = trainer.trace()
+        seconds = time.perf_counter() - begin
+        peak, reserved = torch.cuda.max_memory_allocated() - other, torch.cuda.max_memory_reserved()
+    period = measured.steady().period_seconds
+    return replace(
+        row,
+        plan=str(prediction.plan.counts),
+        clock=str(measured.clock),
+        predicted_seconds=prediction.iteration_seconds,
+        measured_seconds=period,
+        error_percent=100 * (prediction.iteration_seconds / period - 1),
+        predicted_peak_bytes=prediction.gpu.peak_bytes,
+        measured_peak_bytes=peak,
+        peak_error_percent=100 * (prediction.gpu.peak_bytes / peak - 1),
+        reserved_bytes=reserved,
+        fragmentation_bytes=reserved - peak - other,
+        tokens_per_second=STEPS * profile.workload.tokens / seconds,
+    )
+
+
+# --- other systems
+
+
+def timed(system: str, step: Callable[[Pair], object]) -> Baseline:
+    """Tokens per second and memory of ``step``."""
+    batch = pair(LARGE, device=DEVICE)
+    for _ in range(WARMUP):
+        step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        step(batch)
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - begin) / STEPS
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return Baseline(system, LARGE.tokens / seconds, seconds, peak, reserved)
+
+
+def plain() -> Baseline:
+    """Everything resident, in a plain loop."""
+    return timed("PyTorch, resident", plainly(fresh(LARGE, DEVICE))[0])
+
+
+def one_process(backend: str) -> None:
+    """A process group of this process alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+
+
+def fsdp2() -> Baseline:
+    """FSDP2 with CPU offload: blocks come to the GPU one by one in bf16, fp32 weights are updated on the CPU."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    one_process("cpu:gloo,cuda:nccl")
+    adam, model = Adam(), fresh(replace(LARGE, precision=Precision.FP32))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=precision, offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
+    )
+
+    def step(batch: Pair) -> float:
+        ids, targets = batch
+        loss = next_token_loss(model(ids), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return timed("FSDP2, CPU offload", step)
+
+
+def deepspeed() -> Baseline:
+    """ZeRO stage 2 with the optimizer on the CPU.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise RuntimeError("skipped: deepspeed is not installed")
+    library: Any = importlib.import_module("deepspeed")
+    one_process("nccl")
+    adam, model = Adam(), fresh(LARGE)
+    optimizer = {"lr": adam.lr, "betas": list(adam.betas), "eps": adam.eps, "weight_decay": adam.weight_decay}
+    config = {
+        "train_micro_batch_size_per_gpu": LARGE.batch_size,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "optimizer": {"type": "AdamW", "params": optimizer},
+    }
+    engine = library.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    def step(batch: Pair) -> float:
+        ids, targets = batch
+        loss = next_token_loss(engine(ids), targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return timed("DeepSpeed ZeRO-Offload", step)
+
+
+# --- parts
+
+
+def tests() -> Pytest:
+    """``pytest -m gpu``."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PARTS["tests"].seconds - 10)
+    return Pytest(done.returncode, time.perf_counter() - begin, (done.stdout + done.stderr)[-4000:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What a part does and how long it may take."""
+
+    work: Callable[[], Any]
+    seconds: float
+
+
+PARTS: dict[Part, _Job] = {
+    "tests": _Job(tests, 400),
+    "exactness": _Job(exactness, 300),
+    "fidelity": _Job(fidelity, 560),
+    "plain": _Job(plain, 120),
+    "fsdp2": _Job(fsdp2, 180),
+    "deepspeed": _Job(deepspeed, 300),
+}
+
+
+def told(error: BaseException) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def plain_data(value: Any) -> Any:
+    """Dataclasses as JSON has them."""
+    return [asdict(item) for item in value] if isinstance(value, list) else asdict(value)
+
+
+def _work(part: Part, answers: Connection) -> None:
+    try:
+        answers.send(plain_data(PARTS[part].work()))
+    except Exception as error:
+        answers.send(told(error))
+    finally:
+        answers.close()
+
+
+def isolated(part: Part) -> Any:
+    """What a part finds, as plain data, or why it finds nothing, as text; in a process of its own."""
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(part, sender))
+    process.start()
+    sender.close()
+    seconds = PARTS[part].seconds
+    try:
+        return receiver.recv() if receiver.poll(seconds) else f"not done after {seconds} s"
+    except EOFError:
+        process.join()
+        return f"ended with exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def main(*, out: Path = Path("benchmarks"), part: list[Part] | None = None) -> None:
+    """Check on a GPU what can only be checked there.
+
+    Parameters
+    ----------
+    out:
+        Folder for gpu_check.json.
+    part:
+        What to check; repeatable. Without it: everything.
+    """
+    say = partial(console().print, soft_wrap=True, markup=False)
+    if not torch.cuda.is_available():
+        say("there is no GPU that PyTorch can use here: nothing to check")
+        return
+    make_folder(out)
+    path = out / "gpu_check.json"
+    try:
+        document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise InputError(f"{str(path)!r} is not JSON: {error}; move it away") from error
+    memory = torch.cuda.get_device_properties(0).total_memory
+    machine = {**versions(), "cuda": str(torch.version.cuda), "gpu_memory_bytes": memory}
+    for name in part or list(PARTS):
+        begin = time.perf_counter()
+        found = isolated(name)
+        seconds = time.perf_counter() - begin
+        document[name] = {**machine, "seconds": round(seconds, 1), "found": found}
+        write_text(path, json.dumps(document, indent=1) + "\n")
+        say(f"{name}, {seconds:.0f} s: {found if isinstance(found, str) else json.dumps(found)}")
+    say(f"written: {path}")
+
+
+if __name__ == "__main__":
+    run_app(App(name="gpu_check", default_command=main, help=__doc__))
