@@ -67,10 +67,10 @@ POLICIES = [
     "autohete:priority=off",
 ]
 #: Paced, and native: these are shorter, and disturbed by whatever else the machine does.
-ITERATIONS = {Clock.EMULATED: 6, Clock.MEASURED_CPU: 10}
+ITERATIONS = {Clock.EMULATED: 6, Clock.MEASURED_CPU: 8}
 #: Native runs of a setting; blocks are measured before, between and after them, because such machines drift by tens of percent
 #: within seconds.
-RUNS = 2
+RUNS = 5
 #: Paced iterations last so long at least, and passes so much longer than their work.
 ITERATION_SECONDS, PACE_MARGIN = 0.25, 1.5
 #: A node whose passes are so short beside its copies and updates that iterations would take longer than this is drawn anew.
@@ -252,32 +252,56 @@ def with_budget(profile: Profile, share: float | None) -> Profile:
 
 
 def evaluate(setting: Setting, machine: Hardware) -> Result | None:
-    """Measure the blocks, simulate and execute one setting; None if it does not fit, or would take too long."""
+    """Simulate and execute one setting; None if it does not fit, or would take too long.
+
+    Args:
+        setting: one that was drawn.
+        machine: what paced settings are measured on; native ones measure it themselves, as it is just then.
+    """
     torch.manual_seed(0)
     model, batch = GPT(setting.workload), next(batches(setting.workload))
-    before = measured_profile_on(machine, model, batch)
-    wanted = before if setting.large is None else paced_profile(before, setting.large, setting.overrides)
-    profile = with_budget(wanted, setting.budget_share)
+    if setting.large is None:
+        return _native(setting, model, batch)
+    return _paced(setting, setting.large, measured_profile_on(machine, model, batch), model)
+
+
+def _paced(setting: Setting, large: Workload, measured: Profile, model: GPT) -> Result | None:
+    profile = with_budget(paced_profile(measured, large, setting.overrides), setting.budget_share)
+    planned = _planned(setting, profile)
+    if planned is None:
+        return None
+    predicted = simulate_plan(stretched(profile, measured, planned.iteration_seconds), planned.plan)
+    if predicted.iteration_seconds > LONGEST_SECONDS:
+        return None
+    executor = TorchExecutor(model, batches(setting.workload), next_token_loss, paced=True)
+    return _result(setting, predicted, executor, [executor.run(predicted.schedule, ITERATIONS[Clock.EMULATED])])
+
+
+def _native(setting: Setting, model: GPT, batch: tuple[Tensor, Tensor]) -> Result | None:
+    machine = measured_hardware()
+    profiles = [measured_profile_on(machine, model, batch)]
+    planned = _planned(setting, with_budget(profiles[0], setting.budget_share))
+    if planned is None:
+        return None
+    executor, runs = TorchExecutor(model, batches(setting.workload), next_token_loss), []
+    for _ in range(RUNS):
+        runs.append(executor.run(planned.schedule, ITERATIONS[Clock.MEASURED_CPU]))
+        profiles.append(measured_profile_on(machine, model, batch))
+    predicted = simulate_plan(with_budget(mean_of(profiles), setting.budget_share), planned.plan)
+    return _result(setting, predicted, executor, runs)
+
+
+def _planned(setting: Setting, profile: Profile) -> Simulation | None:
+    """The policy's plan, simulated; None if it does not fit."""
     try:
         plan = as_executed(parse_policy(setting.policy).plan(profile, judge_for(profile)), profile)
     except InfeasibleError:
         return None
-    predicted = simulate_plan(profile, plan)
-    if not (predicted.gpu.fits and predicted.host.fits):
-        return None
-    if setting.large is not None:
-        predicted = simulate_plan(stretched(profile, before, predicted.iteration_seconds), plan)
-        if predicted.iteration_seconds > LONGEST_SECONDS:
-            return None
-    executor = TorchExecutor(model, batches(setting.workload), next_token_loss, paced=setting.large is not None)
-    if setting.large is not None:
-        runs = [executor.run(predicted.schedule, ITERATIONS[setting.clock])]
-    else:
-        runs, profiles = [], [before]
-        for _ in range(RUNS):
-            runs.append(executor.run(predicted.schedule, ITERATIONS[setting.clock]))
-            profiles.append(measured_profile_on(machine, model, batch))
-        predicted = simulate_plan(with_budget(mean_of(profiles), setting.budget_share), plan)
+    planned = simulate_plan(profile, plan)
+    return planned if planned.gpu.fits and planned.host.fits else None
+
+
+def _result(setting: Setting, predicted: Simulation, executor: TorchExecutor, runs: list[Trace]) -> Result:
     assert executor.device is not None
     found = compare(predicted.trace, runs[-1])
     return Result(setting, predicted, tuple(runs), executor.device.peak_bytes, len(executor.late), found)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from functools import cache
@@ -194,3 +197,36 @@ def test_too_few_blocks_in_the_schedule_are_refused() -> None:
     other = model_for(replace(MEDIUM, transformer_blocks=2))
     with pytest.raises((InputError, Exception), match="the model has 4 blocks"):
         TorchExecutor(other, iter(batches(MEDIUM, 1)), next_token_loss).run(simulation.schedule, 1)
+
+
+_CHURN = """
+import resource, threading, torch
+from autohete.runtime.device import keep_freed_memory
+
+torch.set_num_threads(1)
+{before}
+def churn():
+    for _ in range(40):
+        torch.ones(2**20)
+        torch.ones(3 * 2**20)
+def faults():
+    thread = threading.Thread(target=churn)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    thread.start()
+    thread.join()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only GNU's malloc is told to keep memory")
+def test_freed_memory_is_kept() -> None:
+    """What a tensor frees in a thread serves the next one: the system gives hardly any page anew."""
+    given = [
+        int(subprocess.run([sys.executable, "-c", _CHURN.format(before=before)], check=True, capture_output=True).stdout)
+        for before in ("", "keep_freed_memory()")
+    ]
+    pages = 40 * 16 * 2**20 // resource.getpagesize()
+    assert given[0] > pages // 10  # what it is there for
+    assert given[1] < pages // 100

@@ -27,6 +27,7 @@ _UPDATED = 4 * _MIB  # parameters of the optimizer step that is measured
 _MATRIX = 256  # small: without hardware support a bf16 product runs at 1 GFLOP/s
 _EVICTOR = torch.zeros(16 * _MIB)  # 64 MiB: more than a core's share of any cache
 _SECONDS = 0.25  # for each measurement of lanes together
+_ROUNDS, _ROUND_SECONDS = 3, 0.08  # for the one that is repeated
 
 
 def versions() -> dict[str, str]:
@@ -45,7 +46,7 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
     Args:
         torch_device: a GPU, or the CPU that stands for one.
         device_bytes: memory that tensors may have on the device.
-        quick: copies up to 64 MiB instead of 1 GiB, in about a second.
+        quick: copies up to 64 MiB instead of 1 GiB, in a few seconds.
     """
     measured = versions()
     threads = torch.get_num_threads()
@@ -160,9 +161,9 @@ class _Copies:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def forget_cache() -> None:
-    """Fill the caches with something else."""
-    _EVICTOR.add_(1)
+def forget_cache(touched: int | None = None) -> None:
+    """Fill the caches with something else, or with as many bytes of it (None: with enough for any cache)."""
+    _EVICTOR[: None if touched is None else touched // _EVICTOR.element_size()].add_(1)
 
 
 def _update() -> Callable[[], None]:
@@ -172,8 +173,8 @@ def _update() -> Callable[[], None]:
     return lambda: states.update(parameters, gradients, {0}, scratch)
 
 
-def _rates_together(jobs: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """How often a second each of ``jobs`` gets done while all of them run, each in a thread."""
+def _rates_together(jobs: dict[str, Callable[[], None]], seconds: float = _SECONDS) -> dict[str, float]:
+    """How often a second each of ``jobs`` gets done while all of them run for ``seconds``, each in a thread."""
     rates: dict[str, float] = {}
     barrier = threading.Barrier(len(jobs))
 
@@ -182,7 +183,7 @@ def _rates_together(jobs: dict[str, Callable[[], None]]) -> dict[str, float]:
         job()
         barrier.wait()
         done, begin = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - begin) < _SECONDS:
+        while (elapsed := time.perf_counter() - begin) < seconds:
             job()
             done += 1
         rates[name] = done / elapsed
@@ -196,10 +197,18 @@ def _rates_together(jobs: dict[str, Callable[[], None]]) -> dict[str, float]:
 
 
 def _together(jobs: dict[str, Callable[[], None]]) -> float:
-    """How many lanes at full speed are worth as much as all of ``jobs`` at once, or as the first two of them."""
-    alone = {name: _rates_together({name: job})[name] for name, job in jobs.items()}
+    """How many lanes at full speed are worth as much as all of ``jobs`` at once, or as the first two of them.
+
+    The median of several rounds: a machine that others use, too, is quick at one moment and slow at the next.
+    """
     first = dict(list(jobs.items())[:2])
-    return max(sum(rate / alone[name] for name, rate in _rates_together(some).items()) for some in (first, jobs))
+    found = []
+    for _ in range(_ROUNDS):
+        alone = {name: _rates_together({name: job}, _ROUND_SECONDS)[name] for name, job in jobs.items()}
+        for some in (first, jobs):
+            rates = _rates_together(some, _ROUND_SECONDS)
+            found.append(sum(rate / alone[name] for name, rate in rates.items()))
+    return median(found)
 
 
 def _product(device: torch.device) -> Callable[[], None]:

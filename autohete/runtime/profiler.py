@@ -85,8 +85,10 @@ def measure(
         owned=(partition.owned[0], *(partition.owned[1 + place] for place in chosen), partition.owned[-1]),
     )
     shape = replace(workload, transformer_blocks=len(chosen))
+    left_out = {place for place in range(len(kinds)) if place not in chosen}
+    elsewhere = sum(p.numel() * p.element_size() for place in left_out for p in partition.owned[1 + place])
     with _unchanged(partition), _handing_on(partition.modules, kinds):
-        blocks, found_loss = _measure_all(small, shape, hardware, batch, loss, adam or Adam(), torch_device)
+        blocks, found_loss = _measure_all(small, shape, hardware, batch, loss, adam or Adam(), torch_device, elsewhere)
     inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
     return _with_handover(Profile(workload, hardware, (blocks[0], *inner, blocks[-1]), found_loss))
 
@@ -178,7 +180,9 @@ def _measure_all(
     loss: Loss,
     adam: Adam,
     torch_device: torch.device | None,
+    elsewhere: int,
 ) -> tuple[list[BlockProfile], LossProfile]:
+    """Profiles of all blocks of ``partition``; the parameters of blocks left out of it have ``elsewhere`` bytes."""
     counts = [sum(parameter.numel() for parameter in owned) for owned in partition.owned]
     schedule = _everything_on_device(workload, hardware, counts)
     ledger = Ledger(GPU_MEMORY)
@@ -191,6 +195,7 @@ def _measure_all(
             for task in schedule.tasks:
                 before, brought = ledger.used_bytes, _size(training.in_transit)
                 ledger.reset_peak()
+                forget_cache(elsewhere)  # as the passes of the blocks left out would have
                 begin = time.perf_counter()
                 training.perform(task, iteration)
                 if torch_device is not None and torch_device.type == "cuda":

@@ -352,7 +352,7 @@ def measured_profile(
 
 
 def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = None) -> Hardware:
-    """This machine, measured in about a second."""
+    """This machine, measured in a few seconds."""
     where = _torch_device(device)
     with _one_thread(where):
         return _hardware(measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=True))

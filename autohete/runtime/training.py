@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from autohete.errors import ScheduleError
-from autohete.runtime.device import Ledger, accounting
+from autohete.runtime.device import Ledger, accounting, keep_freed_memory
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import BlockCall, ForwardPass, Partition, hidden_of, with_hidden
 from autohete.schedule import GPU, KIND_MEANING, Kind, Schedule, Task
@@ -156,6 +156,8 @@ class Training:
         self.losses: dict[int, float] = {}
         self.skipped: dict[int, str] = {}
         self._device = torch_device or torch.device("cpu")
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._pinned = self._device.type == "cuda"
         self._device_ledger, self._host_ledger, self._poison = device, host, poison
         self._schedule = schedule
