@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from cyclopts import App
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from rich.progress import track
 from torch import Tensor
 
@@ -67,10 +68,10 @@ POLICIES = [
     "autohete:priority=off",
 ]
 #: Paced, and native: these are shorter, and disturbed by whatever else the machine does.
-ITERATIONS = {Clock.EMULATED: 6, Clock.MEASURED_CPU: 8}
+ITERATIONS = {Clock.EMULATED: 6, Clock.MEASURED_CPU: 7}
 #: Native runs of a setting; blocks are measured before, between and after them, because such machines drift by tens of percent
 #: within seconds.
-RUNS = 5
+RUNS = 8
 #: Paced iterations last so long at least, and passes so much longer than their work.
 ITERATION_SECONDS, PACE_MARGIN = 0.25, 1.5
 #: A node whose passes are so short beside its copies and updates that iterations would take longer than this is drawn anew.
@@ -426,15 +427,18 @@ def plot(results: list[Result]) -> Figure:
             goal = GOALS[clock][0]
             for side in (-goal, goal):
                 right.axvline(side, color=color, linestyle="--", linewidth=0.8)
-        left.set_xscale("log")
-        left.set_yscale("log")
+        left.set(xscale="log", yscale="log", aspect="equal")
+        ticks = [tick for tick in (0.05, 0.1, 0.2, 0.5, 1.0) if ends[0] <= tick <= ends[1]]
+        for axis in (left.xaxis, left.yaxis):
+            axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.set_minor_formatter(NullFormatter())
         left.set_xlabel("predicted iteration time (s)")
         left.set_ylabel("measured (s)")
         left.legend(loc="upper left", fontsize=7)
         right.axvline(0, color="0.6", linewidth=0.8)
         right.set_yticks(range(len(POLICIES)), POLICIES, fontsize=6.5)
         right.invert_yaxis()
-        right.set_xlabel("predicted against measured (%); dashed: goal for the mean")
+        right.set_xlabel("error of the prediction (%); dashed: goal")
     return figure
 
 

@@ -227,6 +227,4 @@ def test_freed_memory_is_kept() -> None:
         int(subprocess.run([sys.executable, "-c", _CHURN.format(before=before)], check=True, capture_output=True).stdout)
         for before in ("", "keep_freed_memory()")
     ]
-    pages = 40 * 16 * 2**20 // resource.getpagesize()
-    assert given[0] > pages // 10  # what it is there for
-    assert given[1] < pages // 100
+    assert given[1] < given[0] / 10

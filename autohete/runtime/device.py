@@ -166,6 +166,30 @@ class Ledger:
         return DeviceOutOfMemoryError(message, task, size, self.capacity_bytes, self._holders())
 
 
+class CudaMemory:
+    """A GPU's memory as PyTorch's allocator counts it: with the workspaces that operations have inside.
+
+    It counts in pieces of 512 bytes. Its attributes are those of :class:`Ledger`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def used_bytes(self) -> int:
+        """What lives now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most there has been since :meth:`reset_peak`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
 class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enters into ``ledger`` what the operations of one task allocate.
 

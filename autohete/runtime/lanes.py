@@ -19,7 +19,7 @@ import torch
 
 from autohete.errors import TaskError
 from autohete.queues import lane_queues
-from autohete.schedule import Schedule, Task, TaskId
+from autohete.schedule import CPU, Schedule, Task, TaskId
 from autohete.sharing import SharedWork, Sharing
 from autohete.trace import Clock, Trace
 
@@ -40,7 +40,7 @@ class LaneThreads:
         paced: make each task last as long as the schedule says: until ``max(lane free, edges satisfied) + duration``, by
             absolute deadlines, so that errors do not add up; longer while lanes share a bandwidth. Work that takes longer
             than that is counted in ``late``.
-        threads: what torch may use inside one lane.
+        update_threads: what torch may use in the lane that updates on the CPU; in every other lane it is one.
         around: a context that each lane's thread works in, such as a CUDA stream of its own.
         history: iterations whose times are kept, at least; older ones that have ended may be forgotten. None: all.
     """
@@ -52,12 +52,12 @@ class LaneThreads:
         clock: Clock,
         *,
         paced: bool = False,
-        threads: int = 1,
+        update_threads: int = 1,
         history: int | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._schedule, self._action, self._clock, self._paced = schedule, action, clock, paced
-        self._intra_op, self._history, self._around = threads, history, around
+        self._update_threads, self._history, self._around = update_threads, history, around
         sharing = Sharing(schedule)
         self._shared = sharing.lanes if paced else frozenset()
         self._work = SharedWork(sharing)
@@ -205,7 +205,8 @@ class LaneThreads:
             raise TaskError(f"{name} failed: {type(error).__name__}: {error}") from error
 
     def _lane(self, lane: int) -> None:
-        torch.set_num_threads(self._intra_op)  # before anything else: a fresh thread ignores the main thread's setting
+        # Before anything else: a fresh thread ignores the main thread's setting.
+        torch.set_num_threads(self._update_threads if self._schedule.lanes[lane].name == CPU else 1)
         with self._around():
             self._work_through(lane)
 

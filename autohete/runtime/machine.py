@@ -54,7 +54,7 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
     try:
         h2d, d2h = (_Copies(torch_device, up, _LARGEST_QUICK if quick else _LARGEST) for up in (True, False))
         links = {"h2d": h2d.line(), "d2h": d2h.line()}
-        update = _update()
+        update = _update(1 if torch_device.type == "cpu" else threads)
         one_way, other_way = h2d.large(), d2h.large()
         both = _rates_together({"h2d": one_way, "d2h": other_way})
         alone = _rates_together({"cpu": update})["cpu"]
@@ -122,7 +122,7 @@ class _Copies:
         host = torch.zeros(largest, dtype=torch.uint8, pin_memory=device.type == "cuda")
         there = torch.zeros(largest, dtype=torch.uint8, device=device)
         self._target, self._source = (there, host) if up else (host, there)
-        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.large_bytes = min(largest, 16 * _MIB)
 
     def line(self) -> tuple[float, float]:
@@ -156,9 +156,12 @@ class _Copies:
         return median(times)
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._stream is None:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
 
 
 def forget_cache(touched: int | None = None) -> None:
@@ -166,11 +169,17 @@ def forget_cache(touched: int | None = None) -> None:
     _EVICTOR[: None if touched is None else touched // _EVICTOR.element_size()].add_(1)
 
 
-def _update() -> Callable[[], None]:
+def _update(threads: int) -> Callable[[], None]:
+    """An optimizer step in so many threads."""
     parameters = torch.zeros(_UPDATED)
     states, gradients = AdamStates(Adam(), parameters, [_UPDATED]), torch.zeros(_UPDATED)
     scratch = states.scratch()
-    return lambda: states.update(parameters, gradients, {0}, scratch)
+
+    def run() -> None:
+        torch.set_num_threads(threads)
+        states.update(parameters, gradients, {0}, scratch)
+
+    return run
 
 
 def _rates_together(jobs: dict[str, Callable[[], None]], seconds: float = _SECONDS) -> dict[str, float]:

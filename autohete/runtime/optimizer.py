@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Elements of a piece. Smaller ones pay for more calls of the kernel, larger ones fall out of the cache (and need
-#: as much scratch on the device); benchmarks/README.md has the figures.
-PIECE = 256 * 1024
+#: Elements of a piece, by device. Smaller ones pay for more calls of the kernel, larger ones need more scratch, and fall out
+#: of a CPU's cache; benchmarks/README.md has the figures.
+PIECES = {"cpu": 256 * 1024, "cuda": 16 * 1024 * 1024}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class AdamStates:
             self._bounds.append(self._bounds[-1] + size)
         # Not a state of the device: the fused CPU kernel reads it on the host, the CUDA kernel four bytes per parameter.
         self._steps = [torch.zeros((), device=parameters.device) for _ in sizes]
-        self._scratch_elements = 0 if self.master is None else min(PIECE, max(sizes, default=0))
+        self._piece = PIECES[parameters.device.type]
+        self._scratch_elements = 0 if self.master is None else min(self._piece, max(sizes, default=0))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -83,7 +84,7 @@ class AdamStates:
 
     def _pieces(self, place: int) -> Iterator[tuple[int, int]]:
         begin, end = self._bounds[place], self._bounds[place + 1]
-        length = end - begin if self.master is None else PIECE
+        length = end - begin if self.master is None else self._piece
         for start in range(begin, end, max(length, 1)):
             yield start, min(start + length, end)
 

@@ -85,14 +85,16 @@ class Partition:
             yield forwards
 
     def probe(self, ids: Tensor) -> Probe:
-        """Run forward once, in the calling thread; the random state is as before afterwards.
+        """Run forward once, of the first sequence and in the calling thread; the random state is as before afterwards.
 
         Raises:
             InputError: the model does with its blocks what cannot be trained block by block.
         """
-        with self.intercepted() as forwards, torch.random.fork_rng(devices=[]), torch.enable_grad():
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with self.intercepted() as forwards, forked, torch.enable_grad():
             forward = ForwardPass(self.model)
-            call = first = forward.start(ids)
+            call = first = forward.start(ids[:1].to(device))
             for place, own in enumerate(forwards):
                 with torch.no_grad():
                     result = call.on(own, call.hidden.detach())

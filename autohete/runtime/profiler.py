@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
-from autohete.runtime.device import Ledger
+from autohete.runtime.device import CudaMemory, Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.machine import forget_cache
 from autohete.runtime.optimizer import Adam, AdamStates
@@ -87,7 +87,7 @@ def measure(
     shape = replace(workload, transformer_blocks=len(chosen))
     left_out = {place for place in range(len(kinds)) if place not in chosen}
     elsewhere = sum(p.numel() * p.element_size() for place in left_out for p in partition.owned[1 + place])
-    with _unchanged(partition), _handing_on(partition.modules, kinds):
+    with _unchanged(partition, torch_device), _handing_on(partition.modules, kinds):
         blocks, found_loss = _measure_all(small, shape, hardware, batch, loss, adam or Adam(), torch_device, elsewhere)
     inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
     return _with_handover(Profile(workload, hardware, (blocks[0], *inner, blocks[-1]), found_loss))
@@ -137,17 +137,17 @@ def _kinds_of(partition: Partition) -> list[object]:
 
 
 @contextmanager
-def _unchanged(partition: Partition) -> Iterator[None]:
-    """Give parameters and the random state back as they were."""
-    state = torch.get_rng_state()
+def _unchanged(partition: Partition, torch_device: torch.device | None) -> Iterator[None]:
+    """Give parameters and the random states back as they were."""
+    devices = [torch_device] if torch_device is not None and torch_device.type == "cuda" else []
     before = [[parameter.detach().clone() for parameter in owned] for owned in partition.owned]
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
         for owned, values in zip(partition.owned, before, strict=True):
             for parameter, value in zip(owned, values, strict=True):
                 parameter.data = value
-        torch.set_rng_state(state)
 
 
 def _handing_on(modules: Sequence[nn.Module], kinds: list[object]) -> AbstractContextManager[None]:
@@ -185,7 +185,9 @@ def _measure_all(
     """Profiles of all blocks of ``partition``; the parameters of blocks left out of it have ``elsewhere`` bytes."""
     counts = [sum(parameter.numel() for parameter in owned) for owned in partition.owned]
     schedule = _everything_on_device(workload, hardware, counts)
-    ledger = Ledger(GPU_MEMORY)
+    on_cuda = torch_device is not None and torch_device.type == "cuda"
+    ledger = None if on_cuda else Ledger(GPU_MEMORY)
+    memory = ledger or CudaMemory(torch_device or torch.device("cuda"))
     training = Training(partition, schedule, loss, adam, torch_device=torch_device, device=ledger)
     seconds: dict[TaskId, list[float]] = defaultdict(list)
     passes: dict[TaskId, _Pass] = {}
@@ -193,18 +195,19 @@ def _measure_all(
         for iteration in range(1 + _REPEATS):
             training.batches[iteration] = batch
             for task in schedule.tasks:
-                before, brought = ledger.used_bytes, _size(training.in_transit)
-                ledger.reset_peak()
-                forget_cache(elsewhere)  # as the passes of the blocks left out would have
+                before, brought = memory.used_bytes, _size(training.in_transit)
+                memory.reset_peak()
+                if not on_cuda:
+                    forget_cache(elsewhere)  # as the passes of the blocks left out would have
                 begin = time.perf_counter()
                 training.perform(task, iteration)
-                if torch_device is not None and torch_device.type == "cuda":
+                if on_cuda:
                     torch.cuda.synchronize(torch_device)
                 seconds[task.id].append(time.perf_counter() - begin)
-                left, handed_on = ledger.used_bytes, _size(training.in_transit)
+                left, handed_on = memory.used_bytes, _size(training.in_transit)
                 base = before - brought
                 made = sum(buffer.size_bytes for buffer in task.allocates if buffer.name.startswith("gradients."))
-                peak = max(ledger.peak_bytes, before) - base
+                peak = max(memory.peak_bytes, before) - base
                 passes[task.id] = _Pass(median(seconds[task.id][1:] or [0]), peak, left - handed_on - base, handed_on, made)
         hosts = [_cpu_update_seconds(owned, adam) for owned in partition.owned]
     finally:

@@ -185,6 +185,7 @@ class Trainer:
             paced=self._mode is Mode.PACED,
             history=_HISTORY,
             around=partial(_own_stream, self._device),
+            update_threads=torch.get_num_threads() if self._device.type == "cuda" else 1,
         )
         self.prediction = prediction
         return prediction
