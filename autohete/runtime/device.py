@@ -203,6 +203,13 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ledger, self._task = ledger, task
         self.keys: list[int] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether PyTorch is to wrap what follows, so that its compiler stays out of it: that doubles the time per operation,
+        and loads the compiler. While a mode like this is active nothing is compiled anyway.
+        """
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.is_view:

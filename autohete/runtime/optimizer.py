@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -44,9 +45,8 @@ class AdamStates:
         self.adam = adam
         self.moments = torch.zeros(2, parameters.numel(), device=parameters.device)
         self.master = None if parameters.dtype is torch.float32 else parameters.float()
-        self._bounds = [0]
-        for size in sizes:
-            self._bounds.append(self._bounds[-1] + size)
+        self._sizes = sizes
+        self._bounds = [0, *accumulate(sizes)]
         # Not a state of the device: the fused CPU kernel reads it on the host, the CUDA kernel four bytes per parameter.
         self._steps = [torch.zeros((), device=parameters.device) for _ in sizes]
         self._piece = PIECES[parameters.device.type]
@@ -71,32 +71,36 @@ class AdamStates:
             present: which parameters have a gradient; the others do not change, as in ``torch.optim``.
             scratch: made by :meth:`scratch`.
         """
-        for place in present:
-            self._steps[place] += 1
-        for place in sorted(present):
+        places = sorted(present)
+        torch._foreach_add_([self._steps[place] for place in places], 1)
+        if self.master is None:
+            flat = (parameters, gradients, *self.moments)
+            self._step(places, *([split[place] for place in places] for split in (f.split(self._sizes) for f in flat)))
+            return
+        for place in places:
             for begin, end in self._pieces(place):
-                if self.master is None:
-                    self._step(place, parameters[begin:end], gradients[begin:end], begin, end)
-                else:
-                    wide = scratch[: end - begin].copy_(gradients[begin:end])
-                    self._step(place, self.master[begin:end], wide, begin, end)
-                    parameters[begin:end].copy_(self.master[begin:end])
+                weights, moments = self.master[begin:end], self.moments[:, begin:end]
+                wide = scratch[: end - begin].copy_(gradients[begin:end])
+                self._step([place], [weights], [wide], [moments[0]], [moments[1]])
+                parameters[begin:end].copy_(weights)
 
     def _pieces(self, place: int) -> Iterator[tuple[int, int]]:
         begin, end = self._bounds[place], self._bounds[place + 1]
-        length = end - begin if self.master is None else self._piece
-        for start in range(begin, end, max(length, 1)):
-            yield start, min(start + length, end)
+        for start in range(begin, end, self._piece):
+            yield start, min(start + self._piece, end)
 
-    def _step(self, place: int, weights: Tensor, gradients: Tensor, begin: int, end: int) -> None:
+    def _step(
+        self, places: list[int], weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor]
+    ) -> None:
+        """AdamW's kernel on all of these parameters, or on a piece of one."""
         adam = self.adam
         torch._fused_adamw_(
-            [weights],
-            [gradients],
-            [self.moments[0, begin:end]],
-            [self.moments[1, begin:end]],
+            weights,
+            gradients,
+            first,
+            second,
             [],
-            [self._steps[place]],
+            [self._steps[place] for place in places],
             lr=adam.lr,
             beta1=adam.betas[0],
             beta2=adam.betas[1],
