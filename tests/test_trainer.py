@@ -92,6 +92,27 @@ def test_the_named_smallest_budget_works() -> None:
     one_step(caught.value.needed_bytes)
 
 
+def test_frozen_parameters_are_within_the_budget() -> None:
+    """What is not trained stays on the device, and the budget that is named as the smallest has room for it."""
+
+    def one_step(gpu_memory: int | None) -> tuple[int, int]:
+        model = model_for(MEDIUM)
+        model.blocks[1].requires_grad_(False)
+        model.register_buffer("table", torch.zeros(1000))
+        with Trainer(model, policy="stronghold:window=1", gpu_memory=gpu_memory) as trainer:
+            trainer.step(batches(MEDIUM, 1)[0])
+            assert trainer.prediction is not None
+            return trainer.prediction.gpu.capacity_bytes, trainer.prediction.gpu.peak_bytes
+
+    frozen = sum(p.numel() * p.element_size() for p in model_for(MEDIUM).blocks[1].parameters()) + 4000
+    with pytest.raises(InfeasibleError, match=f"have {frozen} B"):
+        one_step(frozen)
+    with pytest.raises(InfeasibleError, match="it needs") as caught:
+        one_step(frozen + 1)
+    capacity, peak = one_step(caught.value.needed_bytes)
+    assert caught.value.needed_bytes == capacity + frozen == peak + frozen
+
+
 def test_the_model_is_given_back() -> None:
     """After the context the model has its trained parameters, computes by itself, and can be trained on in the ordinary way."""
     model = model_for(MEDIUM)

@@ -15,6 +15,7 @@ DeepSpeed's does.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from autohete.errors import InfeasibleError
@@ -120,10 +121,10 @@ class AutoHete:
         beside = f" beside the {format_bytes(reserved)} that are reserved" if reserved > 1 else ""
         raise InfeasibleError(
             f"no plan fits: {memory} memory for tensors is {format_bytes(have)}, short by {format_bytes(needed - have)}; "
-            f"the smallest that works is {format_bytes(needed)}{beside}",
+            f"the smallest that works is {format_bytes(needed)} ({math.ceil(needed)} B){beside}",
             constraint=memory,
             capacity_bytes=round(have),
-            needed_bytes=round(needed),
+            needed_bytes=math.ceil(needed),
         )
 
     def _update_bytes(self, profile: Profile) -> float:

@@ -67,6 +67,12 @@ class Partition:
         """Index of the head."""
         return len(self.modules) + 1
 
+    @property
+    def lasting(self) -> list[Tensor]:
+        """Buffers and frozen parameters, which are neither trained nor moved: they stay on the device throughout."""
+        trained = {id(parameter) for owned in self.owned for parameter in owned}
+        return [*self.model.buffers(), *(p for p in self.model.parameters() if id(p) not in trained)]
+
     @contextmanager
     def intercepted(self) -> Iterator[list[Callable[..., Any]]]:
         """Let the blocks stop a :class:`ForwardPass`; gives their own forwards.

@@ -155,11 +155,11 @@ class Trainer:
         with _one_thread(self._device):
             self._partition = self._partition.by_use(batch[0])
             profile = self._profile(Batch(*batch))
-        self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes
+        self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
         profile = self._with_budgets(profile)
         plan = as_executed(self._policy.plan(profile, judge_for(profile)), profile)
         prediction = simulate_plan(profile, plan)
-        _check_fits(prediction)
+        _check_fits(prediction, self._lasting_bytes)
         schedule = prediction.schedule
         self._shape = tuple(batch[0].shape)
         self._ledgers = (
@@ -316,9 +316,23 @@ class Trainer:
         budget = self._gpu_memory if self._share is None else round(self._share * self.resident_bytes)
         if budget is not None:
             gpu = replace(gpu, memory_bytes=budget + gpu.reserved_bytes)
+        # What no task moves is no task's to have.
+        gpu = replace(gpu, reserved_bytes=gpu.reserved_bytes + self._lasting_bytes)
+        if gpu.reserved_bytes >= gpu.memory_bytes:
+            raise InfeasibleError(
+                f"buffers and frozen parameters stay on the device and have {self._lasting_bytes} B: {budget} B leave "
+                "nothing for the training; give more",
+                constraint=GPU_MEMORY,
+                capacity_bytes=budget or gpu.memory_bytes,
+                needed_bytes=self._lasting_bytes + 1,
+            )
         if self._host_memory is not None:
             host = replace(host, memory_bytes=self._host_memory)
         return replace(profile, hardware=replace(profile.hardware, gpu=gpu, host=host))
+
+    @property
+    def _lasting_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._partition.lasting)
 
     @property
     def busy_seconds(self) -> dict[str, float]:
@@ -429,18 +443,18 @@ def _own_stream(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
-def _check_fits(prediction: Simulation) -> None:
-    for short in (prediction.gpu, prediction.host):
+def _check_fits(prediction: Simulation, lasting_bytes: int) -> None:
+    for short, beside in ((prediction.gpu, lasting_bytes), (prediction.host, 0)):
         if not short.fits:
             holder, size = next(iter(short.holders.items()))
             raise InfeasibleError(
                 f"{prediction.plan.policy} does not fit: at {short.task or 'rest'} it needs {short.peak_bytes} B "
                 f"({format_bytes(short.peak_bytes)}) of {short.memory} memory, the budget is {short.capacity_bytes} B; "
                 f"largest: {holder.replace('_', ' ')} {format_bytes(size)}. The smallest budget that works for this plan is "
-                f"{short.peak_bytes} B; the policy autohete looks for plans that need less",
+                f"{short.peak_bytes + beside} B; the policy autohete looks for plans that need less",
                 constraint=short.memory,
                 capacity_bytes=short.capacity_bytes,
-                needed_bytes=short.peak_bytes,
+                needed_bytes=short.peak_bytes + beside,
             )
 
 

@@ -326,10 +326,7 @@ class Training:
         block.bind()
 
     def _bring_the_rest(self, undo: ExitStack) -> None:
-        """What is neither trained nor moved, buffers and frozen parameters, stays on the device throughout."""
-        trained = {id(parameter) for owned in self.partition.owned for parameter in owned}
-        model = self.partition.model
-        for tensor in [*model.buffers(), *(p for p in model.parameters() if id(p) not in trained)]:
+        for tensor in self.partition.lasting:
             undo.callback(_move, tensor, tensor.device)
             _move(tensor, self._device)
 
