@@ -23,6 +23,7 @@ from autohete.runtime.machine import versions
 from autohete.runtime.model import GPT, next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.trainer import Mode, NonFinite
+from autohete.sim import SimExecutor
 from autohete.trace import Clock, check_trace
 from autohete.workload import Precision
 
@@ -199,10 +200,11 @@ def test_a_paced_device_keeps_its_pace() -> None:
     ) as trainer:
         for batch in batches(MEDIUM, 6):
             trainer.step(batch)
-        found, trace = trainer.comparison(), trainer.trace()
+        trace = trainer.trace()
     assert trainer.slowdown > 1
-    assert found.clock is Clock.EMULATED
-    assert found.measured_seconds >= 0.98 * found.predicted_seconds
+    assert trace.clock is Clock.EMULATED
+    # All in all: where a busy machine was late in one iteration, the next ones are shorter by as much.
+    assert trace.makespan_seconds >= 0.98 * SimExecutor().run(trace.schedule, trace.iterations).makespan_seconds
     assert [fault for fault in check_trace(trace) if "more urgent" not in fault] == []
 
 

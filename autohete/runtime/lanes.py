@@ -68,7 +68,7 @@ class LaneThreads:
         self._index = graph.index
         self._tasks = len(schedule.tasks)
         self._queues = lane_queues(graph)
-        # Per instance from the first iteration that is kept; they grow with each that is admitted. One lock guards them all.
+        # Per instance from the first iteration that is kept; they grow with each that is admitted.
         self._first = 0
         self._waits: list[int] = []
         self._ready: list[int] = []
@@ -83,7 +83,12 @@ class LaneThreads:
         self.busy_ns = {lane.name: 0 for lane in schedule.lanes}
         #: Paced tasks whose work took longer than their duration.
         self.late: list[str] = []
-        self._changed = threading.Condition()
+        # One lock guards everything; who waits for what is woken for nothing else: a thread that wakes wants Python's lock.
+        self._lock = threading.Lock()
+        self._pushed = [threading.Condition(self._lock) for _ in schedule.lanes]
+        self._ended = threading.Condition(self._lock)
+        self._awaited: set[int] = set()
+        self._rates = threading.Condition(self._lock)
         self._begin = time.perf_counter_ns()
         self._threads = [
             threading.Thread(target=self._lane, args=(lane,), name=f"autohete-{schedule.lanes[lane].name}", daemon=True)
@@ -109,7 +114,7 @@ class LaneThreads:
 
     def admit(self) -> int:
         """Let the next iteration begin; returns its number."""
-        with self._changed:
+        with self._lock:
             self._raise_failure()
             iteration = self._admitted
             self._forget()
@@ -130,9 +135,13 @@ class LaneThreads:
             self._admitted += 1
             for task, count in enumerate(waits):
                 if not count:
-                    self._queues[self._lane_of[task]].push(iteration * self._tasks + task)
-            self._changed.notify_all()
+                    self._push(task, iteration * self._tasks + task)
             return iteration
+
+    def _push(self, task: int, instance: int) -> None:
+        lane = self._lane_of[task]
+        self._queues[lane].push(instance)
+        self._pushed[lane].notify()
 
     def wait(self, task: TaskId, iteration: int) -> None:
         """Return when ``task`` of ``iteration`` has ended.
@@ -140,8 +149,10 @@ class LaneThreads:
         Raises:
             TaskError: any task has failed.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._has_ended(iteration, self._index[task]))
+        with self._lock:
+            if not self._has_ended(iteration, self._index[task]):
+                self._awaited.add(iteration * self._tasks + self._index[task])
+            self._ended.wait_for(lambda: self._failure is not None or self._has_ended(iteration, self._index[task]))
             self._raise_failure()
 
     def drain(self) -> None:
@@ -150,8 +161,8 @@ class LaneThreads:
         Raises:
             TaskError: any task has failed.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._finished == self._admitted * self._tasks)
+        with self._lock:
+            self._ended.wait_for(lambda: self._failure is not None or self._finished == self._admitted * self._tasks)
             self._raise_failure()
 
     def close(self, *, drain: bool = True) -> None:
@@ -160,9 +171,8 @@ class LaneThreads:
             if drain:
                 self.drain()
         finally:
-            with self._changed:
-                self._closing = True
-                self._changed.notify_all()
+            with self._lock:
+                self._end_all()
             for thread in self._threads:
                 thread.join()
             atexit.unregister(self._abandon)
@@ -213,10 +223,10 @@ class LaneThreads:
     def _work_through(self, lane: int) -> None:
         free = 0
         while True:
-            with self._changed:
+            with self._lock:
                 instance = self._queues[lane].pop()
                 while instance is None and not self._closing:
-                    self._changed.wait()
+                    self._pushed[lane].wait()
                     instance = self._queues[lane].pop()
                 if instance is None or self._closing:
                     return
@@ -248,17 +258,17 @@ class LaneThreads:
 
     def _share(self, lane: str, planned: int, duration: int, instance: int) -> int:
         """Sleep until ``duration`` of undisturbed work is done, while other lanes that share come and go; its planned end."""
-        with self._changed:
+        with self._lock:
             # Two lanes may be booked in another order than they were planned in: at most a wake-up apart.
             self._work.begin(lane, duration, planned)
-            self._changed.notify_all()
+            self._rates.notify_all()
             if self._work.due[lane] < self._now():
                 self._note_late(instance)
             while (left := self._work.due[lane] - self._now()) > 0 and not self._closing:
-                self._changed.wait(left * 1e-9)
+                self._rates.wait(left * 1e-9)
             due = self._work.due[lane]
             self._work.end(lane, due)
-            self._changed.notify_all()
+            self._rates.notify_all()
             return due
 
     def _note_late(self, instance: int) -> None:
@@ -266,7 +276,7 @@ class LaneThreads:
         self.late.append(self._schedule.tasks[task].id.at(iteration))
 
     def _complete(self, instance: int, task: int, due: int) -> None:
-        with self._changed:
+        with self._lock:
             now = self._now()
             place = self._place(instance)
             self._end[place] = now
@@ -280,12 +290,19 @@ class LaneThreads:
                     self._due[target] = max(self._due[target], due)
                     if not self._waits[target]:
                         self._ready[target] = now
-                        self._queues[self._lane_of[successor]].push(instance + distance)
-            self._changed.notify_all()
+                        self._push(successor, instance + distance)
+            if instance in self._awaited or self._finished == self._admitted * self._tasks:
+                self._awaited.discard(instance)
+                self._ended.notify_all()
 
     def _fail(self, name: str, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             if self._failure is None:
                 self._failure = (name, error)
-            self._closing = True
-            self._changed.notify_all()
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """Let every thread that waits see that nothing more will come; the lock is held."""
+        self._closing = True
+        for condition in (*self._pushed, self._ended, self._rates):
+            condition.notify_all()

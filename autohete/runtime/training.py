@@ -76,8 +76,11 @@ class _Block:
     """One block: its parameters, their states on both sides, and what lives between its passes."""
 
     parameters: tuple[nn.Parameter, ...]
-    shapes: list[torch.Size]
-    dtype: torch.dtype
+    #: Of each parameter, and its elements; of all.
+    shapes: list[torch.Size] = field(init=False)
+    sizes: list[int] = field(init=False)
+    elements: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
     device: _Side = field(default_factory=_Side)
     host: _Side = field(default_factory=_Side)
     #: Input and random state, if it will be recomputed.
@@ -88,20 +91,16 @@ class _Block:
     saved: list[weakref.ref[_Saved]] = field(default_factory=list)
     moved: dict[int, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.shapes = [parameter.shape for parameter in self.parameters]
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.elements = sum(self.sizes)
+        self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
+
     @property
     def still_saved(self) -> Iterator[_Saved]:
         """What backward still needs, but for parameters."""
         return filter(None, (reference() for reference in self.saved))
-
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each parameter."""
-        return [shape.numel() for shape in self.shapes]
-
-    @property
-    def elements(self) -> int:
-        """Elements of all parameters."""
-        return sum(self.sizes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in ``flat``."""
@@ -203,9 +202,7 @@ class Training:
         self._undo = ExitStack()
         with ExitStack() as undo:
             self._forwards = undo.enter_context(partition.intercepted())
-            self._blocks = [
-                _Block(owned, [p.shape for p in owned], owned[0].dtype if owned else torch.float32) for owned in partition.owned
-            ]
+            self._blocks = [_Block(owned) for owned in partition.owned]
             self._slots = self._make_slots()
             self._buffers = self._policy_buffers()
             undo.callback(self._give_back)
@@ -519,11 +516,12 @@ class Training:
         """Keep what backward needs where it can be moved."""
         block = self._blocks[i]
         assert block.device.parameters is not None, "forward without parameters"
-        parameters = block.device.parameters.untyped_storage().data_ptr() if block.elements else -1
+        begin = block.device.parameters.data_ptr()
+        end = begin + block.device.parameters.nbytes
         block.saved = []
 
         def pack(tensor: Tensor) -> object:
-            if tensor.untyped_storage().data_ptr() == parameters:
+            if begin <= tensor.data_ptr() < end:
                 return (tensor.size(), tensor.stride(), tensor.storage_offset())
             saved = _Saved(tensor)
             block.saved.append(weakref.ref(saved))
