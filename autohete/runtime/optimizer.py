@@ -19,6 +19,8 @@ from torch import Tensor
 #: Elements of a piece, by device. Smaller ones pay for more calls of the kernel, larger ones need more scratch, and fall out
 #: of a CPU's cache; benchmarks/README.md has the figures.
 PIECES = {"cpu": 256 * 1024, "cuda": 16 * 1024 * 1024}
+#: Elements: only at multiples of it are parameters joined and pieces cut.
+_JOINT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class AdamStates:
         self.master = None if parameters.dtype is torch.float32 else parameters.float()
         self._spans = list(pairwise([0, *accumulate(sizes)]))
         self._steps = [0] * len(sizes)
-        self._piece = PIECES[parameters.device.type]
+        # No larger than the largest parameter: a small block's scratch would be larger than all else that a pass needs.
+        self._piece = min(PIECES[parameters.device.type], -(-max(sizes, default=0) // _JOINT) * _JOINT)
         self._scratch_elements = 0 if self.master is None else min(self._piece, sum(sizes))
 
     @property
@@ -88,7 +91,7 @@ class AdamStates:
         run: tuple[int, int, int] | None = None
         for place in sorted(present):
             (begin, end), step = self._spans[place], self._steps[place]
-            if run is not None and run[1:] == (begin, step) and (begin - run[0]) % 64 == 0:
+            if run is not None and run[1:] == (begin, step) and (begin - run[0]) % _JOINT == 0:
                 run = (run[0], end, step)
                 continue
             if run is not None:

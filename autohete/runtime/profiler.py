@@ -94,38 +94,47 @@ def measure(
 
 
 def _with_handover(profile: Profile) -> Profile:
-    """Add to every task what it takes to tell the next lane that it has ended."""
-    seconds = _handover_seconds()
+    """Add to every task what it takes to go on to the next; in the other lanes than the GPU's, what waking up takes, too."""
+    here, across = _handover_seconds()
     blocks = tuple(
         replace(
             block,
-            forward_seconds=block.forward_seconds + seconds,
-            backward_seconds=block.backward_seconds + seconds,
-            gpu_update_seconds=block.gpu_update_seconds + seconds,
-            cpu_update_seconds=(block.cpu_update_seconds or 0.0) + seconds,
+            forward_seconds=block.forward_seconds + here,
+            backward_seconds=block.backward_seconds + here,
+            gpu_update_seconds=block.gpu_update_seconds + here,
+            cpu_update_seconds=(block.cpu_update_seconds or 0.0) + across,
         )
         for block in profile.blocks
     )
     h2d, d2h = (
-        replace(link, latency_seconds=link.latency_seconds + seconds) for link in (profile.hardware.h2d, profile.hardware.d2h)
+        replace(link, latency_seconds=link.latency_seconds + across) for link in (profile.hardware.h2d, profile.hardware.d2h)
     )
-    loss = replace(profile.loss, seconds=profile.loss.seconds + seconds)
+    loss = replace(profile.loss, seconds=profile.loss.seconds + here)
     return replace(profile, hardware=replace(profile.hardware, h2d=h2d, d2h=d2h), blocks=blocks, loss=loss)
 
 
-_HOPS = parse_schedule(
-    "autohete-schedule 1\nlane gpu fifo\nlane h2d priority\nlane d2h priority\nlane cpu priority\n"
-    "task F0 gpu 0 after=H0@-1\ntask G0 d2h 0 after=F0\ntask U0 cpu 0 after=G0\ntask H0 h2d 0 after=U0\n"
+_LANES = "autohete-schedule 1\nlane gpu fifo\nlane h2d priority\nlane d2h priority\nlane cpu priority\n"
+#: Tasks that do nothing: in the GPU's lane, and once around all lanes.
+_CHAIN = parse_schedule(f"{_LANES}task F0 gpu 0\ntask F1 gpu 0 after=F0\ntask F2 gpu 0 after=F1\ntask F3 gpu 0 after=F2\n")
+_RING = parse_schedule(
+    f"{_LANES}task F0 gpu 0 after=H0@-1\ntask G0 d2h 0 after=F0\ntask U0 cpu 0 after=G0\ntask H0 h2d 0 after=U0\n"
 )
-_HOP_ITERATIONS = 50
+_HANDOVER_ITERATIONS = 50
 
 
-def _handover_seconds() -> float:
-    """From the end of a task to the start of one that waits for it on another lane: a ring of tasks that do nothing."""
-    with LaneThreads(_HOPS, lambda task, iteration: None, Clock.MEASURED_CPU) as lanes:
-        for _ in range(_HOP_ITERATIONS):
+def _handover_seconds() -> tuple[float, float]:
+    """Of a task between two others of its lane; and of one on another lane than the GPU, which hands on to lanes that sleep."""
+    chain, ring = (_seconds_of_nothing(schedule) for schedule in (_CHAIN, _RING))
+    here = chain / len(_CHAIN.tasks)
+    return here, max(here, (ring - here) / (len(_RING.tasks) - 1))
+
+
+def _seconds_of_nothing(schedule: Schedule) -> float:
+    """How long an iteration takes in which no task does anything."""
+    with LaneThreads(schedule, lambda task, iteration: None, Clock.MEASURED_CPU) as lanes:
+        for _ in range(_HANDOVER_ITERATIONS):
             lanes.admit()
-    return lanes.trace().makespan_seconds / (_HOP_ITERATIONS * len(_HOPS.tasks))
+    return lanes.trace().makespan_seconds / _HANDOVER_ITERATIONS
 
 
 def _kinds_of(partition: Partition) -> list[object]:
