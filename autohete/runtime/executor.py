@@ -30,7 +30,7 @@ class TorchExecutor:
 
     After :meth:`run`, ``losses`` has the loss of each iteration and ``parameters`` every trained parameter in block order
     (fp32 master weights where the model is in 16 bit); ``device`` and ``host`` tell the peaks, if budgets were held; ``late``
-    names the paced tasks whose work took longer than they should have lasted.
+    names the paced tasks whose work ended after their deadline, with the nanoseconds.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TorchExecutor:
         self.parameters: list[Tensor] = []
         self.device: Ledger | None = None
         self.host: Ledger | None = None
-        self.late: list[str] = []
+        self.late: dict[str, int] = {}
 
     def run(self, schedule: Schedule, iterations: int) -> Trace:
         """Train ``iterations`` iterations as ``schedule`` says.

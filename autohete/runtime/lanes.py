@@ -39,7 +39,7 @@ class LaneThreads:
         clock: whose seconds the trace is in.
         paced: make each task last as long as the schedule says: until ``max(lane free, edges satisfied) + duration``, by
             absolute deadlines, so that errors do not add up; longer while lanes share a bandwidth. Work that takes longer
-            than that is counted in ``late``.
+            than that is noted in ``late``.
         update_threads: what torch may use in the lane that updates on the CPU; in every other lane it is one.
         around: a context that each lane's thread works in, such as a CUDA stream of its own.
         history: iterations whose times are kept, at least; older ones that have ended may be forgotten. None: all.
@@ -81,8 +81,8 @@ class LaneThreads:
         self._failure: tuple[str, BaseException] | None = None
         #: How long each lane has worked (ns), by name.
         self.busy_ns = {lane.name: 0 for lane in schedule.lanes}
-        #: Paced tasks whose work took longer than their duration.
-        self.late: list[str] = []
+        #: Paced tasks whose work ended after their deadline, and by how much (ns).
+        self.late: dict[str, int] = {}
         # One lock guards everything; who waits for what is woken for nothing else: a thread that wakes wants Python's lock.
         self._lock = threading.Lock()
         self._pushed = [threading.Condition(self._lock) for _ in schedule.lanes]
@@ -251,7 +251,7 @@ class LaneThreads:
     def _sleep_until(self, due: int, instance: int) -> None:
         left = due - self._now()
         if left < 0:
-            self._note_late(instance)
+            self._note_late(instance, -left)
         while left > 0 and not self._closing:
             time.sleep(left * 1e-9)
             left = due - self._now()
@@ -262,8 +262,8 @@ class LaneThreads:
             # Two lanes may be booked in another order than they were planned in: at most a wake-up apart.
             self._work.begin(lane, duration, planned)
             self._rates.notify_all()
-            if self._work.due[lane] < self._now():
-                self._note_late(instance)
+            if (after := self._now() - self._work.due[lane]) > 0:
+                self._note_late(instance, after)
             while (left := self._work.due[lane] - self._now()) > 0 and not self._closing:
                 self._rates.wait(left * 1e-9)
             due = self._work.due[lane]
@@ -271,9 +271,9 @@ class LaneThreads:
             self._rates.notify_all()
             return due
 
-    def _note_late(self, instance: int) -> None:
+    def _note_late(self, instance: int, by_ns: int) -> None:
         iteration, task = divmod(instance, self._tasks)
-        self.late.append(self._schedule.tasks[task].id.at(iteration))
+        self.late[self._schedule.tasks[task].id.at(iteration)] = by_ns
 
     def _complete(self, instance: int, task: int, due: int) -> None:
         with self._lock:
