@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -53,13 +52,6 @@ class _Side:
     views: list[Tensor] = field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Saved:
-    """A tensor that backward needs. Only autograd holds it, so the operation that needs it last frees it."""
-
-    tensor: Tensor | _MovedStorage
-
-
 @dataclass(slots=True)
 class _MovedStorage:
     """Where a saved tensor lay in a storage that has moved, by the storage's old address."""
@@ -88,7 +80,7 @@ class _Block:
     #: Where backward begins, and where the gradient of the input arrives.
     root: GradientEdge | None = None
     arrived: list[Tensor] = field(default_factory=list)
-    saved: list[weakref.ref[_Saved]] = field(default_factory=list)
+    saved: list[Tensor | _MovedStorage] = field(default_factory=list)
     moved: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,11 +88,6 @@ class _Block:
         self.sizes = [shape.numel() for shape in self.shapes]
         self.elements = sum(self.sizes)
         self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
-
-    @property
-    def still_saved(self) -> Iterator[_Saved]:
-        """What backward still needs, but for parameters."""
-        return filter(None, (reference() for reference in self.saved))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in ``flat``."""
@@ -513,7 +500,10 @@ class Training:
 
     @contextmanager
     def _saving(self, i: int) -> Iterator[None]:
-        """Keep what backward needs where it can be moved."""
+        """Keep what backward needs where it can be moved, until backward ends, which is when the schedule frees it.
+
+        Freed bit by bit by backward, the peak falls by 0.1 %, but what is left when a copy arrives would depend on the moment.
+        """
         block = self._blocks[i]
         assert block.device.parameters is not None, "forward without parameters"
         begin = block.device.parameters.data_ptr()
@@ -523,17 +513,17 @@ class Training:
         def pack(tensor: Tensor) -> object:
             if begin <= tensor.data_ptr() < end:
                 return (tensor.size(), tensor.stride(), tensor.storage_offset())
-            saved = _Saved(tensor)
-            block.saved.append(weakref.ref(saved))
-            return saved
+            block.saved.append(tensor)
+            return len(block.saved) - 1
 
         def unpack(handle: object) -> Tensor:
             if isinstance(handle, tuple):
                 assert block.device.parameters is not None, "backward without parameters"
                 return block.device.parameters.as_strided(*handle)
-            assert isinstance(handle, _Saved)
-            assert isinstance(handle.tensor, Tensor), "backward without activations"
-            return handle.tensor
+            assert isinstance(handle, int)
+            saved = block.saved[handle]
+            assert isinstance(saved, Tensor), "backward without activations"
+            return saved
 
         with saved_tensors_hooks(pack, unpack):
             yield
@@ -558,8 +548,9 @@ class Training:
             flat = block.device.parameters
             if flat is not None and not torch.isfinite(flat).all():
                 return f"the parameters of block {i}"
-            kept = [saved.tensor for saved in block.still_saved if isinstance(saved.tensor, Tensor)]
-            kept += [block.checkpoint[0].hidden] if block.checkpoint else []
+            kept = [s for s in block.saved if isinstance(s, Tensor)] + (
+                [block.checkpoint[0].hidden] if block.checkpoint else []
+            )
             if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in kept):
                 return f"what block {i} keeps for backward"
         return "the logits"
@@ -568,14 +559,11 @@ class Training:
         """Gradients of the block's parameters, and of its input for the block below."""
         block = self._blocks[i]
         incoming, self._gradient = self._gradient, None
-        if self._stream is not None:
-            for saved in block.still_saved:  # what came back from the host was allocated by the stream that copied it
-                assert isinstance(saved.tensor, Tensor), "backward without activations"
-                saved.tensor.record_stream(self._stream())
         if block.root is not None and incoming is not None:
             with torch.autograd.set_multithreading_enabled(False):  # on CUDA, too, in this thread, whose task it is
                 torch.autograd.backward([block.root], [incoming])
             self._gradient = block.arrived.pop() if block.arrived else None
+        self._now.alive.append(block.saved)
         block.root, block.saved, block.moved = None, [], {}
 
     def _receiver(self, i: int, place: int) -> Callable[[Tensor], None]:
@@ -654,8 +642,7 @@ class Training:
     def offload_activations(self, i: int) -> None:
         """What backward needs, to the host: each storage once, however many saved tensors lie in it."""
         block = self._blocks[i]
-        for saved in block.still_saved:
-            tensor = saved.tensor
+        for place, tensor in enumerate(block.saved):
             assert isinstance(tensor, Tensor)
             if tensor.device.type != self._device.type:
                 continue  # a seed that attention keeps on the host
@@ -667,7 +654,7 @@ class Training:
                 block.moved[key] = self._claim_host(there, "activations")
                 here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
                 there.copy_(here, non_blocking=True)
-            saved.tensor = _MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+            block.saved[place] = _MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def fetch_activations(self, i: int) -> None:
         """What backward needs, back to the device."""
@@ -677,13 +664,12 @@ class Training:
         for key, there in block.moved.items():
             here = torch.empty(len(there), dtype=torch.uint8, device=self._device)
             back[key] = self._claim(here, "activations").copy_(there, non_blocking=True)
-        for saved in block.still_saved:
-            moved = saved.tensor
+        for place, moved in enumerate(block.saved):
             if not isinstance(moved, _MovedStorage):
                 continue
             storage = back[moved.key].untyped_storage()
             tensor = torch.empty(0, dtype=moved.dtype, device=self._device)
-            saved.tensor = tensor.set_(storage, moved.offset, moved.size, moved.stride)
+            block.saved[place] = tensor.set_(storage, moved.offset, moved.size, moved.stride)
         block.moved = {}
 
     # --- evaluation
