@@ -292,7 +292,7 @@ def _paced(setting: Setting, large: Workload, measured: Profile, model: GPT) -> 
     attempts, disturbed = 0, True
     while disturbed and attempts < PACED_ATTEMPTS:
         run, attempts = executor.run(predicted.schedule, ITERATIONS[Clock.EMULATED]), attempts + 1
-        disturbed = max(executor.late.values(), default=0) > STANDSTILL_SECONDS * 1e9
+        disturbed = _late_seconds(executor) > STANDSTILL_SECONDS
     return _result(setting, predicted, executor, [run], attempts)
 
 
@@ -323,8 +323,11 @@ def _planned(setting: Setting, profile: Profile) -> Simulation | None:
 def _result(setting: Setting, predicted: Simulation, executor: TorchExecutor, runs: list[Trace], attempts: int = 1) -> Result:
     assert executor.device is not None
     found = compare(predicted.trace, runs[-1])
-    late = max(executor.late.values(), default=0) * 1e-9
-    return Result(setting, predicted, tuple(runs), executor.device.peak_bytes, late, attempts, found)
+    return Result(setting, predicted, tuple(runs), executor.device.peak_bytes, _late_seconds(executor), attempts, found)
+
+
+def _late_seconds(executor: TorchExecutor) -> float:
+    return max(executor.late.values(), default=0) * 1e-9
 
 
 def stretched(profile: Profile, real: Profile, iteration_seconds: float) -> Profile:

@@ -9,7 +9,6 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -76,31 +75,30 @@ class AdamStates:
         for place in present:
             self._steps[place] += 1
         for begin, end, step in self._runs(present):
+            # The CPU's kernel reads it on the host, the CUDA kernel on the device: four bytes that are no state.
+            count = torch.full((), step, dtype=torch.float32, device=parameters.device)
             if self.master is None:
-                self._step(parameters[begin:end], gradients[begin:end], self.moments[:, begin:end], step)
+                self._step(parameters[begin:end], gradients[begin:end], self.moments[:, begin:end], count)
                 continue
             for start in range(begin, end, self._piece):
                 piece = slice(start, min(start + self._piece, end))
                 weights = self.master[piece]
                 wide = scratch[: len(weights)].copy_(gradients[piece])
-                self._step(weights, wide, self.moments[:, piece], step)
+                self._step(weights, wide, self.moments[:, piece], count)
                 parameters[piece].copy_(weights)
 
-    def _runs(self, present: set[int]) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, present: set[int]) -> list[tuple[int, int, int]]:
         """Begin, end and step of parameters next to each other that can be updated as one."""
-        run: tuple[int, int, int] | None = None
+        runs: list[tuple[int, int, int]] = []
         for place in sorted(present):
             (begin, end), step = self._spans[place], self._steps[place]
-            if run is not None and run[1:] == (begin, step) and (begin - run[0]) % _JOINT == 0:
-                run = (run[0], end, step)
-                continue
-            if run is not None:
-                yield run
-            run = (begin, end, step)
-        if run is not None:
-            yield run
+            if runs and runs[-1][1:] == (begin, step) and (begin - runs[-1][0]) % _JOINT == 0:
+                runs[-1] = (runs[-1][0], end, step)
+            else:
+                runs.append((begin, end, step))
+        return runs
 
-    def _step(self, weights: Tensor, gradients: Tensor, moments: Tensor, step: int) -> None:
+    def _step(self, weights: Tensor, gradients: Tensor, moments: Tensor, count: Tensor) -> None:
         """AdamW's kernel."""
         adam = self.adam
         torch._fused_adamw_(
@@ -109,8 +107,7 @@ class AdamStates:
             [moments[0]],
             [moments[1]],
             [],
-            # The CPU's kernel reads it on the host, the CUDA kernel on the device: four bytes that are no state.
-            [torch.full((), step, dtype=torch.float32, device=weights.device)],
+            [count],
             lr=adam.lr,
             beta1=adam.betas[0],
             beta2=adam.betas[1],

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -97,8 +97,7 @@ class Partition:
             InputError: the model does with its blocks what cannot be trained block by block.
         """
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with self.intercepted() as forwards, forked, torch.enable_grad():
+        with self.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad():
             forward = ForwardPass(self.model)
             call = first = forward.start(ids[:1].to(device))
             for place, own in enumerate(forwards):
@@ -203,6 +202,11 @@ def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
             "or put the blocks into an nn.ModuleList"
         )
     return outer[0]
+
+
+def unchanged_random_state(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn inside changes neither the CPU's random state nor that of ``device``."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from autohete.runtime.device import CudaMemory, Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.machine import forget_cache
 from autohete.runtime.optimizer import Adam, AdamStates
-from autohete.runtime.partition import Partition, call_of, replaced_forwards, with_hidden
+from autohete.runtime.partition import Partition, call_of, replaced_forwards, unchanged_random_state, with_hidden
 from autohete.runtime.plans import everything_resident
 from autohete.runtime.precision import DTYPES
 from autohete.runtime.training import Batch, Loss, Training
@@ -148,10 +148,9 @@ def _kinds_of(partition: Partition) -> list[object]:
 @contextmanager
 def _unchanged(partition: Partition, torch_device: torch.device | None) -> Iterator[None]:
     """Give parameters and the random states back as they were."""
-    devices = [torch_device] if torch_device is not None and torch_device.type == "cuda" else []
     before = [[parameter.detach().clone() for parameter in owned] for owned in partition.owned]
     try:
-        with torch.random.fork_rng(devices):
+        with unchanged_random_state(torch_device or torch.device("cpu")):
             yield
     finally:
         for owned, values in zip(partition.owned, before, strict=True):
@@ -195,8 +194,8 @@ def _measure_all(
     counts = [sum(parameter.numel() for parameter in owned) for owned in partition.owned]
     schedule = _everything_on_device(workload, hardware, counts)
     on_cuda = torch_device is not None and torch_device.type == "cuda"
-    ledger = None if on_cuda else Ledger(GPU_MEMORY)
-    memory = ledger or CudaMemory(torch_device or torch.device("cuda"))
+    memory = CudaMemory(torch_device) if torch_device is not None and on_cuda else Ledger(GPU_MEMORY)
+    ledger = memory if isinstance(memory, Ledger) else None
     training = Training(partition, schedule, loss, adam, torch_device=torch_device, device=ledger)
     seconds: dict[TaskId, list[float]] = defaultdict(list)
     passes: dict[TaskId, _Pass] = {}

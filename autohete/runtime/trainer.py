@@ -19,7 +19,7 @@ from autohete.hardware import Hardware, HardwareFile
 from autohete.policies import parse_policy
 from autohete.policy import Policy
 from autohete.profile import Profile, analytic_profile
-from autohete.runtime.device import Ledger
+from autohete.runtime.device import CudaMemory, Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.machine import measure_machine, versions
 from autohete.runtime.model import next_token_loss
@@ -136,7 +136,8 @@ class Trainer:
         self._shape: tuple[int, ...] | None = None
         self._training: Training | None = None
         self._lanes: LaneThreads | None = None
-        self._ledgers: tuple[Ledger, Ledger] | None = None
+        #: Of the device and of the host.
+        self._memories: tuple[Ledger | CudaMemory, Ledger] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -162,22 +163,21 @@ class Trainer:
         _check_fits(prediction, self._lasting_bytes)
         schedule = prediction.schedule
         self._shape = tuple(batch[0].shape)
-        self._ledgers = (
-            Ledger(GPU_MEMORY, profile.hardware.gpu_capacity_bytes),
-            Ledger(HOST_MEMORY, profile.hardware.host.memory_bytes),
-        )
-        device, host = self._ledgers
+        on_cuda = self._device.type == "cuda"
+        device = CudaMemory(self._device) if on_cuda else Ledger(GPU_MEMORY, profile.hardware.gpu_capacity_bytes)
+        host = Ledger(HOST_MEMORY, profile.hardware.host.memory_bytes)
+        self._memories = (device, host)
         self._training = Training(
             self._partition,
             schedule,
             self._loss,
             self._adam,
             torch_device=self._device,
-            device=device if self._device.type == "cpu" else None,
+            device=device if isinstance(device, Ledger) else None,
             host=host,
         )
-        if self._device.type == "cuda":  # not what measuring took
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if on_cuda:  # not what measuring took
+            device.reset_peak()
         self._lanes = LaneThreads(
             schedule,
             self._training.perform,
@@ -185,7 +185,7 @@ class Trainer:
             paced=self._mode is Mode.PACED,
             history=_HISTORY,
             around=partial(_own_stream, self._device),
-            update_threads=torch.get_num_threads() if self._device.type == "cuda" else 1,
+            update_threads=torch.get_num_threads() if on_cuda else 1,
         )
         self.prediction = prediction
         return prediction
@@ -258,15 +258,14 @@ class Trainer:
         """Predicted beside measured, after waiting for all updates."""
         prediction, trace = self.prediction, self.trace()
         assert prediction is not None
-        assert self._ledgers is not None
-        device, host = self._ledgers
-        peak = device.peak_bytes if self._device.type == "cpu" else torch.cuda.max_memory_allocated(self._device)
+        assert self._memories is not None
+        device, host = self._memories
         return Comparison(
             clock=trace.clock,
             predicted_seconds=prediction.iteration_seconds,
             measured_seconds=trace.steady().period_seconds,
             predicted_peak_bytes=prediction.gpu.peak_bytes,
-            measured_peak_bytes=peak,
+            measured_peak_bytes=device.peak_bytes,
             predicted_host_bytes=prediction.host.peak_bytes,
             measured_host_bytes=host.peak_bytes,
         )
@@ -274,9 +273,9 @@ class Trainer:
     @property
     def device_bytes(self) -> int:
         """What lives on the device now."""
-        if self._ledgers is None:
+        if self._memories is None:
             return 0
-        return self._ledgers[0].used_bytes if self._device.type == "cpu" else torch.cuda.memory_allocated(self._device)
+        return self._memories[0].used_bytes
 
     def close(self, *, drain: bool = True) -> None:
         """Wait for what is under way (or not), end the lanes, and give the model its parameters back."""

@@ -502,7 +502,7 @@ class Training:
     def _saving(self, i: int) -> Iterator[None]:
         """Keep what backward needs where it can be moved, until backward ends, which is when the schedule frees it.
 
-        Freed bit by bit by backward, the peak falls by 0.1 %, but what is left when a copy arrives would depend on the moment.
+        Freed bit by bit, the peak falls by 0.1 to 1 %, but what is left when a copy arrives would depend on the moment.
         """
         block = self._blocks[i]
         assert block.device.parameters is not None, "forward without parameters"
