@@ -210,7 +210,8 @@ def print_throughput(rows: dict[tuple[str, str], Summary]) -> None:
     """The comparison as a table: a row per model and policy."""
     title = f"{GPUS} GPU of {NODE}, simulated"
     columns = ["model", "policy", "verdict", "iteration", "samples/s", "TFLOP/s", "GPU peak", "host peak", "plan"]
-    shown = table(title, columns, left=3)
+    give_way = ["TFLOP/s", "host peak", "plan"]
+    shown = table(title, columns, left=3, give_way=give_way, elsewhere="fig_throughput.csv has them")
     for (model, policy), s in rows.items():
         shown.add_row(
             model if policy == POLICIES[0] else "",

@@ -172,8 +172,8 @@ def show(checks: list[Check]) -> None:
     """The checks on the terminal, by source."""
     out = console()
     for source in dict.fromkeys(check.source for check in checks):
-        rows = table(source, ["what", "measured", "simulated", "difference", "remark"])
-        rows.columns[-1].justify = "left"
+        columns = ["what", "measured", "simulated", "difference", "remark"]
+        rows = table(source, columns, remark=True, elsewhere="published.csv has them")
         for c in checks:
             if c.source == source:
                 cell: Callable[[float], str] = (

@@ -423,6 +423,16 @@ def test_tables_fit_a_hundred_columns(policy: str) -> None:
         assert len(re.findall(r" [-+]?[\d.]+ (?:%|s|ms|us|ns)(?: |$)", rows[kind.kind])) == 6
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_tables_fit_a_narrow_terminal(width: int) -> None:
+    """On fewer columns nothing is longer or cut off; columns that are left out are named, both waits together."""
+    found = compare(simulated("autohete").trace, run_until_steady(alone(simulated("autohete").schedule), SimExecutor())[0])
+    lines = shown(found, width).splitlines()
+    assert max(len(line) for line in lines if not re.match("[AB]:", line)) <= width
+    assert not any("…" in line for line in lines)
+    assert any(line.startswith("not shown at this width: ") and "wait A, wait B" in line for line in lines)
+
+
 def test_the_head_names_both_runs() -> None:
     """The first lines say what the runs are called, whose seconds they are in, and what the difference is, with its sign."""
     a, b = run("task F0 gpu 1000\n"), replace(run("task F0 gpu 900\n"), clock=Clock.MEASURED_CUDA)

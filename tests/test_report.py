@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,11 +18,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.memory import occupancy
-from autohete.policies import parse_policy
+from autohete.policies import POLICIES, parse_policy
+from autohete.profile import analytic_profile
+from autohete.report import tables
 from autohete.report.gantt import combined_figure, gantt_figure, memory_figure, window_ns
 from autohete.report.perfetto import check_perfetto, perfetto_json, write_perfetto
 from autohete.report.style import LOOKS, look, luminance, save_figure
@@ -29,12 +33,15 @@ from autohete.report.write import atomic_write
 from autohete.schedule import Edge, Kind, Lane, Memory, Schedule, Task, TaskId
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, simulate
+from autohete.summary import Summary, answer
 from autohete.trace import Clock, Trace
+from autohete.units import format_bytes, format_seconds
 from autohete.workload import Workload, named_workload
 
 CASES = {
     "small": Workload("small", 256, 2, 4),
     "gpt-4b": named_workload("gpt-4b"),
+    "gpt-10b": named_workload("gpt-10b"),
     "deep": Workload("deep", 2048, 94, 16),
 }
 
@@ -64,6 +71,95 @@ def instant_trace() -> Trace:
     )
     start = np.array([[3, 3, 3, 3]], np.int64)
     return Trace(schedule, Clock.SIMULATED, start, start, start + np.array([[0, 0, 5, 1]], np.int64))
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+POLICY_LISTS = {
+    "all": tuple(POLICIES),
+    "long names": ("zero_offload:paper,tile_overlap", "autohete:priority=off", "stronghold:window=2,checkpointing=full"),
+}
+
+
+@cache
+def summaries(policies: str) -> list[Summary]:
+    profile = analytic_profile(named_workload("gpt-10b"), load_hardware("a100-40gb-epyc7713"))
+    return [answer(profile, parse_policy(policy))[0] for policy in POLICY_LISTS[policies]]
+
+
+def printed(show: Callable[[], None], width: int) -> list[str]:
+    """The lines that ``show`` prints on a terminal of ``width`` columns."""
+    stream = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "console", lambda: Console(file=stream, width=width, force_terminal=True, color_system=None))
+        show()
+    return stream.getvalue().splitlines()
+
+
+def cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+@pytest.mark.parametrize("width", [80, 100, 117, 160])
+@pytest.mark.parametrize("policies", POLICY_LISTS)
+def test_answers_fit_the_terminal(policies: str, width: int) -> None:
+    """At any width no line is longer, every number stands whole in its row, and what is not shown is named."""
+    found = summaries(policies)
+    lines = printed(lambda: tables.print_summaries(found, CASES["gpt-10b"]), width)
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+    left_out = " ".join(" ".join(lines[: lines.index("")]).split()).partition("not shown at this width: ")[2]
+    assert width not in (80, 160) or bool(left_out) == (width == 80)
+    start = next(i for i, line in enumerate(lines) if line.startswith("────"))
+    for summary, line in zip(found, lines[start + 1 :], strict=False):
+        numbers = {
+            "iteration": format_seconds(summary.iteration_seconds) if summary.iteration_seconds else "-",
+            "samples/s": f"{summary.samples_per_second:.2f}" if summary.samples_per_second else "-",
+            "tokens/s": f"{summary.tokens_per_second:,.0f}" if summary.tokens_per_second else "-",
+            "TFLOP/s": f"{summary.tflops_per_gpu:.1f}" if summary.tflops_per_gpu else "-",
+            "GPU peak": format_bytes(summary.gpu_peak_bytes or 0),
+            "host peak": format_bytes(summary.host_peak_bytes or 0),
+            "plan": str(summary.plan).split(" of ")[0],
+        }
+        shown = [text for header, text in numbers.items() if header not in left_out]
+        assert cells(line)[-len(shown) :] == shown, line
+        assert cells(line)[:2] == [summary.policy, summary.verdict]
+
+
+def test_the_least_important_columns_give_way_first() -> None:
+    """At 80 columns verdict, iteration, throughput, GPU memory and plan stay; one line names the rest and where it is."""
+    lines = printed(lambda: tables.print_summaries(summaries("all"), CASES["gpt-10b"]), 80)
+    assert cells(lines[2]) == ["policy", "verdict", "iteration", "samples/s", "GPU peak", "plan"]
+    assert lines[9] == "not shown at this width: tokens/s, TFLOP/s, host peak; --json has them"
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 160])
+def test_presets_and_plans_fit_the_terminal(width: int) -> None:
+    """Lists of presets and the decisions of a plan are not wider than the terminal, and cut nothing off."""
+    for show in (tables.print_presets, lambda: tables.print_plan(simulated("gpt-10b", "autohete"))):
+        lines = printed(show, width)
+        assert max(map(len, lines)) <= width
+        assert not any("…" in line for line in lines)
+
+
+def test_words_wrap_and_numbers_do_not() -> None:
+    """Headers break between words, long texts wrap, a word longer than half the terminal is folded; numbers stay whole."""
+    shown = tables.table("t", ["what", "time of one step", "remark"], remark=True)
+    shown.add_row("x" * 50, "12.25 s", "some words that need more room than there is here")
+    lines = printed(lambda: tables.console().print(shown), 64)
+    assert max(map(len, lines)) <= 64
+    assert sum("12.25 s" in line for line in lines) == 1
+    assert sum(line.count("x") for line in lines) == 50
+    assert {"time", "of", "one", "step", "room"} <= set(" ".join(lines).split())
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 160), ("", 160), ("0", 160), ("wide", 160), ("80", 80), ("200", 200)])
+def test_a_pipe_is_as_wide_as_asked_for(columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not a terminal has 160 columns, or as many as ``COLUMNS`` says."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert tables.console().width == width
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -206,7 +302,7 @@ def test_an_empty_run_is_a_document() -> None:
 _PRINT_DIGEST = """
 import hashlib
 from autohete.hardware import load_hardware
-from autohete.policies import parse_policy
+from autohete.policies import POLICIES, parse_policy
 from autohete.report.perfetto import perfetto_json
 from autohete.simulate import simulate
 from autohete.workload import Workload

@@ -1,4 +1,4 @@
-"""A comparison of two runs as tables for the terminal, legible at 100 columns."""
+"""A comparison of two runs as tables for the terminal, legible at 80 columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autohete.compare import Comparison, LaneDifference, Pair, Side
-from autohete.report.tables import console, or_dash, table
+from autohete.report.tables import IN_JSON, console, or_dash, table
 from autohete.schedule import KIND_MEANING
 from autohete.units import format_bytes, format_seconds
 
@@ -49,7 +49,8 @@ def _difference(pair: Pair, write: Callable[[float], str] = format_seconds) -> t
 
 def _print_kinds(out: Console, comparison: Comparison) -> None:
     columns = ["kind", "tasks", "task A", "task B", "", "iteration", "wait A", "wait B"]
-    kinds = table("kinds, the largest contribution first: mean of a task, difference per iteration, wait for the lane", columns)
+    title = "kinds, the largest contribution first: mean of a task, difference per iteration, wait for the lane"
+    kinds = table(title, columns, give_way=["wait", "tasks"], elsewhere=IN_JSON)
     for kind in comparison.kinds:
         per_iteration, percent = _difference(kind.iteration_seconds)
         kinds.add_row(

@@ -3,36 +3,148 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import rich.table
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from autohete.analysis import Cause
 from autohete.hardware import preset_names, read_hardware
-from autohete.plan import Placement
+from autohete.plan import Placement, PlanCounts
 from autohete.policies import POLICIES
 from autohete.policy import Verdict
+from autohete.schedule import CPU, GPU
 from autohete.simulate import Simulation
 from autohete.summary import Summary
 from autohete.units import format_bytes, format_seconds
 from autohete.workload import WORKLOADS, Workload
 
+#: Where tables that leave out columns send their readers.
+IN_JSON = "--json has them"
+#: Least width of a column of texts that can wrap.
+_FEW_WORDS = 20
+
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that does not fold tables when its output goes into a file or a pipe."""
+    """A console as wide as the terminal; in a file or a pipe 160 columns, or what ``COLUMNS`` in the environment says."""
     plain = Console(stderr=stderr)
-    return plain if plain.is_terminal else Console(stderr=stderr, width=160)
+    asked = os.environ.get("COLUMNS", "")
+    return plain if plain.is_terminal or (asked.isdecimal() and int(asked) > 0) else Console(stderr=stderr, width=160)
 
 
-def table(title: str, columns: Sequence[str], left: int = 1) -> Table:
-    """An empty table: the first ``left`` columns are words, the others numbers."""
-    made = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, column in enumerate(columns):
-        made.add_column(column, justify="left" if place < left else "right")
-    return made
+def say(out: Console, line: str, style: str | None = None) -> None:
+    """Print a line of plain text: wrapped between words on a terminal, whole in a file or a pipe."""
+    out.print(line, style=style, markup=False, soft_wrap=not out.is_terminal)
+
+
+class FittedTable:
+    """A table in which no number is ever wrapped or cut, whatever the width of the console.
+
+    Where the table is too wide, headers and words wrap between words first. If that is not enough, columns are left out:
+    those of ``give_way`` in its order, then the others from the right, never the first. A line below the table names them.
+
+    Args:
+        title: one line, printed above.
+        columns: headers.
+        words: places of the columns that hold words, left-aligned; the others hold numbers, right-aligned.
+        give_way: headers of the columns that are needed least, the least needed first; ``wait`` stands for ``wait A`` and
+            ``wait B``, which go together.
+        elsewhere: where to find what is left out, such as ``--json has them``.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        columns: Sequence[str],
+        words: Collection[int],
+        give_way: Sequence[str],
+        elsewhere: str,
+    ) -> None:
+        self._title = title
+        self._columns = columns
+        self._words = words
+        self._give_way = give_way
+        self._elsewhere = elsewhere
+        self._rows: list[tuple[Sequence[str], bool]] = []
+
+    def add_row(self, *cells: str, end_section: bool = False) -> None:
+        """Add a row, a cell per column, in rich's markup; ``end_section`` draws a line below it."""
+        self._rows.append((cells, end_section))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = self._fit(options.max_width)
+        shown = rich.table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        for place, width in widths.items():
+            justify: JustifyMethod = "left" if place in self._words else "right"
+            shown.add_column(self._columns[place], justify=justify, width=width, overflow="fold")
+        for cells, end_section in self._rows:
+            shown.add_row(*(cells[place] for place in widths), end_section=end_section)
+        yield Text(self._title, style="table.title")
+        # Wider than the console only where even the narrowest form is.
+        yield from console.render(shown, options.update_width(max(options.max_width, _total_width(widths))))
+        left_out = [header for place, header in enumerate(self._columns) if place not in widths]
+        if left_out:
+            elsewhere = f"; {self._elsewhere}" if self._elsewhere else ""
+            yield Text(f"not shown at this width: {', '.join(left_out)}{elsewhere}", style="dim")
+        yield Text()
+
+    def _fit(self, room: int) -> dict[int, int]:
+        """The columns that are shown, with their widths."""
+        natural, least = {}, {}
+        for place, header in enumerate(self._columns):
+            cells = [Text.from_markup(cells[place]).plain for cells, _ in self._rows]
+            natural[place] = max(map(cell_len, [header, *cells]))
+            if place in self._words:
+                # A word longer than half the console is folded; a text gets room for a few words.
+                least[place] = max(min(_longest_word([header, *cells]), room // 2), min(natural[place], _FEW_WORDS))
+            else:
+                least[place] = max(map(cell_len, [*header.split(), *cells]), default=0)
+        for places in self._order():
+            if _total_width(least) <= room:
+                break
+            for place in places:
+                del least[place], natural[place]
+        while _total_width(natural) > room and (wide := [place for place in natural if natural[place] > least[place]]):
+            natural[max(wide, key=natural.__getitem__)] -= 1
+        return natural
+
+    def _order(self) -> list[list[int]]:
+        """All columns but the first as they give way, those together that go together."""
+        columns = list(enumerate(self._columns))
+        named = [[place for place, column in columns if f"{column} ".startswith(f"{start} ")] for start in self._give_way]
+        others = [[place] for place in range(len(columns) - 1, 0, -1) if not any(place in group for group in named)]
+        return named + others
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return max((cell_len(word) for text in texts for word in text.split()), default=0)
+
+
+def _total_width(widths: Mapping[int, int]) -> int:
+    """Of a table with columns of these widths and two blanks between them."""
+    return sum(widths.values()) + 2 * (len(widths) - 1)
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    left: int = 1,
+    *,
+    remark: bool = False,
+    give_way: Sequence[str] = (),
+    elsewhere: str = "",
+) -> FittedTable:
+    """An empty table: the first ``left`` columns are words, the last one too if it is a ``remark``; the others numbers.
+
+    ``give_way`` and ``elsewhere`` are those of :class:`FittedTable`.
+    """
+    words = {*range(left), *([len(columns) - 1] if remark else [])}
+    return FittedTable(title, columns, words, give_way, elsewhere)
 
 
 def print_plan(found: Simulation) -> None:
@@ -54,16 +166,20 @@ def print_plan(found: Simulation) -> None:
             block.activations,
             block.parameters,
             block.optimizer,
-            f"{block.forward_prefetch_distance} passes ahead" if offloaded else "-",
-            f"{block.backward_prefetch_distance} passes ahead" if offloaded else "-",
+            _passes(block.forward_prefetch_distance) if offloaded else "-",
+            _passes(block.backward_prefetch_distance) if offloaded else "-",
         )
         start = i + 1
     out.print(shown)
-    out.print(
+    say(
+        out,
         f"{found.verdict}: {format_seconds(found.iteration_seconds)} an iteration, peaks {format_bytes(found.gpu.peak_bytes)} "
         f"of GPU memory and {format_bytes(found.host.peak_bytes)} of host memory (simulated)",
-        soft_wrap=True,
     )
+
+
+def _passes(distance: int) -> str:
+    return f"{distance} pass{'' if distance == 1 else 'es'} ahead"
 
 
 def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
@@ -73,7 +189,8 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {workload.batch_size} x {workload.sequence_length} tokens"
     title = f"{first.workload} ({shape}) on {first.hardware}, {first.clock}"
     columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", "GPU peak", "host peak", "plan"]
-    speeds = table(title, columns, left=2)
+    give_way = ["tokens/s", "TFLOP/s", "host peak", "samples/s", "plan"]
+    speeds = table(title, columns, left=2, give_way=give_way, elsewhere=IN_JSON)
     for s in summaries:
         speeds.add_row(
             escape(s.policy),
@@ -84,23 +201,31 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
             or_dash(s.tflops_per_gpu, "{:.1f}".format),
             or_dash(s.gpu_peak_bytes, format_bytes),
             or_dash(s.host_peak_bytes, format_bytes),
-            str(s.plan) if s.plan else "-",
+            _counts(s.plan) if s.plan else "-",
         )
     out.print(speeds)
     running = [s for s in summaries if s.verdict is Verdict.OK]
     if running:
         _print_reasons(out, running)
-    out.print("plan: blocks c checkpointed, p with parameters offloaded, o with the optimizer on the CPU", style="dim")
+    meaning = "c checkpointed, p with parameters offloaded, o with the optimizer on the CPU"
+    say(out, f"plan: of {workload.blocks} blocks, {meaning}", style="dim")
     for s in summaries:
         if s.explanation:
-            out.print(f"{s.policy}: {s.verdict}: {s.explanation}", markup=False, soft_wrap=True)
+            say(out, f"{s.policy}: {s.verdict}: {s.explanation}")
+
+
+def _counts(plan: PlanCounts) -> str:
+    """The counts without the total, which is the same for all policies."""
+    return f"{plan.checkpointed_blocks}c {plan.offloaded_parameter_blocks}p {plan.offloaded_optimizer_blocks}o"
 
 
 def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
     lanes = list(running[0].lanes)
     waits = [cause for cause in Cause if any(s.idle_seconds[cause] > 1e-9 for s in running)]
     columns = ["policy", *(f"{lane} busy" for lane in lanes), *(f"waits: {cause}" for cause in waits), "bound"]
-    reasons = table("where the time goes, per iteration: busy share of each lane, and what the GPU waits for", columns)
+    title = "where the time goes, per iteration: busy share of each lane, and what the GPU waits for"
+    copies = [f"{lane} busy" for lane in lanes if lane not in (GPU, CPU)]
+    reasons = table(title, columns, give_way=[*copies, "bound"], elsewhere=IN_JSON)
     for s in running:
         assert s.bound_seconds is not None
         reasons.add_row(
@@ -115,7 +240,7 @@ def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
         assert s.drain_seconds is not None
         ends = f"first iteration {format_seconds(s.first_iteration_seconds)}, drain {format_seconds(s.drain_seconds)}"
         unsettled = "" if s.settled else "; no steady state in sight, times are an average"
-        out.print(f"{s.policy}: bound by {s.binds}; {ends}{unsettled}", markup=False, soft_wrap=True, style="dim")
+        say(out, f"{s.policy}: bound by {s.binds}; {ends}{unsettled}", style="dim")
 
 
 def or_dash(value: float | None, write: Callable[[float], str]) -> str:
