@@ -9,18 +9,17 @@ import io
 import json
 import os
 import sys
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
 from autohete.errors import AutoHeteError, InputError
+from autohete.question import Question
 
 if TYPE_CHECKING:
-    from autohete.profile import Profile
     from autohete.simulate import Simulation
     from autohete.summary import Summary
-    from autohete.workload import Workload
 
 app = App(
     name="autohete",
@@ -28,40 +27,14 @@ app = App(
     help_format="markdown",
 )
 
-DEFAULT_HARDWARE = "a100-40gb-epyc7713"
-_SHAPE = ("hidden", "blocks", "heads")
-#: Options of ``simulate`` -> fields of a workload.
-_FIELDS = {
-    "hidden": "hidden_size",
-    "blocks": "transformer_blocks",
-    "heads": "heads",
-    "vocabulary": "vocabulary_size",
-    "sequence_length": "sequence_length",
-    "batch_size": "batch_size",
-    "precision": "precision",
-    "tied_embeddings": "tied_embeddings",
-    "fused_attention": "fused_attention",
-}
+#: Nothing asked yet.
+_BLANK = Question()
 
 
 @app.command
 def simulate(
     *,
-    workload: str | None = None,
-    hidden: int | None = None,
-    blocks: int | None = None,
-    heads: int | None = None,
-    vocabulary: int | None = None,
-    sequence_length: int | None = None,
-    batch_size: int | None = None,
-    precision: Literal["bf16", "fp16", "fp32"] | None = None,
-    tied_embeddings: bool | None = None,
-    fused_attention: bool | None = None,
-    profile: str | None = None,
-    hardware: str = DEFAULT_HARDWARE,
-    set_: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
-    gpu_memory: str | None = None,
-    host_memory: str | None = None,
+    question: Question = _BLANK,
     policy: Annotated[list[str] | None, Parameter(negative=())] = None,
     trace: str | None = None,
     gantt: str | None = None,
@@ -72,36 +45,6 @@ def simulate(
 
     Parameters
     ----------
-    workload:
-        A named workload (`autohete presets` lists them); the options below change single figures of it.
-    hidden:
-        Hidden size; with --blocks and --heads a shape of your own.
-    blocks:
-        Transformer blocks; embedding and head come on top.
-    heads:
-        Attention heads; must divide the hidden size.
-    vocabulary:
-        Rows of the embedding.
-    sequence_length:
-        Tokens of a sequence.
-    batch_size:
-        Sequences per iteration on the GPU.
-    precision:
-        bf16 and fp16 are mixed precision with fp32 master weights.
-    tied_embeddings:
-        Whether the head uses the embedding's matrix.
-    fused_attention:
-        Whether attention scores stay out of memory (FlashAttention).
-    profile:
-        A file written by `autohete profile`: measured times and sizes instead of a workload and a hardware.
-    hardware:
-        A preset's name or a TOML file.
-    set_:
-        KEY=VALUE changes a hardware figure, with its unit: links.h2d.bandwidth=50GB/s. Repeatable.
-    gpu_memory:
-        GPU memory, such as 16GiB; short for --set gpu.memory=16GiB.
-    host_memory:
-        Host memory, such as 64GiB.
     policy:
         NAME[:flag,flag=value]; repeat to compare. Without it: all.
     trace:
@@ -116,9 +59,7 @@ def simulate(
     from autohete.policies import POLICIES, parse_policy
     from autohete.summary import answer
 
-    given = locals()
-    shape = {name: given[name] for name in _FIELDS if given[name] is not None}
-    chosen = _profile(profile, workload, shape, hardware, set_ or [], gpu_memory, host_memory)
+    chosen = question.answerable()
     files = {"--trace": trace, "--gantt": gantt, "--memory": memory}
     outputs = {option: path for option, path in files.items() if path is not None}
     policies = [parse_policy(text) for text in policy or POLICIES]
@@ -362,43 +303,41 @@ def _with_runtime() -> None:
 @app.command
 def plan(
     *,
-    workload: str | None = None,
-    profile: str | None = None,
-    hardware: str = DEFAULT_HARDWARE,
-    gpu_memory: str | None = None,
-    host_memory: str | None = None,
+    question: Question = _BLANK,
     policy: str = "autohete",
     schedule: str | None = None,
+    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Show what a policy decides for each block.
 
     Parameters
     ----------
-    workload:
-        A named workload.
-    profile:
-        A file written by `autohete profile`, instead of a workload and a hardware.
-    hardware:
-        A preset's name or a TOML file.
-    gpu_memory:
-        GPU memory, such as 16GiB.
-    host_memory:
-        Host memory.
     policy:
         NAME[:flag,flag=value].
     schedule:
         Write the schedule that the plan becomes to this file: a line per task.
+    json_:
+        Print JSON: the object of `autohete simulate --json`, and the decisions for each run of equal blocks.
     """
     from autohete.policies import parse_policy
-    from autohete.report.tables import print_plan
     from autohete.report.write import write_text
-    from autohete.simulate import simulate_policy
+    from autohete.summary import answer, runs_of_equal_blocks
 
+    chosen = question.answerable()
     _check_outputs({"--schedule": schedule} if schedule is not None else {})
-    found = simulate_policy(_profile(profile, workload, {}, hardware, [], gpu_memory, host_memory), parse_policy(policy))
+    summary, simulation = answer(chosen, parse_policy(policy))
     if schedule is not None:
-        write_text(schedule, str(found.schedule))
-    print_plan(found)
+        if simulation is None:
+            raise InputError(f"there is no schedule to write: {summary.explanation}")
+        write_text(schedule, str(simulation.schedule))
+    if json_:
+        runs = runs_of_equal_blocks(simulation.plan) if simulation else []
+        decisions = [{"first_block": first, "last_block": last} | asdict(block) for first, last, block in runs]
+        print(json.dumps(asdict(summary) | {"decisions": decisions}, indent=2, ensure_ascii=True))
+    else:
+        from autohete.report.tables import print_plan
+
+        print_plan(summary, simulation)
 
 
 @app.command
@@ -407,69 +346,6 @@ def presets() -> None:
     from autohete.report.tables import print_presets
 
     print_presets()
-
-
-def _profile(
-    path: str | None,
-    workload: str | None,
-    shape: dict[str, Any],
-    hardware: str,
-    changes: list[str],
-    gpu_memory: str | None,
-    host_memory: str | None,
-) -> Profile:
-    """The profile in a file, or the analytic one of a workload on a hardware."""
-    from autohete.hardware import load_hardware
-    from autohete.profile import analytic_profile
-    from autohete.profile_file import read_profile
-    from autohete.units import parse_quantity
-
-    if path is not None:
-        if workload is not None or shape or changes or hardware != DEFAULT_HARDWARE:
-            raise InputError(
-                "a profile holds its workload and its hardware: leave out --workload, its shape, --hardware and --set, or "
-                "leave out --profile"
-            )
-        found = read_profile(path)
-        gpu, host = found.hardware.gpu, found.hardware.host
-        if gpu_memory is not None:
-            gpu = replace(gpu, memory_bytes=round(parse_quantity(gpu_memory, "bytes")) + gpu.reserved_bytes)
-        if host_memory is not None:
-            host = replace(host, memory_bytes=round(parse_quantity(host_memory, "bytes")))
-        return replace(found, hardware=replace(found.hardware, gpu=gpu, host=host))
-    overrides: dict[str, str] = {}
-    short = [f"{key}={text}" for key, text in (("gpu.memory", gpu_memory), ("host.memory", host_memory)) if text is not None]
-    for item in [*changes, *short]:
-        key, value = _key_value(item)
-        if key in overrides:
-            raise InputError(f"{key} is set twice, to {overrides[key]!r} and {value!r}: say it once")
-        overrides[key] = value
-    chosen = _workload(workload, shape)
-    return analytic_profile(chosen, load_hardware(hardware, overrides))
-
-
-def _workload(name: str | None, changes: dict[str, Any]) -> Workload:
-    from autohete.workload import Precision, Workload, named_workload
-
-    if "precision" in changes:
-        changes["precision"] = Precision(changes["precision"])
-    arguments = {_FIELDS[option]: value for option, value in changes.items()}
-    if name is not None:
-        return named_workload(name, **arguments)
-    missing = [f"--{option}" for option in _SHAPE if option not in changes]
-    if missing:
-        raise InputError(
-            f"what to train is missing: give --workload NAME (such as gpt-10b), or a shape with {' '.join(missing)}"
-        )
-    shape = f"{changes['blocks']}x{changes['hidden']}"
-    return Workload(name=shape, **arguments)
-
-
-def _key_value(item: str) -> tuple[str, str]:
-    key, equals, value = item.partition("=")
-    if not (key and equals and value):
-        raise InputError(f"--set {item!r} is not KEY=VALUE: write it such as links.h2d.bandwidth=50GB/s")
-    return key, value
 
 
 #: Outputs that are data; the others are pictures.

@@ -8,7 +8,7 @@ from autohete.analysis import Cause, usage
 from autohete.bounds import period_bounds
 from autohete.errors import InfeasibleError
 from autohete.hardware import Hardware
-from autohete.plan import PlanCounts
+from autohete.plan import BlockPlan, Plan, PlanCounts
 from autohete.policies import NamedPolicy
 from autohete.policy import Verdict
 from autohete.profile import Profile
@@ -115,6 +115,17 @@ def answer(profile: Profile, policy: NamedPolicy) -> tuple[Summary, Simulation |
     except InfeasibleError as error:
         return _infeasible(profile.workload, profile.hardware, policy, error), None
     return summarize(simulation), simulation
+
+
+def runs_of_equal_blocks(plan: Plan) -> list[tuple[int, int, BlockPlan]]:
+    """First block, last block and decisions of each run of blocks that are planned alike; the embedding is its own."""
+    runs: list[tuple[int, int, BlockPlan]] = []
+    for number, block in enumerate(plan.blocks):
+        if number > 1 and runs[-1][2] == block:
+            runs[-1] = (runs[-1][0], number, block)
+        else:
+            runs.append((number, number, block))
+    return runs
 
 
 def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, error: InfeasibleError) -> Summary:

@@ -170,6 +170,54 @@ def test_unknown_commands_are_refused() -> None:
     assert "simulte" in refused("simulte")
 
 
+SHAPED = [*SMALL, "--precision", "fp16", "--set", "gpu.memory_efficiency=0.7", "--host-memory", "64GiB"]
+
+
+def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
+    """``plan --json`` is the object of ``simulate --json`` and the decisions of all blocks; it takes the same options."""
+    question = ["--policy", "autohete", "--json", "--gpu-memory", "1640MB", *SHAPED]
+    simulated, planned = (json.loads(autohete(command, *question).stdout) for command in ("simulate", "plan"))
+    decisions = planned.pop("decisions")
+    assert planned == simulated
+    assert planned["verdict"] == "ok"
+    assert [run["first_block"] for run in decisions] == [0, *(run["last_block"] + 1 for run in decisions[:-1])]
+    assert decisions[-1]["last_block"] + 1 == planned["plan"]["blocks"] == 6
+    sizes = [run["last_block"] + 1 - run["first_block"] for run in decisions]
+    for count, field, value in (
+        ("checkpointed_blocks", "activations", "recompute"),
+        ("offloaded_parameter_blocks", "parameters", "offloaded"),
+        ("offloaded_optimizer_blocks", "optimizer", "cpu"),
+    ):
+        counted = sum(size for run, size in zip(decisions, sizes, strict=True) if run[field] == value)
+        assert counted == planned["plan"][count], field
+
+
+def test_both_commands_have_the_options_of_a_question() -> None:
+    """Every option that describes a training is an option of ``simulate`` and of ``plan``, with the same words."""
+    helps = [autohete(command, "--help").stdout for command in ("simulate", "plan")]
+    for option in ("workload", "hidden", "blocks", "heads", "vocabulary", "sequence-length", "batch-size", "precision"):
+        assert all(f"--{option} " in shown for shown in helps), option
+    for option in ("tied-embeddings", "fused-attention", "profile", "hardware", "set", "gpu-memory", "host-memory"):
+        assert all(f"--{option} " in shown for shown in helps), option
+    assert all("such as 16GiB; short for --set gpu.memory=16GiB" in shown for shown in helps)
+
+
+@pytest.mark.parametrize(("policy", "message"), [("autohete", "the smallest that works is"), ("zero_offload", "largest:")])
+def test_a_plan_that_does_not_fit_is_an_answer(policy: str, message: str, tmp_path: Path) -> None:
+    """Where nothing fits ``plan`` says so with exit code 0, as ``simulate`` does; without a plan there is no schedule."""
+    tight = ["plan", "--workload", "gpt-4b", "--gpu-memory", "4GiB", "--policy", policy]
+    done = autohete(*tight)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{policy}: gpu-out-of-memory: " in done.stdout
+    assert message in done.stdout
+    answer = json.loads(autohete(*tight, "--json").stdout)
+    assert answer["verdict"] == "gpu-out-of-memory"
+    assert bool(answer["decisions"]) == (answer["plan"] is not None) == (policy == "zero_offload")
+    if answer["plan"] is None:
+        assert "there is no schedule to write" in refused(*tight, "--schedule", str(tmp_path / "x.txt"))
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_presets_list_everything_that_can_be_named() -> None:
     """``presets`` names every workload, hardware and policy."""
     from autohete.hardware import preset_names

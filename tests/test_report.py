@@ -33,7 +33,7 @@ from autohete.report.write import atomic_write
 from autohete.schedule import Edge, Kind, Lane, Memory, Schedule, Task, TaskId
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, simulate
-from autohete.summary import Summary, answer
+from autohete.summary import Summary, answer, summarize
 from autohete.trace import Clock, Trace
 from autohete.units import format_bytes, format_seconds
 from autohete.workload import Workload, named_workload
@@ -136,7 +136,8 @@ def test_the_least_important_columns_give_way_first() -> None:
 @pytest.mark.parametrize("width", [40, 80, 100, 160])
 def test_presets_and_plans_fit_the_terminal(width: int) -> None:
     """Lists of presets and the decisions of a plan are not wider than the terminal, and cut nothing off."""
-    for show in (tables.print_presets, lambda: tables.print_plan(simulated("gpt-10b", "autohete"))):
+    found = simulated("gpt-10b", "autohete")
+    for show in (tables.print_presets, lambda: tables.print_plan(summarize(found), found)):
         lines = printed(show, width)
         assert max(map(len, lines)) <= width
         assert not any("…" in line for line in lines)

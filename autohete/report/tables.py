@@ -20,7 +20,7 @@ from autohete.policies import POLICIES
 from autohete.policy import Verdict
 from autohete.schedule import CPU, GPU
 from autohete.simulate import Simulation
-from autohete.summary import Summary
+from autohete.summary import Summary, runs_of_equal_blocks
 from autohete.units import format_bytes, format_seconds
 from autohete.workload import WORKLOADS, Workload
 
@@ -147,35 +147,41 @@ def table(
     return FittedTable(title, columns, words, give_way, elsewhere)
 
 
-def print_plan(found: Simulation) -> None:
-    """The decisions of a plan, a row for each run of equal blocks."""
+def print_plan(summary: Summary, found: Simulation | None) -> None:
+    """The decisions of a plan, a row for each run of equal blocks, and what it comes to; without a plan, why there is none."""
     out = console()
+    if found is not None:
+        _print_decisions(out, found)
+    if summary.iteration_seconds is None:
+        say(out, f"{summary.policy}: {summary.verdict}: {summary.explanation}")
+    else:
+        peaks = [or_dash(peak, format_bytes) for peak in (summary.gpu_peak_bytes, summary.host_peak_bytes)]
+        say(
+            out,
+            f"{summary.verdict}: {format_seconds(summary.iteration_seconds)} an iteration, peaks {peaks[0]} of GPU memory and "
+            f"{peaks[1]} of host memory ({summary.clock})",
+        )
+
+
+def _print_decisions(out: Console, found: Simulation) -> None:
     plan, profile = found.plan, found.profile
     shown = table(
         f"{profile.workload.name} on {profile.hardware.name}: {plan.policy}, plan {plan.counts}",
         ["blocks", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
         left=4,
+        elsewhere=IN_JSON,
     )
-    start = 0
-    for i, block in enumerate(plan.blocks):
-        if i + 1 < len(plan.blocks) and plan.blocks[i + 1] == block and i > 0:
-            continue
+    for first, last, block in runs_of_equal_blocks(plan):
         offloaded = block.parameters is Placement.OFFLOADED
         shown.add_row(
-            str(i) if i == start else f"{start} to {i}",
+            str(first) if first == last else f"{first} to {last}",
             block.activations,
             block.parameters,
             block.optimizer,
             _passes(block.forward_prefetch_distance) if offloaded else "-",
             _passes(block.backward_prefetch_distance) if offloaded else "-",
         )
-        start = i + 1
     out.print(shown)
-    say(
-        out,
-        f"{found.verdict}: {format_seconds(found.iteration_seconds)} an iteration, peaks {format_bytes(found.gpu.peak_bytes)} "
-        f"of GPU memory and {format_bytes(found.host.peak_bytes)} of host memory (simulated)",
-    )
 
 
 def _passes(distance: int) -> str:
