@@ -1,5 +1,15 @@
-"""``python -m autohete``."""
+"""The program ``autohete``, also as ``python -m autohete``."""
 
-from autohete.cli import main
+from autohete.interrupt import catch_interrupts
 
-main()
+
+def main() -> None:
+    """Entry point; catches interrupts before it imports what takes time."""
+    catch_interrupts("autohete")
+    from autohete.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,5 @@
-"""The command line. Exit code 0: an answer, also that it does not fit; 2: something that was given cannot be taken.
+"""The command line. Exit code 0: an answer, also that it does not fit; 2: something that was given cannot be taken;
+130: interrupted.
 
 Heavy imports (SciPy, SimPy, matplotlib) wait until a command needs them, so that ``--help`` is quick.
 """
@@ -10,11 +11,12 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TextIO
 
 from cyclopts import App, CycloptsError, Parameter
 
 from autohete.errors import AutoHeteError, InputError
+from autohete.interrupt import interruptible
 from autohete.question import Question
 
 if TYPE_CHECKING:
@@ -412,35 +414,42 @@ def _write_outputs(found: tuple[Summary, Simulation | None], outputs: dict[str, 
 
 
 def _refuse(app: App, message: str) -> NoReturn:
-    print(f"{app.name[0]}: {' '.join(message.split())}", file=sys.stderr)
+    try:
+        print(f"{app.name[0]}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
     sys.exit(2)
 
 
 def run_app(app: App) -> None:
-    """Run a command line: one line and exit code 2 for every error that a person can mend."""
+    """Run a command line: one line and exit code 2 for every error that a person can mend, 130 for an interrupt."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal of few letters shows the rest by number
     try:
-        app(exit_on_error=False, print_error=False)
-        sys.stdout.flush()
+        with interruptible(app.name[0]):
+            app(exit_on_error=False, print_error=False, result_action="return_value")
+            print(end="", flush=True)
     except AutoHeteError as error:
         _refuse(app, str(error))
     except CycloptsError as error:
         _refuse(app, f"{str(error).rstrip('.')}: --help says what is allowed")
     except BrokenPipeError:
-        _silence_stdout()  # the reader has had enough (``| head``)
-        sys.exit(0)
+        _silence(sys.stdout)  # the reader has had enough (``| head``)
+    except SystemExit as ending:
+        if not isinstance(ending.__context__, BrokenPipeError):  # rich ends the program itself, with exit code 1
+            raise
+        _silence(sys.stdout)
     except OSError as error:
-        _silence_stdout()
+        _silence(sys.stdout)
         _refuse(app, f"the output cannot be written: {error.strerror or error}; send it elsewhere")
 
 
-def _silence_stdout() -> None:
-    """Let the interpreter's last flush go nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _silence(stream: TextIO) -> None:
+    """Let the interpreter's last flush of ``stream`` go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main() -> None:
-    """Entry point of ``autohete``."""
+    """Run the command line; :mod:`autohete.__main__` is the program's entry point."""
     run_app(app)

@@ -19,13 +19,21 @@ native, any above 5 % paced, or a peak of memory more than 3 % off.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fidelity.py` from anywhere
+
+if __name__ == "__main__":  # before the imports that take time
+    from autohete.interrupt import catch_interrupts
+
+    catch_interrupts("fidelity")
+
 import csv
 import io
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean
 
 import numpy as np
@@ -35,8 +43,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from rich.progress import track
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fidelity.py` from anywhere
 
 from autohete.analysis import Cause
 from autohete.cli import run_app

@@ -12,13 +12,21 @@ paper trained and the simulation does not fit (or the contrary).
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_throughput.py` from anywhere
+
+if __name__ == "__main__":  # before the imports that take time
+    from autohete.interrupt import catch_interrupts
+
+    catch_interrupts("fig_throughput")
+
 import csv
 import io
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import mean
 
 from cyclopts import App
@@ -28,10 +36,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_throughput.py` from anywhere
-
 from autohete.cli import run_app
 from autohete.hardware import load_hardware, uncertain_figures
+from autohete.interrupt import children_uninterrupted
 from autohete.policies import parse_policy
 from autohete.policy import Verdict
 from autohete.profile import analytic_profile
@@ -104,7 +111,9 @@ def run_all(jobs: Sequence[Job]) -> dict[tuple[str, str, str, str], Summary]:
         bar = progress.add_task("simulating", total=len(jobs))
         # Batches of one: a policy that searches takes ten times as long as one that does not.
         parallel = Parallel(n_jobs=os.cpu_count(), return_as="generator_unordered", batch_size=1)
-        for job, summary in parallel(delayed(_run)(job) for job in jobs):
+        with children_uninterrupted():
+            results = parallel(delayed(_run)(job) for job in jobs)
+        for job, summary in results:
             found[job.model, job.policy, job.setting.label, job.setting.value] = summary
             progress.advance(bar)
     return found

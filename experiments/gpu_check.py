@@ -22,21 +22,30 @@ training with updates alike is not bit-identical; a mean absolute error of the i
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/gpu_check.py` from anywhere
+
+if __name__ == "__main__":  # before the imports that take time
+    from autohete.interrupt import catch_interrupts
+
+    catch_interrupts("gpu_check")
+
 import gc
 import importlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -44,12 +53,11 @@ import torch.distributed
 from cyclopts import App
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/gpu_check.py` from anywhere
-
 from autohete import Trainer
 from autohete.cli import run_app
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import load_hardware
+from autohete.interrupt import children_uninterrupted
 from autohete.plan import Plan
 from autohete.policies import parse_policy
 from autohete.profile import Profile
@@ -469,6 +477,8 @@ def plain_data(value: Any) -> Any:
 
 
 def _work(part: Part, answers: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt ends this process without a word, and what it has started
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         answers.send(plain_data(PARTS[part].work()))
     except Exception as error:
@@ -482,7 +492,8 @@ def isolated(part: Part) -> Any:
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(part, sender))
-    process.start()
+    with children_uninterrupted():
+        process.start()
     sender.close()
     seconds = PARTS[part].seconds
     try:

@@ -13,17 +13,23 @@ limits of ZeRO-Offload on the A100.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/published.py` from anywhere
+
+if __name__ == "__main__":  # before the imports that take time
+    from autohete.interrupt import catch_interrupts
+
+    catch_interrupts("published")
+
 import csv
 import io
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 from cyclopts import App
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/published.py` from anywhere
 
 from autohete.cli import run_app
 from autohete.hardware import load_hardware

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,11 +30,13 @@ KEYS = {
 }
 
 
+ENVIRONMENT = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
 def autohete(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run ``python -m autohete`` and capture what it says."""
     command = [sys.executable, "-W", "error", "-m", "autohete", *arguments]
-    environment = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(Path(__file__).parents[1])}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=ENVIRONMENT, check=False, timeout=120)
 
 
 def refused(*arguments: str) -> str:
@@ -152,8 +159,6 @@ def test_timelines_are_written(tmp_path: Path) -> None:
 )
 def test_bad_input_is_refused_in_one_line(arguments: list[str], message: str) -> None:
     """Whatever cannot be taken is refused with exit code 2 and one line that says what was given and what is allowed."""
-    import re
-
     assert re.search(message, refused("simulate", *arguments))
 
 
@@ -251,8 +256,156 @@ def test_a_full_disk_is_an_error_in_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    """``| head`` ends the program quietly."""
-    command = f"{sys.executable} -m autohete presets | head -1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stderr == ""
+#: Commands that write a line at a time, all at once at the end, and by way of cyclopts.
+WRITERS = [["presets"], ["simulate", *SMALL, "--json"], ["plan", *SMALL], ["--help"], ["simulate", "--help"]]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("reader", ["head -1", "true"])
+@pytest.mark.parametrize("arguments", WRITERS, ids=" ".join)
+def test_a_closed_pipe_is_no_error(arguments: list[str], reader: str, unbuffered: str) -> None:
+    """A reader that has had enough ends the program quietly with exit code 0, whenever it closes the pipe."""
+    command = f"{sys.executable} -m autohete {' '.join(arguments)} | {reader}; exit ${{PIPESTATUS[0]}}"
+    environment = ENVIRONMENT | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_closed_pipe_is_no_error_of_an_experiment() -> None:
+    """Whatever runs by ``run_app`` ends quietly at a closed pipe, also one that closes before the last flush."""
+    code = (
+        "from cyclopts import App\n"
+        "from autohete.cli import run_app\n"
+        "def command() -> None: print('x')\n"
+        "run_app(App(name='x', default_command=command))"
+    )
+    command = f'{sys.executable} -c "{code}" | true; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_refusal_nobody_reads_is_still_one() -> None:
+    """A refusal has exit code 2 where its line cannot be written."""
+    command = f"{sys.executable} -m autohete simulate 2>/dev/full"
+    assert subprocess.run(["bash", "-c", command], check=False, timeout=60, env=ENVIRONMENT).returncode == 2
+
+
+# --- interrupts ---------------------------------------------------------------------------------------------------
+
+
+def interrupted_at(module: str, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run the script or module ``command`` and interrupt it when it begins to import ``module``."""
+    code = (
+        "import os, runpy, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"sys.argv = {list(command)!r}\n"
+        "run = runpy.run_path if sys.argv[0].endswith('.py') else runpy.run_module\n"
+        "run(sys.argv[0], run_name='__main__')"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, env=ENVIRONMENT
+    )
+
+
+@pytest.mark.parametrize("module", ["cyclopts", "autohete.cli", "rich.console", "numpy", "scipy.sparse", "autohete.policies"])
+def test_an_interrupt_while_importing_is_one_line(module: str) -> None:
+    """An interrupt during any import, before and after the command has begun, is one line and exit code 130."""
+    done = interrupted_at(module, "autohete", "simulate", *SMALL)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "autohete: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("fig_throughput", "joblib"),
+        ("fig_throughput", "scipy.optimize"),
+        ("published", "cyclopts"),
+        ("published", "scipy.optimize"),
+        ("fidelity", "torch"),
+        ("gpu_check", "torch"),
+    ],
+)
+def test_an_interrupt_of_an_experiment_is_one_line(name: str, module: str, tmp_path: Path) -> None:
+    """Experiments, too, end with one line and exit code 130, also while they import."""
+    script = str(Path(__file__).parents[1] / "experiments" / f"{name}.py")
+    done = interrupted_at(module, script, "--out", str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{name}: interrupted\n")
+
+
+@pytest.mark.parametrize("delay", [0.3, 0.6, 1.0, 1.5])
+@pytest.mark.parametrize("command", [["autohete", "simulate", "--workload", "gpt-10b"], ["autohete", "--help"]])
+def test_an_interrupt_at_any_time_is_at_most_one_line(command: list[str], delay: float) -> None:
+    """Whenever the interrupt comes, the program ends with exit code 130 and one line, or it had finished."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    # A signal that comes while the interpreter shuts down ends it as it is, which a shell calls 130.
+    assert (process.returncode, said) in ((130, "autohete: interrupted\n"), (0, ""), (-signal.SIGINT, ""))
+
+
+def test_interrupted_work_is_cleaned_up() -> None:
+    """An interrupt during work runs its clean-up and the exit functions; what stood in the way of either says nothing."""
+    code = (
+        "import atexit, os, signal\n"
+        "from cyclopts import App\n"
+        "from autohete.cli import run_app\n"
+        "atexit.register(os.write, 1, b'exit functions')\n"
+        "def command() -> None:\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT); signal.pause()\n"
+        "    except KeyboardInterrupt: raise RuntimeError('lost in translation')\n"
+        "    finally: os.write(1, b'clean-up, ')\n"
+        "run_app(App(name='x', default_command=command))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "clean-up, exit functions", "x: interrupted\n")
+
+
+@pytest.mark.parametrize("wait", ["class X:\n    def __del__(self): hit()\nX()", "hit(); hit()"])
+def test_an_interrupt_that_cannot_be_passed_on_ends_at_once(wait: str) -> None:
+    """An interrupt in a finalizer, where Python drops exceptions, and a second one both end the program with one line."""
+    code = (
+        "import os, signal\n"
+        "from autohete.interrupt import interruptible\n"
+        "def hit():\n    try: os.kill(os.getpid(), signal.SIGINT); signal.pause()\n"
+        f"    except KeyboardInterrupt:\n        if {wait == 'hit(); hit()'}: return\n        raise\n"
+        "with interruptible('x'):\n" + "\n".join(f"    {line}" for line in wait.splitlines()) + "\n"
+        "    print('went on', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "x: interrupted\n")
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    """A job in the background, which ignores interrupts, is not interrupted."""
+    command = f"trap '' INT; {sys.executable} -m autohete presets & sleep 0.3; kill -INT $!; wait $!"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "policies" in done.stdout
+
+
+# --- width --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_a_terminal_of_80_columns_gets_tables_of_80(command: str) -> None:
+    """On a terminal no line is wider than it."""
+    ours, theirs = pty.openpty()
+    environment = ENVIRONMENT | {"COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"}
+    arguments = [sys.executable, "-m", "autohete", command, *SMALL, "--policy", "zero_offload:paper,tile_overlap"]
+    with subprocess.Popen(arguments, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+            while piece := os.read(ours, 4096):
+                said += piece
+    os.close(ours)
+    assert process.returncode == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", said.decode()).splitlines()
+    assert 70 < max(map(len, lines)) <= 80

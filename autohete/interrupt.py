@@ -1,0 +1,110 @@
+"""An interrupt (Ctrl-C) ends a program with at most one line on stderr and exit code 130, whatever it is doing.
+
+Programs call :func:`catch_interrupts` before they import anything heavy: an interrupt then ends the process at once, since
+there is nothing to clean up. Inside :func:`interruptible` it is a ``KeyboardInterrupt``, so that files and threads are
+cleaned up on the way out; a second one does not wait for that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+#: What a shell reports of a program that SIGINT has ended.
+EXIT_CODE = 128 + signal.SIGINT
+
+
+class _Handler:
+    """What SIGINT does."""
+
+    def __init__(self, program: str) -> None:
+        self.program = program
+        self.working = False
+        self.interrupted = False
+        self.said = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.working or self.interrupted:
+            self.end()
+        self.interrupted = True
+        raise KeyboardInterrupt
+
+    def uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        """End without a traceback where an interrupt came between two pieces of work."""
+        if issubclass(kind, KeyboardInterrupt):
+            self.end()
+        sys.__excepthook__(kind, error, traceback)
+
+    def unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """End where an interrupt came in code that cannot pass it on, such as a callback; it would be lost there."""
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            self.end()
+        sys.__unraisablehook__(unraisable)
+
+    def say(self) -> None:
+        """Write the line, once."""
+        if not self.said:
+            self.said = True
+            with suppress(OSError):
+                os.write(2, f"{self.program}: interrupted\n".encode())
+
+    def end(self) -> NoReturn:
+        """End now."""
+        self.say()
+        os._exit(EXIT_CODE)
+
+
+def catch_interrupts(program: str) -> _Handler | None:
+    """Let SIGINT end this process in the way described above, and return its handler.
+
+    None where SIGINT is not Python's to handle: ignored, as for a job in the background, or handled by somebody else.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Handler):
+        return handler
+    if handler is not signal.default_int_handler:
+        return None
+    made = _Handler(program)
+    sys.excepthook, sys.unraisablehook = made.uncaught, made.unraisable
+    signal.signal(signal.SIGINT, made)
+    return made
+
+
+@contextmanager
+def interruptible(program: str) -> Iterator[None]:
+    """Work that is cleaned up when it is interrupted: exits with code 130 if it was. Whatever else it raises passes."""
+    handler = catch_interrupts(program)
+    if handler is None:
+        yield
+        return
+    try:
+        handler.working = True
+        yield
+    except BaseException:
+        if not handler.interrupted:
+            raise
+    finally:
+        handler.working = False
+    if handler.interrupted:
+        handler.say()
+        atexit._run_exitfuncs()  # such as joblib's, which ends its processes
+        handler.end()  # without the interpreter's teardown: it aborts threads that are in native code
+
+
+@contextmanager
+def children_uninterrupted() -> Iterator[None]:
+    """Processes that are started inside never see SIGINT, which a terminal sends to all; whoever starts them ends them."""
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # it lets interrupts through again where it starts
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited; one that comes meanwhile waits
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
