@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autohete.analysis import Cause, usage
-from autohete.errors import InputError
+from autohete.errors import InputError, check_fields
 from autohete.memory import occupancy
 from autohete.schedule import GPU, KIND_ORDER, Kind, Schedule, TaskId
 from autohete.trace import Clock, Nanoseconds, Steady, Trace
@@ -53,6 +53,9 @@ class Side:
     iterations: int
     steady: Steady
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True, slots=True)
 class KindDifference:
@@ -71,6 +74,9 @@ class KindDifference:
     mean_seconds: Pair
     iteration_seconds: Pair
     wait_seconds: Pair
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

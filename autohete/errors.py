@@ -13,8 +13,13 @@ A message says what was given, what is allowed and what to do.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import types
+import typing
 from collections.abc import Iterable
+from enum import StrEnum
+from functools import cache
 
 
 class AutoHeteError(Exception):
@@ -81,3 +86,49 @@ def unknown_name(what: str, given: str, allowed: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(given, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return InputError(f"unknown {what} {given!r}: choose one of {', '.join(names)}{hint}")
+
+
+def check_member(field: str, value: object, enum: type[StrEnum]) -> None:
+    """Refuse what is not a member of ``enum``: a plain string equals its member, but ``is`` tells them apart.
+
+    Raises:
+        InputError: names the field, the value and the members.
+    """
+    _check_type(field, value, (enum,))
+
+
+def check_fields(instance: object) -> None:
+    """Check the enumerations, switches and whole numbers among the fields of a dataclass, as annotated.
+
+    Fields of other types are not looked at. A switch is True or False and nothing that is merely true, such as ``"off"``; a
+    whole number is an ``int`` and no ``bool``.
+
+    Raises:
+        InputError: names the field, its value and what it may be.
+    """
+    cls: type = type(instance)
+    for field, allowed in _checked_fields(cls):
+        _check_type(field, getattr(instance, field), allowed)
+
+
+@cache
+def _checked_fields(cls: type) -> list[tuple[str, tuple[type, ...]]]:
+    hints = typing.get_type_hints(cls)
+    found = []
+    for field in dataclasses.fields(cls):
+        allowed = typing.get_args(hints[field.name]) or (hints[field.name],)
+        if all(isinstance(t, type) and issubclass(t, (StrEnum, int, types.NoneType)) for t in allowed):
+            found.append((field.name, allowed))
+    return found
+
+
+def _check_type(field: str, value: object, allowed: tuple[type, ...]) -> None:
+    if type(value) not in allowed:
+        *choices, last = [choice for t in allowed for choice in _choices(t)]
+        raise InputError(f"{field} is {value!r}: give {', '.join(choices)}{' or ' * bool(choices)}{last}")
+
+
+def _choices(t: type) -> list[str]:
+    if issubclass(t, StrEnum):
+        return [f"{t.__name__}.{member.name}" for member in t]
+    return {bool: ["True", "False"], int: ["a whole number (int)"]}.get(t, ["None"])

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from autohete.errors import InputError
+from autohete.errors import InputError, check_fields
 
 
 class Activations(StrEnum):
@@ -57,6 +57,7 @@ class BlockPlan:
     backward_prefetch_distance: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if min(self.forward_prefetch_distance, self.backward_prefetch_distance) < 0:
             raise InputError("a prefetch distance cannot be negative: 0 means synchronous, 1 one pass ahead")
         offloaded = self.parameters is Placement.OFFLOADED
@@ -149,6 +150,7 @@ class Plan:
     host_buffer_bytes: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if len(self.blocks) < 3:
             raise InputError(f"a plan needs embedding, transformer blocks and head: got {len(self.blocks)} blocks")
         for block in (self.blocks[0], self.blocks[-1]):

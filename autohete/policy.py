@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from autohete.errors import check_fields
 from autohete.plan import Plan
 from autohete.profile import Profile
 
@@ -33,6 +34,9 @@ class Judgement:
     seconds: float
     gpu_peak_bytes: int
     host_peak_bytes: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 #: Tries a plan without running it: lowers and simulates. Given to a policy, so that policies import no executor.

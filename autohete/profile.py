@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autohete.errors import check_fields
 from autohete.hardware import Hardware
 from autohete.workload import BlockRole, Precision, Workload
 
@@ -56,6 +57,9 @@ class BlockProfile:
     backward_workspace_bytes: int
     gpu_update_workspace_bytes: int = 0
     cpu_update_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from autohete.errors import ScheduleError
+from autohete.errors import ScheduleError, check_fields, check_member
 
 #: Names of the lanes and memories of one GPU and its host.
 GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"
@@ -68,6 +68,10 @@ class TaskId:
 
     kind: Kind
     block: int
+
+    def __post_init__(self) -> None:
+        if type(self.kind) is not Kind:  # a lowering makes thousands of ids: only a fault is worth a call
+            check_member("kind", self.kind, Kind)
 
     def __str__(self) -> str:
         return f"{self.kind}{self.block}"
@@ -169,6 +173,9 @@ class Lane:
     name: str
     discipline: Discipline = Discipline.FIFO
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -194,6 +201,9 @@ class SharedResource:
     capacity: float
     lanes: tuple[str, ...]
     counts_lanes: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from autohete.errors import check_fields
 from autohete.schedule import KIND_ORDER, Discipline, Schedule, TaskId
 
 Nanoseconds = NDArray[np.int64]
@@ -75,6 +76,9 @@ class Trace:
     ready_ns: Nanoseconds
     start_ns: Nanoseconds
     end_ns: Nanoseconds
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def iterations(self) -> int:

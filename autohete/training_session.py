@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from autohete.errors import InputError
+from autohete.errors import InputError, check_fields
 from autohete.hardware import load_hardware
 from autohete.profile_file import read_profile, write_profile
 from autohete.report.tables import console, table
@@ -59,6 +59,9 @@ class TextModel:
     data: str | None
     tokenizer: str
     seed: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def check(self) -> None:
         """Refuse what cannot be taken whatever the text is, before anything takes long.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from autohete.errors import InfeasibleError
+from autohete.errors import InfeasibleError, check_fields
 from autohete.plan import Plan
 from autohete.planner.program import Objective, Program
 from autohete.planner.search import best_counts, least_memory
@@ -43,6 +43,9 @@ class AutoHete:
     priority: bool = True
     prefetch_tuning: bool = True
     fused_casts: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.policy.Policy`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 
+from autohete.errors import check_member
 from autohete.plan import Activations, Plan
 from autohete.policy import Judge, better
 
@@ -19,6 +20,7 @@ class Checkpointing(StrEnum):
 
 def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], Plan], judge: Judge) -> Plan:
     """The plan of ``plan_for`` under ``choice``; for ``BEST`` the faster that fits."""
+    check_member("choice", choice, Checkpointing)
     if choice is Checkpointing.FULL:
         return plan_for(Activations.RECOMPUTE)
     if choice is Checkpointing.NONE:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autohete.errors import InputError
+from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policy import Judge
@@ -46,6 +46,7 @@ class PatrickStar:
     hybrid_adam: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.chunk_size <= 4096:
             raise InputError(f"patrickstar:chunk_size={self.chunk_size} must be between 1 and 4096 Mi elements")
         if not 1 <= self.gpu_share <= 100:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autohete.errors import check_fields
 from autohete.plan import Activations, BlockPlan, Plan
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policy import Judge
@@ -19,6 +20,9 @@ class Resident:
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.policy.Policy`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from autohete.errors import InputError
+from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
@@ -36,6 +36,7 @@ class StrongHold:
     window: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.window is not None and self.window < 1:
             raise InputError(f"stronghold:window={self.window} must be at least 1 block")
 

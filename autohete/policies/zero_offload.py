@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autohete.errors import check_fields
 from autohete.plan import Activations, BlockPlan, Plan, Processor
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
@@ -39,6 +40,9 @@ class ZeroOffload:
     paper: bool = False
     tile_overlap: bool = False
     delayed_update: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.policy.Policy`."""

@@ -17,7 +17,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from autohete.errors import TaskError
+from autohete.errors import TaskError, check_member
 from autohete.queues import lane_queues
 from autohete.schedule import CPU, Schedule, Task, TaskId
 from autohete.sharing import SharedWork, Sharing
@@ -56,6 +56,7 @@ class LaneThreads:
         history: int | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        check_member("clock", clock, Clock)
         self._schedule, self._action, self._clock, self._paced = schedule, action, clock, paced
         self._update_threads, self._history, self._around = update_threads, history, around
         sharing = Sharing(schedule)

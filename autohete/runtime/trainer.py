@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from autohete.errors import InfeasibleError, InputError, NonFiniteLossError
+from autohete.errors import InfeasibleError, InputError, NonFiniteLossError, check_fields, check_member
 from autohete.hardware import Hardware, HardwareFile
 from autohete.policies import parse_policy
 from autohete.policy import Policy
@@ -73,6 +73,9 @@ class Comparison:
     predicted_host_bytes: int
     measured_host_bytes: int
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 class Trainer:
     """Trains ``model`` with a policy, within memory budgets.
@@ -115,6 +118,8 @@ class Trainer:
         profile: Profile | None = None,
         on_nonfinite: NonFinite = NonFinite.STOP,
     ) -> None:
+        check_member("mode", mode, Mode)
+        check_member("on_nonfinite", on_nonfinite, NonFinite)
         self._partition = partition(model, blocks)
         self._policy: Policy = parse_policy(policy) if isinstance(policy, str) else policy
         self._share = _share(gpu_memory)

@@ -1,0 +1,158 @@
+"""Constructors refuse what would be misread in silence: ``is`` tells a plain string from the member that it equals."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+import types
+import typing
+from enum import StrEnum
+
+import pytest
+from test_runtime_exactness import SMALL
+
+import autohete
+from autohete.errors import InputError, check_member
+from autohete.plan import Activations, BlockPlan, Plan
+from autohete.policies import POLICIES
+from autohete.policies.checkpointing import with_checkpointing
+from autohete.runtime.lanes import LaneThreads
+from autohete.runtime.model import GPT
+from autohete.runtime.trainer import Trainer
+from autohete.schedule import Lane, Schedule, SharedResource
+
+#: Made by the package alone, from members.
+RESULTS = {"Summary"}
+
+
+def public_dataclasses() -> list[type]:
+    """Every public dataclass of the package."""
+    found: dict[str, type] = {}
+    for module in pkgutil.walk_packages(autohete.__path__, "autohete."):
+        if module.name.endswith("__main__"):
+            continue
+        for name, value in vars(importlib.import_module(module.name)).items():
+            ours = isinstance(value, type) and value.__module__.startswith("autohete") and dataclasses.is_dataclass(value)
+            if ours and not name.startswith("_") and name not in RESULTS:
+                found[f"{value.__module__}.{name}"] = value
+    return [found[name] for name in sorted(found)]
+
+
+def fields_of(classes: list[type], wanted: type) -> list[tuple[type, str, type]]:
+    """(class, field, type) of all fields that are annotated as ``wanted``, a subclass of it, or that or None."""
+    found = []
+    for cls in classes:
+        for name, hint in typing.get_type_hints(cls).items():
+            for option in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+                if isinstance(option, type) and issubclass(option, wanted):
+                    found.append((cls, name, option))
+    return found
+
+
+def sample(hint: typing.Any) -> object:
+    """Some value of the annotated type."""
+    if isinstance(hint, types.UnionType):
+        return sample(typing.get_args(hint)[-1])
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return next(iter(hint))
+    if typing.get_origin(hint) is tuple:
+        inner, *_ = typing.get_args(hint)
+        return (sample(inner),) * 3
+    simple: dict[object, object] = {int: 1, bool: False, float: 1.0, str: "x"}
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return construct(hint)
+    return simple.get(hint)
+
+
+def construct(cls: type, **given: object) -> object:
+    """An instance whose fields are samples, but for those that are given and those that have a default."""
+    hints = typing.get_type_hints(cls)
+    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
+    return cls(**{name: sample(hints[name]) for name in required} | given)
+
+
+def refusal(cls: type, **given: object) -> str:
+    """What the constructor objects to, empty if nothing."""
+    try:
+        construct(cls, **given)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def name_of(case: object) -> str | None:
+    return case.__name__ if isinstance(case, type) else None
+
+
+CHECKED = public_dataclasses()
+#: What a policy, or a person, decides.
+DECISIONS = [BlockPlan, Plan, SharedResource, *POLICIES.values()]
+
+
+def test_the_walk_finds_what_there_is() -> None:
+    """The walk reaches plans, schedules, profiles, policies and the runtime."""
+    found = {f"{cls.__name__}.{field}" for cls, field, _ in fields_of(CHECKED, StrEnum)}
+    assert found >= {
+        "BlockPlan.activations",
+        "BlockProfile.role",
+        "Comparison.clock",
+        "Judgement.verdict",
+        "Lane.discipline",
+        "StrongHold.checkpointing",
+        "TaskId.kind",
+        "Trace.clock",
+        "Workload.precision",
+    }
+
+
+@pytest.mark.parametrize(("cls", "field", "enum"), fields_of(CHECKED, StrEnum), ids=name_of)
+def test_a_plain_string_is_no_member(cls: type, field: str, enum: type[StrEnum]) -> None:
+    """A string that equals a member is refused with field, value and members; the member is not."""
+    member = next(iter(enum))
+    with pytest.raises(InputError, match=f"{field} is '{member.value}'") as caught:
+        construct(cls, **{field: member.value})
+    assert all(choice.name in str(caught.value) or choice.value in str(caught.value) for choice in enum)
+    assert f"{field} is" not in refusal(cls, **{field: member})
+
+
+@pytest.mark.parametrize(("cls", "field", "_"), fields_of(DECISIONS, bool), ids=name_of)
+@pytest.mark.parametrize("value", ["off", 0, None])
+def test_what_is_merely_true_is_no_switch(cls: type, field: str, _: type, value: object) -> None:
+    """A switch takes True or False: the string "off" would mean on."""
+    with pytest.raises(InputError, match=f"^{field} is {value!r}: give True or False$"):
+        construct(cls, **{field: value})
+
+
+@pytest.mark.parametrize(("cls", "field", "_"), [case for case in fields_of(DECISIONS, int) if case[2] is int], ids=name_of)
+@pytest.mark.parametrize("value", ["2", 2.5, True])
+def test_a_count_is_a_whole_number(cls: type, field: str, _: type, value: object) -> None:
+    """A count takes an int: True would mean 1."""
+    with pytest.raises(InputError, match=f"^{field} is {value!r}: give a whole number"):
+        construct(cls, **{field: value})
+
+
+def test_the_message_says_what_to_write() -> None:
+    """The example that used to train with everything kept."""
+    with pytest.raises(InputError) as caught:
+        BlockPlan(activations="recompute")  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "activations is 'recompute': give Activations.KEEP, Activations.RECOMPUTE or Activations.OFFLOAD"
+    )
+    check_member("activations", Activations.KEEP, Activations)
+
+
+@pytest.mark.parametrize("argument", [{"mode": "paced"}, {"on_nonfinite": "skip"}], ids=str)
+def test_the_trainer_takes_members(argument: dict[str, typing.Any]) -> None:
+    """Mode and what to do with a loss that is not finite are members, also where they are arguments."""
+    ((name, value),) = argument.items()
+    with pytest.raises(InputError, match=f"{name} is {value!r}: give "):
+        Trainer(GPT(SMALL), **argument)
+
+
+def test_arguments_that_are_members_are_checked() -> None:
+    """A clock of lanes, and a choice of checkpointing, are members."""
+    with pytest.raises(InputError, match="clock is 'emulated': give Clock"):
+        LaneThreads(Schedule((Lane("gpu"),), ()), print, "emulated")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"choice is 'none': give Checkpointing\.BEST"):
+        with_checkpointing("none", lambda activations: pytest.fail("planned"), lambda plan: pytest.fail("judged"))  # type: ignore[arg-type]
