@@ -7,7 +7,8 @@ published systems are a few waits; each is one clearly named flag of the plan an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError
@@ -62,7 +63,8 @@ def least_parameter_slots(profile: Profile, plan: Plan) -> int:
     """The fewest ``parameter_slots`` with which ``plan`` can be lowered; 0 if no block's parameters leave."""
     lowering = _Lowering(profile, replace(plan, parameter_slots=None))
     lowering.schedule()
-    return max((lowering.alive_at(life.begin) for life in lowering.lives), default=0)
+    lives = _Lives(lowering.lives, len(lowering.passes))
+    return max((lives.alive_at(life.begin) for life in lowering.lives), default=0)
 
 
 class _Draft:
@@ -96,13 +98,51 @@ _AFTER_FORWARD = (Kind.FORWARD, Kind.WRITE_BACK_FORWARD)
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """Fetched parameters on the GPU: what brings them, places of their first and last user, what ends them, and when."""
+    """Fetched parameters on the GPU: what brings them, places of their first and last user, what ends them, where and when."""
 
     fetch: TaskId
     begin: int
     stop: int
     end: TaskId
+    lane: str
     back: int
+
+
+class _Lives:
+    """Lives in the order of the passes. Each iteration has the same ones; places before it are negative."""
+
+    def __init__(self, lives: list[_Life], passes: int) -> None:
+        self._passes = passes
+        self._begins, self._stops = sorted(life.begin for life in lives), sorted(life.stop for life in lives)
+        self._places = sorted(life.stop % passes for life in lives)
+        #: By their ends in two iterations, the last end first, and for each lane their indices in this list.
+        self._ends = sorted(lives, key=lambda life: (life.stop % passes, life.end), reverse=True) * 2
+        self._of_lane: dict[str, list[int]] = {}
+        for index, life in enumerate(self._ends):
+            self._of_lane.setdefault(life.lane, []).append(index)
+
+    def alive_at(self, place: int) -> int:
+        """How many blocks' parameters are on the GPU when the pass at ``place`` runs."""
+        begun = len(self._begins) + bisect_right(self._begins, place)  # of the iteration before, and of this one
+        return begun - bisect_left(self._stops, place + self._passes) - bisect_left(self._stops, place)
+
+    def over_before(self, place: int, spare: int, unordered: Collection[str]) -> list[tuple[int, _Life]]:
+        """What must have ended before the pass at ``place``, all lives that are over by then but the ``spare`` last.
+
+        Returns:
+            (place of its end, life), the last end first; of a lane that ends lives in order, which is any but the
+            ``unordered``, the last of them alone.
+        """
+        count = len(self._places)
+        first = count - bisect_left(self._places, place)  # the last end before ``place``; that of each life is among ``count``
+        found: list[int] = []
+        for lane, indices in self._of_lane.items():
+            begin, stop = bisect_left(indices, first + spare), bisect_left(indices, first + count)
+            found += indices[begin : stop if lane in unordered else min(begin + 1, stop)]
+        return [
+            (self._ends[index].stop % self._passes - index // count * self._passes, self._ends[index])
+            for index in sorted(found)
+        ]
 
 
 class _Lowering:
@@ -305,7 +345,7 @@ class _Lowering:
             if late.get(end.kind, False):
                 last_user = self.passes[-1]
             begin, stop = self.place[user], self.place[last_user] + back * len(self.passes)
-            self.lives.append(_Life(TaskId(fetch, block), begin, stop, end, back))
+            self.lives.append(_Life(TaskId(fetch, block), begin, stop, end, self.drafts[end].lane, back))
 
     def free_slots(self) -> None:
         """A fetch into preallocated slots waits until one is surely free.
@@ -317,9 +357,11 @@ class _Lowering:
         if slots is None:
             return
         fifo = not self.plan.priority
+        lives = _Lives(self.lives, passes)
+        unordered = frozenset() if fifo else frozenset(life.lane for life in self.lives if life.lane != GPU)
         known: dict[str, int] = {}  # per fifo lane the latest place whose life an earlier fetch has seen end
         for life in sorted(self.lives, key=lambda life: life.begin):
-            there = self.alive_at(life.begin)
+            there = lives.alive_at(life.begin)
             if there > slots:
                 raise InputError(
                     f"parameter_slots is {slots}, but {there} blocks have their parameters on the GPU when "
@@ -328,23 +370,12 @@ class _Lowering:
             fetch = self.drafts[life.fetch]
             after = [self.place[e.task] - e.back * passes for e in fetch.after if e.task in self.place]
             seen = {**(known if fifo else {}), GPU: max(after, default=-2 * passes)}
-            over = []  # each life's latest end before: (place of the last user, what ends it, iterations back)
-            for other in self.lives:
-                shift = next(shift for shift in (0, -passes, -2 * passes) if other.stop + shift < life.begin)
-                over.append((other.stop + shift, other.end, -shift // passes - other.back))
-            over.sort(reverse=True)
-            for stop, end, back in over[slots - there :]:
-                lane = self.drafts[end].lane
-                if stop > seen.get(lane, -2 * passes):
-                    fetch.wait(end, back)
-                    if fifo or lane == GPU:
-                        seen[lane] = stop
+            for stop, other in lives.over_before(life.begin, slots - there, unordered):
+                if stop > seen.get(other.lane, -2 * passes):
+                    fetch.wait(other.end, (other.stop - stop) // passes - other.back)
+                    if other.lane not in unordered:
+                        seen[other.lane] = stop
             known = seen
-
-    def alive_at(self, place: int) -> int:
-        """How many blocks' parameters are on the GPU, by the order of passes, when the pass at ``place`` runs."""
-        passes = len(self.passes)
-        return sum(life.begin + shift <= place <= life.stop + shift for life in self.lives for shift in (-passes, 0, passes))
 
     def offloaded_activations(self, block: int, plan: BlockPlan) -> None:
         size = self.profile.blocks[block].activation_bytes

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -257,6 +258,31 @@ def test_absurd_number_in_a_plan_is_refused(flag: dict[str, object]) -> None:
     """A plan with a size below zero, no places at all, or no number is a typed error that names the field."""
     with pytest.raises(InputError, match=next(iter(flag))):
         plan_of(BlockPlan(), **flag)
+
+
+def calls_to_lower(transformer_blocks: int) -> int:
+    """Calls of Python functions, steps of generators included, that lowering a window of StrongHold takes."""
+    workload = Workload("deep", hidden_size=64, transformer_blocks=transformer_blocks, heads=2)
+    profile = analytic_profile(workload, load_hardware("rtx4090-workstation"))
+    plan = parse_policy("stronghold:window=4,checkpointing=full").plan(profile, judge_for(profile))
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        lower(profile, plan)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_lowering_grows_with_the_model() -> None:
+    """Four times the blocks take about four times the steps, also where blocks share preallocated slots."""
+    assert calls_to_lower(128) < 5 * calls_to_lower(32)
 
 
 def test_plan_for_another_model_is_refused() -> None:
