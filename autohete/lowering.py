@@ -427,8 +427,10 @@ class _Lowering:
                 seconds = profile.h2d_seconds(parameters * plan.refresh_bytes)
                 refresh = self.add(Kind.REFRESH, block, H2D, seconds, priority=block)
                 refresh.wait(update.id)
-                if plan.delayed:  # the GPU's copy may be overwritten only after backward has read it
+                if plan.delayed:
+                    # The GPU's copy may be overwritten only after backward has read it, the host's after the refresh has.
                     refresh.wait(TaskId(Kind.BACKWARD, 0))
+                    update.wait(refresh.id, back=1)
         self.update_waits(updated)
 
     def needs_refresh(self, block: int) -> bool:

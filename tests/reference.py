@@ -51,11 +51,17 @@ def batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(tokens(), tokens()) for _ in range(steps)]
 
 
-def train_plainly(workload: Workload, steps: int) -> Outcome:
-    """Ordinary training: one backward through the whole model, one optimizer, fp32 master weights for bf16."""
+def train_plainly(workload: Workload, steps: int, stale: frozenset[int] = frozenset()) -> Outcome:
+    """Ordinary training: one backward through the whole model, one optimizer, fp32 master weights for bf16.
+
+    Parameters of the blocks ``stale`` are updated with the gradients of the step before: after the first step not at all,
+    after step k with the gradients of step k - 1. Those of the last step are never used.
+    """
     torch.set_num_threads(1)
     model = model_for(workload)
     parameters = list(model.parameters())
+    late = {id(parameter) for block, owned in enumerate(partition(model).owned) for parameter in owned if block in stale}
+    before: list[Tensor | None] = [None] * len(parameters)
     full = workload.precision is Precision.FP32
     masters = parameters if full else [nn.Parameter(p.detach().float()) for p in parameters]
     adam = Adam()
@@ -67,8 +73,11 @@ def train_plainly(workload: Workload, steps: int) -> Outcome:
     for ids, targets in batches(workload, steps):
         loss = next_token_loss(model(ids), targets)
         losses.append(loss.item())
-        for master, gradient in zip(masters, torch.autograd.grad(loss, parameters), strict=True):
-            master.grad = gradient.float()
+        gradients = torch.autograd.grad(loss, parameters)
+        for place, master in enumerate(masters):
+            gradient = before[place] if id(parameters[place]) in late else gradients[place]
+            master.grad = None if gradient is None else gradient.float()
+        before = list(gradients)
         optimizer.step()
         if not full:
             for parameter, master in zip(parameters, masters, strict=True):
@@ -97,14 +106,14 @@ def train_by_schedule(
         training.close()
 
 
-def delayed(seed: int, most_seconds: float) -> Callable[[Action], Action]:
+def slowed(seed: int, most_seconds: float) -> Callable[[Action], Action]:
     """Actions that sleep before they work, each for a time that depends on ``seed``, the task and the iteration only."""
 
     def around(action: Action) -> Action:
-        def slow(task: Task, iteration: int) -> None:
+        def perform(task: Task, iteration: int) -> None:
             time.sleep(random.Random(f"{seed} {task.id.at(iteration)}").random() * most_seconds)
             action(task, iteration)
 
-        return slow
+        return perform
 
     return around

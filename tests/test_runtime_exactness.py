@@ -9,11 +9,12 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Outcome, delayed, model_for, train_by_schedule, train_plainly
+from reference import Outcome, model_for, slowed, train_by_schedule, train_plainly
 
 from autohete.errors import AutoHeteError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
+from autohete.plan import Plan, Processor
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.lanes import Action
@@ -50,9 +51,14 @@ EVERYTHING_MOVES = [
 
 
 @cache
-def plainly(workload: Workload) -> Outcome:
-    """Plain training, once per workload."""
-    return train_plainly(workload, STEPS)
+def plainly(workload: Workload, stale: frozenset[int] = frozenset()) -> Outcome:
+    """Plain training, once per workload and choice of blocks whose updates are a step late."""
+    return train_plainly(workload, STEPS, stale)
+
+
+def updated_on_cpu(plan: Plan) -> frozenset[int]:
+    """The blocks that a delayed update concerns."""
+    return frozenset(block for block, decisions in enumerate(plan.blocks) if decisions.optimizer is Processor.CPU)
 
 
 def profile_of(workload: Workload) -> Profile:
@@ -77,7 +83,7 @@ def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied:
 @settings(max_examples=60)
 @given(st.data())
 def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
-    """Whatever a plan moves, recomputes and updates where: the bits are those of plain PyTorch."""
+    """Whatever a plan moves, recomputes, delays and updates where: the bits are those of plain PyTorch."""
     shape = data.draw(st.sampled_from([1, 2, 3]))
     workload = replace(
         SMALL,
@@ -86,11 +92,44 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
         tied_embeddings=data.draw(st.booleans()),
     )
     profile = profile_of(workload)
-    plan = data.draw(plans(profile).filter(lambda plan: not plan.delayed))
+    plan = data.draw(plans(profile))
     seed = data.draw(st.integers(0, 2**16))
-    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan), delayed(seed, 0.0005))
-    assert outcome == plainly(workload)
+    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan), slowed(seed, 0.0005))
+    assert outcome == plainly(workload, updated_on_cpu(plan) if plan.delayed else frozenset())
     assert check_trace(trace) == []
+
+
+@pytest.mark.parametrize("policy", ["zero_offload:delayed_update", "zero_offload:paper,tile_overlap,delayed_update"])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_delayed_updates_take_the_gradients_of_the_step_before(policy: str, precision: Precision, tied: bool) -> None:
+    """One-step delayed updates give the bits of plain PyTorch that does the same, and not those of ordinary training."""
+    workload = replace(SMALL, precision=precision, tied_embeddings=tied)
+    profile = profile_of(workload)
+    plan = parse_policy(policy).plan(profile, judge_for(profile))
+    assert plan.delayed
+    assert updated_on_cpu(plan) == frozenset(range(len(plan.blocks)))
+    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan))
+    assert outcome == plainly(workload, updated_on_cpu(plan))
+    assert outcome != plainly(workload)
+    assert check_trace(trace) == []
+
+
+def test_a_late_refresh_brings_no_newer_parameters() -> None:
+    """A delayed update does not overwrite the host's parameters while a refresh still reads them."""
+    profile = profile_of(SMALL)
+    plan = parse_policy("zero_offload:paper,tile_overlap,delayed_update").plan(profile, judge_for(profile))
+    schedule = lower(profile, plan)
+
+    def around(action: Action) -> Action:
+        def perform(task: Task, iteration: int) -> None:
+            if task.id.kind is Kind.REFRESH:
+                time.sleep(0.03)
+            action(task, iteration)
+
+        return perform
+
+    assert train_by_schedule(SMALL, STEPS, schedule, around)[0] == plainly(SMALL, updated_on_cpu(plan))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -98,7 +137,7 @@ def test_delays_never_change_the_bits(seed: int) -> None:
     """Random delays before every task change the order of what is free to vary, and no bit of the result."""
     profile = profile_of(SMALL)
     schedule = lower(profile, parse_policy("autohete").plan(profile, judge_for(profile)))
-    outcome, _ = train_by_schedule(SMALL, STEPS, schedule, delayed(seed, 0.003))
+    outcome, _ = train_by_schedule(SMALL, STEPS, schedule, slowed(seed, 0.003))
     assert outcome == plainly(SMALL)
 
 
