@@ -328,6 +328,8 @@ class _Lowering:
             lives = [("parameters", Kind.PREFETCH_FORWARD, after_backward, 0)]
         elif plan.keep_after_backward:
             lives = [("parameters", Kind.PREFETCH_BACKWARD, after_forward, 1)]
+            # The write-back of the update reads them, too.
+            self.drafts[after_forward].wait(self.id_of(Kind.WRITE_BACK_BACKWARD, block), back=1)
         else:
             lives = [
                 ("parameters_forward", Kind.PREFETCH_FORWARD, after_forward, 0),

@@ -23,13 +23,14 @@ from autohete.workload import Precision, Workload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """Losses and final parameters."""
+    """Losses, final parameters, and the most that was in host memory."""
 
     losses: list[float]
     parameters: list[Tensor]
+    host_peak_bytes: int = 0
 
     def __eq__(self, other: object) -> bool:
-        """Bit for bit; NaN equals nothing, so poison never passes for agreement."""
+        """Losses and parameters bit for bit; NaN equals nothing, so poison never passes for agreement."""
         assert isinstance(other, Outcome)
         same = all(torch.equal(a, b) for a, b in zip(self.parameters, other.parameters, strict=True))
         return same and self.losses == other.losses
@@ -101,7 +102,8 @@ def train_by_schedule(
             for step, (ids, targets) in enumerate(batches(workload, steps)):
                 training.batches[step] = Batch(ids, targets)
                 lanes.admit()
-        return Outcome([training.losses[step] for step in range(steps)], training.parameters()), lanes.trace()
+        losses = [training.losses[step] for step in range(steps)]
+        return Outcome(losses, training.parameters(), host.peak_bytes), lanes.trace()
     finally:
         training.close()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reference import batches, model_for
 from test_runtime_exactness import SMALL
 
-from autohete.errors import DeviceOutOfMemoryError, InputError
+from autohete.errors import DeviceOutOfMemoryError, ScheduleError
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import Profile
@@ -191,12 +191,18 @@ def test_memory_is_the_same_after_many_steps() -> None:
     assert used[0][1] == 0, "a closed training holds nothing"
 
 
-def test_too_few_blocks_in_the_schedule_are_refused() -> None:
-    """A schedule for another model is refused before anything is taken over."""
+@pytest.mark.parametrize(
+    ("transformer_blocks", "message"),
+    [(2, "F4 is of block 4, but the model has 4 blocks"), (6, "no forward of block 6, but the model has 8 blocks")],
+)
+def test_a_schedule_for_another_model_is_refused(transformer_blocks: int, message: str) -> None:
+    """A schedule with more or fewer blocks than the model is refused before anything is taken over."""
     simulation = predicted(MEDIUM, "resident")
-    other = model_for(replace(MEDIUM, transformer_blocks=2))
-    with pytest.raises((InputError, Exception), match="the model has 4 blocks"):
+    workload = replace(MEDIUM, transformer_blocks=transformer_blocks)
+    other = model_for(workload)
+    with pytest.raises(ScheduleError, match=message):
         TorchExecutor(other, iter(batches(MEDIUM, 1)), next_token_loss).run(simulation.schedule, 1)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model_for(workload).parameters(), strict=True))
 
 
 #: Prints the bytes by which this process grew for a tensor of 16 MiB that a thread made and freed.

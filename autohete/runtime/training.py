@@ -203,11 +203,6 @@ class Training:
         self._settle()
 
     @property
-    def kinds(self) -> frozenset[Kind]:
-        """The kinds of task that can be done."""
-        return frozenset(self._actions)
-
-    @property
     def in_transit(self) -> Tensor | None:
         """What the last pass of the GPU has left for the next: hidden states, logits, or the gradient of either."""
         if self._call is not None:
