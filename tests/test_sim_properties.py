@@ -272,6 +272,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.profiler": _MODEL | {"workload", "hardware", "profile", "plan", "schedule", "lowering", "trace"},
     "runtime.trainer": _MODEL
     | {"hardware", "lowering", "memory", "policies", "policy", "profile", "schedule", "simulate", "trace"},
+    "testing.checks": _MODEL | {"profile", "plan", "policy", "schedule", "trace", "memory", "lowering", "testing"},
     "testing.list_scheduler": _MODEL | {"schedule", "sharing", "trace"},
 }
 #: Packages that only some folders may import.

@@ -1,4 +1,24 @@
-"""For your own tests: Hypothesis strategies (``strategies``) and a second scheduler to compare with (``list_scheduler``).
+"""For your own tests: Hypothesis strategies (``strategies``), what every plan must promise (``checks``), and a second
+scheduler to compare with (``list_scheduler``).
+
+A policy is tested on small and extreme inputs of every kind, and each fault is told in words::
+
+    from hypothesis import given
+    from autohete.plan import BlockPlan, Plan, Processor
+    from autohete.simulate import judge_for
+    from autohete.testing import checks, strategies
+
+    class HeadOnTheCpu:
+        name = "head_on_the_cpu"
+
+        def plan(self, profile, judge):
+            blocks = (*[BlockPlan()] * (len(profile.blocks) - 1), BlockPlan(optimizer=Processor.CPU))
+            return Plan(self.name, blocks, gradient_bytes=4, update_bytes=28, refresh_bytes=4,
+                        host_optimizer_bytes=16, host_parameter_bytes=4)
+
+    @given(strategies.profiles())
+    def test_no_wait_is_missing_and_memory_balances(profile):
+        assert checks.policy_faults(profile, HeadOnTheCpu(), judge_for(profile)) == []
 
 ``strategies`` needs ``pip install autohete[testing]``, so nothing is imported here.
 """

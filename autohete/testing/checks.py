@@ -1,0 +1,278 @@
+"""What a plan's schedule must promise, whatever the policy: each check returns its faults in words, none if all is well.
+
+:func:`policy_faults` runs them all on a policy, :func:`plan_faults` on a plan. The others look at one promise of one
+schedule, for those who make or change schedules themselves:
+
+- :func:`parameter_faults`: every forward sees the update of the iteration before, and every fetch a host copy that has it.
+- :func:`gradient_faults`: every update takes finished gradients.
+- :func:`activation_faults`: the passes follow one another, and backward finds its activations.
+- :func:`memory_faults`: memory balances, and nothing is freed before its last user has ended.
+- :func:`trace_faults`: an execution does what its schedule says.
+
+Only written edges count, not the order of fifo lanes: an executor with wider lanes must train the same numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from autohete.errors import InfeasibleError, InputError, ScheduleError
+from autohete.lowering import lower
+from autohete.memory import group_of, occupancy
+from autohete.plan import Activations, Placement, Plan, Processor
+from autohete.policy import Judge, Policy
+from autohete.profile import Profile
+from autohete.schedule import Buffer, Kind, Schedule, TaskId
+from autohete.testing.list_scheduler import list_schedule
+from autohete.trace import Trace, check_trace
+
+#: Enough for every edge to have both ends in the run, and for what an iteration leaves behind to show.
+_ITERATIONS = 4
+
+#: A task of some iteration, counted from an arbitrary one.
+Instance = tuple[TaskId, int]
+
+
+def policy_faults(profile: Profile, policy: Policy, judge: Judge) -> list[str]:
+    """Faults of what ``policy`` decides for ``profile``; none if it says that nothing fits.
+
+    Args:
+        profile: what to plan for, such as an example of :func:`autohete.testing.strategies.profiles`.
+        policy: the policy. Its plan has its name, and is the same when it is asked again.
+        judge: what the policy may try plans with, such as ``autohete.simulate.judge_for(profile)``.
+    """
+    try:
+        plan, again = policy.plan(profile, judge), policy.plan(profile, judge)
+    except InfeasibleError:
+        return []
+    faults = plan_faults(profile, plan)
+    if plan != again:
+        faults.append(f"{policy.name} plans differently when it is asked again")
+    if plan.policy != policy.name:
+        faults.append(f"the plan of {policy.name} is called {plan.policy}")
+    return faults
+
+
+def plan_faults(profile: Profile, plan: Plan) -> list[str]:
+    """Faults of the schedule of ``plan`` and of its execution; that it cannot be lowered or executed is one, too."""
+    try:
+        schedule = lower(profile, plan).validate()
+    except (InputError, ScheduleError) as error:
+        return [str(error)]
+    return [
+        *parameter_faults(profile, plan, schedule),
+        *gradient_faults(plan, schedule),
+        *activation_faults(plan, schedule),
+        *memory_faults(schedule),
+        *trace_faults(list_schedule(schedule, _ITERATIONS)),
+    ]
+
+
+class Paths:
+    """Which task instances of a schedule wait, directly or not, for which others by written edges."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.tasks = {task.id for task in schedule.tasks}
+        self._after: dict[TaskId, list[Instance]] = {}
+        for task in schedule.tasks:
+            for edge in task.after:
+                self._after.setdefault(edge.task, []).append((task.id, edge.back))
+        self._reached: dict[TaskId, set[Instance]] = {}
+
+    def exist(self, before: TaskId, after: TaskId, later: int = 0) -> bool:
+        """Whether ``after`` waits for ``before`` of ``later`` iterations before, 0 or 1."""
+        if before not in self._reached:
+            reached: set[Instance] = set()
+            stack = [(before, 0)]
+            while stack:
+                task, iteration = stack.pop()
+                for follower, back in self._after.get(task, ()):
+                    step = (follower, iteration + back)
+                    if step[1] <= 1 and step not in reached:
+                        reached.add(step)
+                        stack.append(step)
+            self._reached[before] = reached
+        return (after, later) in self._reached[before]
+
+
+def chain_faults(paths: Paths, *chain: Instance) -> list[str]:
+    """Tasks of ``chain`` that do not exist, and those that do not wait for the one before."""
+    if missing := [f"there is no {task}" for task, _ in chain if task not in paths.tasks]:
+        return missing
+    return [
+        f"{after.at(at)} does not wait for {before.at(since)}"
+        for (before, since), (after, at) in itertools.pairwise(chain)
+        if not paths.exist(before, after, at - since)
+    ]
+
+
+def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:
+    """Forwards that may not see the update of the iteration before, and copies that may read or write the wrong parameters.
+
+    Args:
+        profile: says whether the head shares the embedding's matrix.
+        plan: says who updates each block and where its parameters stay.
+        schedule: of this plan.
+    """
+    paths, last = Paths(schedule), len(plan.blocks) - 1
+    faults: list[str] = []
+    for block, decisions in enumerate(plan.blocks):
+        on_cpu = decisions.optimizer is Processor.CPU
+        leaves = decisions.parameters is Placement.OFFLOADED
+        forward, backward = TaskId(Kind.FORWARD, block), TaskId(Kind.BACKWARD, block)
+        update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, block)
+        refresh = TaskId(Kind.REFRESH, block)
+        moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, block), TaskId(Kind.WRITE_BACK_BACKWARD, block)
+        fetches = {
+            TaskId(Kind.PREFETCH_FORWARD, block): leaves and not decisions.keep_after_backward,
+            TaskId(Kind.PREFETCH_BACKWARD, block): leaves and not decisions.keep_after_forward,
+        }
+        (fetch_forward, stays_not), (fetch_backward, returns) = fetches.items()
+        faults += [f"{fetch} fetches what is there" for fetch, wanted in fetches.items() if fetch in paths.tasks and not wanted]
+
+        # From the update to the next forward, through the copy that carries the parameters where they change sides.
+        chain = [(update, 0)]
+        if on_cpu and not stays_not:
+            chain.append((refresh, 0))
+            faults += chain_faults(paths, (backward, 0), (refresh, 0))  # which overwrites what backward reads
+            faults += chain_faults(paths, (refresh, 0), (update, 1))  # which overwrites what the refresh reads
+        if not on_cpu and stays_not:
+            chain.append((written_back, 0))
+        if stays_not:
+            chain.append((fetch_forward, 1))
+        faults += chain_faults(paths, *chain, (forward, 1))
+        if block == 0 and profile.workload.tied_embeddings:
+            faults += chain_faults(paths, *chain, (TaskId(Kind.FORWARD, last), 1))
+
+        # Backward fetches what is on the host: by then the host has the last update.
+        if returns:
+            carried_by = (moved, 1) if decisions.write_back_after_forward else (written_back, 0)
+            user = TaskId(Kind.RECOMPUTE, block) if decisions.activations is Activations.RECOMPUTE else backward
+            faults += chain_faults(paths, (update, 0) if on_cpu else carried_by, (fetch_backward, 1), (user, 1))
+        # What was on the GPU before the update does not overwrite it on the host, nor is it overwritten while it is read.
+        if decisions.write_back_after_forward:
+            faults += chain_faults(paths, (forward, 0), (moved, 0), (update, 0))
+        if on_cpu:
+            faults += [fault for f, wanted in fetches.items() if wanted for fault in chain_faults(paths, (f, 0), (update, 0))]
+    return faults
+
+
+def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
+    """Updates that may take gradients that are unfinished, not yet copied, already freed, or overwritten by the next ones."""
+    paths = Paths(schedule)
+    faults = [
+        f"{task.id} frees {free.name}, but they do not replace the parameters"
+        for task in schedule.tasks
+        for free in task.frees
+        if group_of(free.name) == "gradients" and task.id.kind is Kind.BACKWARD and not plan.gradients_replace_parameters
+    ]
+    for block, decisions in enumerate(plan.blocks):
+        backward = TaskId(Kind.BACKWARD, block)
+        if decisions.optimizer is Processor.GPU:
+            faults += chain_faults(paths, (backward, 0), (TaskId(Kind.GPU_UPDATE, block), 0))
+            continue
+        copy, update = TaskId(Kind.OFFLOAD_GRADIENTS, block), TaskId(Kind.CPU_UPDATE, block)
+        faults += chain_faults(paths, (backward, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
+    return faults
+
+
+def activation_faults(plan: Plan, schedule: Schedule) -> list[str]:
+    """Passes that may overtake one another, and backwards that may find no activations."""
+    paths, last = Paths(schedule), len(plan.blocks) - 1
+    passes = [TaskId(Kind.FORWARD, block) for block in range(last + 1)] + [TaskId(Kind.LOSS, last)]
+    faults: list[str] = []
+    for block in range(last, -1, -1):
+        activations = plan.blocks[block].activations
+        if activations is Activations.RECOMPUTE:
+            passes.append(TaskId(Kind.RECOMPUTE, block))
+        passes.append(TaskId(Kind.BACKWARD, block))
+        if activations is Activations.OFFLOAD:
+            way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, Kind.BACKWARD)
+            faults += chain_faults(paths, *((TaskId(kind, block), 0) for kind in way))
+    return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults]
+
+
+def memory_faults(schedule: Schedule) -> list[str]:
+    """Buffers that are not allocated and freed once in an iteration, or that may be freed before their last user has ended.
+
+    Who uses a buffer is known for those that :func:`autohete.lowering.lower` makes, by their names; of others only whoever
+    allocates and frees them.
+    """
+    paths = Paths(schedule)
+    allocated: dict[str, list[TaskId]] = {}
+    freed: dict[str, list[Instance]] = {}
+    for task in schedule.tasks:
+        for buffer in task.allocates:
+            allocated.setdefault(buffer.name, []).append(task.id)
+        for free in task.frees:
+            freed.setdefault(free.name, []).append((task.id, free.back))
+    faults = [
+        f"{name} is {done} {len(places.get(name, ()))} times in an iteration instead of once"
+        for done, places in (("allocated", allocated), ("freed", freed))
+        for name in dict.fromkeys([*allocated, *freed])
+        if len(places.get(name, ())) != 1
+    ]
+    if faults:
+        return faults
+
+    def late(before: Instance, after: Instance) -> bool:
+        return before != after and bool(chain_faults(paths, before, after))
+
+    for name, ((end, back),) in freed.items():
+        (begin,) = allocated[name]
+        for user, later in [(begin, 0), *_users(name, begin, end, paths.tasks)]:
+            if late((begin, 0), (user, later)):
+                faults.append(f"{user} uses {name} and does not wait for {begin}, which allocates it")
+            if late((user, later), (end, back)):
+                faults.append(f"{end} frees {name} and does not wait for {user}, which uses it")
+    crossing = {name for name, ((_, back),) in freed.items() if back}
+    return faults or list(_balance_faults(schedule, crossing))
+
+
+def trace_faults(trace: Trace) -> list[str]:
+    """Where an execution does not do what its schedule says: waits, lanes that do one thing at a time, their disciplines."""
+    return check_trace(trace)
+
+
+_PARAMETERS_IN_BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.REFRESH)
+#: Kinds of task that use a buffer of the group, of the same block.
+_USERS: dict[str, tuple[Kind, ...]] = {
+    "checkpoint": (Kind.RECOMPUTE,),
+    "activations": (Kind.BACKWARD,),
+    "host_activations": (Kind.FETCH_ACTIVATIONS,),
+    "activations_fetched": (Kind.BACKWARD,),
+    "logits": (Kind.LOSS,),
+    "logits_gradient": (Kind.BACKWARD,),
+    "gradients": (Kind.BACKWARD, Kind.GPU_UPDATE, Kind.OFFLOAD_GRADIENTS),
+    "parameters_forward": (Kind.FORWARD, Kind.WRITE_BACK_FORWARD),
+    "parameters_backward": _PARAMETERS_IN_BACKWARD,
+    "parameters": (Kind.FORWARD, Kind.WRITE_BACK_FORWARD, *_PARAMETERS_IN_BACKWARD),
+}
+
+
+def _users(name: str, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> Iterator[Instance]:
+    """The tasks that use a buffer between ``begin``, which allocates it, and ``end``, and how many iterations later."""
+    group = group_of(name)
+    kinds = _USERS.get(group, ())
+    if group == "activations" and end.kind is Kind.OFFLOAD_ACTIVATIONS:
+        kinds = (end.kind,)  # backward uses what is fetched again
+    if group == "gradients" and end == begin:
+        kinds = ()  # they replace the parameters, in whose memory they live on
+    for kind in kinds:
+        user = TaskId(kind, int(name.rpartition(".")[2]))
+        if user in tasks:
+            # What is fetched for backward and kept is there for the next forward.
+            next_forward = begin.kind is Kind.PREFETCH_BACKWARD and kind in (Kind.FORWARD, Kind.WRITE_BACK_FORWARD)
+            yield user, int(next_forward)
+
+
+def _balance_faults(schedule: Schedule, crossing: set[str]) -> Iterator[str]:
+    """Memories that hold more or less after some iterations than before them."""
+    trace = list_schedule(schedule, _ITERATIONS)
+    buffers: list[Buffer] = [b for task in schedule.tasks for b in task.allocates if b.name in crossing]
+    for memory in schedule.memories:
+        before = sum(b.size_bytes for b in [*schedule.resident, *buffers] if b.memory == memory.name)
+        after = int(occupancy(trace, memory.name).bytes_used[-1])
+        if after != before:
+            yield f"memory {memory.name} holds {before} bytes before {_ITERATIONS} iterations and {after} after them"

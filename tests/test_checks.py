@@ -1,0 +1,277 @@
+"""The checks for other people's policies: silent about every schedule that is right, and loud about each that is not."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import autohete.testing
+from autohete.errors import InfeasibleError
+from autohete.hardware import load_hardware
+from autohete.lowering import lower
+from autohete.memory import Occupancy, occupancy
+from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
+from autohete.policies import parse_policy
+from autohete.policy import Judge
+from autohete.profile import Profile, analytic_profile
+from autohete.schedule import Buffer, Edge, Free, Kind, Schedule, Task, TaskId, parse_task_id
+from autohete.simulate import judge_for
+from autohete.testing import checks, strategies
+from autohete.testing.list_scheduler import list_schedule
+from autohete.trace import Trace
+from autohete.workload import Workload
+
+SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch_size=2)
+PROFILE = analytic_profile(SMALL, load_hardware("a100-40gb-epyc7713"))
+
+
+def planned_by(policy: str) -> Plan:
+    return parse_policy(policy).plan(PROFILE, judge_for(PROFILE))
+
+
+def plan_of(inner: BlockPlan) -> Plan:
+    """A plan of five blocks whose three inner ones are alike."""
+    outer = BlockPlan(optimizer=inner.optimizer)
+    return Plan("by hand", (outer, inner, inner, inner, outer), 2, 28, 2, 16, 2, priority=True)
+
+
+def offloaded_in_every_way() -> list[Plan]:
+    """Offloaded parameters that are kept, moved, updated and used with activations in every way."""
+    switches = product((False, True), repeat=3)
+    return [
+        plan_of(BlockPlan(activations, Placement.OFFLOADED, processor, forward, backward, moved))
+        for activations, processor, (forward, backward, moved) in product(Activations, Processor, switches)
+        if not (forward and moved)
+    ]
+
+
+PLANS = [
+    *map(
+        planned_by, ["resident", "zero_offload", "zero_offload:paper,tile_overlap,delayed_update", "patrickstar:chunk_size=1"]
+    ),
+    *map(planned_by, ["stronghold:window=1", "stronghold:window=2,checkpointing=full", "autohete"]),
+    *offloaded_in_every_way(),
+]
+
+
+def faults(plan: Plan, schedule: Schedule) -> list[str]:
+    """What the checks of a schedule find."""
+    return [
+        *checks.parameter_faults(PROFILE, plan, schedule),
+        *checks.gradient_faults(plan, schedule),
+        *checks.activation_faults(plan, schedule),
+        *checks.memory_faults(schedule),
+    ]
+
+
+def changed(schedule: Schedule, task: str, change: Callable[[Task], Task]) -> Schedule:
+    """``schedule`` with one task changed."""
+    wanted = parse_task_id(task)
+    return replace(schedule, tasks=tuple(change(t) if t.id == wanted else t for t in schedule.tasks))
+
+
+def without_edge(schedule: Schedule, task: TaskId, edge: Edge) -> Schedule:
+    return changed(schedule, str(task), lambda t: replace(t, after=tuple(e for e in t.after if e != edge)))
+
+
+# --- silent -------------------------------------------------------------------------------------------------------
+
+
+@given(strategies.profiles().flatmap(lambda profile: strategies.plans(profile).map(lambda plan: (profile, plan))))
+def test_every_plan_keeps_every_promise(case: tuple[Profile, Plan]) -> None:
+    """No check finds anything in the schedule of any plan, nor in its execution."""
+    assert checks.plan_faults(*case) == []
+
+
+@given(strategies.schedules())
+def test_memory_of_any_schedule_balances(schedule: Schedule) -> None:
+    """Buffers of names that mean nothing are checked for who allocates and who frees them."""
+    assert checks.memory_faults(schedule) == []
+
+
+def test_parameters_are_not_released_while_they_are_written_back() -> None:
+    """Parameters that the GPU updates, and that leave after the next forward, stay until their write-back has ended."""
+    inner = BlockPlan(parameters=Placement.OFFLOADED, optimizer=Processor.GPU, keep_after_backward=True)
+    assert checks.plan_faults(PROFILE, plan_of(inner)) == []
+
+
+# --- loud: waits and copies ---------------------------------------------------------------------------------------
+
+
+def test_the_plans_use_every_kind_of_task() -> None:
+    """What follows takes tasks of every kind apart."""
+    assert {task.id.kind for plan in PLANS for task in lower(PROFILE, plan).tasks} == set(Kind)
+
+
+def test_a_missing_wait_is_noticed() -> None:
+    """Every wait between tasks of one block, and between passes, is noticed when it is missing and nothing else implies it.
+
+    The other waits keep memory bounded or are a system's habits.
+    """
+    passes = {Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD}
+    removed, unnoticed = 0, set()
+    for plan in PLANS:
+        schedule = lower(PROFILE, plan)
+        assert faults(plan, schedule) == []
+        for task in schedule.tasks:
+            for edge in task.after:
+                careless = without_edge(schedule, task.id, edge)
+                needed = edge.task.block == task.id.block or {edge.task.kind, task.id.kind} <= passes
+                if needed and not checks.Paths(careless).exist(edge.task, task.id, edge.back):
+                    removed += 1
+                    if not faults(plan, careless):
+                        unnoticed.add(f"{task.id} without {edge} in {plan}")
+    assert unnoticed == set()
+    assert removed > 1000
+
+
+def test_a_missing_task_is_noticed() -> None:
+    """Whichever task is left out, and every wait for it, the checks name it or what lacks it."""
+    unnoticed = set()
+    for plan in PLANS:
+        schedule = lower(PROFILE, plan)
+        for task in schedule.tasks:
+            rest = (replace(t, after=tuple(e for e in t.after if e.task != task.id)) for t in schedule.tasks if t.id != task.id)
+            if not faults(plan, replace(schedule, tasks=tuple(rest))):
+                unnoticed.add(f"{plan} without {task.id}")
+    assert unnoticed == set()
+
+
+def test_a_fetch_of_what_is_there_is_noticed() -> None:
+    """Against a plan that keeps parameters, a fetch of them is a fault."""
+    away, kept = (BlockPlan(parameters=placement, optimizer=Processor.CPU) for placement in reversed(Placement))
+    assert "PF1 fetches what is there" in checks.parameter_faults(PROFILE, plan_of(kept), lower(PROFILE, plan_of(away)))
+
+
+# --- loud: memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "fault"),
+    [
+        ("B1", lambda t: replace(t, frees=()), "activations.1 is freed 0 times in an iteration instead of once"),
+        ("B1", lambda t: replace(t, frees=t.frees * 2), "activations.1 is freed 2 times in an iteration instead of once"),
+        ("B1", lambda t: replace(t, frees=(*t.frees, Free("x"))), "x is allocated 0 times in an iteration instead of once"),
+        ("F1", lambda t: replace(t, allocates=t.allocates * 2), "activations.1 is allocated 2 times in an iteration"),
+        ("F1", lambda t: replace(t, allocates=(Buffer("x", "gpu", 1), *t.allocates)), "x is freed 0 times"),
+        ("B1", lambda t: replace(t, after=()), "B1 uses activations.1 and does not wait for F1, which allocates it"),
+    ],
+)
+def test_memory_that_does_not_balance_is_noticed(task: str, change: Callable[[Task], Task], fault: str) -> None:
+    """A buffer that is not allocated and freed once, or freed by a task that does not wait, is named."""
+    schedule = lower(PROFILE, planned_by("resident:checkpointing=none"))
+    assert checks.memory_faults(schedule) == []
+    found = checks.memory_faults(changed(schedule, task, change))
+    assert any(fault in sentence for sentence in found), found
+
+
+def freed_by(schedule: Schedule, name: str, task: TaskId) -> Schedule:
+    """``schedule`` in which ``task`` frees the buffer ``name`` of its iteration, and nobody else does."""
+
+    def frees(t: Task) -> tuple[Free, ...]:
+        return (*(free for free in t.frees if free.name != name), *[Free(name)] * (t.id == task))
+
+    return replace(schedule, tasks=tuple(replace(t, frees=frees(t)) for t in schedule.tasks))
+
+
+def test_a_free_that_comes_early_is_noticed() -> None:
+    """A buffer that is freed by the very task that allocates it, before others use it, is noticed."""
+    for plan in PLANS:
+        schedule = lower(PROFILE, plan)
+        for task in schedule.tasks:
+            for free in task.frees:
+                (owner,) = (t for t in schedule.tasks if any(b.name == free.name for b in t.allocates))
+                if owner.id == task.id or free.name.startswith("workspace"):
+                    continue
+                early = freed_by(schedule, free.name, owner.id)
+                assert faults(plan, early), f"{free} by {owner.id} instead of {task.id} in {plan}"
+
+
+def test_memory_that_grows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the bytes in use after some iterations are not those before them, the memory is named."""
+
+    def leaky(trace: Trace, memory: str) -> Occupancy:
+        found = occupancy(trace, memory)
+        return replace(found, bytes_used=found.bytes_used + np.arange(len(found.bytes_used)))
+
+    monkeypatch.setattr(checks, "occupancy", leaky)
+    found = checks.memory_faults(lower(PROFILE, planned_by("resident")))
+    assert [sentence for sentence in found if sentence.startswith("memory gpu holds")]
+
+
+# --- loud: executions and policies --------------------------------------------------------------------------------
+
+
+def test_a_span_that_moves_is_noticed() -> None:
+    """Any task that runs before what it waits for is named."""
+    trace = list_schedule(lower(PROFILE, planned_by("zero_offload")), 3)
+    assert checks.trace_faults(trace) == []
+    for column, task in enumerate(trace.schedule.tasks):
+        if task.after:
+            start, end = trace.start_ns.copy(), trace.end_ns.copy()
+            start[1, column], end[1, column] = -2, -1
+            found = checks.trace_faults(Trace(trace.schedule, trace.clock, trace.ready_ns, start, end))
+            assert any(sentence.startswith(f"{task.id}@1 starts before") for sentence in found), (task.id, found)
+
+
+def test_a_plan_for_another_model_is_a_fault() -> None:
+    """What cannot be lowered is told in the words of the error."""
+    plan = planned_by("resident")
+    assert checks.plan_faults(PROFILE, replace(plan, blocks=plan.blocks[1:])) == [
+        "the plan has 4 blocks, the profile 5: plan for this workload"
+    ]
+
+
+class Fickle:
+    """Another plan each time, under another name."""
+
+    name = "fickle"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        self.asked += 1
+        return replace(plan_of(BlockPlan(optimizer=Processor.CPU)), host_buffer_bytes=self.asked)
+
+
+class Unable:
+    """Fits nowhere."""
+
+    name = "unable"
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        raise InfeasibleError("no plan fits", "gpu", 1, 2)
+
+
+def test_a_fickle_policy_is_noticed() -> None:
+    """A policy that answers differently when asked again, or under another name, is told so; that nothing fits is an answer."""
+    assert checks.policy_faults(PROFILE, Fickle(), judge_for(PROFILE)) == [
+        "fickle plans differently when it is asked again",
+        "the plan of fickle is called by hand",
+    ]
+    assert checks.policy_faults(PROFILE, Unable(), judge_for(PROFILE)) == []
+
+
+def example_in(docstring: str) -> str:
+    """The indented code after a double colon."""
+    code = docstring.partition("::\n")[2]
+    return textwrap.dedent("\n".join(line for line in code.splitlines() if not line or line.startswith("    ")))
+
+
+def test_the_example_works() -> None:
+    """The example of how to test a policy of one's own runs as it stands; it fails for a policy with a block too many."""
+    assert autohete.testing.__doc__ is not None
+    code, names = example_in(autohete.testing.__doc__), dict[str, Any]()
+    exec(code, names)
+    names["test_no_wait_is_missing_and_memory_balances"]()
+    exec(code.replace("(len(profile.blocks) - 1)", "len(profile.blocks)"), names)
+    with pytest.raises(AssertionError):
+        names["test_no_wait_is_missing_and_memory_balances"].hypothesis.inner_test(PROFILE)
