@@ -433,6 +433,8 @@ class _Lowering:
                     # The GPU's copy may be overwritten only after backward has read it, the host's after the refresh has.
                     refresh.wait(TaskId(Kind.BACKWARD, 0))
                     update.wait(refresh.id, back=1)
+                    if plan.gradients_replace_parameters:
+                        refresh.wait(gradients.id)
         self.update_waits(updated)
 
     def needs_refresh(self, block: int) -> bool:

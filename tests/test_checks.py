@@ -57,6 +57,7 @@ PLANS = [
         planned_by, ["resident", "zero_offload", "zero_offload:paper,tile_overlap,delayed_update", "patrickstar:chunk_size=1"]
     ),
     *map(planned_by, ["stronghold:window=1", "stronghold:window=2,checkpointing=full", "autohete"]),
+    replace(planned_by("zero_offload:delayed_update"), gradients_replace_parameters=True),
     *offloaded_in_every_way(),
 ]
 

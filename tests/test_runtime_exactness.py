@@ -131,6 +131,16 @@ def test_parameters_stay_until_they_are_written_back() -> None:
     assert outcome == plainly(SMALL)
 
 
+def test_gradients_in_the_place_of_parameters_stay_until_they_are_copied() -> None:
+    """With delayed updates, a refresh does not overwrite gradients that have replaced the parameters on the GPU."""
+    workload = replace(SMALL, precision=Precision.BF16)
+    profile = profile_of(workload)
+    plan = parse_policy("zero_offload:paper,tile_overlap,delayed_update").plan(profile, judge_for(profile))
+    plan = replace(plan, gradients_replace_parameters=True)
+    outcome, _ = train_by_schedule(workload, STEPS, lower(profile, plan), slow_kind(Kind.OFFLOAD_GRADIENTS))
+    assert outcome == plainly(workload, updated_on_cpu(plan))
+
+
 def slow_kind(kind: Kind) -> Callable[[Action], Action]:
     """Actions that sleep before they work if they are of ``kind``."""
 

@@ -174,6 +174,9 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
             continue
         copy, update = TaskId(Kind.OFFLOAD_GRADIENTS, block), TaskId(Kind.CPU_UPDATE, block)
         faults += chain_faults(paths, (backward, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
+        refresh = TaskId(Kind.REFRESH, block)
+        if plan.gradients_replace_parameters and refresh in paths.tasks:
+            faults += chain_faults(paths, (copy, 0), (refresh, 0))  # which overwrites the gradients
     return faults
 
 
