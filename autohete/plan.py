@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
@@ -124,6 +124,8 @@ class Plan:
         host_parameter_bytes: host bytes per offloaded parameter.
         one_host_copy: what the CPU updates is the host's copy of offloaded parameters itself: none of their own is counted.
         host_buffer_bytes: other host memory.
+        bound_seconds: no plan that the policy could have chosen has a shorter iteration, as its planner proved; None: it does
+            not search. Says how good the plan is, not what it is: plans are equal without it.
     """
 
     policy: str
@@ -148,6 +150,7 @@ class Plan:
     parameter_slots: int | None = None
     one_host_copy: bool = False
     host_buffer_bytes: int = 0
+    bound_seconds: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,116 +1,179 @@
 """From the program's optimum to the best plan: the program knows bounds, the judge knows time and memory.
 
-Plans around the optimum are judged in the order of their bounds, until no bound is left that could beat the best plan.
+The search starts where the program is best by its bounds and by estimates, walks downhill in all three integers with
+shrinking steps, and spends the effort that is left on the choices with the lowest bounds. Bounds and judgements together
+say how far from proven the answer is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
+
+from autohete.planner.bounds import Choices
 from autohete.planner.program import Objective, Program
 from autohete.planner.steps import Counts
 from autohete.policy import Judgement, Verdict
 
-#: A plan this close to what no other can beat needs no further search: with the program's own gap, within one percent.
-_PROVEN = 0.009
-#: Judgements to spend, times blocks: small models have coarse choices and cheap judgements, large ones the contrary.
-_EFFORT = 1000
-#: Candidates around the optimum: all there are in a small model, so many steps each way in a large one.
-_ALL = 2500
-_REACH = 6
+#: A plan this close to what no other can beat needs no further search.
+_PROVEN = 0.005
+#: Judgements to spend: so many, and in small models, where they are cheap, so many divided by the number of blocks.
+_EFFORT, _EFFORT_TIMES_BLOCKS = 60, 3000
+#: Where to start, and in which order to look around: shares of the way from the bound to the time with little overlap.
+_PESSIMISM = (0.0, 0.1, 0.3, 1.0)
+_USUAL_PESSIMISM = 0.3
+#: Walks downhill, each from another start.
+_WALKS = 2
+_STEPS = (8, 4, 2, 1)
+_DIRECTIONS = np.array([step for step in product((-1, 0, 1), repeat=3) if any(step)])
 #: How often the program is asked again with less memory when its plan turns out to need more than there is.
 _TIGHTENINGS = 4
 
 
-def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> Counts | None:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best choice, its iteration time, and the time that no choice goes below."""
+
+    counts: Counts
+    seconds: float
+    bound_seconds: float
+
+
+def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> Found | None:
     """The best plan of ``program`` as ``judge`` finds it; None if nothing was found that fits."""
-    judged: dict[Counts, Judgement] = {}
-
-    def seconds(counts: Counts) -> float | None:
-        """Time of a plan that fits."""
-        if counts not in judged:
-            judged[counts] = judge(counts)
-        return judged[counts].seconds if judged[counts].verdict is Verdict.OK else None
-
-    bound: float | None = None
-    best: tuple[float, Counts] | None = None
-    for start, value in _answers(program, judged):
-        bound = value if bound is None else bound
-        if (found := seconds(start)) is not None:
-            best = (found, start)
+    relaxed = replace(program, pending=False)
+    first = relaxed.solve()
+    if first is None:
+        return None
+    search = _Search(relaxed, judge, first.value)
+    search.seconds(first.counts)
+    for start in _starts(program, search):
+        if search.done:
             break
-    if bound is None or (best is not None and best[0] <= bound * (1 + _PROVEN)):
-        return best[1] if best else None
-    center = best[1] if best else next(iter(judged))
-    best = _branch_and_bound(program, center, Objective.SECONDS, seconds, best)
-    return best[1] if best else None
+        search.seconds(start)
+    for start in search.best_first()[:_WALKS]:
+        search.walk(start)
+    return search.finish()
 
 
 def least_memory(
     program: Program, objective: Objective, measure: Callable[[Counts], float | None]
 ) -> tuple[float, Counts] | None:
     """The plan that needs the least of one memory within the other's budget, by ``measure`` (None: it does not fit)."""
-    start = replace(program, pending=False).solve(objective)
-    return _branch_and_bound(program, start.counts, objective, measure, None) if start else None
-
-
-def _branch_and_bound(
-    program: Program,
-    center: Counts,
-    objective: Objective,
-    measure: Callable[[Counts], float | None],
-    best: tuple[float, Counts] | None,
-) -> tuple[float, Counts] | None:
-    """Measure candidates in the order of their bounds, as long as one could beat the best and the effort lasts."""
-    effort = max(_EFFORT // program.costs.count, 10)
-    for lowest, counts in _candidates(program, center, objective):
-        if effort == 0:
+    ranking = replace(program, pending=False).ranked(objective)
+    best: tuple[float, Counts] | None = None
+    for place in range(min(len(ranking.choices), _effort(program))):
+        if best is not None and best[0] <= ranking.values[place] * (1 + _PROVEN):
             break
-        if best is None or best[0] > lowest * (1 + _PROVEN):
-            effort -= 1
-            found = measure(counts)
-            if found is not None and (best is None or found < best[0]):
-                best = (found, counts)
+        counts = ranking.choices[place]
+        found = measure(counts)
+        if found is not None and (best is None or found < best[0]):
+            best = found, counts
     return best
 
 
-def _answers(program: Program, judged: dict[Counts, Judgement]) -> Iterator[tuple[Counts, float]]:
-    """The relaxation, whose value bounds all plans; then with pending memory, asked for less while too much is used."""
-    relaxed = replace(program, pending=False).solve()
-    if relaxed is None:
-        return
-    yield relaxed.counts, relaxed.value
+def _effort(program: Program) -> int:
+    return max(_EFFORT, _EFFORT_TIMES_BLOCKS // program.costs.count)
+
+
+def _starts(program: Program, search: _Search) -> Iterator[Counts]:
+    """The program's optimum with pending memory, asked for less while too much is used; then what estimates favour."""
     tighter = program
     for _ in range(_TIGHTENINGS):
         solution = tighter.solve()
         if solution is None:
             break
-        yield solution.counts, solution.value
-        found = judged[solution.counts]
+        yield solution.counts
+        found = search.judged[solution.counts]
+        if found.verdict is Verdict.OK:
+            break
         tighter = replace(
             tighter,
             gpu_budget_bytes=tighter.gpu_budget_bytes - max(0, found.gpu_peak_bytes - program.gpu_budget_bytes),
             host_budget_bytes=tighter.host_budget_bytes - max(0, found.host_peak_bytes - program.host_budget_bytes),
         )
+    for budget in (tighter, search.relaxed):
+        choices = budget.fitting()
+        if len(choices):
+            lowest, highest = search.times.loads(choices), search.times.alone(choices)
+            for share in _PESSIMISM:
+                yield choices[int((lowest + share * np.maximum(highest - lowest, 0)).argmin())]
 
 
-def _candidates(program: Program, center: Counts, objective: Objective) -> list[tuple[float, Counts]]:
-    """Plans around ``center`` with the bounds of their values, the lowest first; last those that fit only with luck."""
-    blocks = program.costs.count
-    limits = (blocks - 2, blocks - 2, blocks)
-    if (blocks - 1) ** 2 * (blocks + 1) <= _ALL:
-        ranges = [range(limit + 1) for limit in limits]
-    else:
-        middle = (center.checkpointed, center.offloaded, center.cpu_updated)
-        ranges = [range(max(0, m - _REACH), min(limit, m + _REACH) + 1) for m, limit in zip(middle, limits, strict=True)]
-    counts = [Counts(*choice) for choice in product(*ranges)]
-    typical, lucky = program.rate(counts, objective), replace(program, pending=False).rate(counts, objective)
-    ranked = sorted(
-        # For time, a plan that fits typically is the better bet. For memory, luck is what is sought.
-        (objective is Objective.SECONDS and not fits, value, choice)
-        for fits, possible, value, choice in zip(typical.fits, lucky.fits, lucky.values, counts, strict=True)
-        if possible
-    )
-    return [(float(value), choice) for _, value, choice in ranked]
+class _Search:
+    """What has been judged so far, and the best of it.
+
+    Args:
+        relaxed: the program whose values are bounds.
+        judge: time and memory of a choice.
+        lowest: what no choice goes below.
+    """
+
+    def __init__(self, relaxed: Program, judge: Callable[[Counts], Judgement], lowest: float) -> None:
+        self.relaxed, self.judge, self.lowest = relaxed, judge, lowest
+        self.times = relaxed.times
+        self.effort = _effort(relaxed)
+        self.judged: dict[Counts, Judgement] = {}
+        self.best = np.inf
+
+    @property
+    def done(self) -> bool:
+        """Whether the effort is spent, or no other choice can be faster by as much as matters."""
+        return self.effort <= 0 or self.best <= self.lowest * (1 + _PROVEN)
+
+    def seconds(self, counts: Counts) -> float:
+        """Time of a plan that fits; infinite if it does not."""
+        if counts not in self.judged:
+            self.effort -= 1
+            self.judged[counts] = self.judge(counts)
+        found = self.judged[counts]
+        if found.verdict is not Verdict.OK:
+            return np.inf
+        self.best = min(self.best, found.seconds)
+        return found.seconds
+
+    def best_first(self) -> list[Counts]:
+        """What was judged and fits, the fastest first."""
+        return sorted((c for c, found in self.judged.items() if found.verdict is Verdict.OK), key=self.seconds)
+
+    def walk(self, start: Counts) -> None:
+        """Go on to a faster choice as long as there is one around, near or far."""
+        here, time = start, self.seconds(start)
+        for step in _STEPS:
+            moved = True
+            while moved:
+                moved = False
+                for counts in self.around(here, step, time):
+                    if self.done:
+                        return
+                    if (found := self.seconds(counts)) < time:
+                        here, time, moved = counts, found, True
+                        break
+
+    def around(self, counts: Counts, step: int, limit: float) -> list[Counts]:
+        """Choices ``step`` away that could take less than ``limit``, the most promising first."""
+        blocks = self.relaxed.costs.count
+        here = np.array([counts.checkpointed, counts.offloaded, counts.cpu_updated])
+        places = np.unique(np.clip(here + step * _DIRECTIONS, 0, [blocks - 2, blocks - 2, blocks]), axis=0)
+        choices = self.relaxed.within_budgets(Choices(*places.T))
+        lowest = self.times.seconds(choices)
+        estimates = lowest + _USUAL_PESSIMISM * np.maximum(self.times.alone(choices) - lowest, 0)
+        return [choices[int(i)] for i in np.argsort(estimates, kind="stable") if lowest[i] < limit]
+
+    def finish(self) -> Found | None:
+        """Spend the rest of the effort on the choices with the lowest bounds."""
+        ranking = self.relaxed.ranked(limit=self.best)
+        for place in range(len(ranking.choices)):
+            counts = ranking.choices[place]
+            if counts not in self.judged:
+                self.lowest = max(self.lowest, float(ranking.values[place]))
+                if self.done or ranking.values[place] * (1 + _PROVEN) >= self.best:
+                    break
+                self.seconds(counts)
+        else:
+            self.lowest = max(self.lowest, self.best)
+        found = self.best_first()
+        return Found(found[0], self.best, min(self.lowest, self.best)) if found else None

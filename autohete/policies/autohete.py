@@ -58,8 +58,10 @@ class AutoHete:
         def judged(counts: Counts) -> Judgement:
             return judge(self.plan_for(profile, counts))
 
-        counts = best_counts(program, judged) or self._frugal(profile, program, judge)
-        return self.plan_for(profile, counts)
+        found = best_counts(program, judged)
+        if found is None:
+            return self.plan_for(profile, self._frugal(profile, program, judge))
+        return replace(self.plan_for(profile, found.counts), bound_seconds=found.bound_seconds)
 
     def program(self, profile: Profile) -> Program:
         """The integer program of this policy for ``profile``."""

@@ -1,0 +1,228 @@
+"""Lower bounds of the iteration time for many choices of the three integers at once.
+
+Sums over "the first k" or "the last k" blocks are prefix sums, so a bound is an array expression over the choices. Each is
+imposed by an engine, which has to do its work, or by a cycle of waits; none depends on timing, so no plan is faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autohete.hardware import Hardware
+from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
+
+Numbers = NDArray[np.float64]
+Integers = NDArray[np.integer[Any]]
+
+#: Durations are rounded to nanoseconds: a cycle of up to so many tasks per block may be half a nanosecond shorter for each.
+_TASKS_PER_BLOCK = 10
+#: Elements of an array over choices and blocks.
+_CHUNK = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """Some choices of the three integers: arrays of equal shape."""
+
+    checkpointed: Integers
+    offloaded: Integers
+    cpu_updated: Integers
+
+    def __len__(self) -> int:
+        return len(self.checkpointed)
+
+    def __getitem__(self, place: int) -> Counts:
+        return Counts(int(self.checkpointed[place]), int(self.offloaded[place]), int(self.cpu_updated[place]))
+
+    def take(self, places: Integers | NDArray[np.bool_] | slice) -> Choices:
+        """The choices at some places."""
+        return Choices(self.checkpointed[places], self.offloaded[places], self.cpu_updated[places])
+
+    def columns(self) -> Choices:
+        """The same with an axis over blocks behind."""
+        return Choices(self.checkpointed[:, None], self.offloaded[:, None], self.cpu_updated[:, None])
+
+
+def all_choices(blocks: int) -> Choices:
+    """Every choice for a model of ``blocks`` blocks."""
+    ranges = (np.arange(size, dtype=np.int16) for size in (blocks - 1, blocks - 1, blocks + 1))
+    grid = np.meshgrid(*ranges, indexing="ij")
+    return Choices(*(axis.ravel() for axis in grid))
+
+
+def below(values: list[float] | list[int]) -> Numbers:
+    """Element ``k`` is the sum over the blocks under ``k``, for k from 0 to the number of blocks."""
+    return np.concatenate([[0.0], np.cumsum(np.array(values, float))])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """What copies and CPU have to do for the blocks under a place, in undisturbed seconds."""
+
+    down: Numbers
+    up: Numbers
+    cpu: Numbers
+
+
+class TimeBounds:
+    """The bounds for one workload and node.
+
+    Args:
+        costs: seconds per block.
+        hardware: links and shared bandwidth.
+        priority: whether copies and updates run smaller block first.
+    """
+
+    def __init__(self, costs: BlockCosts, hardware: Hardware, priority: bool) -> None:
+        self.costs, self.hardware, self.priority = costs, hardware, priority
+        self.n = costs.count
+        self.forward, self.backward = below(costs.forward), below(costs.backward)
+        self.recompute, self.gpu_update = below(costs.recompute), below(costs.gpu_update)
+        self.cpu_update = below(costs.cpu_update)
+        self.down, self.up = below(costs.gradients), below(costs.parameters)
+        # Least of the blocks up to each: what a chain through any of them surely takes.
+        self.least_down = np.minimum.accumulate(np.array(costs.gradients))
+        self.least_up = np.minimum.accumulate(np.array(costs.parameters))
+        self.least_update = np.minimum.accumulate(np.array(costs.cpu_update))
+        self.rounding = 0.5e-9 * _TASKS_PER_BLOCK * self.n
+
+    def loads(self, x: Choices) -> Numbers:
+        """The work of the busiest engine or shared resource: the cheap part of :meth:`seconds`."""
+        work = self._work(x, np.array(self.n))
+        return np.maximum(self._gpu(x), self._slowest(work)) - self.rounding
+
+    def total_load(self, x: Choices) -> Numbers:
+        """The work of all engines together."""
+        work = self._work(x, np.array(self.n))
+        return self._gpu(x) + work.down + work.up + work.cpu
+
+    def alone(self, x: Choices) -> Numbers:
+        """The time if each prefetch overlaps only the pass before its own and each gradient only the next one: an estimate."""
+        costs, stalls = self.costs, []
+        fetch, passes = np.array(costs.parameters), (np.array(costs.forward), np.array(costs.backward))
+        for during in passes:
+            stalls.append(below(list(np.maximum(fetch - during, 0))))
+        copies = below(list(np.maximum(np.array(costs.gradients) - passes[1], 0)))
+        waiting = sum(stall[x.offloaded + 1] - stall[1] for stall in stalls) + copies[-1] - copies[self.n - x.cpu_updated]
+        return np.asarray(self._gpu(x) + waiting, float)
+
+    def seconds(self, x: Choices) -> Numbers:
+        """No plan of each choice has a shorter iteration."""
+        size = max(_CHUNK // self.n, 1)
+        parts = [self._cycles(x.take(slice(i, i + size))) for i in range(0, len(x), size)]
+        return np.maximum(self.loads(x), np.concatenate(parts) if parts else np.empty(0))
+
+    # --- work
+
+    def _gpu(self, x: Choices) -> Numbers:
+        fixed = self.forward[-1] + self.backward[-1] + self.costs.loss.seconds
+        recomputed = self.recompute[x.checkpointed + 1] - self.recompute[1]
+        return np.asarray(fixed + recomputed + self.gpu_update[self.n - x.cpu_updated], float)
+
+    def _work(self, x: Choices, under: Integers) -> _Work:
+        """What belongs to the blocks below ``under``.
+
+        Down: gradients of the blocks that the CPU updates, write-backs of the offloaded ones that it does not. Up: prefetches
+        (those of the next forward; all of backward's too if ``under`` is the whole model), and the refresh of what is
+        updated on the CPU and stays on the GPU.
+        """
+        first = self.n - x.cpu_updated  # of the blocks that the CPU updates
+        gpu_offloaded = np.minimum(x.offloaded, first - 1)
+        refreshed = np.maximum(first, x.offloaded + 1)  # ... and of those that are refreshed, but for the embedding
+        end = np.minimum
+
+        def above(prefix: Numbers, start: Integers) -> Numbers:
+            return np.asarray(prefix[under] - prefix[end(start, under)], float)
+
+        def inner(prefix: Numbers, last: Integers) -> Numbers:
+            return np.asarray(prefix[np.maximum(end(last + 1, under), 1)] - prefix[1], float)
+
+        down = above(self.down, first) + inner(self.down, gpu_offloaded)
+        embedding = np.where((first == 0) & (under > 0), self.up[1], 0.0)
+        up = inner(self.up, x.offloaded) + above(self.up, np.maximum(refreshed, 1)) + embedding
+        if under.ndim == 0:
+            up = up + inner(self.up, x.offloaded)
+        return _Work(down, up, above(self.cpu_update, first))
+
+    def _slowest(self, work: _Work) -> Numbers:
+        """The time that copies and CPU need for ``work``, each at full rate and all together within what they share."""
+        h2d, d2h, update = self.hardware.h2d, self.hardware.d2h, self.hardware.cpu.update_bandwidth
+        link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
+        dram = max(self.hardware.host.memory_bandwidth * self.hardware.host.usable_share, update)
+        copied = work.up * h2d.bandwidth + work.down * d2h.bandwidth
+        engines = np.maximum(np.maximum(work.down, work.up), work.cpu)
+        return np.maximum(engines, np.maximum(copied / link, (copied + work.cpu * update) / dram))
+
+    # --- cycles
+
+    def _cycles(self, choices: Choices) -> Numbers:
+        """The longest of three families of cycles, each with a row per block m."""
+        x, m = choices.columns(), np.arange(self.n)[None, :]
+        gpu = self._gpu(choices)
+        above = self._gpu_from(x, m) + self._gradient_wait(x, m)
+        found = np.maximum(above + self._until_forward(x, m), gpu[:, None] + self._fetched_for_backward(x, m))
+        return np.asarray(found.max(axis=1) - self.rounding, float)
+
+    def _gpu_from(self, x: Choices, m: Integers) -> Numbers:
+        """What the GPU does from forward of block m to backward of block m."""
+        first = self.n - x.cpu_updated
+        passes = (self.forward[-1] - self.forward[m]) + (self.backward[-1] - self.backward[m]) + self.costs.loss.seconds
+        last = x.checkpointed + 1
+        recomputed = self.recompute[last] - self.recompute[np.minimum(last, np.maximum(m, 1))]
+        updated = self.gpu_update[np.maximum(first, m + 1)] - self.gpu_update[m + 1]
+        return np.asarray(passes + recomputed + updated, float)
+
+    def _until_forward(self, x: Choices, m: Integers) -> Numbers:
+        """From the end of backward of block m to the next forward of a block up to m.
+
+        Gradients, write-backs, updates, refreshes and prefetches of all blocks up to m come after that backward, since theirs
+        does, and before forward of their own block, hence before that of block m. The last to be done still has the way on
+        from its engine before it: from a copy down at least a copy up; the first has the way to its engine behind it. In
+        issue order updates run from the last block down, so the next forward waits at the *first* block the CPU updates.
+        """
+        first = self.n - x.cpu_updated
+        work = self._work(x, np.broadcast_to(m + 1, (1, self.n)))
+        down = np.where(work.down > 0, work.down + self.least_up[m], 0.0)
+        up = np.where(work.up > 0, work.up + self.least_down[m], 0.0)
+        cpu = np.where(first <= m, work.cpu + self.least_down[m] + self.least_up[m], 0.0)
+        if not self.priority:
+            cpu = cpu + np.where(first <= m, self.forward[m] - self.forward[np.minimum(first, m)], 0.0)
+        return np.maximum(np.maximum(down, up), np.maximum(cpu, self._slowest(work)))
+
+    def _gradient_wait(self, x: Choices, m: Integers) -> Numbers:
+        """What gradients that wait for their copy add to backward of the blocks above m.
+
+        Backward of block a - slots waits for the gradient of block a. From the end of backward of a block b the gradients of
+        blocks b down to a are copied one after another, before backward goes on at a - slots.
+        """
+        first = self.n - x.cpu_updated
+        recompute = np.minimum(np.arange(self.n + 1), x.checkpointed + 1)
+        begun = self.backward + self.recompute[recompute] - self.recompute[np.minimum(recompute, 1)]  # of the blocks under each
+        copied = np.where(np.arange(self.n) >= first, self.down[1:] - begun[:, :-1], -np.inf)
+        best = np.maximum.accumulate(copied[:, ::-1], axis=1)[:, ::-1]  # the best b at or above each a
+        gain = np.full((x.checkpointed.shape[0], self.n), 0.0)
+        a = np.arange(GRADIENT_SLOTS, self.n)
+        target = a - GRADIENT_SLOTS
+        # Done before backward of the target starts: its recomputation, and GPU updates down to the block above it.
+        updates = self.gpu_update[np.maximum(first, target + 1)] - self.gpu_update[target + 1]
+        redone = np.where(target >= 1, self.recompute[target + 1] - self.recompute[target], 0.0)
+        redone = np.where(target <= x.checkpointed, redone, 0.0)
+        gain[:, target] = np.where(a >= first, best[:, a] - self.down[a] + begun[:, target + 1] - redone - updates, 0.0)
+        above = np.maximum.accumulate(np.maximum(gain, 0.0)[:, ::-1], axis=1)[:, ::-1]
+        return np.asarray(above[np.arange(len(above))[:, None], m], float)
+
+    def _fetched_for_backward(self, x: Choices, m: Integers) -> Numbers:
+        """What prefetches for backward add to the GPU's work: from forward of block m on, all of the offloaded ones from m up.
+
+        Parameters are not fetched for backward before their own forward has ended, and backward of m or of a block above it
+        waits for the last of them.
+        """
+        fetched = np.maximum(self.up[x.offloaded + 1] - self.up[m], 0.0)
+        backward = self.backward[m + 1] - self.backward[m]
+        redone = np.where(m <= x.checkpointed, self.recompute[m + 1] - self.recompute[m], 0.0)
+        beside = self._gpu_from(x, m) - (self.forward[m + 1] - self.forward[m]) - backward - redone
+        return np.asarray(np.where((m >= 1) & (m <= x.offloaded), fetched - beside, -np.inf), float)
