@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autohete.errors import InputError
 from autohete.executor import Executor
@@ -10,7 +10,7 @@ from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.memory import Occupancy, occupancy
 from autohete.plan import Plan
-from autohete.policy import Judge, Judgement, Policy, Verdict
+from autohete.policy import Judgement, Policy, Verdict
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
 from autohete.sim import SimExecutor
@@ -87,18 +87,41 @@ def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None
     return Simulation(profile, plan, schedule, trace, steady, gpu, host)
 
 
-def judge_for(profile: Profile) -> Judge:
-    """The judge that a policy tries its plans on: the simulator, each plan once."""
-    known: dict[Plan, Judgement] = {}
-    executor = SimExecutor(validate=False)
+class SimulatingJudge:
+    """The judge that a policy tries its plans on: the simulator, each plan once. A :data:`~autohete.policy.Judge`.
 
-    def judge(plan: Plan) -> Judgement:
-        if plan not in known:
-            found = simulate_plan(profile, plan, executor)
-            known[plan] = Judgement(found.verdict, found.iteration_seconds, found.gpu.peak_bytes, found.host.peak_bytes)
-        return known[plan]
+    It keeps the simulations of the fastest plan that fits and of the last one, which is what policies choose.
+    """
 
-    return judge
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._executor = SimExecutor(validate=False)
+        self._known: dict[Plan, Judgement] = {}
+        self._best: Simulation | None = None
+        self._last: Simulation | None = None
+
+    def __call__(self, plan: Plan) -> Judgement:
+        """Time and memory of ``plan``; its policy's name does not matter."""
+        plan = replace(plan, policy="")
+        if plan not in self._known:
+            found = self._last = simulate_plan(self._profile, plan, self._executor)
+            if found.verdict is Verdict.OK and (self._best is None or found.iteration_seconds < self._best.iteration_seconds):
+                self._best = found
+            self._known[plan] = Judgement(found.verdict, found.iteration_seconds, found.gpu.peak_bytes, found.host.peak_bytes)
+        return self._known[plan]
+
+    def simulation(self, plan: Plan) -> Simulation:
+        """The simulation of ``plan``, made anew only if it is none of those kept; its schedule is checked."""
+        for kept in (self._best, self._last):
+            if kept is not None and kept.plan == replace(plan, policy=""):
+                kept.schedule.validate()
+                return replace(kept, plan=plan)
+        return simulate_plan(self._profile, plan)
+
+
+def judge_for(profile: Profile) -> SimulatingJudge:
+    """The judge of plans for ``profile``."""
+    return SimulatingJudge(profile)
 
 
 def simulate_policy(profile: Profile, policy: Policy) -> Simulation:
@@ -108,7 +131,8 @@ def simulate_policy(profile: Profile, policy: Policy) -> Simulation:
         InfeasibleError: the policy searches for a plan and there is none.
         InputError: a task, or the whole iteration, takes absurdly long or no time at all.
     """
-    found = simulate_plan(profile, policy.plan(profile, judge_for(profile)))
+    judge = judge_for(profile)
+    found = judge.simulation(policy.plan(profile, judge))
     if found.iteration_seconds == 0:
         raise InputError(
             f"an iteration on {profile.hardware.name} takes less than a nanosecond: too short to simulate, check its rates"

@@ -27,6 +27,8 @@ class Summary:
         clock: whose seconds.
         verdict: whether it fits; ``explanation`` says what is short, empty if it fits.
         iteration_seconds: steady; ``first_iteration_seconds`` and ``drain_seconds`` are the ends of a run.
+        proven_within: the iteration exceeds what no plan of this policy goes below by at most this share of it; None if the
+            policy does not search.
         settled: whether the steady state was seen to repeat; if not, the times are an average over half of a long run.
         tflops_per_gpu: model TFLOP/s, recomputation not counted.
         gpu_peak_bytes, host_peak_bytes: None if there is not even a plan.
@@ -48,6 +50,7 @@ class Summary:
     iteration_seconds: float | None
     first_iteration_seconds: float | None
     drain_seconds: float | None
+    proven_within: float | None
     settled: bool
     samples_per_second: float | None
     tokens_per_second: float | None
@@ -63,6 +66,14 @@ class Summary:
     binds: str
     plan: PlanCounts | None
     gpu_holders: dict[str, int]
+
+
+def proven_within(simulation: Simulation) -> float | None:
+    """By how much the iteration exceeds what no plan of its policy goes below, as a share of that; None: not proven."""
+    bound = simulation.plan.bound_seconds
+    if not bound or simulation.verdict is not Verdict.OK:
+        return None
+    return max(simulation.iteration_seconds / bound - 1, 0.0)
 
 
 def summarize(simulation: Simulation) -> Summary:
@@ -90,6 +101,7 @@ def summarize(simulation: Simulation) -> Summary:
         iteration_seconds=s.iteration_seconds if fits else None,
         first_iteration_seconds=s.trace.first_iteration_seconds() if fits else None,
         drain_seconds=s.trace.drain_seconds() if fits else None,
+        proven_within=proven_within(s),
         settled=s.steady.settled,
         samples_per_second=s.samples_per_second if fits else None,
         tokens_per_second=s.tokens_per_second if fits else None,
@@ -139,6 +151,7 @@ def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, err
         iteration_seconds=None,
         first_iteration_seconds=None,
         drain_seconds=None,
+        proven_within=None,
         settled=True,
         samples_per_second=None,
         tokens_per_second=None,

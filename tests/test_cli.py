@@ -26,6 +26,7 @@ KEYS = {
     "host_peak_bytes",
     "lanes",
     "bound_seconds",
+    "proven_within",
     "plan",
 }
 

@@ -191,6 +191,11 @@ class TimeBounds:
         cpu = np.where(first <= m, work.cpu + self.least_down[m] + self.least_up[m], 0.0)
         if not self.priority:
             cpu = cpu + np.where(first <= m, self.forward[m] - self.forward[np.minimum(first, m)], 0.0)
+            # The first prefetch of a forward is issued after all refreshes, so block 1 waits for the updates before them.
+            refreshed = np.maximum(first, x.offloaded + 1)
+            last = self.cpu_update[m + 1] - self.cpu_update[np.minimum(refreshed, m + 1)]
+            last = last + self.least_down[m] + 2 * self.least_up[m] + self.forward[m] - self.forward[1]
+            cpu = np.maximum(cpu, np.where((x.offloaded >= 1) & (refreshed <= m), last, 0.0))
         return np.maximum(np.maximum(down, up), np.maximum(cpu, self._slowest(work)))
 
     def _gradient_wait(self, x: Choices, m: Integers) -> Numbers:

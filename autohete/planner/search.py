@@ -21,7 +21,7 @@ from autohete.policy import Judgement, Verdict
 #: A plan this close to what no other can beat needs no further search.
 _PROVEN = 0.005
 #: Judgements to spend: so many, and in small models, where they are cheap, so many divided by the number of blocks.
-_EFFORT, _EFFORT_TIMES_BLOCKS = 60, 3000
+_EFFORT, _EFFORT_TIMES_BLOCKS = 45, 2200
 #: Where to start, and in which order to look around: shares of the way from the bound to the time with little overlap.
 _PESSIMISM = (0.0, 0.1, 0.3, 1.0)
 _USUAL_PESSIMISM = 0.3

@@ -161,6 +161,8 @@ def print_plan(summary: Summary, found: Simulation | None) -> None:
             f"{summary.verdict}: {format_seconds(summary.iteration_seconds)} an iteration, peaks {peaks[0]} of GPU memory and "
             f"{peaks[1]} of host memory ({summary.clock})",
         )
+        if summary.proven_within is not None:
+            say(out, _proof(summary.proven_within, summary.iteration_seconds))
 
 
 def _print_decisions(out: Console, found: Simulation) -> None:
@@ -247,6 +249,13 @@ def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
         ends = f"first iteration {format_seconds(s.first_iteration_seconds)}, drain {format_seconds(s.drain_seconds)}"
         unsettled = "" if s.settled else "; no steady state in sight, times are an average"
         say(out, f"{s.policy}: bound by {s.binds}; {ends}{unsettled}", style="dim")
+        if s.proven_within is not None and s.iteration_seconds is not None:
+            say(out, f"{s.policy}: {_proof(s.proven_within, s.iteration_seconds)}", style="dim")
+
+
+def _proof(within: float, iteration_seconds: float) -> str:
+    least = format_seconds(iteration_seconds / (1 + within))
+    return f"proven within {100 * within:.1f} %: no plan of its kind takes less than {least}"
 
 
 def or_dash(value: float | None, write: Callable[[float], str]) -> str:
