@@ -32,8 +32,6 @@ from autohete.simulate import judge_for
 from autohete.units import format_seconds
 from autohete.workload import Workload
 
-#: Judgements of the long search, without those that its pattern searches repeat.
-_LONG_SEARCH = 1000
 _DIRECTIONS = [step for step in product((-1, 0, 1), repeat=3) if any(step)]
 
 
@@ -91,7 +89,7 @@ def draw(seed: int, most_blocks: int = 96) -> Setting:
     return Setting(seed, analytic_profile(workload, hardware), AutoHete(priority=rng.random() < 0.8))
 
 
-def best_known(setting: Setting, judge: Judge, plan: Counts) -> float:
+def best_known(setting: Setting, judge: Judge, plan: Counts, judgements: int) -> float:
     """The shortest iteration that pattern searches find from ``plan``, from everything offloaded and from random places."""
     rng = random.Random(setting.seed)
     blocks = len(setting.profile.blocks)
@@ -105,7 +103,7 @@ def best_known(setting: Setting, judge: Judge, plan: Counts) -> float:
         return known[place]
 
     def descend(here: tuple[int, ...], step: int = 16) -> None:
-        while step and len(known) < _LONG_SEARCH:
+        while step and len(known) < judgements:
             around = (tuple(h + step * d for h, d in zip(here, direction, strict=True)) for direction in _DIRECTIONS)
             inside = [p for p in around if all(0 <= x <= limit for x, limit in zip(p, limits, strict=True))]
             best = min(inside, key=seconds, default=here)
@@ -116,7 +114,7 @@ def best_known(setting: Setting, judge: Judge, plan: Counts) -> float:
 
     descend((plan.checkpointed, plan.offloaded, plan.cpu_updated), 8)
     descend(limits)
-    while len(known) < _LONG_SEARCH // 2:
+    while len(known) < judgements // 2:
         start = (rng.randint(0, limits[0]), rng.randint(0, limits[1]), rng.randint(0, limits[2]))
         if seconds(start) < float("inf"):
             descend(start)
@@ -140,18 +138,18 @@ class Result:
         return self.seconds / self.best_known_seconds - 1
 
 
-def compare(seed: int, most_blocks: int = 96) -> Result:
-    """Plan the setting of ``seed``, then search for long."""
+def compare(seed: int, most_blocks: int = 96, judgements: int = 1000) -> Result:
+    """Plan the setting of ``seed``, then search on, with at least half as many judgements as given."""
     setting = draw(seed, most_blocks)
     judge = judge_for(setting.profile)
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         plan = setting.policy.plan(setting.profile, judge)
     except InfeasibleError:
-        return Result(setting, None, 0, 0, time.perf_counter() - begin, 0)
-    took, seconds = time.perf_counter() - begin, judge(plan).seconds
+        return Result(setting, None, 0, 0, time.process_time() - begin, 0)
+    took, seconds = time.process_time() - begin, judge(plan).seconds
     counts = Counts(plan.checkpointed_blocks, plan.offloaded_parameter_blocks, plan.offloaded_optimizer_blocks)
-    best = min(best_known(setting, judge, counts), seconds)
+    best = min(best_known(setting, judge, counts, judgements), seconds)
     return Result(setting, counts, seconds, plan.bound_seconds or 0, took, best)
 
 

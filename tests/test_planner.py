@@ -118,6 +118,8 @@ def test_no_choice_goes_below_its_bounds(seed: int) -> None:
     case = draw(seed)
     program, judge = replace(case.policy.program(case.profile), pending=False), judge_for(case.profile)
     choices = all_choices(len(case.profile.blocks))
+    if not WIDE:
+        choices = choices.take(np.array(random.Random(seed).sample(range(len(choices)), 40)))
     judged = [judge(case.policy.plan_for(case.profile, choices[i])) for i in range(len(choices))]
     assert (np.array([found.seconds for found in judged]) >= program.times.seconds(choices)).all()
     assert (np.array([found.gpu_peak_bytes for found in judged]) >= program.gpu_bytes(choices)).all()
@@ -184,44 +186,54 @@ def test_the_plan_is_never_slower_than_what_it_contains(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A model on a preset, and the shortest iteration that a long search has found (``benchmarks/planner.py``)."""
+    """A model on a preset with some rates multiplied, and the best choice that a long search has found."""
 
-    hidden: int
     blocks: int
+    hidden: int
     batch: int
+    tokens: int
     node: str
     memory: str
-    seconds: float
+    best: Counts
+    rates: tuple[float, float, float] = (1, 1, 1)  # GPU, link, CPU
 
     def profile(self) -> Profile:
-        workload = Workload("known", self.hidden, self.blocks, self.hidden // 128, batch_size=self.batch)
-        return analytic_profile(workload, load_hardware(self.node, {"gpu.memory": self.memory}))
+        """Times and sizes."""
+        workload = Workload(
+            "known", self.hidden, self.blocks, self.hidden // 128, batch_size=self.batch, sequence_length=self.tokens
+        )
+        return analytic_profile(workload, faster(load_hardware(self.node, {"gpu.memory": self.memory}), *self.rates))
 
 
-#: Where the planner once was 1 to 30 % away from the best.
+#: Where the planner was once 2 to 30 % away from the best.
 KNOWN = [
-    Known(4096, 32, 1, "h100-pcie5", "79.1GiB", 0.2305),
-    Known(4096, 32, 1, "h100-pcie5", "79GiB", 0.2428),
-    Known(4096, 32, 1, "h100-pcie5", "76GiB", 0.2762),
-    Known(4096, 32, 1, "h100-pcie5", "75GiB", 0.2953),
+    Known(32, 4096, 1, 1024, "h100-pcie5", "79.1GiB", Counts(25, 5, 5)),
+    Known(32, 4096, 1, 1024, "h100-pcie5", "79GiB", Counts(24, 6, 5)),
+    Known(32, 4096, 1, 1024, "h100-pcie5", "76GiB", Counts(24, 8, 6)),
+    Known(32, 4096, 1, 1024, "h100-pcie5", "75GiB", Counts(26, 10, 6)),
+    Known(32, 3072, 2, 2048, "a100-40gb-epyc7713", "39.39GiB", Counts(31, 3, 12)),
+    Known(24, 3072, 1, 2048, "a100-40gb-epyc7713", "39.39GiB", Counts(8, 0, 4)),
+    Known(20, 3072, 4, 1024, "a100-40gb-epyc7713", "29.37GiB", Counts(20, 0, 6), (2.102, 0.804, 1.214)),
+    Known(24, 5120, 2, 1024, "v100-32gb-dgx2", "24.66GiB", Counts(18, 3, 24), (0.365, 0.205, 0.462)),
 ]
 
 
-@pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.hidden}x{known.blocks}-{known.node}-{known.memory}")
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.blocks}x{known.hidden}-{known.node}-{known.memory}")
 def test_a_plan_of_real_size_is_within_a_percent_of_the_best_known(known: Known) -> None:
     """The plan is at most 1 % slower than the best that is known, which its bound is not above."""
-    profile = known.profile()
+    profile, policy = known.profile(), AutoHete()
     judge = judge_for(profile)
-    plan = AutoHete().plan(profile, judge)
-    assert judge(plan).seconds <= known.seconds * 1.01
+    plan, best = policy.plan(profile, judge), judge(policy.plan_for(profile, known.best))
+    assert best.verdict is Verdict.OK
+    assert judge(plan).seconds <= best.seconds * 1.01
     assert plan.bound_seconds is not None
-    assert plan.bound_seconds <= known.seconds * 1.001
+    assert plan.bound_seconds <= best.seconds
 
 
-@pytest.mark.parametrize("seed", range(100 if WIDE else 2))
+@pytest.mark.parametrize("seed", range(100 if WIDE else 1))
 def test_a_long_search_finds_nothing_faster(seed: int) -> None:
     """At 20 to 48 blocks, on any preset, a search without bounds finds no plan that is more than 1 % faster."""
-    result = compare(seed, most_blocks=48 if WIDE else 20)
+    result = compare(seed, most_blocks=48, judgements=1000) if WIDE else compare(seed, most_blocks=20, judgements=150)
     assert result.plan is None or result.excess <= 0.01, result
 
 
@@ -240,15 +252,11 @@ def starved(hardware: Hardware) -> bool:
     return asked > hardware.host.memory_bandwidth * hardware.host.usable_share
 
 
-@pytest.mark.parametrize("what", BETTER)
-@pytest.mark.parametrize("seed", range(1000, 1100 if WIDE else 1006))
-def test_better_hardware_never_makes_it_slower(seed: int, what: str) -> None:
-    """More memory, a faster link or a faster CPU makes the planned iteration at most 1 % longer."""
+@pytest.mark.parametrize("seed", range(1000, 1100 if WIDE else 1004))
+def test_better_hardware_never_makes_it_slower(seed: int) -> None:
+    """With more memory, a faster link or a faster CPU the planned iteration is at most 1 % longer."""
     setting = draw_setting(seed, most_blocks=48 if WIDE else 24)
-    worse = setting.profile.hardware
-    better = BETTER[what](worse, 1 + 10 ** random.Random(seed).uniform(-2.5, 0))
-    if what in ("link", "CPU") and starved(better):
-        return
+    worse, factor = setting.profile.hardware, 1 + 10 ** random.Random(seed).uniform(-2.5, 0)
 
     def seconds(hardware: Hardware) -> float:
         profile = analytic_profile(setting.profile.workload, hardware)
@@ -258,7 +266,21 @@ def test_better_hardware_never_makes_it_slower(seed: int, what: str) -> None:
         except InfeasibleError:
             return float("inf")
 
-    assert seconds(better) <= seconds(worse) * 1.01, setting
+    before = seconds(worse)
+    for what, changed in BETTER.items():
+        better = changed(worse, factor)
+        if "memory" in what or not starved(better):
+            assert seconds(better) <= before * 1.01, (str(setting), what, factor)
+
+
+def test_more_gpu_memory_is_never_slower() -> None:
+    """From 75 to 79.1 GiB each step makes the plan at most 1 % slower, though tight memory makes the best plans few."""
+    times = []
+    for known in sorted((k for k in KNOWN if k.node == "h100-pcie5"), key=lambda k: float(k.memory.removesuffix("GiB"))):
+        judge = judge_for(profile := known.profile())
+        times.append(judge(AutoHete().plan(profile, judge)).seconds)
+    assert len(times) == 4
+    assert all(more <= less * 1.01 for less, more in zip(times, times[1:], strict=False)), times
 
 
 def test_the_chosen_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
