@@ -32,7 +32,8 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The program's answer: the counts, and the value of the objective."""
+    """The program's answer: the counts, and the least value of the objective (for seconds, of several near it one of
+    little work)."""
 
     counts: Counts
     value: float
@@ -77,27 +78,30 @@ class Program:
 
     def solve(self, objective: Objective = Objective.SECONDS) -> Solution | None:
         """The optimum, or None if nothing fits."""
-        limit = np.inf
+        limit, weight = np.inf, 0.0
         if objective is Objective.SECONDS:
+            weight = _LOAD_WEIGHT
+            # Any value limits what has to be looked at: here that of the choice whose busiest engine has least to do.
             fitting, times = self.fitting(), self.times
             if not len(fitting):
                 return None
-            lightest = fitting.take(np.argsort(times.loads(fitting) + _LOAD_WEIGHT * times.total_load(fitting))[:1])
-            limit = float(times.seconds(lightest)[0])
+            loads = times.loads(fitting) + _LOAD_WEIGHT * times.total_load(fitting)
+            limit = float(times.seconds(fitting.take(slice(int(loads.argmin()), int(loads.argmin()) + 1)))[0])
         ranking = self.ranked(objective, limit)
-        return Solution(ranking.choices[0], float(ranking.values[0])) if len(ranking.choices) else None
+        if not len(ranking.choices):
+            return None
+        place = int((ranking.values + weight * self.times.total_load(ranking.choices)).argmin())
+        return Solution(ranking.choices[place], float(ranking.values[0]))
 
     def ranked(self, objective: Objective = Objective.SECONDS, limit: float = np.inf) -> Ranking:
-        """All choices that fit and whose objective is at most ``limit``; of equal ones those with less work come first."""
+        """All choices that fit and whose objective is at most ``limit``; of equal ones that with the least work comes first."""
         choices, times = self.fitting(objective), self.times
         if objective is Objective.SECONDS:
             choices = choices.take(times.loads(choices) <= limit)
             values = times.seconds(choices)
-            ties = _LOAD_WEIGHT * times.total_load(choices)
         else:
             values = self.gpu_bytes(choices) if objective is Objective.GPU_BYTES else self.host_bytes(choices)
-            ties = np.zeros(len(choices))
-        order = np.argsort(values + ties, kind="stable")
+        order = np.lexsort((times.total_load(choices), values))
         order = order[values[order] <= limit]
         return Ranking(choices.take(order), values[order])
 

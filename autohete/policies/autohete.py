@@ -59,9 +59,10 @@ class AutoHete:
             return judge(self.plan_for(profile, counts))
 
         found = best_counts(program, judged)
-        if found is None:
-            return self.plan_for(profile, self._frugal(profile, program, judge))
-        return replace(self.plan_for(profile, found.counts), bound_seconds=found.bound_seconds)
+        if found is not None:
+            return replace(self.plan_for(profile, found.counts), bound_seconds=found.bound_seconds)
+        frugal, relaxed = self._frugal(profile, program, judge), replace(program, pending=False).solve()
+        return replace(self.plan_for(profile, frugal), bound_seconds=relaxed.value if relaxed else None)
 
     def program(self, profile: Profile) -> Program:
         """The integer program of this policy for ``profile``."""
