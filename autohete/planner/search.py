@@ -54,8 +54,10 @@ def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> Found
         if search.done:
             break
         search.seconds(start)
-    for start in search.best_first()[:_WALKS]:
-        search.walk(start)
+    # Equal times are one plateau: a walk from another of its places would look around it once more.
+    plateaus = {search.seconds(counts): counts for counts in reversed(search.best_first())}
+    for time in sorted(plateaus)[:_WALKS]:
+        search.walk(plateaus[time])
     return search.finish()
 
 
