@@ -4,10 +4,13 @@ VENV ?= .venv
 OUT ?= paper_figs
 BIN := $(VENV)/bin
 
-.PHONY: figure timeline published train fidelity gpu-check test wide lint benchmark benchmark-runtime clean
+.PHONY: figure intervals timeline published train fidelity gpu-check test wide lint benchmark benchmark-runtime clean
 
 figure: $(VENV)/simulator
 	$(BIN)/python experiments/fig_throughput.py --out $(OUT)
+
+intervals: $(VENV)/simulator
+	$(BIN)/python experiments/intervals.py --out $(OUT)
 
 timeline: $(VENV)/simulator
 	$(BIN)/autohete simulate --workload gpt-4b --policy autohete --gantt $(OUT)/timeline.png

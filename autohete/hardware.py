@@ -31,8 +31,10 @@ class Gpu:
         peak_16bit_flops, peak_32bit_flops: dense peak, FLOP/s.
         memory_bandwidth: datasheet, bytes/s.
         memory_efficiency: share of it that elementwise kernels reach.
-        gemm_efficiency: share of the peak that a large matrix product reaches.
+        gemm_efficiency: share of the 16-bit peak that a large matrix product reaches.
         kernel_overhead_seconds: time between two short kernels in a full stream.
+        gemm_efficiency_32bit: share of the 32-bit peak that a large matrix product reaches; None: as in 16 bit.
+        multiprocessors: their number, for the efficiency of small matrix products; None: these are as efficient as large ones.
     """
 
     memory_bytes: int
@@ -43,21 +45,25 @@ class Gpu:
     memory_efficiency: float
     gemm_efficiency: float
     kernel_overhead_seconds: float
+    gemm_efficiency_32bit: float | None = None
+    multiprocessors: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between host and GPU, pinned memory.
+    """One direction between host and GPU.
 
     Args:
-        bandwidth: bytes/s while the other direction is silent.
+        bandwidth: bytes/s of pinned memory while the other direction is silent.
         duplex_bandwidth: bytes/s while the other direction runs too.
         latency_seconds: fixed cost of one copy.
+        pageable_bandwidth: bytes/s of pageable memory; None: as of pinned memory.
     """
 
     bandwidth: float
     duplex_bandwidth: float
     latency_seconds: float
+    pageable_bandwidth: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +77,21 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processors: physical cores, and the DRAM traffic (bytes/s) that one optimizer process over all of them reaches."""
+    """The processors.
+
+    Args:
+        cores: physical cores.
+        update_bandwidth: DRAM traffic (bytes/s) that the Adam kernel of one process over all cores reaches.
+        elementwise_bandwidth: DRAM traffic of PyTorch's elementwise kernels (unscaling, casts); None: as of Adam.
+        concurrent_share: share of these rates that updates reach block by block while the GPU trains.
+        launch_seconds: time that the host needs to launch one kernel; no pass is faster than the launch of its kernels.
+    """
 
     cores: int
     update_bandwidth: float
+    elementwise_bandwidth: float | None = None
+    concurrent_share: float = 1.0
+    launch_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +99,8 @@ class Hardware:
     """One GPU and the host behind it, in SI units. Made by :func:`load_hardware`.
 
     ``shared_cores`` is None for a real GPU. Where the CPU stands for the device, all lanes together get as much done as so many
-    of them alone: less than the number of cores where two of these are threads of one.
+    of them alone: less than the number of cores where two of these are threads of one. ``notes`` say which figures were not
+    taken as given.
     """
 
     name: str
@@ -92,6 +110,7 @@ class Hardware:
     host: Host
     cpu: Cpu
     shared_cores: float | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def gpu_capacity_bytes(self) -> int:
@@ -154,12 +173,15 @@ class GpuFigures(_Table):
     memory_bandwidth: Figure[_Bandwidth]
     memory_efficiency: Figure[_Share]
     gemm_efficiency: Figure[_Share]
+    gemm_efficiency_32bit: Figure[_Share] | None = None
+    multiprocessors: Figure[_Count] | None = None
     kernel_overhead: Figure[_Time]
 
 
 class LinkFigures(_Table):
     bandwidth: Figure[_Bandwidth]
     duplex_bandwidth: Figure[_Bandwidth]
+    pageable_bandwidth: Figure[_Bandwidth] | None = None
     latency: Figure[_Time]
 
 
@@ -178,6 +200,9 @@ class CpuFigures(_Table):
     model: str
     cores: Figure[_Count]
     update_bandwidth: Figure[_Bandwidth]
+    elementwise_bandwidth: Figure[_Bandwidth] | None = None
+    concurrent_share: Figure[_Share] | None = None
+    launch: Figure[_Time] | None = None
 
 
 class EmulationFigures(_Table):
@@ -185,7 +210,10 @@ class EmulationFigures(_Table):
 
 
 class HardwareFile(_Table):
-    """A hardware TOML file. Strict: an unknown key, a missing figure or a figure without its unit is an error."""
+    """A hardware TOML file. Strict: an unknown key, a missing figure or a figure without its unit is an error.
+
+    Figures that may be left out have a neutral value, see :class:`Gpu`, :class:`Link` and :class:`Cpu`.
+    """
 
     name: str = Field(pattern=r"^[\w.+-]+$", max_length=100)
     title: str = Field(pattern=r"^[^\x00-\x1f]+$", max_length=200)
@@ -197,12 +225,18 @@ class HardwareFile(_Table):
 
     def hardware(self) -> Hardware:
         """The plain numbers."""
-        gpu, host = self.gpu, self.host
+        gpu, host, cpu = self.gpu, self.host, self.cpu
         if gpu.reserved_memory.value >= gpu.memory.value:
             raise InputError(
                 f"{self.name}: gpu.reserved_memory {gpu.reserved_memory.value:.0f} B leaves nothing of gpu.memory "
                 f"{gpu.memory.value:.0f} B: lower it or raise gpu.memory"
             )
+        dram = host.memory_bandwidth.value * host.usable_share.value
+        notes: list[str] = []
+        update = _within_dram("update_bandwidth", cpu.update_bandwidth.value, dram, notes)
+        elementwise = _value(cpu.elementwise_bandwidth)
+        if elementwise is not None:
+            elementwise = _within_dram("elementwise_bandwidth", elementwise, dram, notes)
         return Hardware(
             name=self.name,
             gpu=Gpu(
@@ -214,19 +248,43 @@ class HardwareFile(_Table):
                 memory_efficiency=gpu.memory_efficiency.value,
                 gemm_efficiency=gpu.gemm_efficiency.value,
                 kernel_overhead_seconds=gpu.kernel_overhead.value,
+                gemm_efficiency_32bit=_value(gpu.gemm_efficiency_32bit),
+                multiprocessors=_value(gpu.multiprocessors),
             ),
             h2d=_link(self.links.h2d),
             d2h=_link(self.links.d2h),
             host=Host(round(host.memory.value), host.memory_bandwidth.value, host.usable_share.value),
-            cpu=Cpu(self.cpu.cores.value, self.cpu.update_bandwidth.value),
+            cpu=Cpu(
+                cpu.cores.value,
+                update,
+                elementwise,
+                1.0 if cpu.concurrent_share is None else cpu.concurrent_share.value,
+                0.0 if cpu.launch is None else cpu.launch.value,
+            ),
             shared_cores=None if self.emulation is None else self.emulation.shared_cores.value,
+            notes=tuple(notes),
         )
 
 
 def _link(figures: LinkFigures) -> Link:
     bandwidth, duplex = figures.bandwidth.value, figures.duplex_bandwidth.value
     # A direction cannot be faster in company than alone; setting only `bandwidth` low must not leave that behind.
-    return Link(bandwidth, min(bandwidth, duplex), figures.latency.value)
+    return Link(bandwidth, min(bandwidth, duplex), figures.latency.value, _value(figures.pageable_bandwidth))
+
+
+def _within_dram(name: str, rate: float, dram: float, notes: list[str]) -> float:
+    """The rate of a CPU kernel, no more than the DRAM gives; a note says where that binds."""
+    if rate <= dram * (1 + 1e-9):
+        return rate
+    notes.append(
+        f"cpu.{name} {rate / 1e9:g} GB/s is more than the DRAM allows: {dram / 1e9:g} GB/s are taken, host.memory_bandwidth x "
+        "host.usable_share"
+    )
+    return dram
+
+
+def _value(figure: Figure[_Value] | None) -> _Value | None:
+    return None if figure is None else figure.value
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -276,6 +334,30 @@ def _override(document: dict[str, Any], key: str, text: str) -> None:
     node["value"] = number
 
 
+#: Figures of a link that keep their proportion to its bandwidth when only that is changed.
+_FOLLOW = ("duplex_bandwidth", "pageable_bandwidth")
+
+
+def _followers(document: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, str]:
+    """What changes with a link's bandwidth unless it is given, too: a faster link is faster both ways at once as well."""
+    found: dict[str, str] = {}
+    for direction in ("h2d", "d2h"):
+        link = f"links.{direction}"
+        text = overrides.get(f"{link}.bandwidth")
+        figures = document.get("links", {}).get(direction, {})
+        if text is None or not isinstance(figures, dict):
+            continue
+        try:
+            factor = parse_quantity(text, "bandwidth") / parse_quantity(figures["bandwidth"]["value"], "bandwidth")
+            for name in _FOLLOW:
+                if name in figures:
+                    before = parse_quantity(figures[name]["value"], "bandwidth")
+                    found[f"{link}.{name}"] = f"{before * factor:.17g}B/s"
+        except (InputError, KeyError, TypeError):
+            continue  # reading the document says what is wrong with it
+    return found
+
+
 def figure_keys(document: Mapping[str, Any]) -> list[str]:
     """The dotted keys of all figures of a raw document."""
 
@@ -300,7 +382,8 @@ def read_hardware(source: str | Path, overrides: Mapping[str, str] | None = None
         InputError: no such preset or file, not TOML, or figures that are missing, unknown or absurd (all in one message).
     """
     document = copy.deepcopy(_read(str(source)))
-    for key, text in (overrides or {}).items():
+    overrides = dict(overrides or {})
+    for key, text in (_followers(document, overrides) | overrides).items():
         _override(document, key, text)
     try:
         # Through JSON: strict mode takes a JSON array for a tuple, but not a Python list.
@@ -324,15 +407,42 @@ def load_hardware(source: str | Path, overrides: Mapping[str, str] | None = None
     return read_hardware(source, overrides).hardware()
 
 
-def uncertain_figures(source: str | Path) -> dict[str, tuple[str, str]]:
-    """Figures of ``source`` for which published values differ: dotted key -> lowest and highest, as written."""
+@dataclass(frozen=True, slots=True)
+class UncertainFigure:
+    """A figure for which published values differ: dotted key, the range and the value in it in SI, and the SI unit as text."""
+
+    key: str
+    low: float
+    value: float
+    high: float
+    unit: str
+
+    def text(self, number: float) -> str:
+        """``number`` as :func:`read_hardware` takes it."""
+        return f"{number:.9g}{self.unit}"
+
+
+def uncertain_figures(source: str | Path) -> list[UncertainFigure]:
+    """Figures of ``source`` that have a range."""
     document = _read(str(source))
-    found: dict[str, tuple[str, str]] = {}
+    found = []
     for key in figure_keys(document):
         node: Any = document
         for part in key.split("."):
             node = node[part]
         if "range" in node:
-            low, high = node["range"]
-            found[key] = (str(low), str(high))
+            (low, unit), (value, _), (high, _) = (_in_si(end) for end in (node["range"][0], node["value"], node["range"][1]))
+            found.append(UncertainFigure(key, low, value, high, unit))
     return found
+
+
+def _in_si(written: object) -> tuple[float, str]:
+    """A figure as written, in SI, with the SI unit."""
+    if not isinstance(written, str):
+        return float(written), ""  # type: ignore[arg-type]
+    for dimension, unit in (("bytes", "B"), ("bandwidth", "B/s"), ("rate", "FLOP/s"), ("time", "s")):
+        try:
+            return parse_quantity(written, dimension), unit
+        except InputError:
+            continue
+    raise InputError(f"{written!r} is not a quantity")

@@ -159,6 +159,8 @@ class _Lowering:
         self.synchronous: list[tuple[_Draft, TaskId]] = []
         self.lives: list[_Life] = []
         self.slot_bytes = max((self.parameter_bytes(i) for i, b in enumerate(plan.blocks) if _leaves(b)), default=0)
+        if plan.gradients_in_slots:
+            self.slot_bytes *= 2
 
     # --- sizes and names
 
@@ -209,7 +211,7 @@ class _Lowering:
                 fetch.wait(blocker)
         priority = Discipline.PRIORITY if self.plan.priority else Discipline.FIFO
         hardware = self.profile.hardware
-        flows, resources = shared_bandwidth(hardware)
+        flows, resources = shared_bandwidth(hardware, updates_beside_gpu=self.plan.updates_beside_gpu)
         return Schedule(
             lanes=(Lane(GPU), Lane(H2D, priority), Lane(D2H, priority), Lane(CPU, priority)),
             tasks=tuple(draft.task() for draft in self.issue_order()),
@@ -238,7 +240,8 @@ class _Lowering:
         self.get(Kind.FORWARD, head).allocates.append(Buffer(f"logits.{head}", GPU_MEMORY, loss.logits_bytes))
         computed = self.add(Kind.LOSS, head, GPU, loss.seconds)
         computed.allocates.append(Buffer(f"logits_gradient.{head}", GPU_MEMORY, loss.logits_bytes))
-        computed.frees.append(Free(f"logits.{head}"))
+        if not loss.keeps_logits:
+            computed.frees.append(Free(f"logits.{head}"))
         self.workspace(computed, loss.workspace_bytes)
         self.passes.append(computed.id)
         for block in range(self.last, -1, -1):
@@ -262,9 +265,12 @@ class _Lowering:
         backward.frees.append(Free(f"activations{fetched}.{block}"))
         if block == self.last:
             backward.frees.append(Free(f"logits_gradient.{block}"))
+        if block == 0 and self.profile.loss.keeps_logits:
+            backward.frees.append(Free(f"logits.{self.last}"))
         self.workspace(backward, times.backward_workspace_bytes)
         for owned in self.gradients_of(block):
-            name, size = f"gradients.{owned}", self.parameter_bytes(owned)
+            in_slot = self.plan.gradients_in_slots and _leaves(self.plan.blocks[owned])
+            name, size = f"gradients.{owned}", 0 if in_slot else self.parameter_bytes(owned)
             backward.allocates.append(Buffer(name, GPU_MEMORY, size))
             if self.plan.gradients_replace_parameters:
                 backward.frees.append(Free(name))  # moved into the parameters' place
@@ -290,7 +296,9 @@ class _Lowering:
 
     def offloaded_parameters(self, block: int, plan: BlockPlan) -> None:
         """Fetch, release and write back; a slot lives from its fetch to the end of its last user."""
-        seconds = self.profile.h2d_seconds(self.parameter_bytes(block))
+        carried = self.plan.fetch_bytes if plan.optimizer is Processor.CPU else None
+        carried = self.profile.element_bytes if carried is None else carried
+        seconds = self.profile.h2d_seconds(self.profile.blocks[block].parameters * carried)
         forward, backward = TaskId(Kind.FORWARD, block), TaskId(Kind.BACKWARD, block)
         if not plan.keep_after_backward:
             fetch = self.add(Kind.PREFETCH_FORWARD, block, H2D, seconds, priority=block)
@@ -322,7 +330,8 @@ class _Lowering:
         size = self.parameter_bytes(block) if self.plan.parameter_slots is None else 0
         after_forward = self.id_of(Kind.WRITE_BACK_FORWARD, block) or TaskId(Kind.FORWARD, block)
         after_backward = self.id_of(Kind.WRITE_BACK_BACKWARD, block) or TaskId(Kind.BACKWARD, block)
-        if self.plan.gradients_replace_parameters and plan.optimizer is Processor.CPU:
+        with_gradient = self.plan.gradients_replace_parameters or self.plan.gradients_in_slots
+        if with_gradient and plan.optimizer is Processor.CPU:
             after_backward = TaskId(Kind.OFFLOAD_GRADIENTS, block)  # until then it holds the gradient
         if plan.keep_after_forward:
             lives = [("parameters", Kind.PREFETCH_FORWARD, after_backward, 0)]
@@ -415,18 +424,20 @@ class _Lowering:
         updated = [block for block in range(self.last, -1, -1) if plan.blocks[block].optimizer is Processor.CPU]
         for block in updated:
             parameters = profile.blocks[block].parameters
-            gradients = self.add(
-                Kind.OFFLOAD_GRADIENTS, block, D2H, profile.d2h_seconds(parameters * plan.gradient_bytes), priority=block
-            )
+            seconds = profile.d2h_seconds(parameters * plan.gradient_bytes, pinned=plan.gradients_pinned)
+            gradients = self.add(Kind.OFFLOAD_GRADIENTS, block, D2H, seconds, priority=block)
             gradients.wait(TaskId(Kind.BACKWARD, block))
             self.release_gradients(gradients)
-            update = self.add(Kind.CPU_UPDATE, block, CPU, profile.cpu_update_seconds(block, plan.update_bytes), priority=block)
+            seconds = profile.cpu_update_seconds(
+                block, plan.update_bytes, plan.elementwise_bytes, beside_gpu=plan.updates_beside_gpu
+            )
+            update = self.add(Kind.CPU_UPDATE, block, CPU, seconds, priority=block)
             update.wait(gradients.id, back=int(plan.delayed))
             if plan.delayed:
                 # The host's gradient may be overwritten only after its update has read it.
                 gradients.wait(update.id)
             if self.needs_refresh(block):
-                seconds = profile.h2d_seconds(parameters * plan.refresh_bytes)
+                seconds = profile.h2d_seconds(parameters * plan.refresh_bytes, pinned=plan.refresh_pinned)
                 refresh = self.add(Kind.REFRESH, block, H2D, seconds, priority=block)
                 refresh.wait(update.id)
                 if plan.delayed:
@@ -467,6 +478,13 @@ class _Lowering:
         refreshed = [block for block in updated if self.id_of(Kind.REFRESH, block)]
         if plan.refresh_after_updates and refreshed:
             self.get(Kind.REFRESH, refreshed[0]).wait(TaskId(Kind.CPU_UPDATE, updated[-1]))
+        if plan.refresh_through_buffer and refreshed:
+            size = sum(self.profile.blocks[block].parameters for block in refreshed) * plan.refresh_bytes
+            self.get(Kind.REFRESH, refreshed[0]).allocates.append(Buffer("refreshed_parameters", GPU_MEMORY, size))
+            last = self.get(Kind.REFRESH, refreshed[-1])
+            last.frees.append(Free("refreshed_parameters"))
+            for block in refreshed[:-1]:
+                last.wait(TaskId(Kind.REFRESH, block))
 
     def copied_after_backward(self, block: int) -> bool:
         """Whether the gradient's copy is a part of a serial update instead of following its backward."""
@@ -550,6 +568,7 @@ class _Lowering:
         profile, plan = self.profile, self.plan
         element, optimizer = profile.element_bytes, profile.optimizer_bytes
         host_states = host_parameters = 0
+        updated: list[int] = []
         for block, decisions in enumerate(plan.blocks):
             count = profile.blocks[block].parameters
             if not _leaves(decisions):
@@ -558,14 +577,18 @@ class _Lowering:
                 yield Buffer(f"optimizer_states.{block}", GPU_MEMORY, count * optimizer)
             else:
                 host_states += count * plan.host_optimizer_bytes
+                updated.append(count)
             if _leaves(decisions) and not (plan.one_host_copy and decisions.optimizer is Processor.CPU):
                 host_parameters += count * plan.host_parameter_bytes
         if plan.parameter_slots is not None and self.slot_bytes:
             yield Buffer("parameter_slots", GPU_MEMORY, plan.parameter_slots * self.slot_bytes)
         if plan.gpu_buffer_bytes:
             yield Buffer("policy_buffers", GPU_MEMORY, plan.gpu_buffer_bytes)
+        arrays = [sum(updated)] if plan.host_pinned_together else updated
+        host_pinned = sum(rounded_when_pinned(count * size) for count in arrays for size in plan.host_pinned_bytes)
         for name, size in (
             ("optimizer_states", host_states),
+            ("pinned_states", host_pinned),
             ("offloaded_parameters", host_parameters),
             ("policy_buffers", plan.host_buffer_bytes),
         ):
@@ -578,7 +601,12 @@ def _leaves(plan: BlockPlan) -> bool:
     return plan.parameters is Placement.OFFLOADED and not (plan.keep_after_forward and plan.keep_after_backward)
 
 
-def shared_bandwidth(hardware: Hardware) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
+def rounded_when_pinned(size_bytes: int) -> int:
+    """What PyTorch's pinned allocator takes for ``size_bytes``: the next power of two (``CachingHostAllocator``)."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+
+
+def shared_bandwidth(hardware: Hardware, *, updates_beside_gpu: bool) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
     """What the two directions of the link take from each other, and they and the CPU from host DRAM.
 
     Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy
@@ -587,15 +615,16 @@ def shared_bandwidth(hardware: Hardware) -> tuple[tuple[Flow, ...], tuple[Shared
     every lane is a thread on its cores as well.
     """
     h2d, d2h, cpu = hardware.h2d, hardware.d2h, hardware.cpu
+    update = cpu.update_bandwidth * (cpu.concurrent_share if updates_beside_gpu else 1.0)
     flows = (
         Flow(H2D, h2d.bandwidth, h2d.duplex_bandwidth),
         Flow(D2H, d2h.bandwidth, d2h.duplex_bandwidth),
-        Flow(CPU, cpu.update_bandwidth, cpu.update_bandwidth),
+        Flow(CPU, update, update),
     )
     usable = hardware.host.memory_bandwidth * hardware.host.usable_share
     resources = (
         SharedResource("link", max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
-        SharedResource("host_memory", max(usable, cpu.update_bandwidth), (H2D, D2H, CPU)),
+        SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU)),
     )
     if hardware.shared_cores is None:
         return flows, resources

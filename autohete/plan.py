@@ -86,6 +86,7 @@ class PlanCounts:
 _SIZES = (
     "gradient_bytes",
     "update_bytes",
+    "elementwise_bytes",
     "refresh_bytes",
     "host_optimizer_bytes",
     "host_parameter_bytes",
@@ -105,7 +106,10 @@ class Plan:
         blocking_gradients: the GPU waits for each gradient copy (it runs on the compute stream).
         gradients_replace_parameters: a finished gradient takes the place of the block's 16-bit parameters on the GPU.
         gradient_slots: gradients of at most so many blocks wait on the GPU for their copy; None: no limit.
-        update_bytes: DRAM traffic per parameter of a CPU update, all passes over the data included.
+        update_bytes: DRAM traffic per parameter of the Adam kernel on the CPU.
+        elementwise_bytes: DRAM traffic per parameter of the elementwise kernels of a CPU update: unscaling, casts.
+        gradients_pinned, refresh_pinned: gradients land in, and updated parameters come from, pinned host memory; pageable
+            memory is slower.
         update_after_backward: CPU updates start when every gradient is on the host (clipping, overflow check).
         window: blocks share a sliding window of so many places: forward of block ``i + window`` waits for the write-back of
             block ``i``, backward of block ``i - window`` for its CPU update.
@@ -113,14 +117,20 @@ class Plan:
         serial_updates: after backward, gradient copy, update and refresh of one block end before the next block's begin;
             gradients of blocks that do not stay on the GPU have left it during backward.
         refresh_bytes: bytes per parameter in which updated parameters cross to the GPU.
+        fetch_bytes: bytes per parameter in which offloaded parameters that the CPU updates do; None, and of others: as the GPU
+            computes with them.
         refresh_after_updates: refreshes start when every CPU update is done.
+        refresh_through_buffer: refreshed parameters of all blocks meet in a GPU buffer before they are cast.
         barrier: the next forward waits for every update and refresh.
         delayed: a CPU update takes the gradients of the iteration before (stale; changes the mathematics).
         priority: copies and CPU updates take the most urgent ready block first instead of the first come.
         gpu_buffer_bytes: GPU memory the policy holds all the time (buckets, caches).
         parameter_slots: fetched parameters live in so many preallocated slots of the largest offloaded block;
             None: each is allocated when its prefetch starts.
-        host_optimizer_bytes: host bytes per parameter updated on the CPU (states, gradient, staging).
+        gradients_in_slots: a slot has room for the gradient, too; with ``parameter_slots`` only.
+        host_optimizer_bytes: pageable host bytes per parameter updated on the CPU (states, gradient, staging).
+        host_pinned_bytes: pinned arrays for what the CPU updates, bytes per parameter of each. PyTorch rounds a pinned
+            allocation up to a power of two: one for each block, or with ``host_pinned_together`` one for all blocks.
         host_parameter_bytes: host bytes per offloaded parameter.
         one_host_copy: what the CPU updates is the host's copy of offloaded parameters itself: none of their own is counted.
         host_buffer_bytes: other host memory.
@@ -135,6 +145,10 @@ class Plan:
     refresh_bytes: int
     host_optimizer_bytes: int
     host_parameter_bytes: int
+    elementwise_bytes: float = 0
+    fetch_bytes: int | None = None
+    gradients_pinned: bool = True
+    refresh_pinned: bool = True
     blocking_gradients: bool = False
     gradients_replace_parameters: bool = False
     gradient_slots: int | None = None
@@ -143,11 +157,15 @@ class Plan:
     gpu_update_after_backward: bool = False
     serial_updates: bool = False
     refresh_after_updates: bool = False
+    refresh_through_buffer: bool = False
     barrier: bool = False
     delayed: bool = False
     priority: bool = False
     gpu_buffer_bytes: int = 0
     parameter_slots: int | None = None
+    gradients_in_slots: bool = False
+    host_pinned_bytes: tuple[int, ...] = ()
+    host_pinned_together: bool = False
     one_host_copy: bool = False
     host_buffer_bytes: int = 0
     bound_seconds: float | None = field(default=None, compare=False)
@@ -178,10 +196,19 @@ class Plan:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}: give at least 1, or None for no limit")
+        if self.gradients_in_slots and self.parameter_slots is None:
+            raise InputError("gradients_in_slots needs parameter_slots: give their number")
+        if any(not (math.isfinite(size) and size >= 0) for size in self.host_pinned_bytes):
+            raise InputError(f"host_pinned_bytes is {self.host_pinned_bytes}: give finite numbers of bytes, 0 or more")
         for name in _SIZES:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{name} is {value}: it must be a finite number of bytes, 0 or more")
+
+    @property
+    def updates_beside_gpu(self) -> bool:
+        """Whether the CPU updates block by block while the GPU trains, instead of all at once while it waits."""
+        return self.delayed or not (self.update_after_backward or self.serial_updates)
 
     @property
     def checkpointed_blocks(self) -> int:

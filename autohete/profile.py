@@ -1,8 +1,8 @@
 """How long and how big: seconds and bytes of every block of one workload on one hardware.
 
-The analytic profile is a roofline per block (Williams et al. 2009): matrix products at the GPU's GEMM rate, everything
-else at its memory bandwidth, plus a fixed cost per kernel. So efficiency falls with the hidden size and with few tokens
-without a curve that would have to be fitted. A measured profile is the same type.
+The analytic profile is a roofline per block (Williams et al. 2009): matrix products at the GPU's GEMM rate for their shape,
+everything else at its memory bandwidth by the operations that the implementation makes (:mod:`autohete.kernels`), plus a fixed
+cost per kernel, and never faster than the host launches them. A measured profile is the same type.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autohete.errors import check_fields
-from autohete.hardware import Hardware
+from autohete.hardware import Hardware, Link
+from autohete.kernels import IMPLEMENTATIONS
 from autohete.workload import BlockRole, Precision, Workload
 
 #: cuBLAS works through K in steps and pays for filling its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
 _GEMM_INNER_HALF = 256
-#: Element reads and writes per token and hidden unit of one forward pass outside the matrix products: two norms (4),
-#: GELU on 4h (8), two dropouts (4), two residual sums (6), splitting q, k, v and joining heads (8); masks on top.
-_ELEMENTWISE_ACCESSES = 30
-#: Kernels of one forward pass: 4 products, 2 norms, attention, GELU, 2 dropouts, 2 sums, 3 copies.
-_FORWARD_KERNELS = 15
 #: Bytes that a fused AdamW on the GPU touches per parameter: master weight and both moments read and written in fp32 (24);
 #: gradient and, in mixed precision, the 16-bit parameter come on top.
 _ADAM_STATE_TRAFFIC_BYTES = 24
-#: Fused attention runs at about this share of the GEMM rate forward (Dao 2023, table of A100 forward speeds).
+#: Fused attention runs at about this share of the GEMM rate forward (Dao 2023, table of A100 forward speeds), by FLOPs counted
+#: without the causal mask.
 _ATTENTION_SHARE = 0.65
+#: A wave of tiles begins and ends unevenly, which costs about a quarter of one: 32 and 88 % of the rate at n = 8192 were
+#: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
+_TILE, _WAVES_HALF = 128, 0.25
 #: Its backward makes five products where forward makes two (Dao et al. 2022, algorithm 4).
 _ATTENTION_BACKWARD = 2.5
 
@@ -69,12 +69,14 @@ class LossProfile:
     Args:
         seconds: GPU time, its own backward included.
         logits_bytes: the logits, and as many for their gradient.
-        workspace_bytes: log-probabilities (and gradient) in fp32, alive only during the loss.
+        workspace_bytes: what is alive only during the loss.
+        keeps_logits: the logits stay until backward has ended.
     """
 
     seconds: float
     logits_bytes: int
     workspace_bytes: int
+    keeps_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +102,35 @@ class Profile:
         """Bytes of optimizer state per parameter."""
         return self.workload.precision.optimizer_bytes
 
-    def h2d_seconds(self, size_bytes: float) -> float:
+    def h2d_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
         """A copy of ``size_bytes`` to the GPU, alone on the link."""
-        return self.hardware.h2d.latency_seconds + size_bytes / self.hardware.h2d.bandwidth
+        return _copy_seconds(self.hardware.h2d, size_bytes, pinned)
 
-    def d2h_seconds(self, size_bytes: float) -> float:
+    def d2h_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
         """A copy of ``size_bytes`` to the host, alone on the link."""
-        return self.hardware.d2h.latency_seconds + size_bytes / self.hardware.d2h.bandwidth
+        return _copy_seconds(self.hardware.d2h, size_bytes, pinned)
 
-    def cpu_update_seconds(self, block: int, bytes_per_parameter: float) -> float:
-        """Optimizer step of ``block`` on the CPU, undisturbed; it touches ``bytes_per_parameter`` of DRAM if not measured."""
-        measured = self.blocks[block].cpu_update_seconds
+    def cpu_update_seconds(
+        self, block: int, kernel_bytes: float, elementwise_bytes: float = 0.0, *, beside_gpu: bool = False
+    ) -> float:
+        """Optimizer step of ``block`` on the CPU, as measured or by the DRAM traffic per parameter.
+
+        Args:
+            block: counted from 0.
+            kernel_bytes: traffic of the Adam kernel.
+            elementwise_bytes: traffic of the elementwise kernels around it.
+            beside_gpu: the step runs while the GPU trains, at ``concurrent_share`` of the rates.
+        """
+        measured, cpu = self.blocks[block].cpu_update_seconds, self.hardware.cpu
         if measured is not None:
             return measured
-        return self.blocks[block].parameters * bytes_per_parameter / self.hardware.cpu.update_bandwidth
+        seconds = kernel_bytes / cpu.update_bandwidth + elementwise_bytes / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
+        return self.blocks[block].parameters * seconds / (cpu.concurrent_share if beside_gpu else 1.0)
+
+
+def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:
+    bandwidth = link.bandwidth if pinned else link.pageable_bandwidth or link.bandwidth
+    return link.latency_seconds + size_bytes / bandwidth
 
 
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
@@ -126,63 +143,93 @@ def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
 class _Roofline:
     def __init__(self, workload: Workload, hardware: Hardware) -> None:
         self.workload, gpu = workload, hardware.gpu
-        mixed = workload.precision is not Precision.FP32
-        self.flops = (gpu.peak_16bit_flops if mixed else gpu.peak_32bit_flops) * gpu.gemm_efficiency
+        if workload.precision is Precision.FP32:
+            efficiency = gpu.gemm_efficiency_32bit or gpu.gemm_efficiency
+            self.flops = gpu.peak_32bit_flops * efficiency
+        else:
+            self.flops = gpu.peak_16bit_flops * gpu.gemm_efficiency
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
-        self.overhead = gpu.kernel_overhead_seconds
+        self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add counts as two FLOPs
+        self.multiprocessors = gpu.multiprocessors
+        self.overhead, self.launch = gpu.kernel_overhead_seconds, hardware.cpu.launch_seconds
         self.element = workload.precision.element_bytes
+        self.kernels = IMPLEMENTATIONS[workload.kernels]
 
-    def _gemm_seconds(self, columns: int, inner: int) -> float:
-        """``tokens x inner`` times ``inner x columns``: the slower of arithmetic and memory."""
-        tokens = self.workload.tokens
-        arithmetic = 2 * tokens * columns * inner / self.flops * (inner + _GEMM_INNER_HALF) / inner
-        traffic = self.element * (tokens * inner + inner * columns + tokens * columns) / self.bandwidth
+    def _gemm_seconds(self, rows: int, columns: int, inner: int, batch: int = 1) -> float:
+        """``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory."""
+        shape = (inner + _GEMM_INNER_HALF) / inner
+        if self.multiprocessors is not None:
+            # Parts of tiles: counted whole, 129 rows would be quicker than 128, because a wave's loss is shared by more tiles.
+            waves = batch * rows * columns / _TILE**2 / self.multiprocessors
+            shape *= (waves + _WAVES_HALF) / waves
+        arithmetic = 2 * batch * rows * columns * inner / self.flops * shape
+        traffic = self.element * batch * (rows * inner + inner * columns + rows * columns) / self.bandwidth
         return max(arithmetic, traffic)
 
-    def _attention_seconds(self) -> float:
+    def _backward_gemm_seconds(self, columns: int, inner: int) -> float:
+        """The two products that follow from ``tokens x inner`` times ``inner x columns``: for the input and for the weights."""
+        tokens = self.workload.tokens
+        return self._gemm_seconds(tokens, inner, columns) + self._gemm_seconds(inner, columns, tokens)
+
+    def _attention_seconds(self) -> tuple[float, float]:
+        """The products of attention, forward and backward; what lies between them is in the table of operations."""
         w = self.workload
-        flops = 4 * w.tokens * w.sequence_length * w.hidden_size
-        if w.fused_attention:
-            return flops / (self.flops * _ATTENTION_SHARE)
-        # Scores are written and read around softmax and dropout: 5 passes over b a s^2 elements, and the masks.
-        scores = w.tokens * w.sequence_length * w.heads
-        return flops / self.flops + scores * (5 * self.element + 2) / self.bandwidth
+        if self.kernels.flash:
+            seconds = 4 * w.tokens * w.sequence_length * w.hidden_size / (self.flops * _ATTENTION_SHARE)
+            return seconds, _ATTENTION_BACKWARD * seconds
+        head, batch, s = w.hidden_size // w.heads, w.batch_size * w.heads, w.sequence_length
+        # Scores (and the gradient of the weights) have the head's size inside, the others the sequence length.
+        wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, head, s, batch)
+        return wide + deep, wide + 3 * deep
+
+    def _elementwise_seconds(self, direction: str) -> float:
+        """What is no matrix product, by what the table of operations counts: the slower of memory and instructions."""
+        w, total = self.workload, self.kernels.total
+        hidden, scores = w.tokens * w.hidden_size, w.tokens * w.sequence_length * w.heads
+        bytes_of_hidden = total(direction) * self.element + total("kept_mask")
+        bytes_of_scores = total(f"{direction}_scores") * self.element + total("kept_score_mask")
+        traffic = (bytes_of_hidden * hidden + bytes_of_scores * scores) / self.bandwidth
+        accesses = total(direction) * hidden + total(f"{direction}_scores") * scores
+        return max(traffic, accesses * self.kernels.instructions / self.lanes)
+
+    def _pass_seconds(self, busy: float, kernels: float) -> float:
+        """A pass that keeps the GPU ``busy`` for so long, in so many kernels: no faster than the host launches them."""
+        return max(busy + kernels * self.overhead, kernels * self.launch)
 
     def block(self, role: BlockRole) -> BlockProfile:
-        w, element = self.workload, self.element
+        w, element, kernels = self.workload, self.element, self.kernels
         hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
         parameters = w.block_parameters(role)
         if role is BlockRole.TRANSFORMER:
-            h = w.hidden_size
-            # Elements at 16 bit and two dropout masks of a byte: 34 b s h (Korthikanti et al. 2022, section 4.1) …
-            activations = 16 * hidden_bytes + 2 * w.tokens * h
-            if not w.fused_attention:  # … and 5 b s^2 a without fused attention.
-                activations += w.tokens * w.sequence_length * w.heads * (2 * element + 1)
-            gemm = sum(self._gemm_seconds(*shape) for shape in ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h)))
-            attention = self._attention_seconds()
-            elementwise = (_ELEMENTWISE_ACCESSES * element + 2) * w.tokens * h / self.bandwidth
-            launches = _FORWARD_KERNELS * self.overhead
-            forward = gemm + attention + elementwise + launches
-            # Each product has two in backward; each elementwise kernel reads the gradient as well.
-            backward_attention = _ATTENTION_BACKWARD if w.fused_attention else 2.0
-            backward = 2 * gemm + backward_attention * attention + 2 * elementwise + 2 * launches
-            # Largest transients: the 4h output before GELU's copy is kept; gradients at 4h in and out, and at h. Plain
-            # attention: a copy of the scores forward, gradients of softmax's input and output backward.
-            scores = 0 if w.fused_attention else element * w.tokens * w.sequence_length * w.heads
-            workspaces = (max(4 * hidden_bytes, scores), max(9 * hidden_bytes, 2 * scores + hidden_bytes))
+            h, total = w.hidden_size, kernels.total
+            scores = w.tokens * w.sequence_length * w.heads
+            activations = total("kept") * hidden_bytes + total("kept_mask") * w.tokens * h
+            activations += (total("kept_scores") * element + total("kept_score_mask")) * scores
+            shapes = ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))
+            gemm = sum(self._gemm_seconds(w.tokens, *shape) for shape in shapes)
+            gemm_backward = sum(self._backward_gemm_seconds(*shape) for shape in shapes)
+            attention, attention_backward = self._attention_seconds()
+            forward = self._pass_seconds(gemm + attention + self._elementwise_seconds("forward"), total("forward_kernels"))
+            backward = self._pass_seconds(
+                gemm_backward + attention_backward + self._elementwise_seconds("backward"), total("backward_kernels")
+            )
+            workspaces = (
+                kernels.forward_workspace * hidden_bytes,
+                kernels.backward_workspace * hidden_bytes + kernels.backward_score_workspace * element * scores,
+            )
         elif role is BlockRole.EMBEDDING:
             # Gather (or scatter-add) of token and position rows, dropout.
             activations = w.tokens * (8 + w.hidden_size)  # token ids and dropout mask
-            forward = 6 * hidden_bytes / self.bandwidth + 3 * self.overhead
+            forward = self._pass_seconds(6 * hidden_bytes / self.bandwidth, 3)
             # The gradient of the whole table is written, however few tokens there are.
-            backward = (5 * hidden_bytes + 2 * element * parameters) / self.bandwidth + 3 * self.overhead
+            backward = self._pass_seconds((5 * hidden_bytes + 2 * element * parameters) / self.bandwidth, 3)
             workspaces = (2 * hidden_bytes, hidden_bytes)
         else:
             activations = 2 * hidden_bytes  # the norm's input and the projection's
-            gemm = self._gemm_seconds(w.vocabulary_size, w.hidden_size)
-            norm = 2 * hidden_bytes / self.bandwidth
-            forward = gemm + norm + 2 * self.overhead
-            backward = 2 * gemm + 2 * norm + 4 * self.overhead
+            gemm = self._gemm_seconds(w.tokens, w.vocabulary_size, w.hidden_size)
+            forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2)
+            gemm_backward = self._backward_gemm_seconds(w.vocabulary_size, w.hidden_size)
+            backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4)
             workspaces = (0, 2 * hidden_bytes)
         update_traffic = _ADAM_STATE_TRAFFIC_BYTES + (2 * element if element == 2 else element)
         return BlockProfile(
@@ -191,17 +238,17 @@ class _Roofline:
             forward_seconds=forward,
             backward_seconds=backward,
             gpu_update_seconds=parameters * update_traffic / self.bandwidth + self.overhead,
-            input_bytes=min(activations, 8 * w.tokens if role is BlockRole.EMBEDDING else hidden_bytes),
-            activation_bytes=activations,
-            forward_workspace_bytes=workspaces[0],
-            backward_workspace_bytes=workspaces[1],
+            input_bytes=round(min(activations, 8 * w.tokens if role is BlockRole.EMBEDDING else hidden_bytes)),
+            activation_bytes=round(activations),
+            forward_workspace_bytes=round(workspaces[0]),
+            backward_workspace_bytes=round(workspaces[1]),
         )
 
     def loss(self) -> LossProfile:
-        w, element = self.workload, self.element
+        w, element, head = self.workload, self.element, self.kernels.head
         logits = w.tokens * w.vocabulary_size
-        # Cast to fp32, log-softmax, and their backward: PyTorch keeps the fp32 log-probabilities (4 B) and, in mixed
-        # precision, makes an fp32 gradient (4 B) before its cast.
-        workspace = (4 + (4 if element == 2 else 0)) * logits
-        traffic = (2 * element + 5 * 4) * logits
-        return LossProfile(traffic / self.bandwidth + 6 * self.overhead, element * logits, workspace)
+        traffic, workspace = (
+            (head.traffic_16bit, head.workspace_16bit) if element == 2 else (head.traffic_32bit, head.workspace_32bit)
+        )
+        seconds = self._pass_seconds(traffic * logits / self.bandwidth, head.kernels)
+        return LossProfile(seconds, element * logits, round(workspace * logits), head.keeps_logits)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from autohete.errors import InputError
-from autohete.workload import Precision, Workload, named_workload
+from autohete.errors import InputError, check_fields
+from autohete.workload import Kernels, Precision, Workload, named_workload
 
 if TYPE_CHECKING:
     from autohete.profile import Profile
@@ -39,8 +39,9 @@ class Shape:
         bf16 and fp16 are mixed precision with fp32 master weights.
     tied_embeddings:
         Whether the head uses the embedding's matrix.
-    fused_attention:
-        Whether attention scores stay out of memory (FlashAttention).
+    kernels:
+        What computes a block: fused (Megatron with FlashAttention), fused_softmax (attention scores in memory), eager
+        (Hugging Face GPT-2, a kernel per operation) or eager_flash (the same with PyTorch's attention).
     """
 
     hidden_size: Annotated[int | None, Parameter(name="--hidden")] = None
@@ -51,7 +52,10 @@ class Shape:
     batch_size: int | None = None
     precision: Precision | None = None
     tied_embeddings: bool | None = None
-    fused_attention: bool | None = None
+    kernels: Kernels | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def changes(self) -> dict[str, object]:
         """The figures that were given."""

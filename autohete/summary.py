@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autohete.analysis import Cause, usage
 from autohete.bounds import period_bounds
@@ -20,10 +20,12 @@ from autohete.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a policy comes to. Rates and times are None where the training does not fit: nothing runs then.
+    """The result of one policy. Rates and times are None where the training does not fit: nothing runs then.
 
     Args:
         workload, hardware, policy: names.
+        assumptions: every figure of the workload and flag of the policy, given or not.
+        notes: figures of the hardware that were not taken as given.
         clock: whose seconds.
         verdict: whether it fits; ``explanation`` says what is short, empty if it fits.
         iteration_seconds: steady; ``first_iteration_seconds`` and ``drain_seconds`` are the ends of a run.
@@ -44,6 +46,8 @@ class Summary:
     workload: str
     hardware: str
     policy: str
+    assumptions: dict[str, object]
+    notes: tuple[str, ...]
     clock: Clock
     verdict: Verdict
     explanation: str
@@ -76,8 +80,17 @@ def proven_within(simulation: Simulation) -> float | None:
     return max(simulation.iteration_seconds / bound - 1, 0.0)
 
 
-def summarize(simulation: Simulation) -> Summary:
-    """The summary of ``simulation``."""
+def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
+    """All that the answer takes for granted of the training: a figure that was not given has its default."""
+    return {
+        **{field.name: getattr(workload, field.name) for field in fields(workload)},
+        "optimizer": "adamw",
+        "policy": {field.name: getattr(policy.system, field.name) for field in fields(policy.system)},
+    }
+
+
+def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
+    """The summary of ``simulation``, in which ``policy`` planned."""
     s = simulation
     fits = s.verdict is Verdict.OK
     bounds = period_bounds(s.schedule)
@@ -95,6 +108,8 @@ def summarize(simulation: Simulation) -> Summary:
         workload=s.profile.workload.name,
         hardware=s.profile.hardware.name,
         policy=s.plan.policy,
+        assumptions=assumptions(s.profile.workload, policy),
+        notes=s.profile.hardware.notes,
         clock=s.trace.clock,
         verdict=s.verdict,
         explanation=explanation,
@@ -126,7 +141,7 @@ def answer(profile: Profile, policy: NamedPolicy) -> tuple[Summary, Simulation |
         simulation = simulate_policy(profile, policy)
     except InfeasibleError as error:
         return _infeasible(profile.workload, profile.hardware, policy, error), None
-    return summarize(simulation), simulation
+    return summarize(simulation, policy), simulation
 
 
 def runs_of_equal_blocks(plan: Plan) -> list[tuple[int, int, BlockPlan]]:
@@ -145,6 +160,8 @@ def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, err
         workload=workload.name,
         hardware=hardware.name,
         policy=policy.name,
+        assumptions=assumptions(workload, policy),
+        notes=hardware.notes,
         clock=Clock.SIMULATED,
         verdict=Verdict.HOST_OUT_OF_MEMORY if error.constraint == "host" else Verdict.GPU_OUT_OF_MEMORY,
         explanation=str(error),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from autohete.errors import InputError, unknown_name
+from autohete.errors import InputError, check_fields, unknown_name
 
 
 class Precision(StrEnum):
@@ -30,6 +30,20 @@ class Precision(StrEnum):
         return 8 if self is Precision.FP32 else 12
 
 
+class Kernels(StrEnum):
+    """The implementation that computes a transformer block; :mod:`autohete.kernels` counts what each of them does.
+
+    ``FUSED``: fused kernels and FlashAttention (Megatron-LM). ``FUSED_SOFTMAX``: fused kernels, attention scores in memory
+    (Megatron-LM before that). ``EAGER``: Hugging Face GPT-2 in PyTorch, a kernel per operation. ``EAGER_FLASH``: the same
+    with ``scaled_dot_product_attention``.
+    """
+
+    FUSED = "fused"
+    FUSED_SOFTMAX = "fused_softmax"
+    EAGER = "eager"
+    EAGER_FLASH = "eager_flash"
+
+
 class BlockRole(StrEnum):
     """What a block is. Block 0 is the embedding, the last one the head, those between are transformer blocks."""
 
@@ -51,7 +65,7 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A GPT-like model and the batch that one GPU works on.
+    """A GPT-like model, what computes it, and the batch that one GPU works on.
 
     Args:
         name: how people call it.
@@ -63,7 +77,7 @@ class Workload:
         batch_size: ``b`` sequences in one iteration of one GPU.
         precision: see :class:`Precision`.
         tied_embeddings: the LM head multiplies by the embedding's own matrix, as in GPT-2.
-        fused_attention: attention scores are never written to memory (FlashAttention).
+        kernels: see :class:`Kernels`.
     """
 
     name: str
@@ -75,15 +89,14 @@ class Workload:
     batch_size: int = 8
     precision: Precision = Precision.BF16
     tied_embeddings: bool = True
-    fused_attention: bool = True
+    kernels: Kernels = Kernels.FUSED
 
     def __post_init__(self) -> None:
         for field, limit in _LIMITS.items():
             value = getattr(self, field)
             if type(value) is not int or not 1 <= value <= limit:
                 raise InputError(f"{field} is {value!r}: it must be a whole number between 1 and {limit:,}")
-        if not isinstance(self.precision, Precision):
-            raise InputError(f"precision is {self.precision!r}: choose one of {', '.join(Precision)}, as Precision.BF16")
+        check_fields(self)
         if self.hidden_size % self.heads:
             raise InputError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.heads} heads: "
@@ -137,8 +150,7 @@ class Workload:
 
 
 def _gpt(billions: int, hidden_size: int, transformer_blocks: int) -> Workload:
-    # Plain attention: with it ZeRO-Offload stops at 12B on 40 GB, as published; with fused attention it would train 15B.
-    return Workload(f"gpt-{billions}b", hidden_size, transformer_blocks, heads=hidden_size // 128, fused_attention=False)
+    return Workload(f"gpt-{billions}b", hidden_size, transformer_blocks, heads=hidden_size // 128)
 
 
 #: GPT-like models over the published range: 2B to 22B, hidden 2048 to 8192, 20 to 42 blocks, sequence 1024, global batch 8

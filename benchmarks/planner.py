@@ -53,7 +53,7 @@ def faster(hardware: Hardware, gpu: float = 1, link: float = 1, cpu: float = 1) 
     """``hardware`` with some rates multiplied."""
 
     def scaled(one: Link) -> Link:
-        return Link(one.bandwidth * link, one.duplex_bandwidth * link, one.latency_seconds)
+        return replace(one, bandwidth=one.bandwidth * link, duplex_bandwidth=one.duplex_bandwidth * link)
 
     return replace(
         hardware,
@@ -64,7 +64,11 @@ def faster(hardware: Hardware, gpu: float = 1, link: float = 1, cpu: float = 1) 
         ),
         h2d=scaled(hardware.h2d),
         d2h=scaled(hardware.d2h),
-        cpu=replace(hardware.cpu, update_bandwidth=hardware.cpu.update_bandwidth * cpu),
+        cpu=replace(
+            hardware.cpu,
+            update_bandwidth=hardware.cpu.update_bandwidth * cpu,
+            elementwise_bandwidth=(hardware.cpu.elementwise_bandwidth or hardware.cpu.update_bandwidth) * cpu,
+        ),
     )
 
 
@@ -89,8 +93,8 @@ def draw(seed: int, most_blocks: int = 96) -> Setting:
     return Setting(seed, analytic_profile(workload, hardware), AutoHete(priority=rng.random() < 0.8))
 
 
-def best_known(setting: Setting, judge: Judge, plan: Counts, judgements: int) -> float:
-    """The shortest iteration that pattern searches find from ``plan``, from everything offloaded and from random places."""
+def best_known(setting: Setting, judge: Judge, plan: Counts, judgements: int) -> tuple[float, Counts]:
+    """The shortest iteration and its choice: pattern searches from ``plan``, from everything offloaded, from random places."""
     rng = random.Random(setting.seed)
     blocks = len(setting.profile.blocks)
     limits = (blocks - 2, blocks - 2, blocks)
@@ -118,7 +122,8 @@ def best_known(setting: Setting, judge: Judge, plan: Counts, judgements: int) ->
         start = (rng.randint(0, limits[0]), rng.randint(0, limits[1]), rng.randint(0, limits[2]))
         if seconds(start) < float("inf"):
             descend(start)
-    return min(known.values())
+    best = min(known, key=lambda place: known[place])
+    return known[best], Counts(*best)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ def compare(seed: int, most_blocks: int = 96, judgements: int = 1000) -> Result:
         return Result(setting, None, 0, 0, time.process_time() - begin, 0)
     took, seconds = time.process_time() - begin, judge(plan).seconds
     counts = Counts(plan.checkpointed_blocks, plan.offloaded_parameter_blocks, plan.offloaded_optimizer_blocks)
-    best = min(best_known(setting, judge, counts, judgements), seconds)
+    best = min(best_known(setting, judge, counts, judgements)[0], seconds)
     return Result(setting, counts, seconds, plan.bound_seconds or 0, took, best)
 
 

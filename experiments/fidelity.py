@@ -259,7 +259,11 @@ def _scaled(node: Hardware, factor: float) -> Hardware:
     )
     host = replace(node.host, memory_bandwidth=node.host.memory_bandwidth * factor)
     return replace(
-        node, h2d=h2d, d2h=d2h, host=host, cpu=replace(node.cpu, update_bandwidth=node.cpu.update_bandwidth * factor)
+        node,
+        h2d=h2d,
+        d2h=d2h,
+        host=host,
+        cpu=replace(node.cpu, update_bandwidth=node.cpu.update_bandwidth * factor, concurrent_share=1.0),
     )
 
 

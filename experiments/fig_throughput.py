@@ -1,13 +1,18 @@
-"""How fast do GPT models of 2B to 22B train on one A100-40GB under four offloading systems?
+"""How fast do GPT models of 2B to 22B train on one A100-40GB under four offloading systems, and how sure is that?
 
 Command: ``python experiments/fig_throughput.py [--out DIR]``. Machine: any; everything is simulated.
 
-Writes ``fig_throughput.{png,pdf,csv}`` (throughput of every model under every policy) and
-``fig_throughput_sensitivity.csv`` (how AutoHete's speed-ups move when an uncertain figure moves across its published
-range), and prints both, with the paper's one-GPU speed-ups beside them.
+Writes:
 
-What would refute it: a speed-up outside the paper's by more than the uncertain figures can explain, or a model that the
-paper trained and the simulation does not fit (or the contrary).
+- ``fig_throughput.{png,pdf,csv}``: throughput of every model under every policy;
+- ``fig_throughput_ratios.csv``: AutoHete's speed-ups with their 5 to 95 % intervals, beside the paper's;
+- ``fig_throughput_variants.csv``: the speed-ups of AutoHete with another CPU step, which the paper does not describe;
+- ``fig_throughput_bounds.csv``: what the paper's ratios would need.
+
+The intervals come from ``paper_figs/fig_throughput_intervals.csv``, which ``intervals.py`` makes.
+
+What would refute it: a published speed-up outside its interval, or a model that the paper trained and the simulation does not
+fit (or the contrary).
 """
 
 from __future__ import annotations
@@ -24,140 +29,106 @@ if __name__ == "__main__":  # before the imports that take time
 
 import csv
 import io
-import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean
 
 from cyclopts import App
-from joblib import Parallel, delayed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autohete.cli import run_app
-from autohete.hardware import load_hardware, uncertain_figures
-from autohete.interrupt import children_uninterrupted
+from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
 from autohete.policy import Verdict
-from autohete.profile import analytic_profile
-from autohete.report.style import POLICY_LOOKS, save_figure, style
+from autohete.report.style import BLUE, PURPLE, SKY, VERMILION, YELLOW, save_figure, style
 from autohete.report.tables import console, or_dash, table
 from autohete.report.write import make_folder, write_text
-from autohete.summary import Summary, answer
+from autohete.schedule import GPU
+from autohete.simulate import simulate
+from autohete.summary import Summary
 from autohete.units import format_bytes, format_seconds
-from autohete.workload import WORKLOADS
-from experiments import paper
-
-NODE = "a100-40gb-epyc7713"
-GPUS = 1
-AUTOHETE, NO_PRIORITY = "autohete", "autohete:priority=off"
-BASELINES = list(paper.SPEEDUPS)
-POLICIES = [*BASELINES, NO_PRIORITY, AUTOHETE]
-#: Sensitivities are taken at one size that every system trains; the whole range would say the same, slowly.
-PROBE = "gpt-10b"
+from experiments.comparison import (
+    AUTOHETE,
+    MODELS,
+    NO_PRIORITY,
+    NODE,
+    POLICIES,
+    PUBLISHED,
+    ZERO_OFFLOAD,
+    ZERO_OFFLOAD_LIMIT,
+    Job,
+    SpeedUp,
+    grid,
+    run_all,
+    speedup,
+)
+from experiments.intervals import Interval
+from experiments.intervals import read as read_intervals
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """One thing that is changed from the comparison as published, and what is simulated under it."""
+class PolicyLook:
+    """Label and style of a policy."""
 
     label: str
-    value: str
-    overrides: dict[str, str] = field(default_factory=dict)
-    fused_attention: bool = False
-    #: Policy -> the flags it runs with instead.
-    variants: dict[str, str] = field(default_factory=dict)
+    colour: str
+    hatch: str = ""
 
 
-NOMINAL = Setting("nominal", "")
+GPUS = 1
+INTERVALS = Path(__file__).resolve().parents[1] / "paper_figs" / "fig_throughput_intervals.csv"
+#: Steps of AutoHete on the CPU beside the nominal one, which casts separately.
+VARIANTS = ("fused_casts", "fp32_upload")
+#: From dark to light they also differ in grey.
+LOOKS = {
+    ZERO_OFFLOAD[0]: PolicyLook("ZeRO-Offload, DeepSpeed 0.4.3", PURPLE, "....."),
+    ZERO_OFFLOAD[1]: PolicyLook("ZeRO-Offload, DeepSpeed 0.8.3", PURPLE),
+    ZERO_OFFLOAD[2]: PolicyLook("ZeRO-Offload, DeepSpeed of 2026", PURPLE, "\\\\\\\\\\"),
+    "patrickstar": PolicyLook("PatrickStar", YELLOW),
+    "stronghold": PolicyLook("StrongHold", SKY),
+    NO_PRIORITY: PolicyLook("AutoHete, no priority", VERMILION, "/////"),
+    AUTOHETE: PolicyLook("AutoHete", BLUE),
+}
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One simulation: a model under a policy in a setting."""
-
-    model: str
-    policy: str
-    setting: Setting = NOMINAL
-
-    def run(self) -> Summary:
-        """Simulate it. Takes from 0.1 to 1 s."""
-        workload = replace(WORKLOADS[self.model], fused_attention=self.setting.fused_attention)
-        hardware = load_hardware(NODE, self.setting.overrides)
-        policy = parse_policy(self.setting.variants.get(self.policy, self.policy))
-        summary, _ = answer(analytic_profile(workload, hardware), policy)
-        return summary
-
-
-def settings() -> list[Setting]:
-    """Each uncertain hardware figure at both ends of its published range, then what is uncertain about the systems."""
-    moved = [Setting(key, end, {key: end}) for key, ends in uncertain_figures(NODE).items() for end in ends]
-    return [
-        *moved,
-        Setting("attention", "fused", fused_attention=True),
-        Setting("autohete", "fused_casts", variants={AUTOHETE: "autohete:fused_casts"}),
-        Setting("patrickstar", "gpu_share=80", variants={"patrickstar": "patrickstar:gpu_share=80"}),
-        Setting("zero_offload", "paper", variants={"zero_offload": "zero_offload:paper,tile_overlap"}),
-    ]
-
-
-def run_all(jobs: Sequence[Job]) -> dict[tuple[str, str, str, str], Summary]:
-    """All jobs on all cores, with a progress bar where there is a terminal."""
-    found: dict[tuple[str, str, str, str], Summary] = {}
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, console=console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
-        bar = progress.add_task("simulating", total=len(jobs))
-        # Batches of one: a policy that searches takes ten times as long as one that does not.
-        parallel = Parallel(n_jobs=os.cpu_count(), return_as="generator_unordered", batch_size=1)
-        with children_uninterrupted():
-            results = parallel(delayed(_run)(job) for job in jobs)
-        for job, summary in results:
-            found[job.model, job.policy, job.setting.label, job.setting.value] = summary
-            progress.advance(bar)
-    return found
-
-
-def _run(job: Job) -> tuple[Job, Summary]:
-    return job, job.run()
+Rows = Mapping[tuple[str, str], Summary]
 
 
 # --- what it says -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedUp:
-    """AutoHete's throughput over another's, over the models that both train."""
+class Ratio:
+    """AutoHete's speed-up over one policy: nominal, interval, and the paper's, for the average and the maximum."""
 
-    over: str
-    average: float
-    maximum: float
-    paper_average: float
-    paper_maximum: float
+    nominal: SpeedUp
+    average: Interval
+    maximum: Interval
 
-
-def ratio(fast: Summary, slow: Summary) -> float | None:
-    """Throughput of ``fast`` over ``slow``; None where one of them does not fit."""
-    if fast.samples_per_second is None or slow.samples_per_second is None:
-        return None
-    return fast.samples_per_second / slow.samples_per_second
+    @property
+    def over(self) -> str:
+        """The other policy."""
+        return self.nominal.over
 
 
-def speedups(rows: dict[tuple[str, str], Summary]) -> list[SpeedUp]:
-    """Average and maximum over the models, beside the paper's."""
-    found = []
-    for over, published in [*paper.SPEEDUPS.items(), (NO_PRIORITY, paper.PRIORITY_SPEEDUP)]:
-        ratios = [r for model in WORKLOADS if (r := ratio(rows[model, AUTOHETE], rows[model, over])) is not None]
-        found.append(SpeedUp(over, mean(ratios), max(ratios), *published))
-    return found
+def inside(interval: Interval, paper: float) -> bool:
+    """Whether the paper's number lies in the interval."""
+    return interval.low <= paper <= interval.high
 
 
-def throughput_csv(rows: dict[tuple[str, str], Summary]) -> str:
+def ratios(rows: Rows, known: Sequence[Interval]) -> list[Ratio]:
+    """The speed-ups over every other policy."""
+    rates = {cell: summary.samples_per_second for cell, summary in rows.items()}
+    of = {(i.what, i.policy): i for i in known if not i.model}
+    return [Ratio(speedup(over, rates), of["average", over], of["maximum", over]) for over in PUBLISHED]
+
+
+def throughput_csv(rows: Rows) -> str:
     """One row per model and policy; times and rates are empty where the training does not fit."""
     header = (
         "gpus model parameters policy verdict iteration_seconds samples_per_second tflops_per_gpu "
-        "gpu_peak_bytes host_peak_bytes plan clock"
+        "gpu_peak_bytes host_peak_bytes plan clock kernels"
     )
     lines = [header.split()]
     for (model, policy), s in rows.items():
@@ -166,16 +137,40 @@ def throughput_csv(rows: dict[tuple[str, str], Summary]) -> str:
             [
                 str(GPUS),
                 model,
-                str(WORKLOADS[model].parameters),
+                str(MODELS[model].parameters),
                 policy,
                 s.verdict,
                 *("" if number is None else f"{number:.6g}" for number in numbers),
                 *("" if size is None else str(size) for size in (s.gpu_peak_bytes, s.host_peak_bytes)),
                 str(s.plan or ""),
                 s.clock,
+                MODELS[model].kernels,
             ]
         )
     return _csv(lines)
+
+
+def ratios_csv(found: Sequence[Ratio]) -> str:
+    """One row per policy: averages, then maxima. ``figures_low`` and ``_high`` leave the model's own error out."""
+    names = ["", "low", "high", "paper", "inside", "figures_low", "figures_high"]
+    lines = [["over", "version", *(_column(what, name) for what in ("average", "maximum") for name in names)]]
+    for r in found:
+        system, _, version = r.over.partition(":deepspeed=")
+        cells = [system, version]
+        for what in ("average", "maximum"):
+            interval, paper = getattr(r, what), getattr(PUBLISHED[r.over], what)
+            numbers = (getattr(r.nominal, what), interval.low, interval.high, paper)
+            cells += [f"{number:.5g}" for number in numbers]
+            cells += ["yes" if inside(interval, paper) else "no", f"{interval.figures_low:.5g}", f"{interval.figures_high:.5g}"]
+        lines.append(cells)
+    return _csv(lines)
+
+
+def _column(what: str, name: str) -> str:
+    """Columns of averages have plain names, those of maxima a prefix."""
+    if not name:
+        return what
+    return name if what == "average" else f"maximum_{name}"
 
 
 def _csv(lines: Iterable[Sequence[str]]) -> str:
@@ -185,39 +180,114 @@ def _csv(lines: Iterable[Sequence[str]]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """Speed-ups over each baseline at the probe size with one thing changed; None where something does not fit."""
+class Bound:
+    """Something that a published number would need, beside what is possible and what was measured elsewhere."""
 
-    setting: Setting
-    ratios: dict[str, float | None]
+    claim: str
+    needed: str
+    possible: str
+    elsewhere: str
 
-
-def sensitivities(found: dict[tuple[str, str, str, str], Summary]) -> list[Sensitivity]:
-    """Nominal first, then every setting."""
-
-    def at(setting: Setting) -> Sensitivity:
-        label, value = setting.label, setting.value
-        fast = found[PROBE, AUTOHETE, label, value]
-        return Sensitivity(setting, {over: ratio(fast, found[PROBE, over, label, value]) for over in BASELINES})
-
-    return [at(NOMINAL), *(at(setting) for setting in settings())]
+    def cells(self) -> list[str]:
+        """As a row."""
+        return [self.claim, self.needed, self.possible, self.elsewhere]
 
 
-def sensitivity_csv(rows: Sequence[Sensitivity]) -> str:
-    """One row per setting: what was changed, to what, and AutoHete's speed-up over each baseline."""
-    lines = [["figure", "value", "model", *BASELINES]]
-    for row in rows:
-        ratios = ("" if r is None else f"{r:.4f}" for r in row.ratios.values())
-        lines.append([row.setting.label, row.setting.value, PROBE, *ratios])
+def bounds(rows: Rows) -> list[Bound]:
+    """What the paper's ratios over ZeRO-Offload would need of the host, and of the GPU's memory."""
+    node = load_hardware(NODE)
+    limit = list(MODELS)[: list(MODELS).index(ZERO_OFFLOAD_LIMIT) + 1]
+    ratio, dram = PUBLISHED[ZERO_OFFLOAD[0]].maximum, node.host.memory_bandwidth
+    found = []
+    gpu_seconds = [_gpu_seconds(model) for model in limit]
+    for policy, copies in ((ZERO_OFFLOAD[0], "overlapped"), (ZERO_OFFLOAD[1], "blocking"), (ZERO_OFFLOAD[2], "blocking")):
+        needed = [_needed_bandwidth(m, policy, ratio * seconds) / 1e9 for m, seconds in zip(limit, gpu_seconds, strict=True)]
+        version = policy.partition("=")[2]
+        found.append(
+            Bound(
+                f"{copies} fp32 copies (DeepSpeed {version}) and GPU-bound AutoHete: at most {ratio} at 2B to 12B",
+                f"{min(needed):.0f} to {max(needed):.0f} GB/s of DRAM by Adam ({', '.join(f'{x:.0f}' for x in needed)})",
+                f"DRAM peak {dram / 1e9:.0f} GB/s",
+                f"{node.cpu.update_bandwidth / 1e9:.0f} GB/s (one process, EPYC 7543P)",
+            )
+        )
+    model = MODELS[ZERO_OFFLOAD_LIMIT]
+    found.append(
+        Bound(
+            f"DeepSpeed 0.14.1 to 0.16.9 trains {model.parameters / 1e9:.1f}B: fp32 master of the whole model on the GPU",
+            format_bytes(6 * model.parameters),
+            format_bytes(node.gpu_capacity_bytes),
+            "pull 7309: 'about 3x that of params_FP16'",
+        )
+    )
+    limits = [_priority_limit(rows, name) for name in MODELS]
+    found.append(
+        Bound(
+            "priority gain of these plans, on average, even if every wait outside the schedule's lower bound vanished",
+            f"{PUBLISHED[NO_PRIORITY].average}",
+            f"{mean(limits):.2f} ({', '.join(f'{limit:.2f}' for limit in limits)} from 2B to 22B)",
+            "-",
+        )
+    )
+    return found
+
+
+def _gpu_seconds(model: str) -> float:
+    """The GPU's own work in an iteration of AutoHete."""
+    found = simulate(MODELS[model], load_hardware(NODE), parse_policy(AUTOHETE))
+    return sum(task.duration_ns for task in found.schedule.tasks if task.lane == GPU) * 1e-9
+
+
+def _needed_bandwidth(model: str, policy: str, seconds: float) -> float:
+    """DRAM traffic of the Adam kernel with which ``policy`` takes no more than ``seconds``; infinite if at no rate."""
+    found = simulate(MODELS[model], load_hardware(NODE), parse_policy(policy))
+    traffic = sum(block.parameters for block in found.profile.blocks) * found.plan.update_bytes
+    rest = found.iteration_seconds - traffic / found.profile.hardware.cpu.update_bandwidth
+    return traffic / (seconds - rest) if seconds > rest else float("inf")
+
+
+def _priority_limit(rows: Rows, model: str) -> float:
+    """The iteration without priority over the lower bound of the schedule that AutoHete runs with it."""
+    fifo, best = rows[model, NO_PRIORITY], rows[model, AUTOHETE]
+    assert fifo.iteration_seconds is not None
+    assert best.bound_seconds is not None
+    return fifo.iteration_seconds / best.bound_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """AutoHete with another CPU step, which the paper does not describe, over each policy; without priority it is its own."""
+
+    flags: str
+    speedups: list[SpeedUp]
+
+
+def variants(rows: Rows) -> list[Variant]:
+    """AutoHete's speed-ups with each CPU step, over the policies that the paper compares it with."""
+    names = {flags: {AUTOHETE: f"autohete:{flags}", NO_PRIORITY: f"autohete:{flags},priority=off"} for flags in VARIANTS}
+    jobs = [Job(model, name) for some in names.values() for name in some.values() for model in MODELS]
+    found = run_all(jobs)
+    nominal = {cell: summary.samples_per_second for cell, summary in rows.items()}
+    made = []
+    for flags, named in names.items():
+        own = {(m, policy): found[Job(m, name)].samples_per_second for m in MODELS for policy, name in named.items()}
+        made.append(Variant(flags, [speedup(over, nominal | own) for over in PUBLISHED]))
+    return made
+
+
+def variants_csv(found: Sequence[Variant]) -> str:
+    """One row per variant and policy."""
+    lines = [["autohete", "over", "average", "maximum"]]
+    lines += [[v.flags, s.over, f"{s.average:.5g}", f"{s.maximum:.5g}"] for v in found for s in v.speedups]
     return _csv(lines)
 
 
 # --- what it shows ------------------------------------------------------------------------------------------------
 
 
-def print_throughput(rows: dict[tuple[str, str], Summary]) -> None:
+def print_throughput(rows: Rows) -> None:
     """The comparison as a table: a row per model and policy."""
-    title = f"{GPUS} GPU of {NODE}, simulated"
+    title = f"{GPUS} GPU of {NODE}, fp16, eager kernels, simulated"
     columns = ["model", "policy", "verdict", "iteration", "samples/s", "TFLOP/s", "GPU peak", "host peak", "plan"]
     give_way = ["TFLOP/s", "host peak", "plan"]
     shown = table(title, columns, left=3, give_way=give_way, elsewhere="fig_throughput.csv has them")
@@ -237,91 +307,101 @@ def print_throughput(rows: dict[tuple[str, str], Summary]) -> None:
     console().print(shown)
 
 
-def print_speedups(found: Sequence[SpeedUp]) -> None:
-    """Simulated against published."""
-    columns = ["AutoHete over", "average", "paper", "difference", "maximum", "paper", "difference"]
-    shown = table("speed-ups over the models that both train", columns)
-    for s in found:
-        shown.add_row(
-            s.over,
-            f"{s.average:.2f}",
-            f"{s.paper_average:.2f}",
-            f"{100 * (s.average / s.paper_average - 1):+.0f} %",
-            f"{s.maximum:.2f}",
-            f"{s.paper_maximum:.2f}",
-            f"{100 * (s.maximum / s.paper_maximum - 1):+.0f} %",
-        )
+def print_ratios(found: Sequence[Ratio]) -> None:
+    """Simulated against published: a row for each average, then one for each maximum."""
+    columns = ["AutoHete over", "simulated", "figures only", "5 to 95 %", "paper", "difference", "inside"]
+    for what in ("average", "maximum"):
+        shown = table(f"{what} speed-ups over the models that both train", columns)
+        for r in found:
+            nominal, interval = getattr(r.nominal, what), getattr(r, what)
+            paper = getattr(PUBLISHED[r.over], what)
+            shown.add_row(
+                r.over,
+                f"{nominal:.2f}",
+                f"{interval.figures_low:.2f} to {interval.figures_high:.2f}",
+                f"{interval.low:.2f} to {interval.high:.2f}",
+                f"{paper:.2f}",
+                f"{100 * (nominal / paper - 1):+.0f} %",
+                "yes" if inside(interval, paper) else "no",
+            )
+        console().print(shown)
+
+
+def print_variants(found: Sequence[Variant]) -> None:
+    """Average speed-ups of AutoHete with another CPU step."""
+    shown = table("average speed-ups of AutoHete with another CPU step", ["over", *(v.flags for v in found)])
+    for i, over in enumerate(PUBLISHED):
+        shown.add_row(over, *(f"{v.speedups[i].average:.2f}" for v in found))
     console().print(shown)
 
 
-def print_sensitivities(rows: Sequence[Sensitivity]) -> None:
-    """Speed-ups with one thing changed; only what moves one by a percent or more."""
-    nominal = rows[0].ratios
-    shown = table(f"sensitivity of AutoHete's speed-ups, {PROBE}", ["figure", "set to", *BASELINES], left=2)
-    quiet: list[str] = []
-    loud: set[str] = set()
-    for row in rows:
-        moves = [abs(r / n - 1) if r and n else 1.0 for r, n in zip(row.ratios.values(), nominal.values(), strict=True)]
-        if row is not rows[0] and max(moves) < 0.01:
-            quiet.append(row.setting.label)
-        else:
-            loud.add(row.setting.label)
-            ratios = (f"{r:.2f}" if r else "does not fit" for r in row.ratios.values())
-            shown.add_row(row.setting.label, row.setting.value, *ratios)
-    console().print(shown)
-    still = [label for label in dict.fromkeys(quiet) if label not in loud]
-    console().print(f"less than 1 % at either end: {', '.join(still)}", style="dim", soft_wrap=True)
+def print_bounds(found: Sequence[Bound]) -> None:
+    """The proofs, a line each."""
+    out = console()
+    out.print("what the published numbers would need")
+    for bound in found:
+        out.print(f"  {bound.claim}", soft_wrap=True)
+        out.print(f"    needed: {bound.needed}", soft_wrap=True)
+        out.print(f"    possible: {bound.possible}; measured elsewhere: {bound.elsewhere}", soft_wrap=True)
 
 
-def draw(rows: dict[tuple[str, str], Summary], found: Sequence[SpeedUp], sensitive: Sequence[Sensitivity]) -> Figure:
+def draw(rows: Rows, found: Sequence[Ratio], known: Sequence[Interval]) -> Figure:
     """Throughput by model on the left, speed-ups beside the paper's on the right."""
     with style():
-        figure = Figure(figsize=(9.6, 3.6), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(3, 1.25))
-        _draw_throughput(left, rows)
-        _draw_speedups(right, found, sensitive)
+        figure = Figure(figsize=(10.2, 4.0), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(2.9, 1.3))
+        _draw_throughput(left, rows, known)
+        _draw_ratios(right, found)
         handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=len(POLICIES))
+        figure.legend(handles, labels, loc="outside upper center", ncols=4)
     return figure
 
 
-def _draw_throughput(axes: Axes, rows: dict[tuple[str, str], Summary]) -> None:
-    models = list(WORKLOADS)
-    width = 0.82 / len(POLICIES)
+def _draw_throughput(axes: Axes, rows: Rows, known: Sequence[Interval]) -> None:
+    models = list(MODELS)
+    width = 0.84 / len(POLICIES)
+    ranges = {(i.model, i.policy): i for i in known if i.model}
     for place, policy in enumerate(POLICIES):
-        look = POLICY_LOOKS[policy]
-        xs = [x + (place - (len(POLICIES) - 1) / 2) * width for x in range(len(models))]
-        heights = [rows[model, policy].tflops_per_gpu or 0.0 for model in models]
-        axes.bar(xs, heights, width, color=look.colour, hatch=look.hatch, label=look.label, edgecolor="white", linewidth=0.4)
-        for x, model in zip(xs, models, strict=True):
-            if rows[model, policy].verdict is not Verdict.OK:
-                axes.annotate("out of memory", (x, 1.5), rotation=90, ha="center", va="bottom", fontsize=6, color="0.25")
-    axes.set_xticks(range(len(models)), [f"{WORKLOADS[model].parameters / 1e9:.1f}B" for model in models])
+        look = LOOKS[policy]
+        for x, model in enumerate(models):
+            summary = rows[model, policy]
+            at = x + (place - (len(POLICIES) - 1) / 2) * width
+            label = look.label if x == 0 else None
+            rate, flops = summary.samples_per_second, summary.tflops_per_gpu
+            axes.bar(
+                at, flops or 0.0, width, color=look.colour, hatch=look.hatch, label=label, edgecolor="white", linewidth=0.3
+            )
+            if summary.verdict is not Verdict.OK:
+                if policy == ZERO_OFFLOAD[1]:  # all three versions run out of memory together
+                    axes.annotate("out of memory", (at, 1.5), rotation=90, ha="center", va="bottom", fontsize=6, color="0.25")
+            elif (i := ranges.get((model, policy))) is not None and rate is not None and flops is not None:
+                low, high = flops * i.low / rate, flops * i.high / rate
+                axes.plot([at, at], [low, high], color="black", linewidth=0.8, solid_capstyle="butt")
+    axes.set_xticks(range(len(models)), [f"{MODELS[model].parameters / 1e9:.1f}B" for model in models])
     axes.set_xlabel("parameters of the model")
     axes.set_ylabel("throughput (model TFLOP/s per GPU)")
-    axes.set_title("simulated throughput, 1 x A100-40GB, batch 8 x 1024 tokens", fontsize="medium")
+    axes.set_title("simulated throughput with 5 to 95 % interval, 1 x A100-40GB, batch 8 x 1024 tokens", fontsize="medium")
 
 
-def _draw_speedups(axes: Axes, found: Sequence[SpeedUp], sensitive: Sequence[Sensitivity]) -> None:
-    for y, s in enumerate(reversed(found)):
-        look = POLICY_LOOKS[s.over]
-        nominal = sensitive[0].ratios.get(s.over)
-        if nominal is not None:
-            # The range that the uncertain figures open at the probe size, carried over to the average.
-            moved = [r / nominal for row in sensitive if (r := row.ratios[s.over]) is not None]
-            low, high = s.average * min(moved), s.average * max(moved)
-            axes.plot([low, high], [y, y], color=look.colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
-        axes.plot(s.average, y, "o", color=look.colour, markersize=7)
-        axes.plot(s.paper_average, y, "D", color="black", markersize=5, fillstyle="none")
+def _draw_ratios(axes: Axes, found: Sequence[Ratio]) -> None:
+    for y, r in enumerate(reversed(found)):
+        look, paper = LOOKS[r.over], PUBLISHED[r.over]
+        colour = look.colour if look.colour != YELLOW else "#B8A800"  # yellow on white is hard to see as a line
+        axes.plot([r.average.low, r.average.high], [y, y], color=colour, linewidth=1.2)
+        figures = [r.average.figures_low, r.average.figures_high]
+        axes.plot(figures, [y, y], color=colour, linewidth=5, alpha=0.4, solid_capstyle="butt")
+        axes.plot(r.nominal.average, y, "o", color=colour, markersize=6)
+        axes.plot(paper.average, y, "D", color="black", markersize=5, fillstyle="none")
         axes.annotate(look.label, (0.02, y + 0.2), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     axes.set_yticks([])
-    axes.set_ylim(-0.5, len(found) - 0.3)
-    axes.set_xlim(left=1.0)
+    axes.set_ylim(-0.6, len(found) - 0.2)
+    axes.set_xlim(left=0.95)
     axes.set_xlabel("AutoHete's average speed-up over")
     axes.set_title("against the paper", fontsize="medium")
     legend = [
-        Line2D([], [], marker="o", linestyle="none", color="0.4", label="simulated"),
-        Line2D([], [], linewidth=5, color="0.75", label="if uncertain figures move"),
+        Line2D([], [], marker="o", linestyle="none", color="0.4", label="simulated, nominal"),
+        Line2D([], [], linewidth=5, color="0.75", label="5 to 95 %, uncertain figures"),
+        Line2D([], [], linewidth=1.2, color="0.4", label="5 to 95 %, model error too"),
         Line2D([], [], marker="D", linestyle="none", color="black", fillstyle="none", label="paper"),
     ]
     axes.legend(handles=legend, loc="lower right", fontsize=7)
@@ -336,20 +416,25 @@ def main(*, out: Path = Path("paper_figs")) -> None:
         Folder for the figure and the CSV files.
     """
     make_folder(out)
-    grid = [Job(model, policy) for model in WORKLOADS for policy in POLICIES]
-    probes = [Job(PROBE, policy, setting) for setting in settings() for policy in [*BASELINES, AUTOHETE]]
-    found = run_all([*grid, *probes])
-    rows = {(job.model, job.policy): found[job.model, job.policy, NOMINAL.label, NOMINAL.value] for job in grid}
-    ratios, sensitive = speedups(rows), sensitivities(found)
+    known = read_intervals(INTERVALS)
+    found = run_all(grid())
+    rows = {(job.model, job.policy): found[job] for job in grid()}
+    speedups, proofs, others = ratios(rows, known), bounds(rows), variants(rows)
     write_text(out / "fig_throughput.csv", throughput_csv(rows))
-    write_text(out / "fig_throughput_sensitivity.csv", sensitivity_csv(sensitive))
-    figure = draw(rows, ratios, sensitive)
+    write_text(out / "fig_throughput_ratios.csv", ratios_csv(speedups))
+    write_text(out / "fig_throughput_variants.csv", variants_csv(others))
+    header = ["claim", "needed", "possible", "measured_elsewhere"]
+    write_text(out / "fig_throughput_bounds.csv", _csv([header, *(bound.cells() for bound in proofs)]))
+    figure = draw(rows, speedups, known)
     for suffix in ("png", "pdf"):
         save_figure(figure, out / f"fig_throughput.{suffix}")
     print_throughput(rows)
-    print_speedups(ratios)
-    print_sensitivities(sensitive)
-    console().print(f"written: {out}/fig_throughput.{{png,pdf,csv}}, {out}/fig_throughput_sensitivity.csv", soft_wrap=True)
+    print_ratios(speedups)
+    print_variants(others)
+    print_bounds(proofs)
+    console().print(
+        f"written: {out}/fig_throughput.{{png,pdf,csv}}, {out}/fig_throughput_{{ratios,variants,bounds}}.csv", soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

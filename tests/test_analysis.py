@@ -104,13 +104,13 @@ def test_overlap_is_what_the_gpu_hides() -> None:
 
 def test_first_iterations_and_drain_are_apart() -> None:
     """A barrier-free first iteration is shorter than a steady one, and after the last one the CPU has work left."""
-    summary = summarize(example("autohete"))
+    summary = summarize(example("autohete"), parse_policy("autohete"))
     assert summary.iteration_seconds is not None
     assert summary.first_iteration_seconds is not None
     assert summary.drain_seconds is not None
     assert summary.first_iteration_seconds <= summary.iteration_seconds
     assert 0 < summary.drain_seconds < summary.iteration_seconds
-    barrier = summarize(example("zero_offload"))
+    barrier = summarize(example("zero_offload"), parse_policy("zero_offload"))
     assert barrier.first_iteration_seconds == pytest.approx(barrier.iteration_seconds)
 
 

@@ -203,7 +203,7 @@ def test_both_commands_have_the_options_of_a_question() -> None:
     helps = [autohete(command, "--help").stdout for command in ("simulate", "plan")]
     for option in ("workload", "hidden", "blocks", "heads", "vocabulary", "sequence-length", "batch-size", "precision"):
         assert all(f"--{option} " in shown for shown in helps), option
-    for option in ("tied-embeddings", "fused-attention", "profile", "hardware", "set", "gpu-memory", "host-memory"):
+    for option in ("tied-embeddings", "kernels", "profile", "hardware", "set", "gpu-memory", "host-memory"):
         assert all(f"--{option} " in shown for shown in helps), option
     assert all("such as 16GiB; short for --set gpu.memory=16GiB" in shown for shown in helps)
 
@@ -420,3 +420,27 @@ def test_a_terminal_of_80_columns_gets_tables_of_80(command: str) -> None:
     assert process.returncode == 0
     lines = re.sub(r"\x1b\[[0-9;]*m", "", said.decode()).splitlines()
     assert 70 < max(map(len, lines)) <= 80
+
+
+def test_the_same_shape_has_one_answer() -> None:
+    """A preset and its shape by numbers are the same question, and the answer says what was assumed."""
+    shape = ("--hidden", "5120", "--blocks", "32", "--heads", "40")
+    answers = [
+        autohete("simulate", *question, "--policy", "autohete", "--json") for question in (("--workload", "gpt-10b"), shape)
+    ]
+    named, numbers = (json.loads(done.stdout) for done in answers)
+    for answer in (named, numbers):
+        del answer["workload"], answer["assumptions"]["name"]
+    assert named == numbers
+    assumed = {"kernels": "fused", "precision": "bf16", "batch_size": 8, "sequence_length": 1024, "optimizer": "adamw"}
+    assert assumed.items() <= named["assumptions"].items()
+    assert named["assumptions"]["policy"]["priority"] is True
+    table = autohete("simulate", *shape, "--policy", "autohete").stdout
+    assert "assumed: 32 x 5120, 40 heads, vocabulary 50257 (tied), bf16, kernels fused, AdamW" in table
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_a_figure_that_is_not_taken_as_given_is_named(command: str) -> None:
+    """A CPU rate above what the DRAM allows is said below the answer."""
+    done = autohete(command, "--workload", "gpt-4b", "--policy", "zero_offload", "--set", "cpu.update_bandwidth=150GB/s")
+    assert "note: cpu.update_bandwidth 150 GB/s is more than the DRAM allows: 94.208 GB/s are taken" in done.stdout

@@ -92,7 +92,11 @@ CASES: dict[str, tuple[str, int, int]] = {
     # On paper: forward and loss, 24, wait for the write-backs of blocks 1 and 2, 4 ns each. Backward, 46, with three
     # recomputations and the updates of what stays (2 + 4 + 2), waits for gradients and parameters (2 x 4 ns) and update
     # (28 ns) of blocks 3 and 2.
-    "stronghold": ("stronghold:checkpointing=full,window=1", PLENTY, 24 + 2 * 4 + 46 + 3 * 6 + 8 + 2 * (2 * 4 + 28)),
+    "stronghold": (
+        "stronghold:checkpointing=full,window=1,window_optimizer=gpu",
+        PLENTY,
+        24 + 2 * 4 + 46 + 3 * 6 + 8 + 2 * (2 * 4 + 28),
+    ),
     # On paper: the GPU never waits. Forward, loss, backward, one recomputation, updates of the first three blocks.
     "autohete": ("autohete", 300, 23 + 1 + 46 + 6 + 2 + 4 + 4),
     # On paper: the CPU updates all but the embedding, block 1 last; from there the way leads over its fetch (4), forward of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,9 +118,9 @@ def test_every_preset_loads_and_every_figure_has_its_source(name: str) -> None:
     document = read_hardware(name)
     assert document.name == name
     assert isinstance(document.hardware(), Hardware)
-    for key, (low, high) in uncertain_figures(name).items():
-        values = [_figure(read_hardware(name, {key: end}), key) for end in (low, high)]
-        assert values[0] <= _figure(document, key) <= values[1], key
+    for figure in uncertain_figures(name):
+        assert figure.low <= figure.value <= figure.high, figure.key
+        assert figure.value == _figure(document, figure.key)
 
 
 def _figure(document: object, key: str) -> float:
@@ -137,6 +138,76 @@ def test_figures_are_set_by_key_with_units() -> None:
     assert changed.cpu.cores == 8
     assert changed.d2h == plain.d2h
     assert changed.gpu == plain.gpu
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_a_links_other_rates_follow_its_bandwidth(direction: str) -> None:
+    """A link that is made faster or slower keeps its proportions, duplex and pageable, but for those that are given, too."""
+    key, plain = f"links.{direction}", getattr(load_hardware(NODE), direction)
+    for factor in (0.1, 2.0):
+        bandwidth = {f"{key}.bandwidth": f"{plain.bandwidth * factor / 1e9}GB/s"}
+        changed = getattr(load_hardware(NODE, bandwidth), direction)
+        assert changed.bandwidth == pytest.approx(plain.bandwidth * factor)
+        assert changed.duplex_bandwidth == pytest.approx(plain.duplex_bandwidth * factor)
+        assert changed.pageable_bandwidth == pytest.approx(plain.pageable_bandwidth * factor)
+        assert changed.latency_seconds == plain.latency_seconds
+        for name, kept in (("duplex_bandwidth", "pageable_bandwidth"), ("pageable_bandwidth", "duplex_bandwidth")):
+            given_too = getattr(load_hardware(NODE, {f"{key}.{name}": "1GB/s", **bandwidth}), direction)
+            assert getattr(given_too, name) == 1e9
+            assert getattr(given_too, kept) == getattr(changed, kept)
+
+
+@pytest.mark.parametrize("name", ["update_bandwidth", "elementwise_bandwidth"])
+def test_a_cpu_is_not_faster_than_its_memory(name: str) -> None:
+    """A rate of the CPU above what the DRAM gives counts as that, and a note says so; raising the DRAM's makes room for it."""
+    host = load_hardware(NODE).host
+    dram = host.memory_bandwidth * host.usable_share
+    faster = {f"cpu.{name}": f"{dram * 1.1!r}B/s"}
+    bound = load_hardware(NODE, faster)
+    assert getattr(bound.cpu, name) == pytest.approx(dram)
+    (note,) = bound.notes
+    assert note.startswith(f"cpu.{name} {dram * 1.1 / 1e9:g} GB/s is more than the DRAM allows: {dram / 1e9:g} GB/s are taken")
+    as_much = load_hardware(NODE, {f"cpu.{name}": f"{dram!r}B/s"})
+    assert (getattr(as_much.cpu, name), as_much.notes) == (pytest.approx(dram), ())
+    roomy = load_hardware(NODE, {**faster, "host.memory_bandwidth": f"{host.memory_bandwidth * 1.2!r}B/s"})
+    assert (getattr(roomy.cpu, name), roomy.notes) == (pytest.approx(dram * 1.1), ())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_no_preset_is_faster_than_its_memory(name: str) -> None:
+    """The figures of every preset are taken as given."""
+    assert load_hardware(name).notes == ()
+
+
+#: Figures of a hardware file that need not be there, and what stands for them.
+OPTIONAL: dict[str, float | None] = {
+    "gpu.gemm_efficiency_32bit": None,
+    "gpu.multiprocessors": None,
+    "links.h2d.pageable_bandwidth": None,
+    "links.d2h.pageable_bandwidth": None,
+    "cpu.elementwise_bandwidth": None,
+    "cpu.concurrent_share": 1.0,
+    "cpu.launch": 0.0,
+}
+
+
+def test_optional_figures_may_be_left_out(tmp_path: Path) -> None:
+    """A file without the optional figures loads with neutral values, and all else is as before."""
+    tables = re.split(r"^(?=\[)", _preset_text(), flags=re.MULTILINE)
+    path = tmp_path / "node.toml"
+    path.write_text("".join(table for table in tables if not any(table.startswith(f"[{key}]") for key in OPTIONAL)))
+    full, bare = load_hardware(NODE), load_hardware(path)
+    part: object
+    for key, neutral in OPTIONAL.items():
+        name = "launch_seconds" if key == "cpu.launch" else key.rpartition(".")[2]
+        for node in (full, bare):
+            part = getattr(node, key.removeprefix("links.").partition(".")[0])
+            assert (getattr(part, name) == neutral) is (node is bare), key
+    assert bare.h2d == replace(full.h2d, pageable_bandwidth=None)
+    assert bare.gpu == replace(full.gpu, gemm_efficiency_32bit=None, multiprocessors=None)
+    faster = load_hardware(path, {"links.h2d.bandwidth": f"{2 * bare.h2d.bandwidth!r}B/s"})
+    assert faster.h2d.duplex_bandwidth == pytest.approx(2 * bare.h2d.duplex_bandwidth)
+    assert faster.h2d.pageable_bandwidth is None
 
 
 @pytest.mark.parametrize(

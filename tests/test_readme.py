@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -71,15 +73,44 @@ def test_the_files_exist() -> None:
 
 
 def test_the_figures_of_the_comparison_are_those_written() -> None:
-    """The speed-ups at 10B that the README quotes are those of the sensitivity table."""
-    rows = (ROOT / "paper_figs" / "fig_throughput_sensitivity.csv").read_text().splitlines()
-    quoted = {
-        "nominal": "2.56, 1.99\n  and 1.35",
-        "cpu.update_bandwidth,42GB/s": "2.11, 1.54 and 1.23",
-        "autohete,fused_casts": "3.42,\n  2.66, 1.79",
+    """Each number of the README's table of speed-ups is that of the committed file."""
+    rows = list(csv.DictReader((ROOT / "paper_figs" / "fig_throughput_ratios.csv").read_text().splitlines()))
+    table = README[README.index("| AutoHete over |") :].split("\n\n")[0].splitlines()[2:]
+    assert len(table) == len(rows)
+    for line, row in zip(table, rows, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")[1:]]
+        expected = []
+        for name, prefix in (("average", ""), ("maximum", "maximum_")):
+            number, paper = float(row[name]), float(row[f"{prefix}paper"])
+            expected += [
+                f"{number:.2f} ({100 * (number / paper - 1):+.0f} %)",
+                f"{float(row[f'{prefix}low']):.2f} to {float(row[f'{prefix}high']):.2f}",
+                f"{paper:.2f}",
+            ]
+        assert cells == expected
+
+
+def test_the_variant_of_autohete_is_the_one_written() -> None:
+    """The README's ratios of the variant that uploads the fp32 master are those of the committed file."""
+    rows = csv.DictReader((ROOT / "paper_figs" / "fig_throughput_variants.csv").read_text().splitlines())
+    average = {row["over"]: f"{float(row['average']):.2f}" for row in rows if row["autohete"] == "fp32_upload"}
+    zero, patrickstar = average["zero_offload:deepspeed=0.4.3"], average["patrickstar"]
+    text = " ".join(README.split())
+    assert f"it would be {average['autohete:priority=off']}, but the other ratios {zero} (0.4.3), {patrickstar} and" in text
+    assert f"and {average['stronghold']} (`fig_throughput_variants.csv`)" in text
+
+
+def test_the_scores_of_published_rows_are_those_written() -> None:
+    """The README's errors over published rows are those of the committed file."""
+    rows = list(csv.DictReader((ROOT / "paper_figs" / "published.csv").read_text().splitlines()))
+    timed = [row for row in rows if row["unit"] == "s" and not row["calibrates"]]
+    errors = {
+        kind: [abs(float(row["difference_percent"])) for row in timed if (row["phase"] == "iteration") == (kind == "iteration")]
+        for kind in ("iteration", "phase")
     }
-    for start, text in quoted.items():
-        (row,) = [row for row in rows if row.startswith(start)]
-        numbers = [f"{float(number):.2f}" for number in row.split(",")[3:]]
-        assert text in README
-        assert re.findall(r"\d\.\d\d", text) == numbers
+    verdicts = [row["measured"] == row["predicted"] for row in rows if row["unit"] == "fits"]
+    text = " ".join(README.split())
+    iteration, phase = errors["iteration"], errors["phase"]
+    assert f"off by {mean(iteration):.1f} % on average and {max(iteration):.1f} % at worst ({len(iteration)} rows)" in text
+    assert f"phases by {mean(phase):.1f} % ({len(phase)})" in text
+    assert f"{sum(verdicts)} of {len(verdicts)} memory verdicts are right" in text

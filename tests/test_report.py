@@ -137,7 +137,7 @@ def test_the_least_important_columns_give_way_first() -> None:
 def test_presets_and_plans_fit_the_terminal(width: int) -> None:
     """Lists of presets and the decisions of a plan are not wider than the terminal, and cut nothing off."""
     found = simulated("gpt-10b", "autohete")
-    for show in (tables.print_presets, lambda: tables.print_plan(summarize(found), found)):
+    for show in (tables.print_presets, lambda: tables.print_plan(summarize(found, parse_policy("autohete")), found)):
         lines = printed(show, width)
         assert max(map(len, lines)) <= width
         assert not any("…" in line for line in lines)
@@ -464,7 +464,9 @@ def test_memory_shows_capacity_and_what_holds_the_peak() -> None:
     figure = memory_figure([s.gpu, s.host], *window_ns(s.trace, s.steady.first, s.steady.first), "t", s.trace.clock)
     gpu, host = figure.axes
     assert f"capacity {s.gpu.capacity_bytes / 2**30:.1f} GiB" in texts(figure)
-    assert gpu.get_title("left").startswith(f"peak {s.gpu.peak_bytes / 2**30:.1f} GiB at L22: resident parameters 8.3")
+    assert gpu.get_title("left").startswith(
+        f"peak {s.gpu.peak_bytes / 2**30:.1f} GiB at L22: activations 23.8, resident parameters 8.3"
+    )
     assert (gpu.get_ylabel(), host.get_ylabel()) == ("GPU memory\n(GiB)", "host memory\n(GiB)")
     assert host.get_xlabel() == "time (s, simulated)"
 

@@ -83,10 +83,12 @@ class TimeBounds:
         self.forward, self.backward = below(costs.forward), below(costs.backward)
         self.recompute, self.gpu_update = below(costs.recompute), below(costs.gpu_update)
         self.cpu_update = below(costs.cpu_update)
-        self.down, self.up = below(costs.gradients), below(costs.parameters)
+        self.down, self.up, self.fetch = below(costs.gradients), below(costs.parameters), below(costs.fetches)
+        either = np.minimum(costs.parameters, costs.fetches)  # whoever updates
+        self.least_fetch = below(list(either))
         # Least of the blocks up to each: what a chain through any of them surely takes.
         self.least_down = np.minimum.accumulate(np.array(costs.gradients))
-        self.least_up = np.minimum.accumulate(np.array(costs.parameters))
+        self.least_up = np.minimum.accumulate(either)
         self.least_update = np.minimum.accumulate(np.array(costs.cpu_update))
         self.rounding = 0.5e-9 * _TASKS_PER_BLOCK * self.n
 
@@ -143,14 +145,16 @@ class TimeBounds:
 
         down = above(self.down, first) + inner(self.down, gpu_offloaded)
         embedding = np.where((first == 0) & (under > 0), self.up[1], 0.0)
-        up = inner(self.up, x.offloaded) + above(self.up, np.maximum(refreshed, 1)) + embedding
+        fetched = inner(self.fetch, gpu_offloaded) + inner(self.up, x.offloaded) - inner(self.up, gpu_offloaded)
+        up = fetched + above(self.up, np.maximum(refreshed, 1)) + embedding
         if under.ndim == 0:
-            up = up + inner(self.up, x.offloaded)
+            up = up + fetched
         return _Work(down, up, above(self.cpu_update, first))
 
     def _slowest(self, work: _Work) -> Numbers:
         """The time that copies and CPU need for ``work``, each at full rate and all together within what they share."""
-        h2d, d2h, update = self.hardware.h2d, self.hardware.d2h, self.hardware.cpu.update_bandwidth
+        h2d, d2h, cpu = self.hardware.h2d, self.hardware.d2h, self.hardware.cpu
+        update = cpu.update_bandwidth * cpu.concurrent_share
         link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
         dram = max(self.hardware.host.memory_bandwidth * self.hardware.host.usable_share, update)
         copied = work.up * h2d.bandwidth + work.down * d2h.bandwidth
@@ -226,7 +230,7 @@ class TimeBounds:
         Parameters are not fetched for backward before their own forward has ended, and backward of m or of a block above it
         waits for the last of them.
         """
-        fetched = np.maximum(self.up[x.offloaded + 1] - self.up[m], 0.0)
+        fetched = np.maximum(self.least_fetch[x.offloaded + 1] - self.least_fetch[m], 0.0)
         backward = self.backward[m + 1] - self.backward[m]
         redone = np.where(m <= x.checkpointed, self.recompute[m + 1] - self.recompute[m], 0.0)
         beside = self._gpu_from(x, m) - (self.forward[m + 1] - self.forward[m]) - backward - redone

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from autohete.errors import check_fields, check_member
 from autohete.hardware import Hardware
 from autohete.planner.bounds import Choices, Numbers, TimeBounds, all_choices, below
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
@@ -55,8 +56,6 @@ class Program:
         costs: seconds and bytes per block.
         hardware: capacities and links.
         priority: whether updates run smaller block first.
-        host_optimizer_bytes: host bytes per byte of 16-bit parameter updated on the CPU, as a multiple of its size.
-        host_parameter_bytes: likewise per offloaded byte.
         gpu_budget_bytes, host_budget_bytes: capacities for tensors.
         pending: count also what typical timing adds to the GPU's memory: a gradient that still waits for its copy and the
             parameters fetched ahead. Without it the program is a relaxation: its value is what no plan can beat.
@@ -65,11 +64,12 @@ class Program:
     costs: BlockCosts
     hardware: Hardware
     priority: bool
-    host_optimizer_bytes: float
-    host_parameter_bytes: float
     gpu_budget_bytes: float
     host_budget_bytes: float
     pending: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def times(self) -> TimeBounds:
@@ -78,6 +78,7 @@ class Program:
 
     def solve(self, objective: Objective = Objective.SECONDS) -> Solution | None:
         """The optimum, or None if nothing fits."""
+        check_member("objective", objective, Objective)
         limit, weight = np.inf, 0.0
         if objective is Objective.SECONDS:
             weight = _LOAD_WEIGHT
@@ -119,10 +120,11 @@ class Program:
 
     def host_bytes(self, x: Choices) -> Numbers:
         """Host memory of each choice."""
-        weights = below(self.costs.weights)
-        updated = weights[-1] - weights[self.costs.count - x.cpu_updated]
-        offloaded = weights[x.offloaded + 1] - weights[1]
-        return np.asarray(updated * self.host_optimizer_bytes + offloaded * self.host_parameter_bytes, float)
+        costs, n = self.costs, self.costs.count
+        updated, offloaded = below(costs.host_updated), below(costs.host_offloaded)
+        last = np.minimum(x.offloaded, n - x.cpu_updated - 1) if costs.one_host_copy else x.offloaded
+        found = updated[-1] - updated[n - x.cpu_updated] + offloaded[np.maximum(last, 0) + 1] - offloaded[1]
+        return np.asarray(found, float)
 
     def gpu_bytes(self, x: Choices) -> Numbers:
         """GPU memory of each choice at the loss or at a backward, whichever is more: surely, and if asked for, pending."""
@@ -141,6 +143,8 @@ class Program:
             extra += np.where((block >= 2) & (block - 1 <= p) & (block < n), size[np.maximum(block - 1, 0)], 0)
         backward = np.array(costs.activations) + np.array(costs.workspace) + np.array(costs.weights)
         backward[-1] += costs.loss.logits_bytes
+        if costs.loss.keeps_logits:
+            backward += costs.loss.logits_bytes
         backward[1:] += costs.long_gradient
         extra += np.append(backward, 2 * costs.loss.logits_bytes + costs.loss.workspace_bytes)
         peak = np.array([(row + extra).max(axis=1) for row in alive]) + weights[-1] - (weights[p[:, 0] + 1] - weights[1])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autohete.plan import Activations, BlockPlan, Placement, Processor
+from autohete.lowering import rounded_when_pinned
+from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.profile import Profile
 
 #: Gradients that may wait on the GPU for their copy, the one being made included.
@@ -43,27 +44,45 @@ class Counts:
 class BlockCosts:
     """Seconds and bytes per block as the plan's choices switch them on.
 
+    Args:
+        profile: times and sizes.
+        plan: any plan of the policy: in which formats it moves, updates and keeps things.
+
     Attributes, each a list over blocks:
-        forward, backward, recompute, gpu_update, cpu_update, parameters (H2D; fetch or refresh), gradients (D2H; a
-        write-back of parameters takes as long).
+        forward, backward, recompute, gpu_update, cpu_update: passes and updates.
+        parameters: H2D, fetch or refresh of what the CPU updates; fetches: fetch of what the GPU updates.
+        gradients: D2H; a write-back of parameters takes as long.
+        weights, states, input, activations, workspace: bytes on the GPU.
+        host_updated, host_offloaded: host memory where the CPU updates, and of offloaded parameters.
     """
 
-    def __init__(self, profile: Profile, update_bytes: float) -> None:
-        element = profile.element_bytes
+    def __init__(self, profile: Profile, plan: Plan) -> None:
         blocks = profile.blocks
+        counts = [block.parameters for block in blocks]
         self.count = len(blocks)
         self.forward = [block.forward_seconds for block in blocks]
         self.backward = [block.backward_seconds for block in blocks]
         self.recompute = self.forward
         self.gpu_update = [block.gpu_update_seconds for block in blocks]
-        self.cpu_update = [profile.cpu_update_seconds(i, update_bytes) for i in range(len(blocks))]
-        self.weights = [block.parameters * element for block in blocks]
-        self.gradients = [profile.d2h_seconds(size) for size in self.weights]
-        self.parameters = [profile.h2d_seconds(size) for size in self.weights]
-        self.states = [block.parameters * profile.optimizer_bytes for block in blocks]
+        self.cpu_update = [
+            profile.cpu_update_seconds(i, plan.update_bytes, plan.elementwise_bytes, beside_gpu=plan.updates_beside_gpu)
+            for i in range(self.count)
+        ]
+        self.weights = [count * profile.element_bytes for count in counts]
+        self.gradients = [profile.d2h_seconds(count * plan.gradient_bytes) for count in counts]
+        self.parameters = [profile.h2d_seconds(count * plan.refresh_bytes) for count in counts]
+        self.fetches = [profile.h2d_seconds(size) for size in self.weights]
+        self.states = [count * profile.optimizer_bytes for count in counts]
         self.input = [block.input_bytes for block in blocks]
         self.activations = [block.activation_bytes for block in blocks]
         self.workspace = [block.backward_workspace_bytes for block in blocks]
+        self.host_updated = [
+            count * plan.host_optimizer_bytes + sum(rounded_when_pinned(count * size) for size in plan.host_pinned_bytes)
+            for count in counts
+        ]
+        self.host_offloaded = [count * plan.host_parameter_bytes for count in counts]
+        #: Offloaded parameters that the CPU updates are counted with what it updates.
+        self.one_host_copy = plan.one_host_copy
         self.loss = profile.loss
         #: The gradient of a tied embedding begins to exist with the head's backward.
         self.long_gradient = self.weights[0] if profile.workload.tied_embeddings else 0

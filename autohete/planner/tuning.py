@@ -14,6 +14,7 @@ from autohete.plan import BlockPlan, Placement, Plan
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, Task, TaskId
 
+_PREFETCHES = (Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD)
 _PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
@@ -54,7 +55,8 @@ class _Tuning:
     def widened(self, block: int, start: int, distance: int, floor: int) -> int:
         """The distance of a prefetch whose user is step ``start`` and that may run in steps from ``floor`` on."""
         size = self.profile.blocks[block].parameters * self.profile.element_bytes
-        wanted = 2 * self.profile.h2d_seconds(size)  # twice: the copy before it may still occupy the link
+        # Twice: the copy before it may still occupy the link.
+        wanted = 2 * max(self.seconds.get(TaskId(kind, block), 0.0) for kind in _PREFETCHES)
         hidden = sum(self.seconds[self.steps[i]] for i in range(start - distance, start))
         while hidden < wanted:
             earlier = start - distance - 1

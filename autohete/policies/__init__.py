@@ -67,7 +67,7 @@ _SWITCH = {"on": True, "off": False}
 
 
 def _flag_value(flag: str, wanted: object, text: str | None) -> object:
-    if wanted is bool:
+    if wanted is bool or wanted == bool | None:
         if text is None:
             return True
         if text in _SWITCH:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from autohete.errors import InfeasibleError, check_fields
+from autohete.errors import InfeasibleError, InputError, check_fields
 from autohete.plan import Plan
 from autohete.planner.program import Objective, Program
 from autohete.planner.search import best_counts, least_memory
@@ -38,14 +38,19 @@ class AutoHete:
         priority: copies and updates take the smaller block first; off: each lane in issue order, like a CUDA stream.
         prefetch_tuning: move prefetches earlier where memory surely allows.
         fused_casts: CPU Adam reads 16-bit gradients and writes 16-bit parameters itself.
+        fp32_upload: CPU Adam reads 16-bit gradients; the fp32 master goes up, the GPU casts, and there is no 16-bit copy on the
+            host. So does the offloading of ColossalAI (``auto_parallel/offload``), which this system probably comes from.
     """
 
     priority: bool = True
     prefetch_tuning: bool = True
     fused_casts: bool = False
+    fp32_upload: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.fused_casts and self.fp32_upload:
+            raise InputError("autohete: fused_casts writes 16-bit parameters, fp32_upload sends none: choose one")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.policy.Policy`.
@@ -66,33 +71,43 @@ class AutoHete:
 
     def program(self, profile: Profile) -> Program:
         """The integer program of this policy for ``profile``."""
-        element, hardware = profile.element_bytes, profile.hardware
+        hardware = profile.hardware
         return Program(
-            costs=BlockCosts(profile, self._update_bytes(profile)),
+            costs=BlockCosts(profile, self._untuned(profile, Counts(0, 0, 0))),
             hardware=hardware,
             priority=self.priority,
-            host_optimizer_bytes=_host_optimizer_bytes(profile) / element,
-            host_parameter_bytes=1.0,
             gpu_budget_bytes=hardware.gpu_capacity_bytes,
             host_budget_bytes=hardware.host.memory_bytes,
         )
 
     def plan_for(self, profile: Profile, counts: Counts) -> Plan:
         """The plan of given counts, with its prefetches tuned."""
-        plan = Plan(
-            policy="autohete",
-            blocks=counts.blocks(len(profile.blocks)),
-            gradient_bytes=profile.element_bytes,
-            gradient_slots=GRADIENT_SLOTS,
-            update_bytes=self._update_bytes(profile),
-            refresh_bytes=profile.element_bytes,
-            priority=self.priority,
-            host_optimizer_bytes=_host_optimizer_bytes(profile),
-            host_parameter_bytes=profile.element_bytes,
-        )
+        plan = self._untuned(profile, counts)
         if not self.prefetch_tuning:
             return plan
         return replace(plan, blocks=tune_prefetches(profile, plan))
+
+    def _untuned(self, profile: Profile, counts: Counts) -> Plan:
+        """The plan of given counts; each prefetch runs beside the pass before its own."""
+        element = profile.element_bytes
+        upload = 4 if self.fp32_upload else element
+        kernel_bytes, elementwise_bytes = self._traffic(profile)
+        return Plan(
+            policy="autohete",
+            blocks=counts.blocks(len(profile.blocks)),
+            gradient_bytes=element,
+            gradient_slots=GRADIENT_SLOTS,
+            update_bytes=kernel_bytes,
+            elementwise_bytes=elementwise_bytes,
+            refresh_bytes=upload,
+            fetch_bytes=upload,
+            priority=self.priority,
+            # Pinned are the gradient, and what goes up: the updated parameter's staging buffer, or the fp32 master itself.
+            host_optimizer_bytes=profile.optimizer_bytes - (4 if self.fp32_upload and traffic.is_mixed(profile) else 0),
+            host_pinned_bytes=(element, upload),
+            host_parameter_bytes=upload,
+            one_host_copy=self.fp32_upload,
+        )
 
     def _frugal(self, profile: Profile, program: Program, judge: Judge) -> Counts:
         """The plan that needs the least memory; raises if that is more than there is.
@@ -133,10 +148,10 @@ class AutoHete:
             needed_bytes=math.ceil(needed),
         )
 
-    def _update_bytes(self, profile: Profile) -> float:
-        return traffic.fused_casts(profile) if self.fused_casts else traffic.separate_casts(profile)
-
-
-def _host_optimizer_bytes(profile: Profile) -> int:
-    """States, the gradient, and the updated parameter's staging buffer."""
-    return profile.optimizer_bytes + 2 * profile.element_bytes
+    def _traffic(self, profile: Profile) -> tuple[int, int]:
+        """DRAM bytes per parameter of the Adam kernel and of the casts around it."""
+        if self.fused_casts:
+            return traffic.fused_casts(profile), 0
+        if self.fp32_upload:
+            return traffic.upcast_kernel(profile), 0
+        return traffic.ADAM_KERNEL, traffic.casts(profile)

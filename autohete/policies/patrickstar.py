@@ -9,6 +9,8 @@ Model states live in chunks that *move* between host and GPU; a chunk is in one 
 - Gradients take the place of the 16-bit parameters in their chunk (``core/hook.py``).
 - ``ops/fp16_cpu_adam.py``: after backward, chunk by chunk and serially: gradient to the host, CPU Adam on 16-bit
   gradients, updated parameters back as fp32 and cast on the GPU.
+- ``--with_async_move`` (off by default, one GPU only) puts moves on a copy stream: the host still waits for each, but kernels
+  that are queued already run beside it (``core/chunk_data.py:263-273``).
 - Hybrid Adam: where all 16-bit chunks fit, the *first* optimizer chunks fill what is left ("margin") and are updated on
   the GPU, after backward.
 """
@@ -38,12 +40,14 @@ class PatrickStar:
         gpu_share: share of the GPU's memory that may be used (``overall_gpu_mem_ratio``; 0.8 in the code, 0.9 in its
             benchmarks), in percent.
         hybrid_adam: use the margin for optimizer chunks.
+        async_move: moves run beside the pass before the one that they are for.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     chunk_size: int = 256
     gpu_share: int = 90
     hybrid_adam: bool = True
+    async_move: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -79,8 +83,8 @@ class PatrickStar:
                         keep_after_forward=keep_forward,
                         keep_after_backward=keep_backward,
                         write_back_after_forward=not keep_forward,
-                        forward_prefetch_distance=0,
-                        backward_prefetch_distance=0,
+                        forward_prefetch_distance=int(self.async_move),
+                        backward_prefetch_distance=int(self.async_move),
                     )
                 )
             return Plan(

@@ -4,9 +4,13 @@ A window of ``w`` blocks slides over the model.
 
 - Before forward of block i, H2D of block i + w starts; after it, block i goes back to the host, unless it is among the last
   w, which backward needs first; forward of block i + w waits for that (``training.py``). Backward likewise, downwards.
-- The first w blocks end backward on the GPU and stay there with a GPU Adam; so do embedding and head.
-- After backward of any other block its gradients *and* parameters are copied to the host (``_layer.cpu()``, the gradient's
-  copy blocking) and its CPU update starts at once; backward of block i - w waits for it.
+- The first w blocks end backward on the GPU and stay there; so do embedding and head. The artifact updates them with a GPU
+  Adam (``optimizer/__init__.py:501-509``). Its states may not fit with large blocks; the system's planner then has the CPU
+  update everything.
+- A place in the window holds the block's parameters *and* gradients (``model/transformer.py:724-758``).
+- After backward of any other block its gradients *and* parameters are copied to the host by a thread of a pool, so that the GPU
+  goes on (``training.py:916-945``), and its CPU update starts at once; backward of block i - w waits for it.
+- Host: parameters and gradients pinned, both moments pageable: 16 bytes per parameter in fp32.
 - No CPU work crosses the iteration. The artifact checkpoints every block.
 """
 
@@ -14,13 +18,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policy import Judge, Verdict
+from autohete.policy import Judge, Verdict, better
 from autohete.profile import Profile
+
+
+class WindowOptimizer(StrEnum):
+    """Who updates what stays on the GPU: the first blocks, embedding and head."""
+
+    BEST = "best"
+    GPU = "gpu"
+    CPU = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +43,12 @@ class StrongHold:
     Args:
         checkpointing: full, none, or the better of both.
         window: blocks in the window; without it the fastest that fits.
+        window_optimizer: who updates what stays on the GPU; the artifact's is the GPU, ``best`` the faster that fits.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     window: int | None = None
+    window_optimizer: WindowOptimizer = WindowOptimizer.BEST
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -44,44 +59,46 @@ class StrongHold:
         """See :class:`autohete.policy.Policy`."""
 
         def plan_for(activations: Activations) -> Plan:
-            if self.window is not None:
-                return _plan(profile, activations, min(self.window, len(profile.blocks) - 2))
-            return _fastest_window(profile, activations, judge)
+            return better([self._windowed(profile, activations, processor, judge) for processor in processors], judge)
 
+        best = self.window_optimizer is WindowOptimizer.BEST
+        processors = list(Processor) if best else [Processor(self.window_optimizer)]
         return with_checkpointing(self.checkpointing, plan_for, judge)
 
+    def _windowed(self, profile: Profile, activations: Activations, processor: Processor, judge: Judge) -> Plan:
+        """The plan of the given window, or of the fastest: from the widest that fits downwards as long as that is faster."""
 
-def _fastest_window(profile: Profile, activations: Activations, judge: Judge) -> Plan:
-    """From the widest window that fits (memory grows with the window) downwards as long as that is faster."""
+        def plan_for(window: int) -> Plan:
+            return _plan(profile, activations, window, processor)
 
-    def plan_for(window: int) -> Plan:
-        return _plan(profile, activations, window)
+        if self.window is not None:
+            return plan_for(min(self.window, len(profile.blocks) - 2))
 
-    def too_wide(window: int) -> bool:
-        return judge(plan_for(window)).verdict is not Verdict.OK
+        def too_wide(window: int) -> bool:  # memory grows with the window
+            return judge(plan_for(window)).verdict is not Verdict.OK
 
-    best = plan_for(1)
-    if too_wide(1):
+        best = plan_for(1)
+        if too_wide(1):
+            return best
+        fitting = bisect_left(range(1, len(profile.blocks) - 1), True, key=too_wide)
+        best = plan_for(fitting)
+        for window in range(fitting - 1, 0, -1):
+            narrower = plan_for(window)
+            if judge(narrower).seconds >= judge(best).seconds:
+                break
+            best = narrower
         return best
-    fitting = bisect_left(range(1, len(profile.blocks) - 1), True, key=too_wide)
-    best = plan_for(fitting)
-    for window in range(fitting - 1, 0, -1):
-        narrower = plan_for(window)
-        if judge(narrower).seconds >= judge(best).seconds:
-            break
-        best = narrower
-    return best
 
 
-def _plan(profile: Profile, activations: Activations, window: int) -> Plan:
+def _plan(profile: Profile, activations: Activations, window: int, window_optimizer: Processor) -> Plan:
     element = profile.element_bytes
     transformer = len(profile.blocks) - 2
-    outer = BlockPlan()
+    outer = BlockPlan(optimizer=window_optimizer)
     inner = [
         BlockPlan(
             activations,
             Placement.OFFLOADED,
-            Processor.GPU if block <= window else Processor.CPU,
+            window_optimizer if block <= window else Processor.CPU,
             keep_after_forward=block > transformer - window,
             keep_after_backward=block <= window,
             write_back_after_forward=block <= transformer - window,
@@ -95,13 +112,16 @@ def _plan(profile: Profile, activations: Activations, window: int) -> Plan:
         policy="stronghold",
         blocks=(outer, *inner, outer),
         gradient_bytes=2 * element,  # the layer's parameters go with its gradients
-        blocking_gradients=True,
         window=window,
-        update_bytes=traffic.separate_casts(profile),
+        update_bytes=traffic.ADAM_KERNEL,
+        elementwise_bytes=traffic.casts(profile),
         refresh_bytes=element,
         barrier=True,
         # The cache of min(2 w, L) units, less those whose block never leaves.
         parameter_slots=max(1, min(2 * window, transformer) - max(0, 2 * window - transformer)),
-        host_optimizer_bytes=profile.optimizer_bytes + 2 * element,
-        host_parameter_bytes=element,
+        gradients_in_slots=True,
+        host_optimizer_bytes=profile.optimizer_bytes,
+        host_pinned_bytes=(element, element),
+        host_parameter_bytes=2 * element,
+        one_host_copy=True,
     )

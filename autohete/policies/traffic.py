@@ -10,7 +10,10 @@ from autohete.profile import Profile
 #: DeepSpeed's CPUAdam on fp32 gradients: reads parameter, gradient and both moments (16), writes parameter and moments (12);
 #: csrc/includes/cpu_adam.h, "Step_8". PatrickStar, StrongHold and ZeRO-Offload use this kernel or its like.
 ADAM_KERNEL = 28
-#: A cast between 16 and 32 bit on the CPU: reads 2 and writes 4, or the other way.
+#: The fp32 tile buffer of DeepSpeed up to 0.8.3: written (4), and read before that because the store is an ordinary one (4).
+TILE_BUFFER = 8
+#: A cast between 16 and 32 bit on the CPU: reads 2 and writes 4, or the other way. The rate of elementwise kernels was derived
+#: without write-allocation, which is not counted here either.
 CAST = 6
 #: Unscaling and clipping fp32 gradients in place, always done: DeepSpeed stage_1_and_2.py, ``unscale_and_clip_grads``.
 UNSCALE = 8
@@ -21,11 +24,16 @@ def is_mixed(profile: Profile) -> bool:
     return profile.element_bytes == 2
 
 
-def separate_casts(profile: Profile) -> float:
-    """CPUAdam between two casts: 16-bit gradients widened before it, updated parameters narrowed after it."""
-    return ADAM_KERNEL + (2 * CAST if is_mixed(profile) else 0)
+def casts(profile: Profile) -> int:
+    """Around CPUAdam: 16-bit gradients widened before it, updated parameters narrowed after it."""
+    return 2 * CAST if is_mixed(profile) else 0
 
 
-def fused_casts(profile: Profile) -> float:
+def fused_casts(profile: Profile) -> int:
     """One kernel that reads 16-bit gradients and writes 16-bit parameters beside the fp32 states: 24 + 2 + 2; fp32: 28."""
     return 24 + profile.element_bytes + (2 if is_mixed(profile) else 0)
+
+
+def upcast_kernel(profile: Profile) -> int:
+    """A kernel that reads gradients as they come, in 16 bit, and updates fp32 states only: 24 + 2; fp32: 28."""
+    return 24 + profile.element_bytes

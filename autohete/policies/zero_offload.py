@@ -1,28 +1,79 @@
-"""ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840) as DeepSpeed runs it: ``deepspeed/runtime/zero/stage_1_and_2.py``.
+"""ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840) as DeepSpeed's ZeRO stage 2 runs it, by version.
 
-16-bit parameters stay on the GPU, the optimizer is on the CPU. Read at commit edaa7221 (2026-08), unless a flag says
-otherwise:
+16-bit parameters stay on the GPU, the optimizer is on the CPU, and the next forward waits for all of the step. Read in
+``deepspeed/runtime/zero/stage_1_and_2.py`` (``stage2.py`` up to 0.5) and ``csrc/adam/cpu_adam.cpp``:
 
-- Gradients are cast to fp32 on the GPU and copied tensor by tensor on the compute stream
-  (``async_inplace_copy_grad_to_fp32_buffer_from_gpu``; ``overlap_comm`` is off at stage 2 unless set): 4 bytes, blocking.
-- ``step``: a host synchronisation for norm and overflow, unscaling of all gradients on the CPU, CPUAdam, a cast on the CPU
-  into a pinned 16-bit buffer, one copy to the GPU; each for the whole model at once.
-- The next forward waits for all of it.
+- Gradients are cast to fp32 on the GPU and copied tensor by tensor: 4 bytes. ``overlap_comm`` does not overlap these copies
+  with backward, in any version: the overflow check reads a GPU flag for each parameter (v0.8.3 line 1070, v0.16.9 line 1184),
+  so the thread that launches backward waits for the copies before it. 0.4.0 to 0.4.3 alone put them on a stream of their own
+  (``copy_grad_stream``, pull 1067), until pull 1219 removed it as a race.
+- ``step`` unscales all gradients in place on the CPU, then runs CPUAdam over the whole model. Clipping (off by default until
+  0.19.2, then 1.0) costs nothing more: the norm is taken on the GPU in backward, and unscaling always runs.
+- Up to 0.8.3, in fp16, CPUAdam writes updated parameters into fp32 tile buffers, from which the GPU reads and casts them while
+  the next tile is updated (``launch_param_update``). In bf16 and fp32, and from 0.9.0 on (pull 3097), the upload follows.
+- 0.9.0 to 0.14.0 cast on the CPU into a pageable temporary. 0.14.1 to 0.16.9 (pull 5301) send the fp32 master of the whole
+  group and cast on the GPU, which then holds 6 bytes per parameter. From 0.17.0 on (pull 7309) the CPU casts into a staging
+  buffer.
+- The gradient buffer is pinned up to 0.10.0, then only if ``pin_memory`` is set (pull 4131), from 0.19.5 on by default again
+  (pull 8207).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from autohete.errors import check_fields
+from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, BlockPlan, Plan, Processor
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policy import Judge
 from autohete.profile import Profile
+from autohete.workload import Precision
 
-#: ``reduce_bucket_size``: elements of the contiguous gradient bucket.
-_BUCKET_ELEMENTS = 500_000_000
+_MIB = 2**20
+
+
+class DeepSpeed(StrEnum):
+    """Versions between which the optimizer offload of stage 2 changed; 0.10.1 to 0.14.0 and 0.17 to 0.19.4 do not pin."""
+
+    V0_3 = "0.3"  # 0.3.0
+    V0_4_3 = "0.4.3"  # 0.4.0 to 0.4.3
+    V0_8_3 = "0.8.3"  # 0.4.4 to 0.8.3
+    V0_14 = "0.14"  # 0.9.0 to 0.14.0; up to 0.10.0 with pin_memory=on
+    V0_16 = "0.16"  # 0.14.1 to 0.16.9
+    V2026 = "2026"  # 0.17 and later; up to 0.19.4 with pin_memory=off
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """What one version does.
+
+    Args:
+        own_stream: gradient copies have a stream of their own.
+        tiles_bytes: pinned tile buffers from which fp16 parameters go up while others are updated; None: no such path.
+        upload: what crosses otherwise: the fp32 master, or 16 bit that the CPU casts into a pageable temporary or a staging
+            buffer.
+        pinned: whether the gradient buffer (and the staging buffer) is pinned by default; None: always.
+        bucket_factor: the gradient bucket in multiples of its configured size.
+    """
+
+    own_stream: bool = False
+    tiles_bytes: int | None = None
+    upload: str = "temporary"
+    pinned: bool | None = None
+    bucket_factor: float = 1.0
+
+
+_VERSIONS = {
+    # Tiles of 1 Gi elements, 4 bytes, two of them; 128 Mi from 0.3.15 on. Bucket: stage2.py v0.3.0 line 1591.
+    DeepSpeed.V0_3: _Version(tiles_bytes=8 * 1024 * _MIB, bucket_factor=4.5),
+    DeepSpeed.V0_4_3: _Version(own_stream=True, tiles_bytes=1024 * _MIB),
+    DeepSpeed.V0_8_3: _Version(tiles_bytes=1024 * _MIB),
+    DeepSpeed.V0_14: _Version(pinned=False),
+    DeepSpeed.V0_16: _Version(upload="master", pinned=False),
+    DeepSpeed.V2026: _Version(upload="staging", pinned=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,44 +82,74 @@ class ZeroOffload:
 
     Args:
         checkpointing: full, none, or the better of both.
+        deepspeed: the version whose behaviour is modelled.
+        pin_memory: ``offload_optimizer.pin_memory``; None: the version's default.
+        bucket_size: ``reduce_bucket_size`` in millions of elements.
         paper: gradients as the paper describes them: 16 bit, copied beside backward.
-        tile_overlap: refresh each block's parameters as soon as they are updated (in the paper, not in the code).
+        tile_overlap: refresh each block's parameters as soon as they are updated (in the paper; up to 0.8.3 in fp16 anyway).
         delayed_update: one-step delayed parameter update (in the paper, not in the code). Changes the mathematics.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
+    deepspeed: DeepSpeed = DeepSpeed.V2026
+    pin_memory: bool | None = None
+    bucket_size: int = 500
     paper: bool = False
     tile_overlap: bool = False
     delayed_update: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.pin_memory is not None and (_VERSIONS[self.deepspeed].pinned is None or self.paper):
+            what = "with paper, whose copies need pinned memory" if self.paper else f"in deepspeed={self.deepspeed}"
+            raise InputError(f"zero_offload:pin_memory changes nothing {what}, which always pins: leave it out")
+        if not 1 <= self.bucket_size <= 100_000:
+            raise InputError(f"zero_offload:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.policy.Policy`."""
-        element, mixed = profile.element_bytes, traffic.is_mixed(profile)
-        workload = profile.workload
+        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), judge)
+
+    def _plan(self, profile: Profile, activations: Activations) -> Plan:
+        element, mixed, workload = profile.element_bytes, traffic.is_mixed(profile), profile.workload
+        version = _VERSIONS[self.deepspeed]
+        tiles = version.tiles_bytes is not None and workload.precision is Precision.FP16
+        pinned = self._pinned()
+        staged = version.upload == "staging" and mixed
+        master = version.upload == "master" and mixed
+        cast = mixed and not (tiles or master)
+        overlap = self.paper or version.own_stream
+        buckets = 1e6 * self.bucket_size * version.bucket_factor * (2 if self.paper else 1)  # one fills, one is copied
         largest_tensor = workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size)
-        buckets = _BUCKET_ELEMENTS * (2 if self.paper else 1)  # overlap_comm fills one while the other is copied
+        # Master, gradient and both moments, 4 bytes each; which of them is pinned depends on the version.
+        arrays = [4] * (pinned + master) + [element] * (pinned and staged)
+        outer, inner = BlockPlan(optimizer=Processor.CPU), BlockPlan(activations, optimizer=Processor.CPU)
+        return Plan(
+            policy="zero_offload",
+            blocks=(outer, *[inner] * (len(profile.blocks) - 2), outer),
+            gradient_bytes=element if self.paper else 4,
+            gradients_pinned=pinned,
+            blocking_gradients=not overlap,
+            update_after_backward=True,
+            update_bytes=traffic.ADAM_KERNEL + (traffic.TILE_BUFFER if tiles else 0),
+            elementwise_bytes=traffic.UNSCALE + (traffic.CAST if cast else 0),
+            refresh_bytes=4 if tiles or master else element,
+            refresh_pinned=tiles or master or (pinned and version.upload == "staging"),
+            refresh_after_updates=not (tiles or self.tile_overlap),
+            refresh_through_buffer=master,
+            barrier=not self.delayed_update,
+            delayed=self.delayed_update,
+            gpu_buffer_bytes=round(buckets + largest_tensor) * element,
+            host_optimizer_bytes=16 - 4 * (pinned + master) + (element if staged and not pinned else 0),
+            host_pinned_bytes=tuple(arrays),
+            host_pinned_together=True,
+            host_parameter_bytes=0,
+            host_buffer_bytes=version.tiles_bytes or 0,
+        )
 
-        def plan_for(activations: Activations) -> Plan:
-            outer = BlockPlan(optimizer=Processor.CPU)
-            inner = BlockPlan(activations, optimizer=Processor.CPU)
-            return Plan(
-                policy="zero_offload",
-                blocks=(outer, *[inner] * (len(profile.blocks) - 2), outer),
-                gradient_bytes=element if self.paper else 4,
-                blocking_gradients=not self.paper,
-                update_after_backward=True,
-                update_bytes=traffic.UNSCALE + traffic.ADAM_KERNEL + (traffic.CAST if mixed else 0),
-                refresh_bytes=element,
-                refresh_after_updates=not self.tile_overlap,
-                barrier=not self.delayed_update,
-                delayed=self.delayed_update,
-                gpu_buffer_bytes=(buckets + largest_tensor) * element,
-                # master 4, gradient 4, moments 8, and the pinned 16-bit staging buffer
-                host_optimizer_bytes=16 + (2 if mixed else 0),
-                host_parameter_bytes=0,
-            )
-
-        return with_checkpointing(self.checkpointing, plan_for, judge)
+    def _pinned(self) -> bool:
+        """Whether the gradient buffer is pinned; copies beside backward need that."""
+        default = _VERSIONS[self.deepspeed].pinned
+        if default is None or self.paper:
+            return True
+        return default if self.pin_memory is None else self.pin_memory

@@ -53,26 +53,6 @@ LOOKS: dict[Kind, Look] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLook:
-    """How a policy is drawn and called in figures."""
-
-    label: str
-    colour: str
-    hatch: str = ""
-
-
-#: From dark to light they also differ in grey.
-POLICY_LOOKS: dict[str, PolicyLook] = {
-    "resident": PolicyLook("resident", GREY),
-    "zero_offload": PolicyLook("ZeRO-Offload", PURPLE),
-    "patrickstar": PolicyLook("PatrickStar", YELLOW),
-    "stronghold": PolicyLook("StrongHold", SKY),
-    "autohete:priority=off": PolicyLook("AutoHete, no priority", VERMILION, "/////"),
-    "autohete": PolicyLook("AutoHete", BLUE),
-}
-
-
 def look(kind: Kind) -> Look:
     """Colour and hatch of ``kind``."""
     return LOOKS[kind]

@@ -163,6 +163,8 @@ def print_plan(summary: Summary, found: Simulation | None) -> None:
         )
         if summary.proven_within is not None:
             say(out, _proof(summary.proven_within, summary.iteration_seconds))
+    for note in summary.notes:
+        say(out, f"note: {note}")
 
 
 def _print_decisions(out: Console, found: Simulation) -> None:
@@ -212,6 +214,9 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
             _counts(s.plan) if s.plan else "-",
         )
     out.print(speeds)
+    say(out, _assumed(workload), style="dim")
+    for note in first.notes:
+        say(out, f"note: {note}")
     running = [s for s in summaries if s.verdict is Verdict.OK]
     if running:
         _print_reasons(out, running)
@@ -220,6 +225,16 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     for s in summaries:
         if s.explanation:
             say(out, f"{s.policy}: {s.verdict}: {s.explanation}")
+
+
+def _assumed(workload: Workload) -> str:
+    """What the answer takes for granted, given or not."""
+    w = workload
+    tied = "tied" if w.tied_embeddings else "untied"
+    return (
+        f"assumed: {w.transformer_blocks} x {w.hidden_size}, {w.heads} heads, vocabulary {w.vocabulary_size} ({tied}), "
+        f"{w.precision}, kernels {w.kernels}, AdamW; flags of policies as `autohete presets` lists them"
+    )
 
 
 def _counts(plan: PlanCounts) -> str:

@@ -64,8 +64,9 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
     finally:
         torch.set_num_threads(threads)
     size = h2d.large_bytes
-    # What moved while everything ran: one side of each copy, and all that an update touches.
-    traffic = max(beside["h2d"] * size + beside["cpu"] * _UPDATED * 28, (both["h2d"] + both["d2h"]) * size)
+    # The most that moved while something ran: one side of each copy, and all that an update touches.
+    updated = _UPDATED * 28
+    traffic = max(beside["h2d"] * size + beside["cpu"] * updated, (both["h2d"] + both["d2h"]) * size, alone * updated)
     emulated = torch_device.type == "cpu"
 
     def figure(value: str | float | int, how: str) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
         "links": {"h2d": link("h2d"), "d2h": link("d2h")},
         "host": {
             "memory": figure(f"{_host_bytes()} B", "physical memory"),
-            "memory_bandwidth": figure(f"{traffic:.6g} B/s", "optimizer step and copies together"),
+            "memory_bandwidth": figure(f"{traffic:.6g} B/s", "optimizer step and copies, together or alone"),
             "usable_share": figure(1.0, "measured, not a datasheet"),
         },
         "cpu": {

@@ -1,4 +1,4 @@
-"""What this runtime does of a published system's plan, and what it does its own way."""
+"""How this runtime executes a published system's plan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ def as_executed(plan: Plan, profile: Profile) -> Plan:
         plan,
         gradient_bytes=element,
         refresh_bytes=element,
+        gradients_pinned=True,
+        refresh_pinned=True,
+        refresh_through_buffer=False,
+        fetch_bytes=None,
         update_bytes=24.0 + 2 * element if element == 2 else 28.0,
+        elementwise_bytes=0,
         host_optimizer_bytes=profile.optimizer_bytes + 2 * element,
+        host_pinned_bytes=(),
         host_parameter_bytes=element,
         one_host_copy=True,
         host_buffer_bytes=0,

@@ -434,7 +434,8 @@ def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
         for link in (hardware.h2d, hardware.d2h)
     )
     host = replace(hardware.host, memory_bandwidth=hardware.host.memory_bandwidth / factor)
-    cpu = replace(hardware.cpu, update_bandwidth=hardware.cpu.update_bandwidth / factor)
+    # Updates beside the GPU last as long as a bulk step here: the measured machine has them share its cores instead.
+    cpu = replace(hardware.cpu, update_bandwidth=hardware.cpu.update_bandwidth / factor, concurrent_share=1.0)
     slowed = replace(hardware, h2d=h2d, d2h=d2h, host=host, cpu=cpu)
     loss = replace(measured.loss, seconds=max(wanted.loss.seconds * factor, kept_up(measured.loss.seconds)))
     return replace(measured, hardware=slowed, blocks=blocks, loss=loss), factor

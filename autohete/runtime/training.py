@@ -170,6 +170,13 @@ class Training:
         self._gradient: Tensor | None = None
         self._anchor = torch.zeros((), requires_grad=True, device=self._device)
         self._kinds = self._kinds_of_blocks()
+        #: A slot has room for the gradient, too: the schedule gives such a gradient no bytes of its own.
+        self._gradients_in_slots = any(
+            buffer.name == f"gradients.{i}" and not buffer.size_bytes and self._kinds[i] & _PREFETCHES
+            for task in schedule.tasks
+            for buffer in task.allocates
+            for i in (task.id.block,)
+        )
         self._actions: dict[Kind, Callable[[int], None]] = {
             Kind.FORWARD: self.forward,
             Kind.LOSS: self.compute_loss,
@@ -387,7 +394,7 @@ class Training:
         if not total:
             return None
         leaving = [block for block, kinds in zip(self._blocks, self._kinds, strict=True) if kinds & _PREFETCHES]
-        slot = max(block.elements * block.dtype.itemsize for block in leaving)
+        slot = max(block.elements * block.dtype.itemsize for block in leaving) * (2 if self._gradients_in_slots else 1)
         return [
             self._claim(torch.empty(slot, dtype=torch.uint8, device=self._device), "parameter_slots")
             for _ in range(total // slot)
@@ -421,8 +428,15 @@ class Training:
 
     def _make_gradients(self, i: int) -> None:
         block = self._blocks[i]
-        flat = torch.empty(block.elements, dtype=block.dtype, device=self._device)
-        block.device.gradients = self._claim(flat, "gradients")
+        if self._gradients_in_slots and self._kinds[i] & _PREFETCHES:
+            assert block.device.parameters is not None
+            storage = block.device.parameters.untyped_storage()
+            half = storage.nbytes() // 2 // block.dtype.itemsize  # the slot's second half
+            flat = torch.empty(0, dtype=block.dtype, device=self._device)
+            block.device.gradients = flat.set_(storage, half, (block.elements,), (1,))
+        else:
+            flat = torch.empty(block.elements, dtype=block.dtype, device=self._device)
+            block.device.gradients = self._claim(flat, "gradients")
         block.device.views = block.views(flat)
         block.device.present = set()
 

@@ -260,6 +260,8 @@ def _users(name: str, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> Iterato
     kinds = _USERS.get(group, ())
     if group == "activations" and end.kind is Kind.OFFLOAD_ACTIVATIONS:
         kinds = (end.kind,)  # backward uses what is fetched again
+    if group == "logits" and end.kind is Kind.BACKWARD:
+        kinds = (*kinds, Kind.BACKWARD)  # the model's output holds them until then
     if group == "gradients" and end == begin:
         kinds = ()  # they replace the parameters, in whose memory they live on
     for kind in kinds:

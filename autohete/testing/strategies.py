@@ -15,8 +15,10 @@ from dataclasses import replace
 from enum import Enum
 from functools import cache
 
+from hypothesis import reject
 from hypothesis import strategies as st
 
+from autohete.errors import InputError
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Link
 from autohete.lowering import least_parameter_slots
 from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
@@ -36,7 +38,7 @@ from autohete.schedule import (
     Task,
     TaskId,
 )
-from autohete.workload import Precision, Workload
+from autohete.workload import Kernels, Precision, Workload
 
 Draw = st.DrawFn
 
@@ -55,7 +57,7 @@ def workloads(draw: Draw, max_transformer_blocks: int = 6) -> Workload:
         batch_size=draw(st.integers(1, 4)),
         precision=draw(st.sampled_from(Precision)),
         tied_embeddings=draw(st.booleans()),
-        fused_attention=draw(st.booleans()),
+        kernels=draw(st.sampled_from(Kernels)),
     )
 
 
@@ -71,7 +73,9 @@ def hardware(draw: Draw) -> Hardware:
 
     def link() -> Link:
         bandwidth = draw(_decades(6, 12))
-        return Link(bandwidth, bandwidth * draw(st.sampled_from([0.25, 0.5, 0.8, 1.0])), draw(_decades(-9, -4)))
+        shares = st.sampled_from([0.25, 0.5, 0.8, 1.0])
+        pageable = draw(st.none() | shares.map(lambda share: bandwidth * share))
+        return Link(bandwidth, bandwidth * draw(shares), draw(_decades(-9, -4)), pageable)
 
     return Hardware(
         name="random",
@@ -84,11 +88,19 @@ def hardware(draw: Draw) -> Hardware:
             memory_efficiency=draw(st.sampled_from([0.1, 0.8, 1.0])),
             gemm_efficiency=draw(st.sampled_from([0.1, 0.6, 1.0])),
             kernel_overhead_seconds=draw(_decades(-9, -4)),
+            gemm_efficiency_32bit=draw(st.sampled_from([None, 0.3])),
+            multiprocessors=draw(st.sampled_from([None, 1, 100])),
         ),
         h2d=link(),
         d2h=link(),
         host=Host(round(draw(_decades(6, 14))), draw(_decades(8, 13)), draw(st.sampled_from([0.25, 0.7, 1.0]))),
-        cpu=Cpu(draw(st.integers(1, 256)), draw(_decades(7, 12))),
+        cpu=Cpu(
+            draw(st.integers(1, 256)),
+            draw(_decades(7, 12)),
+            draw(st.none() | _decades(7, 12)),
+            draw(st.sampled_from([0.5, 1.0])),
+            draw(st.sampled_from([0.0, 1e-5])),
+        ),
     )
 
 
@@ -108,13 +120,16 @@ def synthetic_profiles(draw: Draw) -> Profile:
             backward_seconds=draw(seconds),
             gpu_update_seconds=draw(seconds),
             input_bytes=draw(st.integers(0, kept)),
+            cpu_update_seconds=draw(st.none() | seconds),
             activation_bytes=kept,
             forward_workspace_bytes=draw(sizes),
             backward_workspace_bytes=draw(sizes),
         )
 
     blocks = tuple(block(index) for index in range(workload.blocks))
-    return Profile(workload, draw(hardware()), blocks, LossProfile(draw(seconds), draw(sizes), draw(sizes)))
+    return Profile(
+        workload, draw(hardware()), blocks, LossProfile(draw(seconds), draw(sizes), draw(sizes), draw(st.booleans()))
+    )
 
 
 def profiles() -> st.SearchStrategy[Profile]:
@@ -140,6 +155,10 @@ def plans(draw: Draw, profile: Profile) -> Plan:
         blocks=(outer[0], *inner, outer[1]),
         gradient_bytes=draw(st.sampled_from([2, 4, 8])),
         update_bytes=draw(st.sampled_from([0, 28.0, 40.5])),
+        elementwise_bytes=draw(st.sampled_from([0, 14.0])),
+        fetch_bytes=draw(st.sampled_from([None, 4])),
+        gradients_pinned=draw(st.booleans()),
+        refresh_pinned=draw(st.booleans()),
         refresh_bytes=draw(st.sampled_from([2, 4])),
         host_optimizer_bytes=draw(st.integers(0, 18)),
         host_parameter_bytes=draw(st.integers(0, 4)),
@@ -154,12 +173,16 @@ def plans(draw: Draw, profile: Profile) -> Plan:
         barrier=draw(st.booleans()),
         delayed=delayed,
         priority=priority,
+        refresh_through_buffer=draw(st.booleans()),
+        host_pinned_bytes=tuple(draw(st.lists(st.integers(0, 4), max_size=2))),
+        host_pinned_together=draw(st.booleans()),
         gpu_buffer_bytes=draw(st.integers(0, 10**6)),
         host_buffer_bytes=draw(st.integers(0, 10**6)),
     )
     if draw(st.booleans()):
         return plan
-    return replace(plan, parameter_slots=max(1, least_parameter_slots(profile, plan) + draw(st.integers(0, 2))))
+    slots = max(1, least_parameter_slots(profile, plan) + draw(st.integers(0, 2)))
+    return replace(plan, parameter_slots=slots, gradients_in_slots=draw(st.booleans()))
 
 
 @st.composite
@@ -185,7 +208,7 @@ def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
     """What may be written for each flag of a policy, read off the types of its fields."""
     texts: dict[str, st.SearchStrategy[str]] = {}
     for flag, wanted in typing.get_type_hints(POLICIES[name]).items():
-        if wanted is bool:
+        if wanted is bool or wanted == bool | None:
             texts[flag] = st.sampled_from([flag, f"{flag}=on", f"{flag}=off"])
         elif isinstance(wanted, type) and issubclass(wanted, Enum):
             texts[flag] = st.sampled_from([f"{flag}={member.value}" for member in wanted])
@@ -200,7 +223,10 @@ def policies(draw: Draw, name: str | None = None) -> NamedPolicy:
     name = name or draw(st.sampled_from(sorted(POLICIES)))
     texts = _flags(name)
     chosen = draw(st.lists(st.sampled_from(sorted(texts)), unique=True))
-    return parse_policy(f"{name}:{','.join(draw(texts[flag]) for flag in chosen)}" if chosen else name)
+    try:
+        return parse_policy(f"{name}:{','.join(draw(texts[flag]) for flag in chosen)}" if chosen else name)
+    except InputError:  # flags that contradict each other
+        reject()
 
 
 @st.composite

@@ -1,0 +1,210 @@
+"""What the GPU runs for one transformer block: tables of operations, one for each implementation of a GPT-2-like block.
+
+Counted in the source (file and line beside each row) and checked by running the real modules (``tests/test_kernels.py``).
+An element access is one read or one write of a tensor of ``tokens x hidden`` elements in the type that the GPU computes
+with; a score pass is one of ``batch x heads x sequence x sequence`` elements. Matrix products are timed apart; their bias
+gradients stand in their rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete.workload import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a block in training.
+
+    Args:
+        name: what it is.
+        source: file and line.
+        forward, backward: element accesses per token and hidden unit.
+        forward_scores, backward_scores: score passes, without those of the matrix products.
+        kept: tensors of ``tokens x hidden`` elements kept for backward.
+        kept_mask: bytes of mask kept per token and hidden unit, written forward and read backward.
+        kept_scores: tensors of scores kept for backward.
+        kept_score_mask: bytes of mask kept per score.
+        forward_kernels, backward_kernels: kernels launched, matrix products included.
+    """
+
+    name: str
+    source: str
+    forward: float = 0
+    backward: float = 0
+    forward_scores: float = 0
+    backward_scores: float = 0
+    kept: float = 0
+    kept_mask: float = 0
+    kept_scores: float = 0
+    kept_score_mask: float = 0
+    forward_kernels: int = 0
+    backward_kernels: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Cross-entropy over the logits, bytes per logit.
+
+    Args:
+        source: file and line.
+        traffic_16bit, traffic_32bit: read and written, forward and backward.
+        workspace_16bit, workspace_32bit: alive at the peak beside the logits and their gradient.
+        kernels: launched, forward and backward.
+        keeps_logits: the model's output holds the logits until backward has ended.
+    """
+
+    source: str
+    traffic_16bit: float
+    traffic_32bit: float
+    workspace_16bit: float
+    workspace_32bit: float
+    kernels: int
+    keeps_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """The kernels of one implementation.
+
+    Args:
+        operations: of one transformer block.
+        head: the loss.
+        flash: attention scores stay out of memory (FlashAttention).
+        forward_workspace, backward_workspace: tensors of ``tokens x hidden`` elements that live only during the pass.
+        backward_score_workspace: tensors of scores likewise.
+        instructions: that a lane issues per element access; where memory is fast they bind instead of it. 0: never.
+    """
+
+    operations: tuple[Operation, ...]
+    head: Head
+    flash: bool
+    forward_workspace: float
+    backward_workspace: float
+    backward_score_workspace: float
+    instructions: float = 0
+
+    def total(self, column: str) -> float:
+        """The sum of one column of the table."""
+        return float(sum(getattr(operation, column) for operation in self.operations))
+
+
+def _rows(prefix: dict[str, str], *rows: tuple[object, ...]) -> tuple[Operation, ...]:
+    """Rows as (name, source, then the numbers of :class:`Operation`); ``G:1`` in a source stands for a line of file ``G``."""
+
+    def path(source: str) -> str:
+        return "; ".join(f"{prefix[file]}:{lines}" for file, _, lines in (part.partition(":") for part in source.split()))
+
+    return tuple(Operation(str(row[0]), path(str(row[1])), *row[2:]) for row in rows)  # type: ignore[arg-type]
+
+
+#: Hugging Face transformers v4.28.1, ``src/transformers``.
+_HF = {"G": "models/gpt2/modeling_gpt2.py", "A": "activations.py", "P": "pytorch_utils.py"}
+#: NVIDIA Megatron-LM, ``megatron/model``, at v2.5 and at 23.06.
+_MEGATRON = {"T": "transformer.py", "N": "fused_layer_norm.py", "S": "fused_softmax.py", "U": "fused_bias_gelu.py"}
+_MEGATRON_2306 = {"F": "transformer.py (23.06)"}
+
+# fmt: off
+_HF_BEFORE_SCORES = _rows(
+    _HF,
+    # name, source, accesses forward and backward, score passes, kept and its mask, kept scores and their mask, kernels
+    ("ln_1", "G:388", 2, 5, 0, 0, 1, 0, 0, 0, 1, 2),
+    ("c_attn", "G:311 P:102", 0, 3, 0, 0, 1, 0, 0, 0, 1, 3),
+    ("copies of q, k, v", "G:182 G:217", 6, 10, 0, 0, 3, 0, 0, 0, 3, 3),
+)
+_HF_SCORES = _rows(
+    _HF,
+    ("scores", "G:182", 0, 0, 0, 0, 0, 0, 0, 0, 1, 2),
+    ("scale", "G:185", 0, 0, 2, 2, 0, 0, 0, 0, 2, 1),
+    ("causal mask", "G:200-201", 0, 0, 2, 2, 0, 0, 0, 0, 1, 2),
+    ("softmax", "G:207", 0, 0, 2, 3, 0, 0, 1, 0, 1, 1),
+    ("attention dropout", "G:211", 0, 0, 2, 2, 0, 0, 1, 1, 1, 1),
+    ("context", "G:217", 0, 0, 0, 0, 0, 0, 0, 0, 1, 2),
+)
+_HF_MERGE = _rows(
+    _HF,
+    ("merge of heads", "G:332", 2, 2, 0, 0, 1, 0, 0, 0, 1, 1),
+)
+_HF_AFTER_SCORES = _rows(
+    _HF,
+    ("attention c_proj", "G:333", 0, 1, 0, 0, 0, 0, 0, 0, 1, 3),  # its input is the merged copy
+    ("residual dropout", "G:334", 2, 2, 0, 0, 0, 1, 0, 0, 1, 1),
+    ("residual", "G:400", 3, 3, 0, 0, 0, 0, 0, 0, 1, 1),
+    ("ln_2", "G:425", 2, 5, 0, 0, 1, 0, 0, 0, 1, 2),
+    ("c_fc", "G:353", 0, 4, 0, 0, 1, 0, 0, 0, 1, 3),
+    ("gelu: 0.5 x", "A:56", 8, 8, 0, 0, 0, 0, 0, 0, 1, 1),
+    ("gelu: x^3", "A:56", 8, 28, 0, 0, 4, 0, 0, 0, 1, 3),
+    ("gelu: 0.044715 x^3", "A:56", 8, 8, 0, 0, 0, 0, 0, 0, 1, 1),
+    ("gelu: x + ...", "A:56", 12, 12, 0, 0, 0, 0, 0, 0, 1, 1),  # backward accumulates
+    ("gelu: sqrt(2/pi) (...)", "A:56", 8, 8, 0, 0, 0, 0, 0, 0, 1, 1),
+    ("gelu: tanh", "A:56", 8, 12, 0, 0, 4, 0, 0, 0, 1, 1),
+    ("gelu: 1 + ...", "A:56", 8, 0, 0, 0, 0, 0, 0, 0, 1, 0),
+    ("gelu: product", "A:56", 12, 36, 0, 0, 8, 0, 0, 0, 1, 3),
+    ("mlp c_proj", "G:355", 0, 1, 0, 0, 4, 0, 0, 0, 1, 3),
+    ("mlp dropout", "G:356", 2, 2, 0, 0, 0, 1, 0, 0, 1, 1),
+    ("residual", "G:428", 3, 3, 0, 0, 0, 0, 0, 0, 1, 1),
+)
+#: Under scaled_dot_product_attention with its flash kernel, queries, keys, values and the merged heads need no copies.
+_HF_FLASH = (
+    Operation("split of q, k, v", "models/gpt2/modeling_gpt2.py (5.x)", backward=6, kept=3, backward_kernels=1),
+    Operation("flash attention", "Dao et al. 2022, algorithms 2 and 4", 4, 8, kept=1, forward_kernels=1, backward_kernels=3),
+)
+_MEGATRON_BLOCK = _rows(
+    _MEGATRON,
+    ("input layer norm", "N:33-58", 2, 5, 0, 0, 1, 0, 0, 0, 1, 3),
+)
+_MEGATRON_SCORES = _rows(
+    _MEGATRON,
+    ("query_key_value", "T:198", 0, 3, 0, 0, 1, 0, 0, 0, 1, 3),
+    ("split of q, k, v", "T:207", 0, 6, 0, 0, 3, 0, 0, 0, 0, 1),
+    ("scores", "T:271", 0, 4, 0, 0, 0, 0, 0, 0, 1, 4),
+    ("scale, mask, softmax", "S:29-49", 0, 0, 2, 3, 0, 0, 1, 0, 1, 1),
+    ("attention dropout", "T:308", 0, 0, 2, 2, 0, 0, 1, 1, 1, 1),
+    ("context", "T:332", 0, 0, 0, 0, 0, 0, 0, 0, 1, 2),
+    ("copy of context", "T:338", 2, 0, 0, 0, 1, 0, 0, 0, 1, 0),
+)
+_MEGATRON_FLASH = _rows(
+    _MEGATRON_2306,
+    ("query_key_value", "F:340", 0, 3, 0, 0, 1, 0, 0, 0, 1, 3),
+    ("q, k, v for flash attention", "F:662", 6, 6, 0, 0, 3, 0, 0, 0, 3, 1),
+    ("flash attention", "F:392", 4, 8, 0, 0, 1, 0, 0, 0, 1, 3),
+    ("copy of context", "F:669", 2, 0, 0, 0, 1, 0, 0, 0, 1, 0),
+)
+_MEGATRON_AFTER_SCORES = _rows(
+    _MEGATRON,
+    ("dense", "T:349", 0, 0, 0, 0, 0, 0, 0, 0, 1, 2),
+    ("bias, dropout, residual", "T:371 T:476", 3, 3, 0, 0, 0, 1, 0, 0, 1, 2),
+    ("post-attention layer norm", "T:483", 2, 5, 0, 0, 1, 0, 0, 0, 1, 3),
+    ("sums of residual gradients", "T:476 T:518", 0, 6, 0, 0, 0, 0, 0, 0, 0, 2),
+    ("dense_h_to_4h", "T:91", 0, 0, 0, 0, 1, 0, 0, 0, 1, 2),
+    ("bias, gelu", "U:50-58", 8, 16, 0, 0, 4, 0, 0, 0, 1, 2),
+    ("dense_4h_to_h", "T:101", 0, 0, 0, 0, 4, 0, 0, 0, 1, 2),
+    ("bias, dropout, residual", "T:518", 3, 3, 0, 0, 0, 1, 0, 0, 1, 2),
+)
+# fmt: on
+
+#: Conversions, index arithmetic and the operation itself. Calibrated on the forward pass of a block on V100 and A100-80GB
+#: (experiments/published/huggingface-layer.toml): the A100's memory is 2.3 times as fast, its lanes only 1.24 times.
+_EAGER_INSTRUCTIONS = 23
+
+#: Logits stay in 16 bit; a copy of the shifted ones, log-softmax and its backward, the slice's backward.
+_HF_HEAD = Head("models/gpt2/modeling_gpt2.py:1097-1108", 22, 44, 4, 8, 10, keeps_logits=True)
+#: Logits are cast to fp32; the passes over them work in place, so that in fp32 there is no workspace, nor even a gradient of
+#: its own.
+_MEGATRON_HEAD = Head("gpt_model.py:56 and mpu/cross_entropy.py:31-105", 52, 40, 4, 0, 15)
+
+IMPLEMENTATIONS: dict[Kernels, Implementation] = {
+    Kernels.FUSED: Implementation(
+        (*_MEGATRON_BLOCK, *_MEGATRON_FLASH, *_MEGATRON_AFTER_SCORES), _MEGATRON_HEAD, True, 2, 6.5, 0
+    ),
+    Kernels.FUSED_SOFTMAX: Implementation(
+        (*_MEGATRON_BLOCK, *_MEGATRON_SCORES, *_MEGATRON_AFTER_SCORES), _MEGATRON_HEAD, False, 2, 6.5, 1
+    ),
+    Kernels.EAGER: Implementation(
+        (*_HF_BEFORE_SCORES, *_HF_SCORES, *_HF_MERGE, *_HF_AFTER_SCORES), _HF_HEAD, False, 3, 9.5, 1, _EAGER_INSTRUCTIONS
+    ),
+    Kernels.EAGER_FLASH: Implementation(
+        (*_HF_BEFORE_SCORES[:2], *_HF_FLASH, *_HF_AFTER_SCORES), _HF_HEAD, True, 3, 9.5, 0, _EAGER_INSTRUCTIONS
+    ),
+}

@@ -1,0 +1,117 @@
+"""The published comparison: what arXiv 2503.01890 (AutoHete) ran on one A100-40GB, and what it found; absolute throughputs are
+not published."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+from joblib import Parallel, delayed
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autohete.hardware import load_hardware
+from autohete.interrupt import children_uninterrupted
+from autohete.policies import parse_policy
+from autohete.profile import analytic_profile
+from autohete.report.tables import console
+from autohete.summary import Summary, answer
+from autohete.workload import WORKLOADS, Kernels, Precision
+
+NODE = "a100-40gb-epyc7713"
+#: Not stated in the paper: Hugging Face GPT-2 in fp16, what the system's likely ancestor trains (ColossalAI, auto_parallel).
+MODELS = {name: replace(workload, precision=Precision.FP16, kernels=Kernels.EAGER) for name, workload in WORKLOADS.items()}
+AUTOHETE, NO_PRIORITY = "autohete", "autohete:priority=off"
+#: The version is not stated either: one of each era. 0.14.1 to 0.16.9 do not fit, see the table of bounds.
+ZERO_OFFLOAD = ("zero_offload:deepspeed=0.4.3", "zero_offload:deepspeed=0.8.3", "zero_offload:deepspeed=2026")
+POLICIES = (*ZERO_OFFLOAD, "patrickstar", "stronghold", NO_PRIORITY, AUTOHETE)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A speed-up of AutoHete over another system on one GPU: average and maximum over the models that both train."""
+
+    system: str
+    average: float
+    maximum: float
+
+
+#: Abstract and section 5; priority: AutoHete with against without it.
+PUBLISHED = {
+    **{policy: Published("ZeRO-Offload", 1.85, 2.08) for policy in ZERO_OFFLOAD},
+    "patrickstar": Published("PatrickStar", 1.63, 1.91),
+    "stronghold": Published("StrongHold", 1.32, 1.41),
+    NO_PRIORITY: Published("itself without priority", 1.16, 1.24),
+}
+#: The largest model that ZeRO-Offload trains.
+ZERO_OFFLOAD_LIMIT = "gpt-12b"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One simulation: a model under a policy, with some hardware figures moved."""
+
+    model: str
+    policy: str
+    moved: tuple[tuple[str, str], ...] = ()
+
+    def run(self) -> Summary:
+        """Simulate it; takes up to a second."""
+        summary, _ = answer(
+            analytic_profile(MODELS[self.model], load_hardware(NODE, dict(self.moved))), parse_policy(self.policy)
+        )
+        return summary
+
+
+def grid(moved: Mapping[str, str] | None = None) -> list[Job]:
+    """Every model under every policy."""
+    figures = tuple((moved or {}).items())
+    return [Job(model, policy, figures) for model in MODELS for policy in POLICIES]
+
+
+def run_all(jobs: Sequence[Job]) -> dict[Job, Summary]:
+    """All jobs on all cores, with a progress bar where there is a terminal."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    found: dict[Job, Summary] = {}
+    with Progress(*columns, console=console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        bar = progress.add_task("simulating", total=len(jobs))
+        for job, summary in _in_parallel(jobs):
+            found[job] = summary
+            progress.advance(bar)
+    return found
+
+
+def _in_parallel(jobs: Sequence[Job]) -> Iterator[tuple[Job, Summary]]:
+    # Batches of one: a policy that searches takes ten times as long as one that does not.
+    parallel = Parallel(n_jobs=os.cpu_count(), return_as="generator_unordered", batch_size=1)
+    with children_uninterrupted():
+        found: Iterator[tuple[Job, Summary]] = parallel(delayed(_run)(job) for job in jobs)
+    return found
+
+
+def _run(job: Job) -> tuple[Job, Summary]:
+    return job, job.run()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """AutoHete's throughput over another's: average and maximum over the models that both train."""
+
+    over: str
+    average: float
+    maximum: float
+
+
+def speedup(over: str, rates: Mapping[tuple[str, str], float | None]) -> SpeedUp:
+    """The speed-up over one policy, from the rate of each model and policy (None: does not fit)."""
+    ratios = list(_ratios(rates, over, MODELS))
+    return SpeedUp(over, mean(ratios), max(ratios))
+
+
+def _ratios(rates: Mapping[tuple[str, str], float | None], over: str, models: Iterable[str]) -> Iterator[float]:
+    for model in models:
+        fast, slow = rates[model, AUTOHETE], rates[model, over]
+        if fast is not None and slow is not None:
+            yield fast / slow

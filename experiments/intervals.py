@@ -1,0 +1,365 @@
+"""How sure is the published comparison, when the node's figures are only known within ranges?
+
+Command: ``python experiments/intervals.py [--out DIR] [--samples N] [--seed N]``. Machine: any; everything is simulated.
+
+Prior: each uncertain figure of the node lies in its published range, independently, with the nominal value as its median, on
+a logarithmic scale; no CPU rate exceeds what the DRAM gives. Each point of a Latin hypercube over these figures is weighed by
+how well it predicts the measurements from which A100 figures were derived, with a log-normal error as wide as that of the
+phases that calibrate nothing; an error so wide moves the intervals little. The whole grid of models and policies is simulated
+at every point. A response surface (linear and squared terms of the figures' logarithms, ridge regression) stands in for many
+more points; its leave-one-out error is written beside each interval and added to it. Last, each system's times carry a
+log-normal error of the model itself, as wide as that of the published iteration times that calibrate nothing. AutoHete with and
+without priority is one system: that comparison has no such error, so its intervals cover the figures only.
+
+Writes ``fig_throughput_samples.csv`` (every simulated point) and ``fig_throughput_intervals.csv`` (5 to 95 % of each throughput
+and of each speed-up), which ``fig_throughput.py`` draws.
+
+What would refute it: a published speed-up outside its interval.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/intervals.py` from anywhere
+
+if __name__ == "__main__":  # before the imports that take time
+    from autohete.interrupt import catch_interrupts
+
+    catch_interrupts("intervals")
+
+import csv
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+from cyclopts import App
+from numpy.typing import NDArray
+from scipy.stats import qmc
+
+from autohete.cli import run_app
+from autohete.errors import InputError
+from autohete.hardware import UncertainFigure, load_hardware, uncertain_figures
+from autohete.report.tables import console, table
+from autohete.report.write import make_folder, write_text
+from experiments import published
+from experiments.comparison import AUTOHETE, MODELS, NODE, POLICIES, PUBLISHED, grid, run_all
+
+Array = NDArray[np.float64]
+
+LOW, HIGH = 0.05, 0.95
+#: Draws from the response surface.
+_DRAWS = 20_000
+#: Ridge: in standard deviations of a figure, a prior that effects are small; it matters only where samples are few.
+_RIDGE = 0.3
+#: Microseconds beside copies and passes of milliseconds, and what the fp16 passes never use.
+_WITHOUT_EFFECT = ("gpu.gemm_efficiency_32bit", "links.h2d.latency", "links.d2h.latency", "cpu.launch")
+#: Nodes whose calibrating phases say something about this one: the same GPU, or the same generation of host.
+_FAMILY = "a100"
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """The node's uncertain figures, and the logarithms of low, nominal and high."""
+
+    figures: tuple[UncertainFigure, ...]
+    low: Array
+    nominal: Array
+    high: Array
+
+    def at(self, unit: Array) -> Array:
+        """Logarithms of the figures at points of the unit cube: the nominal value is the median."""
+        below = self.low + (self.nominal - self.low) * 2 * unit
+        above = self.nominal + (self.high - self.nominal) * (2 * unit - 1)
+        return np.where(unit < 0.5, below, above)
+
+    def standard(self, points: Array) -> Array:
+        """Points on a scale on which each range has length 2 and the nominal value is 0."""
+        standard: Array = (points - self.nominal) / ((self.high - self.low) / 2)
+        return standard
+
+    def moved(self, point: Array) -> dict[str, str]:
+        """A point as hardware figures."""
+        return {figure.key: figure.text(float(np.exp(x))) for figure, x in zip(self.figures, point, strict=True)}
+
+    def within_dram(self, points: Array) -> Array:
+        """The points with no CPU rate above what the DRAM gives, as hardware is read."""
+        column = {figure.key: i for i, figure in enumerate(self.figures)}
+        dram = points[:, column["host.usable_share"]] + np.log(load_hardware(NODE).host.memory_bandwidth)
+        points = points.copy()
+        for name in ("update", "elementwise"):
+            rates = points[:, column[f"cpu.{name}_bandwidth"]]
+            np.minimum(rates, dram, out=rates)
+        return points
+
+
+def prior() -> Prior:
+    """The node's uncertain figures that enter this comparison."""
+    figures = tuple(f for f in uncertain_figures(NODE) if f.key not in _WITHOUT_EFFECT)
+    low, nominal, high = (np.log([getattr(figure, end) for figure in figures]) for end in ("low", "value", "high"))
+    return Prior(figures, low, nominal, high)
+
+
+def hypercube(known: Prior, count: int, seed: int) -> Array:
+    """``count`` points of a Latin hypercube."""
+    sampler = qmc.LatinHypercube(len(known.figures), rng=np.random.default_rng(seed), optimization="random-cd")
+    return known.within_dram(known.at(sampler.random(count)))
+
+
+# --- how well a point predicts what calibrates ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Phases that calibrate a figure of the family, and the width of the log-normal errors.
+
+    Args:
+        rows: source, row and phase.
+        sigma: of phases that calibrate nothing.
+        iteration_sigma: of iteration times that calibrate nothing.
+    """
+
+    rows: tuple[tuple[published.Source, published.Row, str], ...]
+    sigma: float
+    iteration_sigma: float
+
+    def log_errors(self, moved: Mapping[str, str]) -> list[float]:
+        """Logarithm of predicted over measured for each phase."""
+        return [
+            float(np.log(published.phases(source.simulate(row, moved))[phase] / published.middle(row.measured[phase])))
+            for source, row, phase in self.rows
+        ]
+
+
+def evidence() -> Evidence:
+    """The calibrating phases of nodes with this GPU or a host of this generation; the error is that of all other phases."""
+    rows = []
+    for source in published.sources():
+        for row in source.rows:
+            if (row.hardware or source.hardware).startswith(_FAMILY):
+                rows += [(source, row, phase) for phase in row.calibrates if phase != "iteration"]
+    others = [c for c in published.checks() if c.is_time and not c.calibrates]
+
+    def width(some: list[published.Check]) -> float:
+        return float(np.sqrt(np.mean([np.log(1 + c.error) ** 2 for c in some])))
+
+    return Evidence(tuple(rows), width(others), width([c for c in others if c.phase == "iteration"]))
+
+
+# --- the response surface --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """Logarithms of quantities over standardised figures: an intercept, linear and squared terms.
+
+    Args:
+        coefficients: one column for each quantity.
+        error: for each quantity the root mean square of the leave-one-out residuals.
+    """
+
+    coefficients: Array
+    error: Array
+
+    def __call__(self, standard: Array) -> Array:
+        """The surface at points."""
+        values: Array = _terms(standard) @ self.coefficients
+        return values
+
+
+def _terms(standard: Array) -> Array:
+    return np.column_stack([np.ones(len(standard)), standard, standard**2])
+
+
+def fit(standard: Array, values: Array) -> Surface:
+    """Ridge regression of ``values`` (points by rates); the intercept is free."""
+    terms = _terms(standard)
+    penalty = np.eye(terms.shape[1]) * _RIDGE**2
+    penalty[0, 0] = 0
+    solved = np.linalg.solve(terms.T @ terms + penalty, terms.T)
+    coefficients = solved @ values
+    leverage = np.einsum("ij,ji->i", terms, solved)
+    residuals = (values - terms @ coefficients) / (1 - np.minimum(leverage, 0.95))[:, None]
+    return Surface(coefficients, np.sqrt(np.square(residuals).mean(axis=0)))
+
+
+# --- intervals ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """5 to 95 % of a quantity.
+
+    Args:
+        what: ``samples_per_second`` of a model and policy; ``average`` or ``maximum`` of AutoHete's speed-ups over a policy.
+        model, policy: of what.
+        figures_low, figures_high: with the model taken for exact, so that only the node's figures are uncertain.
+        low, high: with the model's own error.
+        surface_error: relative leave-one-out error of the response surface.
+    """
+
+    what: str
+    model: str
+    policy: str
+    figures_low: float
+    figures_high: float
+    low: float
+    high: float
+    surface_error: float
+
+
+def quantiles(values: Array, weights: Array) -> tuple[float, float]:
+    """Low and high of weighted draws."""
+    order = np.argsort(values)
+    share = np.cumsum(weights[order]) / weights.sum()
+    low, high = (float(values[order][np.searchsorted(share, level)]) for level in (LOW, HIGH))
+    return low, high
+
+
+def intervals(
+    known: Prior, points: Array, rates: Array, errors: Array, proof: Evidence, seed: int
+) -> tuple[list[Interval], float]:
+    """Intervals of throughputs and speed-ups, and the effective number of draws.
+
+    Args:
+        known: the prior.
+        points: simulated points.
+        rates: samples/s, points by (model, policy); NaN where the training does not fit.
+        errors: logarithmic errors of the evidence, points by phases.
+        proof: the evidence.
+        seed: of the draws.
+    """
+    rng = np.random.default_rng(seed)
+    draws = known.within_dram(known.at(rng.random((_DRAWS, len(known.figures)))))
+    standard, sampled = known.standard(draws), known.standard(points)
+    weights = np.exp(-0.5 * np.square(fit(sampled, errors)(standard) / proof.sigma).sum(axis=1))
+    quantities = _quantities(rates)
+    surface = fit(sampled, np.log(np.column_stack([values for _, values in quantities])))
+    drawn = np.exp(surface(standard) + rng.standard_normal((len(draws), len(quantities))) * surface.error)
+    systems = sorted({_system(policy) for policy in POLICIES})
+    slips = dict(zip(systems, np.exp(rng.standard_normal((len(systems), len(draws))) * proof.iteration_sigma), strict=True))
+    found = []
+    for ((what, model, policy), _), values, error in zip(quantities, drawn.T, surface.error.tolist(), strict=True):
+        slip = slips[_system(policy)] if model else slips[AUTOHETE] / slips[_system(policy)]
+        ends = (*quantiles(values, weights), *quantiles(values * slip, weights))
+        found.append(Interval(what, model, policy, *ends, error))
+    return found, float(weights.sum() ** 2 / np.square(weights).sum())
+
+
+def _quantities(rates: Array) -> list[tuple[tuple[str, str, str], Array]]:
+    """What intervals are made of, as (what, model, policy) and its value at each point: all that fits at every point."""
+    cells = [(model, policy) for model in MODELS for policy in POLICIES]
+    fitting = {cell: column for cell, column in zip(cells, rates.T, strict=True) if np.isfinite(column).all()}
+    found = [(("samples_per_second", *cell), column) for cell, column in fitting.items()]
+    for over in PUBLISHED:
+        both = [model for model in MODELS if (model, over) in fitting and (model, AUTOHETE) in fitting]
+        ratios = np.column_stack([fitting[model, AUTOHETE] / fitting[model, over] for model in both])
+        found += [(("average", "", over), ratios.mean(axis=1)), (("maximum", "", over), ratios.max(axis=1))]
+    return found
+
+
+def _system(policy: str) -> str:
+    return policy.partition(":")[0]
+
+
+def digest() -> str:
+    """Of everything that the intervals depend on besides code: hardware figures, published rows, models and policies."""
+    sources = published.sources()
+    nodes = sorted({NODE, *(row.hardware or source.hardware for source in sources for row in source.rows)})
+    hardware = [f"{load_hardware(node)} {uncertain_figures(node)}" for node in nodes]
+    return hashlib.sha256("".join(map(str, [*hardware, *sources, *MODELS.values(), *POLICIES])).encode()).hexdigest()[:16]
+
+
+def as_csv(found: Sequence[Interval]) -> str:
+    """One row per quantity."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*(field.name for field in fields(Interval)), "inputs"])
+    inputs = digest()
+    for interval in found:
+        cells = (f"{value:.5g}" if isinstance(value, float) else value for value in astuple(interval))
+        writer.writerow([*cells, inputs])
+    return text.getvalue()
+
+
+def read(path: Path) -> list[Interval]:
+    """The file that :func:`as_csv` made.
+
+    Raises:
+        InputError: it was made of other inputs, or there is none.
+    """
+    try:
+        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; make it with `make intervals`") from error
+    if not rows or {row["inputs"] for row in rows} != {digest()}:
+        raise InputError(f"{path} was made with other hardware figures or published rows: run `make intervals`")
+    names = [field.name for field in fields(Interval)]
+    return [Interval(row["what"], row["model"], row["policy"], *(float(row[name]) for name in names[3:])) for row in rows]
+
+
+def samples_csv(known: Prior, points: Array, rates: Array, errors: Array, proof: Evidence) -> str:
+    """One row per simulated point: its figures, the errors of the evidence, and samples/s of each model and policy."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    cells = [f"{model} {policy}" for model in MODELS for policy in POLICIES]
+    evidence_names = [f"log error: {row.name}, {phase}" for _, row, phase in proof.rows]
+    writer.writerow([*(figure.key for figure in known.figures), *evidence_names, *cells])
+    for point, error, rate in zip(points, errors, rates, strict=True):
+        writer.writerow(
+            [
+                *(f"{np.exp(x):.6g}" for x in point),
+                *(f"{x:.4f}" for x in error),
+                *("" if np.isnan(x) else f"{x:.5g}" for x in rate),
+            ]
+        )
+    return text.getvalue()
+
+
+def main(*, out: Path = Path("paper_figs"), samples: int = 48, seed: int = 1) -> None:
+    """Sample, simulate, fit, and write the intervals.
+
+    Parameters
+    ----------
+    out:
+        Folder for the CSV files.
+    samples:
+        Points of the Latin hypercube at which the whole grid is simulated.
+    seed:
+        Of the hypercube and of the draws.
+    """
+    make_folder(out)
+    known, proof = prior(), evidence()
+    points = hypercube(known, samples, seed)
+    moved = [known.moved(point) for point in points]
+    jobs = [grid(figures) for figures in moved]
+    found = run_all([job for some in jobs for job in some])
+    rates = np.array([[_rate(found[job].samples_per_second) for job in some] for some in jobs])
+    errors = np.array([proof.log_errors(figures) for figures in moved])
+    ranges, effective = intervals(known, points, rates, errors, proof, seed)
+    write_text(out / "fig_throughput_samples.csv", samples_csv(known, points, rates, errors, proof))
+    write_text(out / "fig_throughput_intervals.csv", as_csv(ranges))
+    columns = ["AutoHete over", "", "figures only", "with model error", "paper"]
+    shown = table(f"speed-ups of AutoHete, {100 * LOW:.0f} to {100 * HIGH:.0f} %", columns, left=2)
+    for i in ranges:
+        if not i.model:
+            low_high = (f"{low:.2f} to {high:.2f}" for low, high in ((i.figures_low, i.figures_high), (i.low, i.high)))
+            shown.add_row(i.policy, i.what, *low_high, f"{getattr(PUBLISHED[i.policy], i.what):.2f}")
+    console().print(shown)
+    console().print(
+        f"{len(points)} points of {len(known.figures)} figures (seed {seed}); {len(proof.rows)} calibrating phases, error "
+        f"{100 * proof.sigma:.0f} %; {effective:.0f} effective draws; model error {100 * proof.iteration_sigma:.1f} %",
+        soft_wrap=True,
+    )
+    console().print(f"written: {out}/fig_throughput_{{samples,intervals}}.csv", soft_wrap=True)
+
+
+def _rate(rate: float | None) -> float:
+    return np.nan if rate is None else rate
+
+
+if __name__ == "__main__":
+    run_app(App(name="intervals", default_command=main, help=__doc__))

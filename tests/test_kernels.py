@@ -1,0 +1,586 @@
+"""The tables of operations against the modules that they describe, run on the meta device: shapes, but no numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from autohete.hardware import Hardware, load_hardware, preset_names
+from autohete.kernels import IMPLEMENTATIONS, Head
+from autohete.profile import Profile, _Roofline, analytic_profile
+from autohete.runtime.model import Block
+from autohete.runtime.precision import DTYPES
+from autohete.testing import strategies
+from autohete.workload import WORKLOADS, Kernels, Precision, Workload
+
+modeling_gpt2 = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
+
+A100 = load_hardware("a100-40gb-epyc7713")
+DROPOUT = 0.1
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, **_: object) -> Tensor:
+    """``scaled_dot_product_attention`` as CUDA runs it in 16 bit; meta tensors would be taken apart."""
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, True)[0]
+    return out
+
+
+def one_kernel_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """``dropout`` as CUDA runs it: one kernel that keeps a mask of bytes; meta tensors would be taken apart."""
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+@pytest.fixture(autouse=True)
+def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "dropout", one_kernel_dropout)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", flash_attention)
+
+
+# --- counting -----------------------------------------------------------------------------------------------------
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+#: These touch an element or two per token and leave the logits alone.
+_SPARSE = {"nll_loss_forward", "gather", "scatter_add_"}
+#: Operations that are several kernels on CUDA: input and parameters of the norm (layer_norm_kernel.cu), the fill with zeros
+#: first, flash attention's row sums before and its cast after.
+_LAUNCHES = {
+    "native_layer_norm_backward": 2,
+    "nll_loss_backward": 2,
+    "slice_backward": 2,
+    "_scaled_dot_product_flash_attention_backward": 3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation: elements and bytes per element of each tensor that it reads or writes."""
+
+    name: str
+    backward: bool
+    touched: tuple[tuple[int, int], ...]
+
+    @property
+    def launches(self) -> int:
+        return _LAUNCHES.get(self.name, 1)
+
+
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operation that launches a kernel, and the most bytes alive at once of tensors made meanwhile."""
+
+    active: ClassVar[Counter | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.backward = False
+        self.peak_bytes = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read, written = _tensors((args, kwargs)), _tensors(out)
+        name = func._schema.name.removeprefix("aten::")
+        if not func.is_view and name not in _NO_KERNEL:
+            self.add(name, _touched(name, read, written))
+        self.watch(written)
+        return out
+
+    def add(self, name: str, touched: Sequence[Tensor]) -> None:
+        """Write down one operation."""
+        sizes = tuple((_elements(tensor), tensor.element_size()) for tensor in touched)
+        self.calls.append(Call(name, self.backward, sizes))
+
+    def watch(self, made: Sequence[Tensor]) -> None:
+        """Count the storages that are alive now."""
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
+        alive = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}  # type: ignore[no-untyped-call]
+        self._storages = alive
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in alive.values()))
+
+    def kernels(self, backward: bool) -> int:
+        """Kernels launched."""
+        return sum(call.launches for call in self.calls if call.backward is backward)
+
+    def tensors(self, backward: bool) -> list[tuple[int, int]]:
+        """Elements and bytes per element of what is read and written outside the matrix products."""
+        calls = (call for call in self.calls if call.backward is backward and call.name not in _PRODUCTS)
+        return [touched for call in calls for touched in call.touched]
+
+
+@contextmanager
+def counting() -> Iterator[Counter]:
+    """Count what is run meanwhile."""
+    Counter.active = counter = Counter()
+    try:
+        with counter:
+            yield counter
+    finally:
+        Counter.active = None
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    """The tensors in ``tree``, each part of a storage once."""
+    found = {}
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found[leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape] = leaf
+    return list(found.values())
+
+
+def _elements(tensor: Tensor) -> int:
+    """Elements in memory: an expanded dimension is one."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else 1
+    return elements
+
+
+def _touched(name: str, read: list[Tensor], written: list[Tensor]) -> list[Tensor]:
+    """What the operation reads and writes on CUDA."""
+    if name in _SPARSE:
+        return []
+    if name == "nll_loss_backward":  # of the log-probabilities it needs the shape
+        return written
+    if name == "slice_backward":  # zeros, then a copy into them
+        return [*read, *written, *read]
+    if name == "native_layer_norm_backward":  # the parameters' kernel reads gradient and input again
+        return [*read, *read[:2], *written]
+    return [*read, *written]
+
+
+def as_one_kernel(name: str, compute: Callable[[], tuple[Tensor, ...]], *read: Tensor) -> tuple[Tensor, ...]:
+    """What ``compute`` returns, counted as one kernel that reads ``read``: stands for a kernel that PyTorch does not have."""
+    with _disable_current_modes():
+        written = compute()
+    if Counter.active is not None:
+        Counter.active.add(name, [*read, *written])
+        Counter.active.watch(written)
+    return written
+
+
+# --- the blocks ---------------------------------------------------------------------------------------------------
+
+
+class ScaleMaskSoftmax(torch.autograd.Function):
+    """One kernel each way; keeps its result."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        (weights,) = as_one_kernel("softmax", lambda: (torch.empty_like(scores),), scores)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        return as_one_kernel("softmax", lambda: (torch.empty_like(weights),), gradient, weights)[0]
+
+
+class BiasGelu(torch.autograd.Function):
+    """One kernel each way, and the sum for the bias; keeps the product without its bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return as_one_kernel("bias_gelu", lambda: (torch.empty_like(x),), x)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, _ = ctx.saved_tensors
+        (result,) = as_one_kernel("bias_gelu", lambda: (torch.empty_like(x),), gradient, x)
+        return result, result.sum((0, 1))
+
+
+class BiasDropoutAdd(torch.autograd.Function):
+    """One kernel each way, and the sum for the bias; keeps the mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        def compute() -> tuple[Tensor, ...]:
+            return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+        out, mask = as_one_kernel("bias_dropout_add", compute, x, residual)
+        ctx.save_for_backward(mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (mask,) = ctx.saved_tensors
+        (result,) = as_one_kernel("bias_dropout_add", lambda: (torch.empty_like(gradient),), gradient, mask)
+        return result, result.sum((0, 1)), gradient
+
+
+class MegatronBlock(nn.Module):
+    """A block with the kernel boundaries of Megatron-LM's: (sequence, batch, hidden), biases added by the kernel after."""
+
+    def __init__(self, hidden: int, heads: int, flash: bool) -> None:
+        super().__init__()
+        self.heads, self.flash = heads, flash
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._join(self._attention(self.norm1(x)), self.out.bias, x)
+        return self._join(self._mlp(self.norm2(x)), self.down.bias, x)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        s, b, h = x.shape
+        mixed = self.qkv(x).view(s, b, self.heads, 3 * h // self.heads)
+        context = (self._flash if self.flash else self._scores)(*mixed.chunk(3, dim=-1))
+        return functional.linear(context.reshape(s, b, h), self.out.weight)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        y = BiasGelu.apply(functional.linear(x, self.up.weight), self.up.bias)  # type: ignore[no-untyped-call]
+        return functional.linear(y, self.down.weight)
+
+    def _join(self, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        joined: Tensor = BiasDropoutAdd.apply(x, bias, residual)  # type: ignore[no-untyped-call]
+        return joined
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (part.transpose(0, 1).contiguous().transpose(1, 2) for part in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, dropout_p=DROPOUT, is_causal=True).permute(2, 0, 1, 3)
+
+    def _scores(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s, b, a, d = q.shape
+        q, k, v = (part.reshape(s, b * a, d).transpose(0, 1) for part in (q, k, v))
+        scores = torch.baddbmm(torch.empty(b * a, s, s, dtype=q.dtype, device=q.device), q, k.mT, beta=0.0, alpha=d**-0.5)
+        weights = functional.dropout(ScaleMaskSoftmax.apply(scores), DROPOUT)  # type: ignore[no-untyped-call]
+        return torch.bmm(weights, v).view(b, a, s, d).permute(2, 0, 1, 3)
+
+
+class HuggingFaceBlock(nn.Module):
+    """The installed GPT2Block, with the causal mask that its model would hand it."""
+
+    def __init__(self, hidden: int, heads: int, attention: str) -> None:
+        super().__init__()
+        config = modeling_gpt2.GPT2Config(n_embd=hidden, n_head=heads, attn_implementation=attention)
+        self.block, self.eager = modeling_gpt2.GPT2Block(config, layer_idx=0), attention == "eager"
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.empty(1, 1, x.shape[1], x.shape[1], dtype=x.dtype, device=x.device) if self.eager else None
+        out: Tensor = self.block(x, attention_mask=mask)
+        return out
+
+
+def eager_attention_of_4_28(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: object
+) -> tuple[Tensor, None]:
+    """Eager attention as transformers 4.28 had it: divided by a tensor, masked with ``where`` (one value more to fill in)."""
+    causal = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
+    scores = torch.matmul(query, key.transpose(-1, -2))
+    scores = scores / torch.full([], value.shape[-1] ** 0.5, dtype=scores.dtype, device=scores.device)
+    scores = torch.where(causal, scores, torch.full([], -1e4, dtype=scores.dtype, device=scores.device))
+    weights = functional.dropout(functional.softmax(scores, dim=-1), DROPOUT)
+    return torch.matmul(weights, value).transpose(1, 2), None
+
+
+def block(kernels: Kernels, hidden: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The module that the table of ``kernels`` describes."""
+    makers: dict[Kernels, Callable[[], nn.Module]] = {
+        Kernels.FUSED: lambda: MegatronBlock(hidden, heads, flash=True),
+        Kernels.FUSED_SOFTMAX: lambda: MegatronBlock(hidden, heads, flash=False),
+        Kernels.EAGER: lambda: HuggingFaceBlock(hidden, heads, "eager"),
+        Kernels.EAGER_FLASH: lambda: HuggingFaceBlock(hidden, heads, "sdpa"),
+    }
+    with torch.device("meta"):
+        return makers[kernels]().to(dtype).train()
+
+
+def given_input(kernels: Kernels, batch: int, sequence: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The input of a block."""
+    fused = kernels in (Kernels.FUSED, Kernels.FUSED_SOFTMAX)
+    shape = (sequence, batch, hidden) if fused else (batch, sequence, hidden)
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+# --- what is kept -------------------------------------------------------------------------------------------------
+
+#: No batch of one: (sequence, 1, hidden) needs none of Megatron-LM's copies.
+SHAPES = [(16, 32), (8, 64), (4, 128), (2, 256)]
+WIDTH, HEADS = 256, 4
+
+
+def kept_bytes(module: nn.Module, x: Tensor) -> int:
+    """Bytes of the storages that forward saves for backward, without parameters."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(x)
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)
+
+
+def predicted_bytes(kernels: Kernels, batch: int, sequence: int, precision: Precision = Precision.BF16) -> int:
+    """What the profile says that a block keeps."""
+    workload = Workload("x", WIDTH, 1, HEADS, 1000, sequence, batch, precision, kernels=kernels)
+    return analytic_profile(workload, A100).blocks[1].activation_bytes
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
+@pytest.mark.parametrize(("batch", "sequence"), SHAPES)
+@pytest.mark.parametrize("kernels", list(Kernels))
+def test_a_block_keeps_what_the_table_says(kernels: Kernels, batch: int, sequence: int, precision: Precision) -> None:
+    """What a block keeps for backward, its input included, is the profile's within 2 %: statistics of rows are left out."""
+    dtype = DTYPES[precision]
+    kept = kept_bytes(block(kernels, WIDTH, HEADS, dtype), given_input(kernels, batch, sequence, WIDTH, dtype))
+    assert kept == pytest.approx(predicted_bytes(kernels, batch, sequence, precision), rel=0.02)
+
+
+@pytest.mark.parametrize(("batch", "sequence"), SHAPES)
+def test_the_runtimes_block_keeps_one_tensor_less_than_fused_kernels(batch: int, sequence: int) -> None:
+    """The runtime's own block keeps what Megatron-LM's keeps, but the copy of the context: its heads are joined by a view."""
+    with torch.device("meta"):
+        module = Block(WIDTH, HEADS, DROPOUT).to(torch.bfloat16).train()
+    kept = kept_bytes(module, given_input(Kernels.EAGER, batch, sequence, WIDTH))
+    predicted, copy = predicted_bytes(Kernels.FUSED, batch, sequence), 2 * batch * sequence * WIDTH
+    assert kept == pytest.approx(predicted - copy, rel=0.02)
+    assert kept < predicted < 1.06 * kept
+
+
+# --- what is read, written and launched -----------------------------------------------------------------------------
+
+#: No number of scores is a multiple of the hidden elements, and no parameter has a multiple of these.
+BATCH, SEQUENCE, HIDDEN = 3, 40, 64
+TOKENS, SCORES = BATCH * SEQUENCE * HIDDEN, BATCH * HEADS * SEQUENCE**2
+
+
+def counted(kernels: Kernels) -> Counter:
+    """Forward and backward of a block."""
+    module, x = block(kernels, HIDDEN, HEADS), given_input(kernels, BATCH, SEQUENCE, HIDDEN)
+    with counting() as counter:
+        y = module(x)
+        counter.backward = True
+        torch.autograd.grad(y, [x, *module.parameters()], torch.empty_like(y))
+    return counter
+
+
+def accesses(counter: Counter, backward: bool, width: int = 2) -> float:
+    """Tensors of ``tokens x hidden`` elements of ``width`` bytes that were read or written."""
+    sizes = [n for n, bytes_each in counter.tensors(backward) if bytes_each == width and n != SCORES and n % TOKENS == 0]
+    return sum(sizes) / TOKENS
+
+
+def score_passes(counter: Counter, backward: bool, width: int = 2) -> int:
+    """Tensors of scores that were read or written outside the matrix products."""
+    return counter.tensors(backward).count((SCORES, width))
+
+
+@pytest.fixture
+def _eager_attention_of_4_28(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_gpt2, "eager_attention_forward", eager_attention_of_4_28)
+
+
+@pytest.mark.usefixtures("_eager_attention_of_4_28")
+@pytest.mark.parametrize("kernels", list(Kernels))
+def test_a_block_accesses_and_launches_what_the_table_says(kernels: Kernels) -> None:
+    """Accesses are within 2 % of the table, passes over scores and masks exactly its own, and kernels within 15 %."""
+    table, counter = IMPLEMENTATIONS[kernels], counted(kernels)
+    for backward, direction in ((False, "forward"), (True, "backward")):
+        assert accesses(counter, backward) == pytest.approx(table.total(direction), rel=0.02)
+        assert score_passes(counter, backward) == table.total(f"{direction}_scores")
+        assert accesses(counter, backward, width=1) == table.total("kept_mask")
+        assert score_passes(counter, backward, width=1) == table.total("kept_score_mask")
+        assert counter.kernels(backward) == pytest.approx(table.total(f"{direction}_kernels"), rel=0.15)
+
+
+def test_eager_attention_of_today_differs_in_the_mask_alone() -> None:
+    """The installed transformers adds the mask, which backward passes over: that row's backward is all that is missing."""
+    table, counter = IMPLEMENTATIONS[Kernels.EAGER], counted(Kernels.EAGER)
+    (mask,) = (operation for operation in table.operations if operation.name == "causal mask")
+    assert accesses(counter, False) == pytest.approx(table.total("forward"), rel=0.02)
+    assert accesses(counter, True) == pytest.approx(table.total("backward"), rel=0.02)
+    assert score_passes(counter, False) == table.total("forward_scores")
+    assert score_passes(counter, True) == table.total("backward_scores") - mask.backward_scores
+    assert counter.kernels(False) == pytest.approx(table.total("forward_kernels"), rel=0.15)
+    assert counter.kernels(True) == pytest.approx(table.total("backward_kernels") - mask.backward_kernels, rel=0.15)
+
+
+# --- what lives only during a pass ----------------------------------------------------------------------------------
+
+
+def workspaces(kernels: Kernels, batch: int, sequence: int, heads: int) -> tuple[int, int]:
+    """Bytes at the peak of forward and backward, output and its gradient included, beyond those kept for backward."""
+    module, x = block(kernels, HIDDEN, heads), given_input(kernels, batch, sequence, HIDDEN)
+    before = kept_bytes(module, x) - x.untyped_storage().nbytes()
+    with counting() as counter:
+        y = module(x)
+        forward, counter.peak_bytes = counter.peak_bytes, 0
+        torch.autograd.grad(y, [x, *module.parameters()], torch.empty_like(y))
+    return forward - before, counter.peak_bytes - before
+
+
+@pytest.mark.parametrize("kernels", list(Kernels))
+def test_a_pass_needs_the_workspace_of_the_table(kernels: Kernels) -> None:
+    """Peaks are within 5 % of the table: of hidden tensors where scores are few, of scores where these are most of all."""
+    table = IMPLEMENTATIONS[kernels]
+    batch, sequence = 4096, 4
+    forward, backward = (size / (2 * batch * sequence * HIDDEN) for size in workspaces(kernels, batch, sequence, heads=1))
+    assert forward == pytest.approx(table.forward_workspace, rel=0.05)
+    assert backward == pytest.approx(table.backward_workspace, rel=0.05)
+    batch, sequence, heads = 4, 4096, 8
+    _, backward = (size / (2 * batch * heads * sequence**2) for size in workspaces(kernels, batch, sequence, heads))
+    assert backward == pytest.approx(table.backward_score_workspace, abs=0.05)
+
+
+# --- the loss -----------------------------------------------------------------------------------------------------
+
+
+def hugging_face_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """GPT2LMHeadModel's of 4.28: the logits without the last token are copied, and stay in their type."""
+    shifted = logits[:, :-1].contiguous()
+    return functional.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten())
+
+
+class InPlaceCrossEntropy(torch.autograd.Function):
+    """Megatron-LM's without its parallelism: shifted, exponentiated and normalised in place, the gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        logits.sub_(logits.max(dim=-1, keepdim=True).values)
+        chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        total = torch.exp(logits, out=logits).sum(-1, keepdim=True)
+        losses = total.squeeze(-1).log() - chosen
+        ctx.save_for_backward(logits.div_(total), labels)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        weights, labels = ctx.saved_tensors
+        one = torch.empty(1, dtype=weights.dtype, device=weights.device).expand(*labels.shape, 1)
+        weights.scatter_add_(-1, labels.unsqueeze(-1), one)
+        return weights.mul_(gradient.unsqueeze(-1)), None
+
+
+def megatron_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy in fp32, whatever the logits are in."""
+    losses: Tensor = InPlaceCrossEntropy.apply(logits.float(), labels)  # type: ignore[no-untyped-call]
+    return losses.mean()
+
+
+def counted_loss(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> tuple[float, float, int]:
+    """Bytes read and written and bytes at the peak, per logit, and kernels; the caller holds on to the logits."""
+    batch, sequence, vocabulary, hidden = 2, 64, 5003, 8
+    count = batch * sequence * vocabulary
+    weight = torch.empty(vocabulary, hidden, dtype=dtype, device="meta", requires_grad=True)
+    x = torch.empty(batch, sequence, hidden, dtype=dtype, device="meta", requires_grad=True)
+    labels = torch.empty(batch, sequence, dtype=torch.long, device="meta")
+    with counting() as counter:
+        logits = functional.linear(x, weight)
+        value = loss(logits, labels)
+        counter.backward = True
+        torch.autograd.grad(value, [x, weight])
+    assert logits.numel() == count
+    touched = [*counter.tensors(False), *counter.tensors(True)]
+    traffic = sum(elements * bytes_each for elements, bytes_each in touched if elements > count / 2)
+    launched = sum(call.launches for call in counter.calls if call.name not in _PRODUCTS)
+    return traffic / count, counter.peak_bytes / count, launched
+
+
+HUGGING_FACE, MEGATRON = IMPLEMENTATIONS[Kernels.EAGER].head, IMPLEMENTATIONS[Kernels.FUSED].head
+
+
+@pytest.mark.parametrize(("head", "loss"), [(HUGGING_FACE, hugging_face_loss), (MEGATRON, megatron_loss)])
+def test_the_loss_takes_what_the_table_says(head: Head, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Traffic and peak of the loss in 16 bit are within 10 % of the table: at the peak are logits, gradient and workspace."""
+    traffic, peak, launched = counted_loss(loss, torch.bfloat16)
+    assert traffic == pytest.approx(head.traffic_16bit, rel=0.1)
+    assert peak == pytest.approx(head.workspace_16bit + 2 * 2, rel=0.1)
+    assert launched == pytest.approx(head.kernels, rel=0.15)
+
+
+def test_the_loss_in_fp32_takes_what_the_table_says() -> None:
+    """In fp32 the in-place loss makes its gradient in the logits' place, and needs less than the two that are counted."""
+    traffic, peak, _ = counted_loss(hugging_face_loss, torch.float32)
+    assert traffic == pytest.approx(HUGGING_FACE.traffic_32bit, rel=0.1)
+    assert peak == pytest.approx(HUGGING_FACE.workspace_32bit + 2 * 4, rel=0.1)
+    traffic, peak, _ = counted_loss(megatron_loss, torch.float32)
+    assert traffic == pytest.approx(MEGATRON.traffic_32bit, rel=0.1)
+    assert peak < 2 * 4
+    assert MEGATRON.workspace_32bit == 0
+
+
+# --- times --------------------------------------------------------------------------------------------------------
+
+
+def seconds(profile: Profile) -> list[float]:
+    """Every time that depends on the tokens."""
+    passes = [time for block in profile.blocks for time in (block.forward_seconds, block.backward_seconds)]
+    return [*passes, profile.loss.seconds]
+
+
+@pytest.mark.parametrize("kernels", list(Kernels))
+def test_few_tokens_take_the_launches_of_their_kernels(kernels: Kernels) -> None:
+    """With next to no tokens each pass of a block takes exactly as long as the host needs to launch its kernels."""
+    profile = analytic_profile(Workload("x", 64, 1, 4, 100, 4, 1, kernels=kernels), A100)
+    table, launch = IMPLEMENTATIONS[kernels], A100.cpu.launch_seconds
+    assert launch > A100.gpu.kernel_overhead_seconds
+    assert profile.blocks[1].forward_seconds == table.total("forward_kernels") * launch
+    assert profile.blocks[1].backward_seconds == table.total("backward_kernels") * launch
+    assert profile.loss.seconds == table.head.kernels * launch
+
+
+@given(strategies.workloads(), strategies.hardware(), st.sampled_from([0.0, 1e-5]), st.integers(1, 300), st.integers(1, 300))
+def test_more_tokens_never_take_less_time(workload: Workload, node: Hardware, launch: float, batch: int, sequence: int) -> None:
+    """A larger batch or a longer sequence makes no pass and no loss quicker."""
+    node = replace(node, gpu=replace(node.gpu, multiprocessors=108), cpu=replace(node.cpu, launch_seconds=launch))
+    before = seconds(analytic_profile(workload, node))
+    for field, more in (("batch_size", batch), ("sequence_length", sequence)):
+        larger = replace(workload, **{field: getattr(workload, field) + more})
+        after = seconds(analytic_profile(larger, node))
+        assert all(now >= then * (1 - 1e-9) for then, now in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("node", preset_names())
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_eager_is_slower_than_fused(name: str, node: str) -> None:
+    """Without fused kernels, and without FlashAttention, every pass of every preset's block takes longer."""
+    hardware = load_hardware(node)
+    blocks = {k: analytic_profile(replace(WORKLOADS[name], kernels=k), hardware).blocks[1] for k in Kernels}
+    for slow, fast in (
+        (Kernels.EAGER, Kernels.FUSED_SOFTMAX),
+        (Kernels.EAGER_FLASH, Kernels.FUSED),
+        (Kernels.EAGER, Kernels.EAGER_FLASH),
+        (Kernels.FUSED_SOFTMAX, Kernels.FUSED),
+    ):
+        assert blocks[slow].forward_seconds > blocks[fast].forward_seconds
+        assert blocks[slow].backward_seconds > blocks[fast].backward_seconds
+
+
+SIDES = st.one_of(st.integers(1, 600), st.integers(1, 20_000))
+
+
+@example(128, 2048, 2048, 1, 0, "a100-40gb-epyc7713", Precision.BF16)  # from one row of tiles to two
+@given(SIDES, SIDES, SIDES, SIDES, st.sampled_from(range(3)), st.sampled_from(preset_names()), st.sampled_from(Precision))
+def test_a_smaller_product_is_quicker_but_at_no_higher_rate(
+    rows: int, columns: int, inner: int, more: int, side: int, node: str, precision: Precision
+) -> None:
+    """Making a matrix product longer on one side, rows, columns or inside, lowers neither its time nor its FLOP/s."""
+    roofline = _Roofline(Workload("x", 64, 1, 4, precision=precision), load_hardware(node))
+    shape = (rows, columns, inner)
+    larger = tuple(size + more * (k == side) for k, size in enumerate(shape))
+    before, after = roofline._gemm_seconds(*shape), roofline._gemm_seconds(*larger)
+    assert after >= before * (1 - 1e-9)
+    assert math.prod(larger) / after >= math.prod(shape) / before * (1 - 1e-9)

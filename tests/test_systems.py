@@ -1,0 +1,222 @@
+"""What the published systems do by version and flag, against arithmetic on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autohete.errors import InfeasibleError, InputError
+from autohete.hardware import load_hardware
+from autohete.lowering import lower, rounded_when_pinned
+from autohete.plan import Plan, Processor
+from autohete.policies import parse_policy
+from autohete.policies.zero_offload import DeepSpeed
+from autohete.policy import Verdict
+from autohete.profile import Profile, analytic_profile
+from autohete.schedule import Kind, TaskId
+from autohete.simulate import Simulation, judge_for, simulate_plan
+from autohete.workload import Kernels, Precision, named_workload
+
+NODE = load_hardware("a100-40gb-epyc7713")
+FP16 = named_workload("gpt-4b", precision=Precision.FP16, kernels=Kernels.EAGER)
+P = FP16.parameters
+VERSIONS = list(DeepSpeed)
+TILES = [DeepSpeed.V0_3, DeepSpeed.V0_4_3, DeepSpeed.V0_8_3]
+
+
+def profile_of(precision: Precision = Precision.FP16) -> Profile:
+    return analytic_profile(replace(FP16, precision=precision), NODE)
+
+
+def planned(policy: str, precision: Precision = Precision.FP16) -> tuple[Profile, Plan]:
+    profile = profile_of(precision)
+    return profile, parse_policy(policy).plan(profile, judge_for(profile))
+
+
+def simulated(policy: str, precision: Precision = Precision.FP16) -> Simulation:
+    return simulate_plan(*planned(policy, precision))
+
+
+def work(found: Simulation, kind: Kind) -> float:
+    """Seconds of all tasks of ``kind``."""
+    return sum(task.duration_ns for task in found.schedule.tasks if task.id.kind is kind) * 1e-9
+
+
+def offloaded(version: DeepSpeed, flags: str = "") -> str:
+    return f"zero_offload:checkpointing=full,deepspeed={version}{flags}"
+
+
+# --- DeepSpeed by version -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_gradients_cross_in_fp32_at_the_rate_of_their_buffer(version: DeepSpeed) -> None:
+    """Every version copies 4 bytes per parameter, from 0.10.1 to 0.19.4 into pageable memory unless it is told to pin it."""
+    pageable = version in (DeepSpeed.V0_14, DeepSpeed.V0_16)
+    rate = NODE.d2h.pageable_bandwidth if pageable else NODE.d2h.bandwidth
+    assert rate is not None
+    assert work(simulated(offloaded(version)), Kind.OFFLOAD_GRADIENTS) == pytest.approx(4 * P / rate, rel=1e-3)
+    if version not in TILES:
+        pinned = work(simulated(offloaded(version, ",pin_memory=on")), Kind.OFFLOAD_GRADIENTS)
+        assert pinned == pytest.approx(4 * P / NODE.d2h.bandwidth, rel=1e-3)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_only_the_stream_of_its_own_overlaps_gradient_copies(version: DeepSpeed) -> None:
+    """Backward waits for each gradient's copy, but for 0.4.0 to 0.4.3."""
+    found = simulated(offloaded(version))
+    column = {task.id: i for i, task in enumerate(found.schedule.tasks)}
+    overlapping = 0
+    for block in range(2, 20):
+        copy = column[TaskId(Kind.OFFLOAD_GRADIENTS, block)]
+        following = column[TaskId(Kind.RECOMPUTE, block - 1)]
+        overlapping += int(found.trace.start_ns[1, following] < found.trace.end_ns[1, copy])
+    assert overlapping == (18 if version is DeepSpeed.V0_4_3 else 0)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.BF16])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_uploads_hide_behind_updates_in_fp16_up_to_0_8_3(version: DeepSpeed, precision: Precision) -> None:
+    """Tiles of fp16 parameters go up while others are updated; bf16 ones, and all from 0.9.0 on, when the CPU has ended."""
+    profile, plan = planned(offloaded(version), precision)
+    found = simulate_plan(profile, plan)
+    column = {task.id: i for i, task in enumerate(found.schedule.tasks)}
+    first_refresh = found.trace.start_ns[1, column[TaskId(Kind.REFRESH, len(plan.blocks) - 1)]]
+    last_update = found.trace.end_ns[1, column[TaskId(Kind.CPU_UPDATE, 0)]]
+    assert (first_refresh < last_update) == (version in TILES and precision is Precision.FP16)
+
+
+@pytest.mark.parametrize(
+    ("version", "upload_bytes", "pinned"),
+    [
+        (DeepSpeed.V0_8_3, 4, True),  # fp32 tiles, which the GPU casts
+        (DeepSpeed.V0_14, 2, False),  # a 16-bit temporary
+        (DeepSpeed.V0_16, 4, True),  # the fp32 master
+        (DeepSpeed.V2026, 2, True),  # a 16-bit staging buffer
+    ],
+)
+def test_what_goes_up(version: DeepSpeed, upload_bytes: int, pinned: bool) -> None:
+    """The upload takes the bytes of its format at the rate of the memory that it comes from."""
+    rate = NODE.h2d.bandwidth if pinned else NODE.h2d.pageable_bandwidth
+    assert rate is not None
+    assert work(simulated(offloaded(version)), Kind.REFRESH) == pytest.approx(upload_bytes * P / rate, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("version", "kernel", "elementwise"),
+    [(DeepSpeed.V0_8_3, 28 + 8, 8), (DeepSpeed.V0_14, 28, 8 + 6), (DeepSpeed.V0_16, 28, 8), (DeepSpeed.V2026, 28, 8 + 6)],
+)
+def test_the_cpu_step_is_adam_and_elementwise_kernels(version: DeepSpeed, kernel: int, elementwise: int) -> None:
+    """Unscaling and casts run at their own rate beside Adam's, and a bulk step at the full rates."""
+    rate = NODE.cpu.elementwise_bandwidth
+    assert rate is not None
+    expected = P * (kernel / NODE.cpu.update_bandwidth + elementwise / rate)
+    assert work(simulated(offloaded(version)), Kind.CPU_UPDATE) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_fp32_master_of_the_whole_model_passes_through_the_gpu() -> None:
+    """0.14.1 to 0.16.9 hold 6 bytes per parameter at the step, so 12B does not fit on 40 GB; with 0.8.3 it does."""
+    big = replace(named_workload("gpt-12b"), precision=Precision.FP16, kernels=Kernels.EAGER)
+    profile = analytic_profile(big, NODE)
+    verdicts = {}
+    for version in (DeepSpeed.V0_8_3, DeepSpeed.V0_16):
+        found = simulate_plan(profile, parse_policy(offloaded(version)).plan(profile, judge_for(profile)))
+        verdicts[version] = found.verdict
+        if version is DeepSpeed.V0_16:
+            assert found.gpu.peak_bytes >= 6 * big.parameters
+    assert verdicts == {DeepSpeed.V0_8_3: Verdict.OK, DeepSpeed.V0_16: Verdict.GPU_OUT_OF_MEMORY}
+
+
+def test_pinning_what_is_always_pinned_is_refused() -> None:
+    """``pin_memory`` of a version that has no choice is refused, as a flag that would change nothing."""
+    with pytest.raises(InputError, match="always pins"):
+        parse_policy("zero_offload:deepspeed=0.8.3,pin_memory=off")
+
+
+# --- the others ---------------------------------------------------------------------------------------------------
+
+
+def test_stronghold_takes_the_faster_optimizer_of_its_window() -> None:
+    """Without a choice the window is updated where that is faster: on the CPU for a large model, whose states crowd the GPU."""
+    profile = analytic_profile(replace(named_workload("gpt-20b"), precision=Precision.FP16, kernels=Kernels.EAGER), NODE)
+    judge = judge_for(profile)
+    best, gpu, cpu = (
+        judge(parse_policy(f"stronghold{flag}").plan(profile, judge)).seconds
+        for flag in ("", ":window_optimizer=gpu", ":window_optimizer=cpu")
+    )
+    assert best == min(gpu, cpu) == cpu < gpu
+
+
+def test_stronghold_holds_16_bytes_a_parameter_in_fp32() -> None:
+    """Parameter, gradient and both moments: 16 bytes on the host, pinned arrays rounded up, no second copy."""
+    profile, plan = planned("stronghold:checkpointing=full,window=2,window_optimizer=cpu", Precision.FP32)
+    host = sum(buffer.size_bytes for buffer in lower(profile, plan).resident if buffer.memory == "host")
+    exact = sum(block.parameters for block in profile.blocks) * 16
+    rounded = sum(block.parameters * 8 + 2 * rounded_when_pinned(4 * block.parameters) for block in profile.blocks)
+    assert host == rounded
+    assert exact <= host < 1.5 * exact
+
+
+def test_async_moves_of_patrickstar_hide_behind_a_pass() -> None:
+    """With ``async_move`` a chunk moves beside the pass before its own, so the iteration is shorter, at the same work."""
+    tight = replace(profile_of(), hardware=load_hardware("a100-40gb-epyc7713", {"gpu.memory": "14GiB"}))
+    plain, moved = (
+        simulate_plan(tight, parse_policy(f"patrickstar:checkpointing=full{flag}").plan(tight, judge_for(tight)))
+        for flag in ("", ",async_move")
+    )
+    assert moved.iteration_seconds < 0.99 * plain.iteration_seconds
+    assert work(moved, Kind.PREFETCH_FORWARD) == work(plain, Kind.PREFETCH_FORWARD) > 0
+
+
+def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
+    """``fp32_upload``: 4 bytes up, 2 down, an Adam of 26 bytes per parameter without casts, and no 16-bit copy on the host."""
+    profile, plan = planned("autohete:fp32_upload")
+    found = simulate_plan(profile, plan)
+    on_cpu = [i for i, block in enumerate(plan.blocks) if block.optimizer is Processor.CPU]
+    updated = sum(profile.blocks[i].parameters for i in on_cpu)
+    cpu = NODE.cpu
+    assert work(found, Kind.CPU_UPDATE) == pytest.approx(updated * 26 / (cpu.update_bandwidth * cpu.concurrent_share), rel=1e-6)
+    assert work(found, Kind.OFFLOAD_GRADIENTS) == pytest.approx(updated * 2 / NODE.d2h.bandwidth, rel=1e-3)
+    fetched = {task.id.block: task for task in found.schedule.tasks if task.id.kind is Kind.PREFETCH_FORWARD}
+    assert fetched.keys() & set(on_cpu)
+    assert fetched.keys() - set(on_cpu)
+    for block, task in fetched.items():  # what the GPU updates has no fp32 master on the host
+        size = profile.blocks[block].parameters * (4 if block in on_cpu else 2)
+        assert task.duration_ns * 1e-9 == pytest.approx(size / NODE.h2d.bandwidth, rel=1e-3)
+    with pytest.raises(InputError, match="choose one"):
+        parse_policy("autohete:fp32_upload,fused_casts")
+
+
+@pytest.mark.parametrize("policy", ["stronghold:window=2", "autohete", "zero_offload:delayed_update"])
+def test_updates_beside_training_are_slower_than_a_bulk_step(policy: str) -> None:
+    """What the CPU updates while the GPU trains reaches ``concurrent_share`` of the rates; a bulk step the full ones."""
+    alone = replace(profile_of(), hardware=replace(NODE, cpu=replace(NODE.cpu, concurrent_share=1.0)))
+    profile, plan = planned(policy)
+    times = [work(simulate_plan(p, plan), Kind.CPU_UPDATE) for p in (alone, profile)]
+    assert times[0] == pytest.approx(times[1] * NODE.cpu.concurrent_share, rel=1e-6)
+    bulk = [work(simulate_plan(p, planned("zero_offload")[1]), Kind.CPU_UPDATE) for p in (alone, profile)]
+    assert bulk[0] == bulk[1]
+
+
+@pytest.mark.parametrize(("size", "pinned"), [(0, 0), (1, 1), (2**30, 2**30), (2**30 + 1, 2**31), (40_000_000_000, 2**36)])
+def test_pinned_memory_is_rounded_as_pytorch_rounds_it(size: int, pinned: int) -> None:
+    """A pinned allocation takes the next power of two."""
+    assert rounded_when_pinned(size) == pinned
+
+
+def test_host_memory_counts_the_rounding() -> None:
+    """A host that holds the bytes of all arrays, but not their rounding, is too small, and a policy that searches says so."""
+    profile = analytic_profile(replace(named_workload("gpt-22b"), precision=Precision.FP16, kernels=Kernels.EAGER), NODE)
+    judge = judge_for(profile)
+    plan = parse_policy("autohete").plan(profile, judge)
+    exact = sum(
+        block.parameters * (plan.host_optimizer_bytes + sum(plan.host_pinned_bytes))
+        for block, decided in zip(profile.blocks, plan.blocks, strict=True)
+        if decided.optimizer is Processor.CPU
+    )
+    offloaded = plan.offloaded_parameter_blocks * profile.blocks[1].parameters * plan.host_parameter_bytes
+    assert judge(plan).host_peak_bytes > (exact + offloaded) * 1.05
+    small = replace(profile, hardware=replace(NODE, host=replace(NODE.host, memory_bytes=exact // 2)))
+    with pytest.raises(InfeasibleError, match="host memory"):
+        parse_policy("autohete").plan(small, judge_for(small))
