@@ -134,7 +134,7 @@ class Evidence:
         ]
 
 
-def evidence() -> Evidence:
+def gather_evidence() -> Evidence:
     """The calibrating phases of nodes with this GPU or a host of this generation; the error is that of all other phases."""
     rows = []
     for source in published.sources():
@@ -175,7 +175,7 @@ def _terms(standard: Array) -> Array:
 
 
 def fit(standard: Array, values: Array) -> Surface:
-    """Ridge regression of ``values`` (points by rates); the intercept is free."""
+    """Ridge regression of ``values`` (points by quantities); the intercept is free."""
     terms = _terms(standard)
     penalty = np.eye(terms.shape[1]) * _RIDGE**2
     penalty[0, 0] = 0
@@ -220,7 +220,7 @@ def quantiles(values: Array, weights: Array) -> tuple[float, float]:
 
 
 def intervals(
-    known: Prior, points: Array, rates: Array, errors: Array, proof: Evidence, seed: int
+    known: Prior, points: Array, rates: Array, errors: Array, evidence: Evidence, seed: int
 ) -> tuple[list[Interval], float]:
     """Intervals of throughputs and speed-ups, and the effective number of draws.
 
@@ -228,23 +228,25 @@ def intervals(
         known: the prior.
         points: simulated points.
         rates: samples/s, points by (model, policy); NaN where the training does not fit.
-        errors: logarithmic errors of the evidence, points by phases.
-        proof: the evidence.
+        errors: logarithmic errors of the calibrating phases, points by phases.
+        evidence: the calibrating phases, and the widths of errors.
         seed: of the draws.
     """
     rng = np.random.default_rng(seed)
     draws = known.within_dram(known.at(rng.random((_DRAWS, len(known.figures)))))
     standard, sampled = known.standard(draws), known.standard(points)
-    weights = np.exp(-0.5 * np.square(fit(sampled, errors)(standard) / proof.sigma).sum(axis=1))
+    weights = np.exp(-0.5 * np.square(fit(sampled, errors)(standard) / evidence.sigma).sum(axis=1))
     quantities = _quantities(rates)
     surface = fit(sampled, np.log(np.column_stack([values for _, values in quantities])))
     drawn = np.exp(surface(standard) + rng.standard_normal((len(draws), len(quantities))) * surface.error)
     systems = sorted({_system(policy) for policy in POLICIES})
-    slips = dict(zip(systems, np.exp(rng.standard_normal((len(systems), len(draws))) * proof.iteration_sigma), strict=True))
+    system_errors = dict(
+        zip(systems, np.exp(rng.standard_normal((len(systems), len(draws))) * evidence.iteration_sigma), strict=True)
+    )
     found = []
     for ((what, model, policy), _), values, error in zip(quantities, drawn.T, surface.error.tolist(), strict=True):
-        slip = slips[_system(policy)] if model else slips[AUTOHETE] / slips[_system(policy)]
-        ends = (*quantiles(values, weights), *quantiles(values * slip, weights))
+        system_error = system_errors[_system(policy)] if model else system_errors[AUTOHETE] / system_errors[_system(policy)]
+        ends = (*quantiles(values, weights), *quantiles(values * system_error, weights))
         found.append(Interval(what, model, policy, *ends, error))
     return found, float(weights.sum() ** 2 / np.square(weights).sum())
 
@@ -301,12 +303,12 @@ def read(path: Path) -> list[Interval]:
     return [Interval(row["what"], row["model"], row["policy"], *(float(row[name]) for name in names[3:])) for row in rows]
 
 
-def samples_csv(known: Prior, points: Array, rates: Array, errors: Array, proof: Evidence) -> str:
+def samples_csv(known: Prior, points: Array, rates: Array, errors: Array, evidence: Evidence) -> str:
     """One row per simulated point: its figures, the errors of the evidence, and samples/s of each model and policy."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     cells = [f"{model} {policy}" for model in MODELS for policy in POLICIES]
-    evidence_names = [f"log error: {row.name}, {phase}" for _, row, phase in proof.rows]
+    evidence_names = [f"log error: {row.name}, {phase}" for _, row, phase in evidence.rows]
     writer.writerow([*(figure.key for figure in known.figures), *evidence_names, *cells])
     for point, error, rate in zip(points, errors, rates, strict=True):
         writer.writerow(
@@ -332,15 +334,15 @@ def main(*, out: Path = Path("paper_figs"), samples: int = 48, seed: int = 1) ->
         Of the hypercube and of the draws.
     """
     make_folder(out)
-    known, proof = prior(), evidence()
+    known, evidence = prior(), gather_evidence()
     points = hypercube(known, samples, seed)
     moved = [known.moved(point) for point in points]
     jobs = [grid(figures) for figures in moved]
     found = run_all([job for some in jobs for job in some])
     rates = np.array([[_rate(found[job].samples_per_second) for job in some] for some in jobs])
-    errors = np.array([proof.log_errors(figures) for figures in moved])
-    ranges, effective = intervals(known, points, rates, errors, proof, seed)
-    write_text(out / "fig_throughput_samples.csv", samples_csv(known, points, rates, errors, proof))
+    errors = np.array([evidence.log_errors(figures) for figures in moved])
+    ranges, effective = intervals(known, points, rates, errors, evidence, seed)
+    write_text(out / "fig_throughput_samples.csv", samples_csv(known, points, rates, errors, evidence))
     write_text(out / "fig_throughput_intervals.csv", as_csv(ranges))
     columns = ["AutoHete over", "", "figures only", "with model error", "paper"]
     shown = table(f"speed-ups of AutoHete, {100 * LOW:.0f} to {100 * HIGH:.0f} %", columns, left=2)
@@ -350,8 +352,8 @@ def main(*, out: Path = Path("paper_figs"), samples: int = 48, seed: int = 1) ->
             shown.add_row(i.policy, i.what, *low_high, f"{getattr(PUBLISHED[i.policy], i.what):.2f}")
     console().print(shown)
     console().print(
-        f"{len(points)} points of {len(known.figures)} figures (seed {seed}); {len(proof.rows)} calibrating phases, error "
-        f"{100 * proof.sigma:.0f} %; {effective:.0f} effective draws; model error {100 * proof.iteration_sigma:.1f} %",
+        f"{len(points)} points of {len(known.figures)} figures (seed {seed}); {len(evidence.rows)} calibrating phases, error "
+        f"{100 * evidence.sigma:.0f} %; {effective:.0f} effective draws; model error {100 * evidence.iteration_sigma:.1f} %",
         soft_wrap=True,
     )
     console().print(f"written: {out}/fig_throughput_{{samples,intervals}}.csv", soft_wrap=True)
