@@ -136,7 +136,8 @@ def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
     """The roofline profile of ``workload`` on ``hardware``."""
     roofline = _Roofline(workload, hardware)
-    blocks = tuple(roofline.block(workload.role(block)) for block in range(workload.blocks))
+    made = {role: roofline.block(role) for role in BlockRole}  # blocks of one role are alike
+    blocks = tuple(made[workload.role(block)] for block in range(workload.blocks))
     return Profile(workload, hardware, blocks, roofline.loss())
 
 
