@@ -99,8 +99,8 @@ class Hardware:
     """One GPU and the host behind it, in SI units. Made by :func:`load_hardware`.
 
     ``shared_cores`` is None for a real GPU. Where the CPU stands for the device, all lanes together get as much done as so many
-    of them alone: less than the number of cores where two of these are threads of one. ``notes`` say which figures were not
-    taken as given.
+    of them alone: less than the number of cores where two of these are threads of one. ``notes`` name the figures that were
+    changed, and why.
     """
 
     name: str
@@ -277,8 +277,8 @@ def _within_dram(name: str, rate: float, dram: float, notes: list[str]) -> float
     if rate <= dram * (1 + 1e-9):
         return rate
     notes.append(
-        f"cpu.{name} {rate / 1e9:g} GB/s is more than the DRAM allows: {dram / 1e9:g} GB/s are taken, host.memory_bandwidth x "
-        "host.usable_share"
+        f"cpu.{name} {rate / 1e9:g} GB/s is more than the DRAM allows; using {dram / 1e9:g} GB/s, which is "
+        "host.memory_bandwidth x host.usable_share"
     )
     return dram
 

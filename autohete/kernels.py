@@ -106,9 +106,10 @@ _MEGATRON = {"T": "transformer.py", "N": "fused_layer_norm.py", "S": "fused_soft
 _MEGATRON_2306 = {"F": "transformer.py (23.06)"}
 
 # fmt: off
+# Each row: name, source, accesses forward and backward, score passes likewise, kept tensors and their masks, kept scores and
+# their masks, kernels forward and backward.
 _HF_BEFORE_SCORES = _rows(
     _HF,
-    # name, source, accesses forward and backward, score passes, kept and its mask, kept scores and their mask, kernels
     ("ln_1", "G:388", 2, 5, 0, 0, 1, 0, 0, 0, 1, 2),
     ("c_attn", "G:311 P:102", 0, 3, 0, 0, 1, 0, 0, 0, 1, 3),
     ("copies of q, k, v", "G:182 G:217", 6, 10, 0, 0, 3, 0, 0, 0, 3, 3),

@@ -25,7 +25,7 @@ class Summary:
     Args:
         workload, hardware, policy: names.
         assumptions: every figure of the workload and flag of the policy, given or not.
-        notes: figures of the hardware that were not taken as given.
+        notes: hardware figures that were changed, and why.
         clock: whose seconds.
         verdict: whether it fits; ``explanation`` says what is short, empty if it fits.
         iteration_seconds: steady; ``first_iteration_seconds`` and ``drain_seconds`` are the ends of a run.

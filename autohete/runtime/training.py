@@ -172,10 +172,9 @@ class Training:
         self._kinds = self._kinds_of_blocks()
         #: A slot has room for the gradient, too: the schedule gives such a gradient no bytes of its own.
         self._gradients_in_slots = any(
-            buffer.name == f"gradients.{i}" and not buffer.size_bytes and self._kinds[i] & _PREFETCHES
+            buffer.name == f"gradients.{task.id.block}" and not buffer.size_bytes and self._kinds[task.id.block] & _PREFETCHES
             for task in schedule.tasks
             for buffer in task.allocates
-            for i in (task.id.block,)
         )
         self._actions: dict[Kind, Callable[[int], None]] = {
             Kind.FORWARD: self.forward,
