@@ -31,9 +31,10 @@ from autohete.runtime.machine import forget_cache
 from autohete.runtime.model import GPT, Block, next_token_loss
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import partition
+from autohete.runtime.passes import Batch
 from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.trainer import measured_profile_on
-from autohete.runtime.training import Batch, Training
+from autohete.runtime.training import Training
 from autohete.schedule import GPU_MEMORY, Kind, TaskId
 from autohete.simulate import judge_for, simulate_plan
 from autohete.trace import Clock
@@ -84,7 +85,7 @@ def executor_loop(undo: ExitStack, ids: Tensor, targets: Tensor, *, counted: boo
 
     def run() -> None:
         for _ in range(STEPS):
-            training.batches[lanes.admitted] = Batch(ids, targets)
+            training.passes.batches[lanes.admitted] = Batch(ids, targets)
             iteration = lanes.admit()
         lanes.wait(last, iteration)
 

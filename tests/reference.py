@@ -15,7 +15,8 @@ from autohete.runtime.lanes import Action, LaneThreads
 from autohete.runtime.model import GPT, next_token_loss, seeded_gpt
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.training import Batch, Training
+from autohete.runtime.passes import Batch
+from autohete.runtime.training import Training
 from autohete.schedule import Schedule, Task
 from autohete.trace import Clock, Trace
 from autohete.workload import Precision, Workload
@@ -100,9 +101,9 @@ def train_by_schedule(
     try:
         with LaneThreads(schedule, around(training.perform), Clock.MEASURED_CPU) as lanes:
             for step, (ids, targets) in enumerate(batches(workload, steps)):
-                training.batches[step] = Batch(ids, targets)
+                training.passes.batches[step] = Batch(ids, targets)
                 lanes.admit()
-        losses = [training.losses[step] for step in range(steps)]
+        losses = [training.passes.losses[step] for step in range(steps)]
         return Outcome(losses, training.parameters(), host.peak_bytes), lanes.trace()
     finally:
         training.close()

@@ -24,10 +24,11 @@ from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.model import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import ForwardPass, Partition, partition
+from autohete.runtime.passes import Batch
 from autohete.runtime.plans import as_executed
 from autohete.runtime.profiler import measure, workload_of
 from autohete.runtime.trainer import Trainer
-from autohete.runtime.training import Batch, Training
+from autohete.runtime.training import Training
 from autohete.simulate import judge_for
 from autohete.trace import Clock
 from autohete.workload import Precision, Workload
@@ -95,14 +96,14 @@ def train_by_policy(model: nn.Module, policy: str, profile: Profile | None = Non
     try:
         with LaneThreads(schedule, training.perform, Clock.MEASURED_CPU) as lanes:
             for step, batch in enumerate(batches()):
-                training.batches[step] = Batch(*batch)
+                training.passes.batches[step] = Batch(*batch)
                 lanes.admit()
         owned = [id(parameter) for block in cut.owned for parameter in block]
         masters = dict(zip(owned, training.parameters(), strict=True))
     finally:
         training.close()
     order = [masters[id(parameter)] for parameter in model.parameters() if parameter.requires_grad]
-    return _outcome(model, [training.losses[step] for step in range(STEPS)], order)
+    return _outcome(model, [training.passes.losses[step] for step in range(STEPS)], order)
 
 
 def _outcome(model: nn.Module, losses: list[float], masters: list[Tensor]) -> Outcome:

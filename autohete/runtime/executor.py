@@ -11,7 +11,8 @@ from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.training import Batch, Loss, Training
+from autohete.runtime.passes import Batch, Loss
+from autohete.runtime.training import Training
 from autohete.schedule import Schedule
 from autohete.trace import Clock, Trace
 
@@ -74,9 +75,9 @@ class TorchExecutor:
                         raise InputError(
                             f"{iterations} iterations need as many batches, but there are {iteration}: give more data"
                         )
-                    training.batches[iteration] = Batch(*pair)
+                    training.passes.batches[iteration] = Batch(*pair)
                     lanes.admit()
-            self.losses = [training.losses[iteration] for iteration in range(iterations)]
+            self.losses = [training.passes.losses[iteration] for iteration in range(iterations)]
             self.parameters, self.late = training.parameters(), lanes.late
         finally:
             training.close()

@@ -26,9 +26,10 @@ from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.machine import forget_cache
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import Partition, call_of, replaced_forwards, unchanged_random_state, with_hidden
+from autohete.runtime.passes import Batch, Loss
 from autohete.runtime.plans import everything_resident
 from autohete.runtime.precision import DTYPES
-from autohete.runtime.training import Batch, Loss, Training
+from autohete.runtime.training import Training
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, parse_schedule
 from autohete.trace import Clock
 from autohete.workload import Workload
@@ -201,9 +202,9 @@ def _measure_all(
     passes: dict[TaskId, _Pass] = {}
     try:
         for iteration in range(1 + _REPEATS):
-            training.batches[iteration] = batch
+            training.passes.batches[iteration] = batch
             for task in schedule.tasks:
-                before, brought = memory.used_bytes, _size(training.in_transit)
+                before, brought = memory.used_bytes, _size(training.passes.in_transit)
                 memory.reset_peak()
                 if not on_cuda:
                     forget_cache(elsewhere)  # as the passes of the blocks left out would have
@@ -212,7 +213,7 @@ def _measure_all(
                 if on_cuda:
                     torch.cuda.synchronize(torch_device)
                 seconds[task.id].append(time.perf_counter() - begin)
-                left, handed_on = memory.used_bytes, _size(training.in_transit)
+                left, handed_on = memory.used_bytes, _size(training.passes.in_transit)
                 base = before - brought
                 made = sum(buffer.size_bytes for buffer in task.allocates if buffer.name.startswith("gradients."))
                 peak = max(memory.peak_bytes, before) - base

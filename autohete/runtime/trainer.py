@@ -25,9 +25,10 @@ from autohete.runtime.machine import measure_machine, versions
 from autohete.runtime.model import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
+from autohete.runtime.passes import Batch, Loss
 from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.profiler import measure, workload_of
-from autohete.runtime.training import Batch, Loss, Training
+from autohete.runtime.training import Training
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, TaskId
 from autohete.simulate import Simulation, judge_for, simulate_plan
 from autohete.trace import Clock, Trace
@@ -215,11 +216,11 @@ class Trainer:
         if self._device.type == "cuda":  # whatever made the batch may still be at work
             torch.cuda.current_stream(self._device).synchronize()
         iteration = lanes.admitted
-        training.batches[iteration] = Batch(*batch)
+        training.passes.batches[iteration] = Batch(*batch)
         lanes.admit()
         lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.blocks) - 1), iteration)
-        loss = training.losses.pop(iteration)
-        where = training.skipped.get(iteration)
+        loss = training.passes.losses.pop(iteration)
+        where = training.passes.skipped.get(iteration)
         if where is not None:
             self.skipped_steps += 1
             if self._on_nonfinite is NonFinite.STOP:

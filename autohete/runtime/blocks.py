@@ -1,0 +1,141 @@
+"""One block as a training holds it: its parameters, their states on both sides, and what lives between its passes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from autohete.runtime.device import Ledger
+from autohete.runtime.optimizer import AdamStates
+from autohete.runtime.partition import BlockCall
+
+
+class Current(threading.local):
+    """What the calling lane is doing.
+
+    Attributes:
+        task: the instance's name, such as ``F3@1``; empty before the first.
+        iteration: its iteration.
+        alive: what must live until the work of the task is done.
+    """
+
+    def __init__(self) -> None:
+        self.task, self.iteration = "", 0
+        self.alive: list[object] = []
+
+
+class Memories:
+    """Where tensors live, and who counts them.
+
+    Args:
+        torch_device: where the passes compute; the CPU stands for the device where there is no other.
+        device, host: count the bytes of either; None: they are not counted.
+        current: names the task that a tensor is made for.
+    """
+
+    def __init__(self, torch_device: torch.device, device: Ledger | None, host: Ledger | None, current: Current) -> None:
+        self.torch_device, self.device, self.host, self.current = torch_device, device, host, current
+
+    @property
+    def pinned(self) -> bool:
+        """Whether host tensors are in pinned memory."""
+        return self.torch_device.type == "cuda"
+
+    def claim(self, tensor: Tensor, group: str) -> Tensor:
+        """Count ``tensor`` as the device's."""
+        if self.device is not None:
+            self.device.claim(tensor, group, self.current.task)
+        return tensor
+
+    def claim_host(self, tensor: Tensor, group: str) -> Tensor:
+        """Count ``tensor`` as the host's."""
+        if self.host is not None:
+            self.host.claim(tensor, group, self.current.task)
+        return tensor
+
+    def on_device(self, elements: int, dtype: torch.dtype, group: str) -> Tensor:
+        """A new flat tensor on the device."""
+        return self.claim(torch.empty(elements, dtype=dtype, device=self.torch_device), group)
+
+    def on_host(self, elements: int, dtype: torch.dtype, group: str) -> Tensor:
+        """A new flat tensor of zeros on the host, pinned where that makes copies faster."""
+        return self.claim_host(torch.zeros(elements, dtype=dtype, device="cpu", pin_memory=self.pinned), group)
+
+    def settle(self) -> None:
+        """Wait for what the calling thread has started on the device: the lanes' streams know nothing of it."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
+
+@dataclass(slots=True)
+class Side:
+    """A block's states on the device or on the host; flat buffers of all its parameters, one after another.
+
+    ``present`` are the parameters that ``gradients`` has a gradient of; None before there were any.
+    """
+
+    parameters: Tensor | None = None
+    gradients: Tensor | None = None
+    present: set[int] | None = None
+    optimizer: AdamStates | None = None
+    #: The places of the parameters in ``gradients``.
+    views: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class MovedStorage:
+    """Where a saved tensor lay in a storage that has moved, by the storage's old address."""
+
+    key: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Block:
+    """One block: its parameters, their states on both sides, and what lives between its passes."""
+
+    parameters: tuple[nn.Parameter, ...]
+    #: Of each parameter, and its elements; of all.
+    shapes: list[torch.Size] = field(init=False)
+    sizes: list[int] = field(init=False)
+    elements: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    device: Side = field(default_factory=Side)
+    host: Side = field(default_factory=Side)
+    #: Input and random state, if it will be recomputed.
+    checkpoint: tuple[BlockCall, list[Tensor]] | None = None
+    #: Where backward begins, and where the gradient of the input arrives.
+    root: GradientEdge | None = None
+    arrived: list[Tensor] = field(default_factory=list)
+    saved: list[Tensor | MovedStorage] = field(default_factory=list)
+    moved: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shapes = [parameter.shape for parameter in self.parameters]
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.elements = sum(self.sizes)
+        self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters' places in ``flat``."""
+        return [place.view(shape) for place, shape in zip(torch.split(flat, self.sizes), self.shapes, strict=True)]
+
+    def bind(self) -> None:
+        """Let the module compute with what is on the device; with NaN if nothing is."""
+        if self.device.parameters is not None:
+            for parameter, view in zip(self.parameters, self.views(self.device.parameters), strict=True):
+                parameter.data = view
+        else:
+            for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+                parameter.data = torch.full((), torch.nan, dtype=self.dtype, device=parameter.device).expand(shape)
+
+    def forget_passes(self) -> None:
+        """Let go of what lives between the passes."""
+        self.checkpoint, self.root, self.saved, self.moved = None, None, [], {}

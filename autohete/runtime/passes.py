@@ -1,0 +1,317 @@
+"""What the GPU's passes do: forward, loss, recomputation and backward, and the moving of what a pass keeps for backward.
+
+What is kept can be moved; parameters are kept by name only, because they may be elsewhere by the time of backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from autohete.errors import ScheduleError
+from autohete.runtime.blocks import Block, Memories, MovedStorage
+from autohete.runtime.partition import BlockCall, ForwardPass, Partition, hidden_of, with_hidden
+from autohete.runtime.states import States
+from autohete.schedule import Kind
+
+#: Loss of logits against targets, a scalar tensor.
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Token ids and targets, each (batch, sequence)."""
+
+    ids: Tensor
+    targets: Tensor
+
+
+class _Cut(torch.autograd.Function):
+    """Where a block's graph ends: hands its input on, and catches the gradient of it.
+
+    A leaf would do the same, but keep its memory for as long as the graph lives, also when what the block saved has moved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, arrived: list[Tensor]) -> Tensor:
+        ctx.arrived = arrived
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.arrived.append(gradients[0])
+        return None, None, None
+
+
+@dataclass(slots=True)
+class _Transit:
+    """What one pass leaves for the next: the model's forward where it has stopped, and a result of the GPU's."""
+
+    forward: ForwardPass | None = None
+    call: BlockCall | None = None
+    result: Any = None
+    logits: Tensor | None = None
+    gradient: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Hidden states, logits, or the gradient of either."""
+        if self.call is not None:
+            return self.call.hidden
+        if self.result is not None:
+            return hidden_of(self.result)
+        return self.logits if self.logits is not None else self.gradient
+
+
+class Passes:
+    """The passes of a training.
+
+    Args:
+        partition: the model, cut into blocks; its blocks are intercepted.
+        forwards: the blocks' own forwards.
+        states: its model states.
+        loss: of logits and targets.
+        memories: where tensors live.
+
+    Attributes:
+        batches: by iteration, to be given before it begins.
+        losses: by iteration, as they become known.
+        skipped: iterations whose loss was not finite, with the block where that was seen first; they update nothing.
+    """
+
+    def __init__(
+        self, partition: Partition, forwards: list[Callable[..., Any]], states: States, loss: Loss, memories: Memories
+    ) -> None:
+        self.partition, self.states, self.loss, self.memories = partition, states, loss, memories
+        self.batches: dict[int, Batch] = {}
+        self.losses: dict[int, float] = {}
+        self.skipped: dict[int, str] = {}
+        self._forwards = forwards
+        self._transit = _Transit()
+        self._anchor = torch.zeros((), requires_grad=True, device=memories.torch_device)
+
+    @property
+    def in_transit(self) -> Tensor | None:
+        """What the last pass of the GPU has left for the next."""
+        return self._transit.tensor
+
+    def forget(self) -> None:
+        """Let go of what is under way."""
+        self._transit = _Transit()
+
+    def forward(self, i: int) -> None:
+        """Compute the block; keep its graph, or only its input and the random state if it will be recomputed."""
+        block, last, transit = self.states.blocks[i], self.partition.last, self._transit
+        if i == 0:
+            transit.forward = ForwardPass(self.partition.model)
+            ids = self.batches[self._iteration].ids.to(self.memories.torch_device, non_blocking=True, copy=True)
+            with torch.enable_grad(), self._saving(0):
+                first = transit.forward.start(ids)
+            block.root = _edge(first.hidden)
+            transit.call = replace(first, hidden=first.hidden.detach())
+            return
+        assert transit.forward is not None
+        if i == last:
+            result, transit.result = transit.result, None
+            with torch.enable_grad(), self._saving(i):
+                logits = transit.forward.finish(with_hidden(result, self._cut(block, hidden_of(result))))
+            block.root, transit.logits, transit.forward = _edge(logits), logits.detach(), None
+            return
+        call, transit.call = transit.call, None
+        assert call is not None
+        if Kind.RECOMPUTE in self.states.kinds[i]:
+            block.checkpoint = (call, _random_state(self.memories.torch_device))
+            with torch.no_grad():
+                result = call.on(self._forwards[i - 1], call.hidden)
+        else:
+            result = self._compute_with_graph(i, call)
+        result = with_hidden(result, hidden_of(result).detach())
+        if i + 1 < last:
+            transit.call = transit.forward.resume(result)
+        else:
+            transit.result = result
+
+    def recompute(self, i: int) -> None:
+        """Forward again from the checkpoint, with the random state that it had."""
+        block, device = self.states.blocks[i], self.memories.torch_device
+        assert block.checkpoint is not None
+        (call, state), block.checkpoint = block.checkpoint, None
+        now = _random_state(device)
+        _set_random_state(device, state)
+        self._compute_with_graph(i, call)
+        _set_random_state(device, now)
+
+    def compute_loss(self, i: int) -> None:
+        """Loss of the iteration and the gradient of its logits."""
+        batch = self.batches.pop(self._iteration)
+        assert self._transit.logits is not None
+        logits, self._transit.logits = self._transit.logits.requires_grad_(), None
+        with torch.enable_grad():
+            loss = self.loss(logits, batch.targets.to(self.memories.torch_device, non_blocking=True, copy=True))
+        with torch.autograd.set_multithreading_enabled(False):
+            (self._transit.gradient,) = torch.autograd.grad(loss, logits)
+        value = loss.item()
+        if not math.isfinite(value):
+            self.skipped[self._iteration] = self._first_not_finite()
+        self.losses[self._iteration] = value
+
+    def backward(self, i: int) -> None:
+        """Gradients of the block's parameters, and of its input for the block below."""
+        block = self.states.blocks[i]
+        incoming, self._transit.gradient = self._transit.gradient, None
+        if block.root is not None and incoming is not None:
+            with torch.autograd.set_multithreading_enabled(False):  # on CUDA, too, in this thread, whose task it is
+                torch.autograd.backward([block.root], [incoming])
+            self._transit.gradient = block.arrived.pop() if block.arrived else None
+        self.memories.current.alive.append(block.saved)
+        block.forget_passes()
+
+    def receiver(self, i: int, place: int) -> Callable[[Tensor], None]:
+        """Called with a parameter whose gradient a backward has found: collects it."""
+        block = self.states.blocks[i]
+
+        def receive(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None or self._iteration in self.skipped:
+                return
+            if block.device.gradients is None or block.device.present is None:
+                raise ScheduleError(
+                    f"{self.memories.current.task} finds a gradient of block {i}, for which the schedule has no room yet: if "
+                    "the head shares the embedding's matrix, make the schedule with tied_embeddings"
+                )
+            view = block.device.views[place]
+            if place in block.device.present:  # a matrix that two blocks share
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+                block.device.present.add(place)
+
+        return receive
+
+    def offload_activations(self, i: int) -> None:
+        """What backward needs, to the host: each storage once, however many saved tensors lie in it."""
+        block, memories = self.states.blocks[i], self.memories
+        for place, tensor in enumerate(block.saved):
+            assert isinstance(tensor, Tensor)
+            if tensor.device.type != memories.torch_device.type:
+                continue  # a seed that attention keeps on the host
+            memories.current.alive.append(tensor)
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            if key not in block.moved:
+                there = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=memories.pinned)
+                block.moved[key] = memories.claim_host(there, "activations")
+                here = torch.empty(0, dtype=torch.uint8, device=memories.torch_device).set_(storage)
+                there.copy_(here, non_blocking=True)
+            block.saved[place] = MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+    def fetch_activations(self, i: int) -> None:
+        """What backward needs, back to the device."""
+        block, memories = self.states.blocks[i], self.memories
+        memories.current.alive.append(block.moved)
+        back: dict[int, Tensor] = {}
+        for key, there in block.moved.items():
+            back[key] = memories.on_device(len(there), torch.uint8, "activations").copy_(there, non_blocking=True)
+        for place, moved in enumerate(block.saved):
+            if not isinstance(moved, MovedStorage):
+                continue
+            storage = back[moved.key].untyped_storage()
+            tensor = torch.empty(0, dtype=moved.dtype, device=memories.torch_device)
+            block.saved[place] = tensor.set_(storage, moved.offset, moved.size, moved.stride)
+        block.moved = {}
+
+    @torch.no_grad()
+    def evaluate(self, ids: Tensor) -> Tensor:
+        """Logits of ``ids``, without training; blocks come to the device one at a time."""
+        forward = ForwardPass(self.partition.model)
+        last, present = self.partition.last, self.states.present
+        with present(0), present(last):
+            call = forward.start(ids.to(self.memories.torch_device))
+            for i in range(1, last):
+                with present(i):
+                    result = call.on(self._forwards[i - 1], call.hidden)
+                if i + 1 < last:
+                    call = forward.resume(result)
+            return forward.finish(result)
+
+    @property
+    def _iteration(self) -> int:
+        return self.memories.current.iteration
+
+    def _compute_with_graph(self, i: int, call: BlockCall) -> Any:
+        block = self.states.blocks[i]
+        with torch.enable_grad(), self._saving(i):
+            result = call.on(self._forwards[i - 1], self._cut(block, call.hidden))
+        block.root = _edge(hidden_of(result))
+        return with_hidden(result, hidden_of(result).detach())
+
+    def _cut(self, block: Block, hidden: Tensor) -> Tensor:
+        block.arrived = []
+        cut: Tensor = _Cut.apply(self._anchor, hidden, block.arrived)  # type: ignore[no-untyped-call]
+        return cut
+
+    @contextmanager
+    def _saving(self, i: int) -> Iterator[None]:
+        """Keep what backward needs where it can be moved, until backward ends, which is when the schedule frees it.
+
+        Freed bit by bit, the peak falls by 0.1 to 1 %, but what is left when a copy arrives would depend on the moment.
+        """
+        block = self.states.blocks[i]
+        assert block.device.parameters is not None, "forward without parameters"
+        begin = block.device.parameters.data_ptr()
+        end = begin + block.device.parameters.nbytes
+        block.saved = []
+
+        def pack(tensor: Tensor) -> object:
+            if begin <= tensor.data_ptr() < end:
+                return (tensor.size(), tensor.stride(), tensor.storage_offset())
+            block.saved.append(tensor)
+            return len(block.saved) - 1
+
+        def unpack(handle: object) -> Tensor:
+            if isinstance(handle, tuple):
+                assert block.device.parameters is not None, "backward without parameters"
+                return block.device.parameters.as_strided(*handle)
+            assert isinstance(handle, int)
+            saved = block.saved[handle]
+            assert isinstance(saved, Tensor), "backward without activations"
+            return saved
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _first_not_finite(self) -> str:
+        """Where values that are not finite begin: only called when it is too late to be quick."""
+        for i, block in enumerate(self.states.blocks):
+            flat = block.device.parameters
+            if flat is not None and not torch.isfinite(flat).all():
+                return f"the parameters of block {i}"
+            kept = [s for s in block.saved if isinstance(s, Tensor)] + (
+                [block.checkpoint[0].hidden] if block.checkpoint else []
+            )
+            if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in kept):
+                return f"what block {i} keeps for backward"
+        return "the logits"
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    """Where backward from ``tensor`` begins, without keeping its memory."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_state(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

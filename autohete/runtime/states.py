@@ -1,0 +1,274 @@
+"""Where the model states of each block are, what copies and updates do with them, and how they are taken over and given back.
+
+A block's parameters are in one flat buffer on the device (none while they are offloaded), their copy on the host, master
+weights and moments on the side that updates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from autohete.errors import ScheduleError
+from autohete.runtime.blocks import Block, Memories, Side
+from autohete.runtime.optimizer import Adam, AdamStates
+from autohete.schedule import KIND_MEANING, Kind, Schedule
+
+_PREFETCHES = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}
+
+
+class States:
+    """The model states of a training. Takes the parameters over in :meth:`take_over`, until :meth:`give_back`.
+
+    Args:
+        owned: trained parameters of each block.
+        schedule: tells by its tasks and buffers where each block's states live.
+        adam: the optimizer's settings.
+        memories: where they live.
+        poison: overwrite what is released with NaN, so that a schedule that still reads it is noticed.
+    """
+
+    def __init__(
+        self, owned: tuple[tuple[nn.Parameter, ...], ...], schedule: Schedule, adam: Adam, memories: Memories, *, poison: bool
+    ) -> None:
+        self.adam, self.memories = adam, memories
+        self._schedule, self._poison = schedule, poison
+        self.kinds = _kinds_of_blocks(schedule, len(owned))
+        #: A slot has room for the gradient, too: the schedule gives such a gradient no bytes of its own.
+        self._gradients_in_slots = any(
+            buffer.name == f"gradients.{task.id.block}" and not buffer.size_bytes and self.kinds[task.id.block] & _PREFETCHES
+            for task in schedule.tasks
+            for buffer in task.allocates
+        )
+        self.blocks = [Block(parameters) for parameters in owned]
+        self._slots: list[Tensor] | None = None
+        self._buffers: list[Tensor] = []
+
+    def take_over(self) -> None:
+        """Bring the states to where the first iteration expects them; the modules' own memory is free from here on."""
+        self._slots = self._make_slots()
+        sizes = [buffer.size_bytes for buffer in self._schedule.resident if buffer.name == "policy_buffers"]
+        self._buffers = [self.memories.on_device(size, torch.uint8, "policy_buffers") for size in sizes]
+        for i, block in enumerate(self.blocks):
+            self._take_over(i, block)
+
+    def give_back(self) -> None:
+        """Give the modules their parameters back, with their trained values, in host memory."""
+        self.memories.settle()
+        for i, block in enumerate(self.blocks):
+            if block.device.parameters is None and block.host.parameters is None:
+                continue  # taking over has failed before it
+            optimizer = self._updating_side(i).optimizer
+            assert optimizer is not None
+            # Where a gradient has taken the parameters' place, the master weights still know them.
+            flat = self._newest(i) if optimizer.master is None else optimizer.master.to(block.dtype)
+            flat = flat.detach().to("cpu", copy=True)
+            for parameter, view in zip(block.parameters, block.views(flat), strict=True):
+                parameter.data = view
+                parameter.grad = None
+        for block in self.blocks:
+            block.device, block.host = Side(), Side()
+            block.forget_passes()
+        self._slots, self._buffers = None, []
+
+    def parameters(self) -> list[Tensor]:
+        """A copy of every trained parameter in block order, wherever it is: of its master weight where there is one.
+
+        Call it when every update has ended.
+        """
+        found: list[Tensor] = []
+        for i, block in enumerate(self.blocks):
+            optimizer = self._updating_side(i).optimizer
+            assert optimizer is not None
+            flat = self._newest(i) if optimizer.master is None else optimizer.master
+            found += [view.detach().clone() for view in block.views(flat)]
+        self.memories.settle()
+        return found
+
+    @contextmanager
+    def present(self, i: int) -> Iterator[None]:
+        """Have the parameters of block ``i`` on the device for a while."""
+        if self.blocks[i].device.parameters is not None:
+            yield
+            return
+        self.prefetch(i)
+        try:
+            yield
+        finally:
+            self.release(i)
+
+    # --- where states are
+
+    def _take_over(self, i: int, block: Block) -> None:
+        flat = torch.cat([p.detach().reshape(-1).cpu() for p in block.parameters]) if block.parameters else torch.empty(0)
+        for parameter in block.parameters:
+            parameter.data = torch.empty(0, dtype=block.dtype)
+        try:
+            self._place_states(i, block, flat)
+        except BaseException:
+            block.device, block.host = Side(), Side()
+            for parameter, view in zip(block.parameters, block.views(flat), strict=True):
+                parameter.data = view
+            raise
+        block.bind()
+
+    def _place_states(self, i: int, block: Block, flat: Tensor) -> None:
+        kinds, memories = self.kinds[i], self.memories
+        on_cpu = Kind.CPU_UPDATE in kinds
+        states = AdamStates(self.adam, flat if on_cpu else flat.to(memories.torch_device), block.sizes)
+        self._updating_side(i).optimizer = states
+        for tensor in states.tensors:
+            memories.claim_host(tensor, "optimizer_states") if on_cpu else memories.claim(tensor, "optimizer_states")
+        if on_cpu:
+            block.host.gradients = memories.on_host(block.elements, block.dtype, "gradients")
+        if on_cpu or kinds & _PREFETCHES:
+            block.host.parameters = memories.on_host(block.elements, block.dtype, "parameters").copy_(flat)
+        if Kind.PREFETCH_FORWARD not in kinds:  # they never leave, or the first forward fetches nothing
+            block.device.parameters = self._place_for(i).copy_(flat)
+
+    def _updating_side(self, i: int) -> Side:
+        return self.blocks[i].host if Kind.CPU_UPDATE in self.kinds[i] else self.blocks[i].device
+
+    def _newest(self, i: int) -> Tensor:
+        """The flat parameters of block ``i`` that are up to date when every update has ended."""
+        block = self.blocks[i]
+        # The side that updates is right; what it updates on the device may have been written back and released.
+        on_host = Kind.CPU_UPDATE in self.kinds[i] or block.device.parameters is None
+        flat = block.host.parameters if on_host else block.device.parameters
+        assert flat is not None
+        return flat
+
+    # --- room on the device
+
+    def _make_slots(self) -> list[Tensor] | None:
+        """Preallocated places for fetched parameters, each as large as the largest block that leaves."""
+        total = sum(buffer.size_bytes for buffer in self._schedule.resident if buffer.name == "parameter_slots")
+        if not total:
+            return None
+        leaving = [block for block, kinds in zip(self.blocks, self.kinds, strict=True) if kinds & _PREFETCHES]
+        slot = max(block.elements * block.dtype.itemsize for block in leaving) * (2 if self._gradients_in_slots else 1)
+        return [self.memories.on_device(slot, torch.uint8, "parameter_slots") for _ in range(total // slot)]
+
+    def _place_for(self, i: int) -> Tensor:
+        """Room on the device for the parameters of block ``i``."""
+        block = self.blocks[i]
+        if self._slots is None or not self.kinds[i] & _PREFETCHES:
+            return self.memories.on_device(block.elements, block.dtype, "parameters")
+        if not self._slots:
+            raise ScheduleError("all slots for parameters are taken: the schedule fetches earlier than it releases")
+        return self._slots.pop()[: block.elements * block.dtype.itemsize].view(block.dtype)
+
+    def release(self, i: int) -> None:
+        """Let go of the place that the parameters of block ``i`` have on the device, if they have one."""
+        block = self.blocks[i]
+        flat = block.device.parameters
+        if flat is None:
+            return
+        if self._poison:
+            flat.fill_(torch.nan)
+        if self._slots is not None:
+            self._slots.append(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(flat.untyped_storage()))
+        block.device.parameters = None
+        block.bind()
+
+    def make_gradients(self, i: int) -> None:
+        """Make room on the device for the gradients of block ``i``."""
+        block = self.blocks[i]
+        if self._gradients_in_slots and self.kinds[i] & _PREFETCHES:
+            assert block.device.parameters is not None
+            storage = block.device.parameters.untyped_storage()
+            half = storage.nbytes() // 2 // block.dtype.itemsize  # the slot's second half
+            flat = torch.empty(0, dtype=block.dtype, device=block.device.parameters.device)
+            block.device.gradients = flat.set_(storage, half, (block.elements,), (1,))
+        else:
+            block.device.gradients = self.memories.on_device(block.elements, block.dtype, "gradients")
+        block.device.views = block.views(block.device.gradients)
+        block.device.present = set()
+
+    def _drop_gradients(self, block: Block) -> None:
+        self.memories.current.alive.append(block.device.gradients)
+        block.device.gradients, block.device.views = None, []
+
+    def replace_parameters(self, i: int) -> None:
+        """Let the finished gradient of block ``i`` take the place of its parameters."""
+        block = self.blocks[i]
+        assert block.device.parameters is not None
+        assert block.device.gradients is not None
+        block.device.gradients = block.device.parameters.copy_(block.device.gradients)
+        block.device.views = block.views(block.device.gradients)
+
+    # --- updates
+
+    def gpu_update(self, i: int) -> None:
+        """AdamW on the device's states."""
+        self._update(self.blocks[i].device, self.memories.claim)
+        self._drop_gradients(self.blocks[i])
+
+    def cpu_update(self, i: int) -> None:
+        """AdamW on the host's states, and the new parameters into the host's copy."""
+        self._update(self.blocks[i].host, lambda scratch, group: scratch)
+
+    def _update(self, side: Side, claim: Callable[[Tensor, str], Tensor]) -> None:
+        assert side.parameters is not None
+        assert side.optimizer is not None
+        if side.present:  # with delayed updates there is nothing to do in the first iteration
+            assert side.gradients is not None
+            scratch = claim(side.optimizer.scratch(), "workspace")
+            side.optimizer.update(side.parameters, side.gradients, side.present, scratch)
+
+    # --- copies
+
+    def prefetch(self, i: int) -> None:
+        """Parameters from the host into a new place on the device."""
+        block = self.blocks[i]
+        assert block.host.parameters is not None
+        block.device.parameters = self._place_for(i).copy_(block.host.parameters, non_blocking=True)
+        block.bind()
+
+    def refresh(self, i: int) -> None:
+        """Updated parameters into the place that they have on the device."""
+        block = self.blocks[i]
+        assert block.host.parameters is not None
+        assert block.device.parameters is not None
+        block.device.parameters.copy_(block.host.parameters, non_blocking=True)
+
+    def write_back(self, i: int) -> None:
+        """Parameters from the device into the host's copy."""
+        block = self.blocks[i]
+        assert block.host.parameters is not None
+        assert block.device.parameters is not None
+        block.host.parameters.copy_(block.device.parameters, non_blocking=True)
+
+    def offload_gradients(self, i: int) -> None:
+        """Gradients to the host."""
+        block = self.blocks[i]
+        assert block.device.gradients is not None
+        assert block.host.gradients is not None
+        block.host.gradients.copy_(block.device.gradients, non_blocking=True)
+        block.host.present = block.device.present
+        self._drop_gradients(block)
+
+
+def _kinds_of_blocks(schedule: Schedule, blocks: int) -> list[set[Kind]]:
+    """The kinds of task that each block has.
+
+    Raises:
+        ScheduleError: the schedule is not for a model of so many blocks.
+    """
+    kinds: list[set[Kind]] = [set() for _ in range(blocks)]
+    for task in schedule.tasks:
+        if task.id.block >= blocks:
+            raise ScheduleError(
+                f"{task.id} is of block {task.id.block}, but the model has {blocks} blocks (embedding and head "
+                "included): make the schedule for this model"
+            )
+        if task.id.kind not in Kind:
+            raise ScheduleError(f"the runtime has no action for {KIND_MEANING[task.id.kind]}")
+        kinds[task.id.block].add(task.id.kind)
+    for i, found in enumerate(kinds):
+        if Kind.FORWARD not in found:
+            raise ScheduleError(f"the schedule has no forward of block {i}, but the model has {blocks} blocks")
+    return kinds
