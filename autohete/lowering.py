@@ -231,10 +231,15 @@ class _Lowering:
         for block, plan in enumerate(self.plan.blocks):
             times = blocks[block]
             forward = self.add(Kind.FORWARD, block, GPU, times.forward_seconds)
-            kept = times.input_bytes if plan.activations is Activations.RECOMPUTE else times.activation_bytes
-            name = "checkpoint" if plan.activations is Activations.RECOMPUTE else "activations"
-            forward.allocates.append(Buffer(f"{name}.{block}", GPU_MEMORY, kept))
-            self.workspace(forward, times.forward_workspace_bytes)
+            if plan.activations is Activations.RECOMPUTE:
+                self.workspace(forward, times.checkpointed_workspace_bytes)
+            else:
+                # Nobody hands the first block its input over.
+                kept = times.activation_bytes if block == 0 else times.kept_bytes
+                forward.allocates.append(Buffer(f"activations.{block}", GPU_MEMORY, kept))
+                self.workspace(forward, times.forward_workspace_bytes)
+            if block < self.last:
+                forward.allocates.append(self.input_of(block + 1))
             self.passes.append(forward.id)
         head = self.last
         self.get(Kind.FORWARD, head).allocates.append(Buffer(f"logits.{head}", GPU_MEMORY, loss.logits_bytes))
@@ -254,17 +259,18 @@ class _Lowering:
         times, plan = self.profile.blocks[block], self.plan.blocks[block]
         if plan.activations is Activations.RECOMPUTE:
             recompute = self.add(Kind.RECOMPUTE, block, GPU, times.forward_seconds)
-            again = times.activation_bytes - times.input_bytes
-            recompute.allocates.append(Buffer(f"activations.{block}", GPU_MEMORY, again))
-            self.workspace(recompute, times.forward_workspace_bytes)
+            recompute.allocates.append(Buffer(f"activations.{block}", GPU_MEMORY, times.kept_bytes))
+            # Its output is of no use a second time.
+            self.workspace(recompute, times.forward_workspace_bytes + self.profile.blocks[block + 1].input_bytes)
             self.passes.append(recompute.id)
         backward = self.add(Kind.BACKWARD, block, GPU, times.backward_seconds)
-        if plan.activations is Activations.RECOMPUTE:
-            backward.frees.append(Free(f"checkpoint.{block}"))
+        if block and plan.activations is not Activations.OFFLOAD:
+            backward.frees.append(Free(self.input_of(block).name))
         fetched = "_fetched" if plan.activations is Activations.OFFLOAD else ""
         backward.frees.append(Free(f"activations{fetched}.{block}"))
-        if block == self.last:
-            backward.frees.append(Free(f"logits_gradient.{block}"))
+        backward.frees.append(Free(f"logits_gradient.{block}" if block == self.last else f"input_gradient.{block + 1}"))
+        if block:
+            backward.allocates.append(Buffer(f"input_gradient.{block}", GPU_MEMORY, times.input_bytes))
         if block == 0 and self.profile.loss.keeps_logits:
             backward.frees.append(Free(f"logits.{self.last}"))
         self.workspace(backward, times.backward_workspace_bytes)
@@ -275,6 +281,11 @@ class _Lowering:
             if self.plan.gradients_replace_parameters:
                 backward.frees.append(Free(name))  # moved into the parameters' place
         self.passes.append(backward.id)
+
+    def input_of(self, block: int) -> Buffer:
+        """What the block below hands on to ``block``, which keeps it for backward."""
+        name = "checkpoint" if self.plan.blocks[block].activations is Activations.RECOMPUTE else "input"
+        return Buffer(f"{name}.{block}", GPU_MEMORY, self.profile.blocks[block].input_bytes)
 
     def workspace(self, draft: _Draft, size_bytes: int) -> None:
         if size_bytes:
@@ -395,6 +406,9 @@ class _Lowering:
         away.wait(forward)
         away.allocates.append(Buffer(f"host_activations.{block}", HOST_MEMORY, size))
         away.frees.append(Free(f"activations.{block}"))
+        # The model's code calls the next block with another input, but holds that of the last until it goes on to the head.
+        holder = away if block + 1 < self.last else self.get(Kind.FORWARD, self.last)
+        holder.frees.append(Free(self.input_of(block).name))
         fetch = self.add(Kind.FETCH_ACTIVATIONS, block, H2D, self.profile.h2d_seconds(size), priority=-1 - block)
         fetch.wait(away.id)
         fetch.allocates.append(Buffer(f"activations_fetched.{block}", GPU_MEMORY, size))

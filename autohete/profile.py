@@ -39,10 +39,12 @@ class BlockProfile:
         parameters: parameters it owns.
         forward_seconds, backward_seconds: GPU time of one pass; recomputation takes a forward pass again.
         gpu_update_seconds: optimizer step of this block on the GPU.
-        input_bytes: its input, all that stays when the block is checkpointed.
+        input_bytes: its input, all that stays when the block is checkpointed; the gradient of it has as many.
         activation_bytes: what forward keeps for backward, its input included.
-        forward_workspace_bytes, backward_workspace_bytes: what lives only during the pass.
+        forward_workspace_bytes, backward_workspace_bytes: what lives only during the pass, beside what it is given, keeps and
+            hands on.
         gpu_update_workspace_bytes: likewise for the optimizer step on the GPU.
+        measured_checkpointed_workspace_bytes: likewise for a forward that keeps nothing but the input, if it was measured.
         cpu_update_seconds: optimizer step on the CPU where it was measured; None: by the bytes that the plan says it touches.
     """
 
@@ -57,9 +59,22 @@ class BlockProfile:
     backward_workspace_bytes: int
     gpu_update_workspace_bytes: int = 0
     cpu_update_seconds: float | None = None
+    measured_checkpointed_workspace_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What forward keeps for backward beside its input."""
+        return self.activation_bytes - self.input_bytes
+
+    @property
+    def checkpointed_workspace_bytes(self) -> int:
+        """What lives only during a forward that keeps its input alone: no more than what another would keep."""
+        if self.measured_checkpointed_workspace_bytes is None:
+            return self.forward_workspace_bytes + self.kept_bytes
+        return self.measured_checkpointed_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +229,10 @@ class _Roofline:
             backward = self._pass_seconds(
                 gemm_backward + attention_backward + self._elementwise_seconds("backward"), total("backward_kernels")
             )
+            # The table's have the output in them, and in backward its gradient and that of the input.
             workspaces = (
-                kernels.forward_workspace * hidden_bytes,
-                kernels.backward_workspace * hidden_bytes + kernels.backward_score_workspace * element * scores,
+                (kernels.forward_workspace - 1) * hidden_bytes,
+                (kernels.backward_workspace - 2) * hidden_bytes + kernels.backward_score_workspace * element * scores,
             )
         elif role is BlockRole.EMBEDDING:
             # Gather (or scatter-add) of token and position rows, dropout.
@@ -224,14 +240,14 @@ class _Roofline:
             forward = self._pass_seconds(6 * hidden_bytes / self.bandwidth, 3)
             # The gradient of the whole table is written, however few tokens there are.
             backward = self._pass_seconds((5 * hidden_bytes + 2 * element * parameters) / self.bandwidth, 3)
-            workspaces = (2 * hidden_bytes, hidden_bytes)
+            workspaces = (hidden_bytes, 0)
         else:
             activations = 2 * hidden_bytes  # the norm's input and the projection's
             gemm = self._gemm_seconds(w.tokens, w.vocabulary_size, w.hidden_size)
             forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2)
             gemm_backward = self._backward_gemm_seconds(w.vocabulary_size, w.hidden_size)
             backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4)
-            workspaces = (0, 2 * hidden_bytes)
+            workspaces = (0, hidden_bytes)
         update_traffic = _ADAM_STATE_TRAFFIC_BYTES + (2 * element if element == 2 else element)
         return BlockProfile(
             role=role,

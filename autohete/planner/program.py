@@ -142,6 +142,8 @@ class Program:
         if self.pending:  # the one below is fetched beside it
             extra += np.where((block >= 2) & (block - 1 <= p) & (block < n), size[np.maximum(block - 1, 0)], 0)
         backward = np.array(costs.activations) + np.array(costs.workspace) + np.array(costs.weights)
+        backward[1:] += costs.input[1:]  # the gradient that it hands on, and that it was given
+        backward[:-1] += costs.input[1:]
         backward[-1] += costs.loss.logits_bytes
         if costs.loss.keeps_logits:
             backward += costs.loss.logits_bytes

@@ -102,6 +102,13 @@ class Passes:
         """What the last pass of the GPU has left for the next."""
         return self._transit.tensor
 
+    def keeps(self, tensor: Tensor | None, i: int) -> bool:
+        """Whether the memory of ``tensor`` is among what block ``i`` keeps for backward."""
+        if tensor is None:
+            return False
+        kept = (saved.untyped_storage().data_ptr() for saved in self.states.blocks[i].saved if isinstance(saved, Tensor))
+        return tensor.untyped_storage().data_ptr() in kept
+
     def forget(self) -> None:
         """Let go of what is under way."""
         self._transit = _Transit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autohete.plan import BlockPlan, Plan
+from autohete.plan import Activations, BlockPlan, Plan
 from autohete.profile import Profile
 
 
@@ -35,7 +35,8 @@ def as_executed(plan: Plan, profile: Profile) -> Plan:
     )
 
 
-def everything_resident(profile: Profile) -> Plan:
-    """Nothing leaves the device and nothing is recomputed: the yardstick of budgets."""
-    plan = Plan("resident", tuple(BlockPlan() for _ in profile.blocks), 0, 0.0, 0, 0, 0)
+def everything_resident(profile: Profile, activations: Activations = Activations.KEEP) -> Plan:
+    """Nothing leaves the device; with activations kept, which is the yardstick of budgets, or recomputed."""
+    inner = [BlockPlan(activations) for _ in profile.blocks[1:-1]]
+    plan = Plan("resident", (BlockPlan(), *inner, BlockPlan()), 0, 0.0, 0, 0, 0)
     return as_executed(plan, profile)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from statistics import median
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autohete.hardware import Hardware
 from autohete.lowering import lower
+from autohete.plan import Activations
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
 from autohete.runtime.device import CudaMemory, Ledger
 from autohete.runtime.lanes import LaneThreads
@@ -193,7 +194,50 @@ def _measure_all(
 ) -> tuple[list[BlockProfile], LossProfile]:
     """Profiles of all blocks of ``partition``; the parameters of blocks left out of it have ``elsewhere`` bytes."""
     counts = [sum(parameter.numel() for parameter in owned) for owned in partition.owned]
-    schedule = _everything_on_device(workload, hardware, counts)
+    measured = partial(_measured, partition, batch, loss, adam, torch_device, elsewhere)
+    passes = measured(_everything_on_device(workload, hardware, counts, Activations.KEEP), _REPEATS)
+    checkpointed = measured(_everything_on_device(workload, hardware, counts, Activations.RECOMPUTE), 1)
+    hosts = [_cpu_update_seconds(owned, adam) for owned in partition.owned]
+    last = len(counts) - 1
+    blocks = []
+    for i, count in enumerate(counts):
+        forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
+        given = forward.brought if i else _size(batch.ids)
+        kept = max(forward.kept, given)
+        # An output that is kept as well stays longer than the block above has it for its input.
+        twice = forward.handed_on if forward.keeps_output else 0
+        alone = checkpointed[TaskId(Kind.FORWARD, i)]
+        blocks.append(
+            BlockProfile(
+                role=workload.role(i),
+                parameters=count,
+                forward_seconds=forward.seconds,
+                backward_seconds=backward.seconds,
+                gpu_update_seconds=update.seconds,
+                input_bytes=given,
+                activation_bytes=kept + twice,
+                forward_workspace_bytes=max(0, forward.peak - kept - forward.handed_on),
+                backward_workspace_bytes=max(0, backward.peak - backward.brought - backward.made - backward.handed_on),
+                gpu_update_workspace_bytes=max(0, update.peak - update.brought),
+                cpu_update_seconds=hosts[i],
+                measured_checkpointed_workspace_bytes=max(0, alone.peak - alone.brought - alone.handed_on),
+            )
+        )
+    found = passes[TaskId(Kind.LOSS, last)]
+    return blocks, LossProfile(found.seconds, found.brought, max(0, found.peak - found.brought - found.handed_on))
+
+
+def _measured(
+    partition: Partition,
+    batch: Batch,
+    loss: Loss,
+    adam: Adam,
+    torch_device: torch.device | None,
+    elsewhere: int,
+    schedule: Schedule,
+    repeats: int,
+) -> dict[TaskId, _Pass]:
+    """What each task of ``schedule`` takes in the last of some iterations; seconds are the median of all but the first."""
     on_cuda = torch_device is not None and torch_device.type == "cuda"
     memory = CudaMemory(torch_device) if torch_device is not None and on_cuda else Ledger(GPU_MEMORY)
     ledger = memory if isinstance(memory, Ledger) else None
@@ -201,7 +245,7 @@ def _measure_all(
     seconds: dict[TaskId, list[float]] = defaultdict(list)
     passes: dict[TaskId, _Pass] = {}
     try:
-        for iteration in range(1 + _REPEATS):
+        for iteration in range(1 + repeats):
             training.passes.batches[iteration] = batch
             for task in schedule.tasks:
                 before, brought = memory.used_bytes, _size(training.passes.in_transit)
@@ -217,36 +261,12 @@ def _measure_all(
                 base = before - brought
                 made = sum(buffer.size_bytes for buffer in task.allocates if buffer.name.startswith("gradients."))
                 peak = max(memory.peak_bytes, before) - base
-                passes[task.id] = _Pass(median(seconds[task.id][1:] or [0]), peak, left - handed_on - base, handed_on, made)
-        hosts = [_cpu_update_seconds(owned, adam) for owned in partition.owned]
+                spent = median(seconds[task.id][1:] or [0])
+                keeps_output = training.passes.keeps(training.passes.in_transit, task.id.block)
+                passes[task.id] = _Pass(spent, peak, left - handed_on - base, brought, handed_on, made, keeps_output)
     finally:
         training.close()
-    last = len(counts) - 1
-    logits = passes[TaskId(Kind.FORWARD, last)].handed_on
-    blocks = []
-    for i, count in enumerate(counts):
-        forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
-        brought = passes[TaskId(Kind.FORWARD, i - 1)].handed_on if i else _size(batch.ids)
-        kept = max(forward.kept, brought)
-        # What the head hands on and gets back are the logits and their gradient, which the schedule counts by themselves.
-        logits_here = logits if i == last else 0
-        blocks.append(
-            BlockProfile(
-                role=workload.role(i),
-                parameters=count,
-                forward_seconds=forward.seconds,
-                backward_seconds=backward.seconds,
-                gpu_update_seconds=update.seconds,
-                input_bytes=brought,
-                activation_bytes=kept,
-                forward_workspace_bytes=max(0, forward.peak - kept - logits_here),
-                backward_workspace_bytes=max(0, backward.peak - backward.made - logits_here),
-                gpu_update_workspace_bytes=update.peak,
-                cpu_update_seconds=hosts[i],
-            )
-        )
-    found = passes[TaskId(Kind.LOSS, last)]
-    return blocks, LossProfile(found.seconds, logits, max(0, found.peak - 2 * logits))
+    return passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,23 +277,26 @@ class _Pass:
         seconds: median of its times.
         peak: the most bytes there were during it, over those of before without what the pass before handed to it.
         kept: those that stay, without what it hands on.
-        handed_on: bytes of the hidden states, logits or gradient for the next pass.
+        brought, handed_on: bytes of the hidden states, logits or gradient from the pass before and for the next.
         made: bytes of gradients whose place was allocated.
+        keeps_output: whether backward needs what is handed on.
     """
 
     seconds: float
     peak: int
     kept: int
+    brought: int
     handed_on: int
     made: int
+    keeps_output: bool
 
 
-def _everything_on_device(workload: Workload, hardware: Hardware, counts: list[int]) -> Schedule:
+def _everything_on_device(workload: Workload, hardware: Hardware, counts: list[int], activations: Activations) -> Schedule:
     """The schedule of the resident training; its durations mean nothing."""
     analytic = analytic_profile(workload, hardware)
     blocks = tuple(replace(block, parameters=count) for block, count in zip(analytic.blocks, counts, strict=True))
     profile = replace(analytic, blocks=blocks)
-    return lower(profile, everything_resident(profile))
+    return lower(profile, everything_resident(profile, activations))
 
 
 def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:

@@ -241,7 +241,8 @@ def trace_faults(trace: Trace) -> list[str]:
 _PARAMETERS_IN_BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.REFRESH)
 #: Kinds of task that use a buffer of the group, of the same block.
 _USERS: dict[str, tuple[Kind, ...]] = {
-    "checkpoint": (Kind.RECOMPUTE,),
+    "input": (Kind.FORWARD, Kind.BACKWARD),
+    "checkpoint": (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD),
     "activations": (Kind.BACKWARD,),
     "host_activations": (Kind.FETCH_ACTIVATIONS,),
     "activations_fetched": (Kind.BACKWARD,),
@@ -258,8 +259,8 @@ def _users(name: str, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> Iterato
     """The tasks that use a buffer between ``begin``, which allocates it, and ``end``, and how many iterations later."""
     group = group_of(name)
     kinds = _USERS.get(group, ())
-    if group == "activations" and end.kind is Kind.OFFLOAD_ACTIVATIONS:
-        kinds = (end.kind,)  # backward uses what is fetched again
+    if group in ("activations", "input") and TaskId(Kind.OFFLOAD_ACTIVATIONS, int(name.rpartition(".")[2])) in tasks:
+        kinds = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS)  # backward uses what is fetched again
     if group == "logits" and end.kind is Kind.BACKWARD:
         kinds = (*kinds, Kind.BACKWARD)  # the model's output holds them until then
     if group == "gradients" and end == begin:

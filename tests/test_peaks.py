@@ -1,0 +1,123 @@
+"""Every task needs what its schedule says: no byte more, and where operations allow, no byte less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import batches, model_for
+from test_device import MEDIUM, SETTLED, predicted, profile_for
+from torch import Tensor, nn
+
+from autohete.hardware import load_hardware
+from autohete.lowering import lower
+from autohete.policies import parse_policy
+from autohete.runtime.device import Ledger
+from autohete.runtime.model import next_token_loss
+from autohete.runtime.partition import partition
+from autohete.runtime.passes import Batch
+from autohete.runtime.plans import as_executed
+from autohete.runtime.trainer import measured_profile_on
+from autohete.runtime.training import Training
+from autohete.schedule import GPU_MEMORY, Schedule
+from autohete.simulate import judge_for
+from autohete.testing.strategies import plans
+from autohete.workload import Precision
+
+ITERATIONS = 2
+
+
+def needs(schedule: Schedule, model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[tuple[str, int, int, int, int]]:
+    """One task after another, in issue order: (task, bytes said and needed at its peak, bytes said and left after it)."""
+    ledger = Ledger(GPU_MEMORY)
+    training = Training(partition(model).by_use(batch[0]), schedule, next_token_loss, device=ledger)
+    sizes = {b.name: b.size_bytes * (b.memory == GPU_MEMORY) for task in schedule.tasks for b in task.allocates}
+    alive = {(b.name, 0): b.size_bytes for b in schedule.resident if b.memory == GPU_MEMORY}
+    alive |= {(free.name, -1): sizes[free.name] for task in schedule.tasks for free in task.frees if free.back}
+    found = []
+    try:
+        for iteration in range(ITERATIONS):
+            training.passes.batches[iteration] = Batch(*batch)
+            for task in schedule.tasks:
+                alive |= {(b.name, iteration): sizes[b.name] for b in task.allocates}
+                said = sum(alive.values())
+                ledger.reset_peak()
+                before = ledger.used_bytes
+                training.perform(task, iteration)
+                needed = max(before, ledger.peak_bytes)
+                for free in task.frees:
+                    del alive[free.name, iteration - free.back]
+                found.append((task.id.at(iteration), said, needed, sum(alive.values()), ledger.used_bytes))
+    finally:
+        training.close()
+    return found
+
+
+@pytest.mark.parametrize("policy", [*SETTLED, "zero_offload:paper,tile_overlap", "autohete", "autohete:priority=off"])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_every_task_needs_what_its_schedule_says(policy: str, precision: Precision) -> None:
+    """At each task's peak and after it, the tensors on the device have as many bytes as the schedule's buffers."""
+    workload = replace(MEDIUM, precision=precision)
+    schedule = predicted(workload, policy).schedule
+    for task, said, needed, said_left, left in needs(schedule, model_for(workload), batches(workload, 1)[0]):
+        if not task.startswith(("G", "U")):  # what a copy of gradients needs at most is checked by what it leaves
+            assert (task, said) == (task, needed)
+        assert (task, said_left) == (task, left)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_no_task_of_any_plan_needs_more(data: st.DataObject) -> None:
+    """Whatever a plan moves and recomputes: no task needs, nor leaves, more bytes than the schedule says."""
+    workload = replace(MEDIUM, precision=data.draw(st.sampled_from([Precision.FP32, Precision.BF16])))
+    profile = profile_for(workload)
+    plan = as_executed(data.draw(plans(profile)), profile)
+    if plan.delayed:  # one after another is not an order that overlaps iterations
+        return
+    for task, said, needed, said_left, left in needs(lower(profile, plan), model_for(workload), batches(workload, 1)[0]):
+        assert (task, needed) <= (task, said)
+        assert (task, left) <= (task, said_left)
+
+
+class EndsInTanh(nn.Module):
+    """A block whose output is kept for its own backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, 16) -> the same."""
+        return torch.tanh(self.inner(x))
+
+
+class Model(nn.Module):
+    """Two such blocks between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.blocks = nn.ModuleList(EndsInTanh() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(batch, sequence) -> (batch, sequence, 31)."""
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("policy", ["resident", "resident:checkpointing=full", "stronghold:window=1"])
+def test_an_output_that_is_kept_is_counted(policy: str) -> None:
+    """A block's output that its own backward needs outlives the input that it is for the block above."""
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    profile = measured_profile_on(load_hardware("a100-40gb-epyc7713"), Model(), (ids, ids))
+    plan = as_executed(parse_policy(policy).plan(profile, judge_for(profile)), profile)
+    schedule = lower(profile, plan)
+    for task, said, needed, said_left, left in needs(schedule, Model(), (ids, ids)):
+        assert (task, needed) <= (task, said)
+        assert (task, left) <= (task, said_left)
