@@ -405,10 +405,7 @@ class _Lowering:
         away = self.add(Kind.OFFLOAD_ACTIVATIONS, block, D2H, self.profile.d2h_seconds(size), priority=-1 - block)
         away.wait(forward)
         away.allocates.append(Buffer(f"host_activations.{block}", HOST_MEMORY, size))
-        away.frees.append(Free(f"activations.{block}"))
-        # The model's code calls the next block with another input, but holds that of the last until it goes on to the head.
-        holder = away if block + 1 < self.last else self.get(Kind.FORWARD, self.last)
-        holder.frees.append(Free(self.input_of(block).name))
+        away.frees += [Free(self.input_of(block).name), Free(f"activations.{block}")]
         fetch = self.add(Kind.FETCH_ACTIVATIONS, block, H2D, self.profile.h2d_seconds(size), priority=-1 - block)
         fetch.wait(away.id)
         fetch.allocates.append(Buffer(f"activations_fetched.{block}", GPU_MEMORY, size))

@@ -256,6 +256,8 @@ class ForwardPass:
     def __init__(self, model: nn.Module) -> None:
         self._coroutine = _Pass(model)
         self._place = 0
+        #: What the model has called the current block with.
+        self._given: Tensor | None = None
         #: What the first block's input was computed by: nothing after the blocks may go back through it.
         self._before: set[Node] = set()
 
@@ -269,7 +271,7 @@ class ForwardPass:
         """Let the block that is called return ``result``, whose hidden states need no gradients, and run to the next."""
         hidden = hidden_of(result)
         # What the model gets does, so that it is seen wherever else the model uses it.
-        given = hidden.detach().requires_grad_(torch.is_grad_enabled())
+        given = self._given = hidden.detach().requires_grad_(torch.is_grad_enabled())
         version = _version(given)
         self._place += 1
         try:
@@ -279,6 +281,11 @@ class ForwardPass:
         if call.hidden is not given or _version(given) != version:
             self._refuse(_BETWEEN)
         return replace(call, hidden=hidden)
+
+    def let_go(self) -> None:
+        """Free the input of the block that is called: the model's own code holds it until it is resumed."""
+        if self._given is not None:
+            self._given.data = torch.full((), torch.nan, dtype=self._given.dtype).expand(self._given.shape)
 
     def finish(self, result: Any) -> Tensor:
         """Let the last block return ``result``, and run to the logits."""

@@ -144,6 +144,8 @@ class Passes:
             transit.call = transit.forward.resume(result)
         else:
             transit.result = result
+            if Kind.OFFLOAD_ACTIVATIONS in self.states.kinds[i]:
+                transit.forward.let_go()
 
     def recompute(self, i: int) -> None:
         """Forward again from the checkpoint, with the random state that it had."""

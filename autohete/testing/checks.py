@@ -248,6 +248,7 @@ _USERS: dict[str, tuple[Kind, ...]] = {
     "activations_fetched": (Kind.BACKWARD,),
     "logits": (Kind.LOSS,),
     "logits_gradient": (Kind.BACKWARD,),
+    "input_gradient": (Kind.BACKWARD,),
     "gradients": (Kind.BACKWARD, Kind.GPU_UPDATE, Kind.OFFLOAD_GRADIENTS),
     "parameters_forward": (Kind.FORWARD, Kind.WRITE_BACK_FORWARD),
     "parameters_backward": _PARAMETERS_IN_BACKWARD,
@@ -259,14 +260,16 @@ def _users(name: str, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> Iterato
     """The tasks that use a buffer between ``begin``, which allocates it, and ``end``, and how many iterations later."""
     group = group_of(name)
     kinds = _USERS.get(group, ())
-    if group in ("activations", "input") and TaskId(Kind.OFFLOAD_ACTIVATIONS, int(name.rpartition(".")[2])) in tasks:
-        kinds = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS)  # backward uses what is fetched again
+    if group in ("activations", "input") and end.kind is Kind.OFFLOAD_ACTIVATIONS:
+        kinds = (Kind.FORWARD, end.kind)  # backward uses what is fetched again
     if group == "logits" and end.kind is Kind.BACKWARD:
         kinds = (*kinds, Kind.BACKWARD)  # the model's output holds them until then
     if group == "gradients" and end == begin:
         kinds = ()  # they replace the parameters, in whose memory they live on
+    # The gradient of a block's input is for the block below.
+    block = int(name.rpartition(".")[2]) - (group == "input_gradient") if kinds else 0
     for kind in kinds:
-        user = TaskId(kind, int(name.rpartition(".")[2]))
+        user = TaskId(kind, block)
         if user in tasks:
             # What is fetched for backward and kept is there for the next forward.
             next_forward = begin.kind is Kind.PREFETCH_BACKWARD and kind in (Kind.FORWARD, Kind.WRITE_BACK_FORWARD)
