@@ -80,7 +80,7 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
         sizes.append(np.full(len(first), size, np.int64))
     resident = sum(buffer.size_bytes for buffer in base)
     if not columns:
-        groups = _sum_groups([(group_of(buffer.name), buffer.size_bytes) for buffer in base])
+        groups = sum_groups([(group_of(buffer.name), buffer.size_bytes) for buffer in base])
         zero = np.zeros(1, np.int64)
         return Occupancy(memory, capacity, zero, zero + resident, resident, 0, groups, "")
     birth, death, size_of = (np.concatenate(parts) for parts in (births, deaths, sizes))
@@ -94,7 +94,7 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     peak_at = int(used.argmax())
     peak_ns, peak = int(times[peak_at]), int(used[peak_at])
     held, newest = _holders(trace, columns, peak_ns, iterations)
-    groups = _sum_groups([*((group_of(b.name), b.size_bytes) for b in base), *held.items()])
+    groups = sum_groups([*((group_of(b.name), b.size_bytes) for b in base), *held.items()])
     if times[0] > 0:  # until the first allocation there is what is resident
         times, used = np.concatenate([[0], times]), np.concatenate([[resident], used])
     return Occupancy(memory, capacity, *_last_of_instant(np.maximum(times, 0), used), peak, max(peak_ns, 0), groups, newest)
@@ -120,10 +120,11 @@ def _holders(
                 held.append((group, size))
                 if birth == at_ns:
                     newest = trace.schedule.tasks[allocates].id.at(iteration)
-    return _sum_groups(held), newest
+    return sum_groups(held), newest
 
 
-def _sum_groups(items: list[tuple[str, int]]) -> dict[str, int]:
+def sum_groups(items: list[tuple[str, int]]) -> dict[str, int]:
+    """Bytes per group, the largest first."""
     sums: dict[str, int] = {}
     for group, size in items:
         sums[group] = sums.get(group, 0) + size

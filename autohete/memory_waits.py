@@ -1,0 +1,263 @@
+"""Waits that make a schedule's memory hold whatever its tasks last.
+
+Take any order in which all tasks of a schedule can run, and let every allocation wait for whatever is freed before it in that
+order. Of the buffers that are held at any moment of any execution, one is the last to be allocated *in that order*: its task
+has started, so all that was freed before it in the order is free. What is held is a subset of what the order itself held
+then, and no execution holds more than the order does.
+
+With the order of a steady trace such waits cost nothing: what is waited for has ended when the trace needs it, so every task
+still starts when it did. A schedule whose trace fits can therefore be made safe without losing time. Only the waits of
+allocations that would exceed the capacity without them are added. Where the trace does not fit, or does not repeat, the order
+of :func:`thrifty_order` is taken, which needs little memory and may cost time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autohete.schedule import GPU_MEMORY, Edge, Schedule
+from autohete.trace import Nanoseconds, Trace
+from autohete.worst_case import Lives, lives, order, worst_case
+
+#: Iterations over which waits are followed backwards: plans free nothing later than that.
+_DEPTH = 3
+#: Iterations of a thrifty order, and those of them that repeat for ever.
+_ITERATIONS, _REPEATING = 6, range(2, 4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guide:
+    """An order of all tasks to take waits from.
+
+    Args:
+        start, end: when each task starts and ends, shape (iterations, tasks), whole numbers of any unit.
+        rows: the iterations that repeat for ever; there is at least one before them.
+    """
+
+    start: Nanoseconds
+    end: Nanoseconds
+    rows: range
+
+
+def with_memory_waits(schedule: Schedule, trace: Trace) -> Schedule | None:
+    """``schedule`` with so many more waits that its worst case fits every memory; None if none are found that achieve it.
+
+    Args:
+        schedule: valid; returned as it is if it fits already.
+        trace: an execution of it, long enough to show its steady state.
+    """
+    if _fits(schedule):
+        return schedule
+    for guide in (_of_trace(trace), thrifty_order(schedule)):
+        safe = _Waits(schedule, guide).add()
+        if _fits(safe):
+            return safe
+    return None
+
+
+def least_bytes(schedule: Schedule, memory: str) -> int:
+    """Bytes of ``memory`` with which waits make ``schedule`` fit, whatever its tasks last: what its thrifty order holds."""
+    return _Waits(schedule, thrifty_order(schedule)).peak(lives(schedule, memory))
+
+
+def _fits(schedule: Schedule) -> bool:
+    return all(worst_case(schedule, memory.name).fits for memory in schedule.memories)
+
+
+def _of_trace(trace: Trace) -> Guide:
+    """The order of the steady cycle of ``trace``."""
+    steady = trace.steady()
+    last = min(steady.first + steady.cycle, trace.iterations - 1)
+    return Guide(trace.start_ns, trace.end_ns, range(min(steady.first + 1, last), last + 1))
+
+
+def thrifty_order(schedule: Schedule) -> Guide:
+    """An order that needs little GPU memory: what allocates some runs when it is needed, all else as soon as it can.
+
+    The first lane's tasks are needed one after another, and so is what they wait for.
+    """
+    tasks = len(schedule.tasks)
+    before: list[list[tuple[int, int]]] = [[] for _ in range(tasks)]
+    after: list[list[tuple[int, int]]] = [[] for _ in range(tasks)]
+    for u, v, back in order(schedule):
+        before[v].append((u, back))
+        after[u].append((v, back))
+    lazy = [
+        task.lane == schedule.lanes[0].name or any(buffer.memory == GPU_MEMORY and buffer.size_bytes for buffer in task.allocates)
+        for task in schedule.tasks
+    ]
+    waits = [[sum(back <= i for _, back in edges) for edges in before] for i in range(_ITERATIONS)]
+    place: dict[tuple[int, int], int] = {}
+    ready: deque[tuple[int, int]] = deque()
+    now = 0
+
+    def run(i: int, task: int) -> None:
+        place[i, task] = len(place)
+        for v, back in after[task]:
+            if i + back < _ITERATIONS:
+                waits[i + back][v] -= 1
+                if not waits[i + back][v] and not lazy[v] and i + back <= now:
+                    ready.append((i + back, v))
+
+    def run_ready() -> None:
+        while ready:
+            instance = ready.popleft()
+            if instance not in place:
+                run(*instance)
+
+    def need(i: int, task: int) -> None:
+        stack = [(i, task)]
+        while stack:
+            at, needed = stack[-1]
+            missing = [(at - back, u) for u, back in before[needed] if at >= back and (at - back, u) not in place]
+            stack += missing
+            if not missing:
+                stack.pop()
+                if (at, needed) not in place:
+                    run(at, needed)
+                    run_ready()
+
+    for now in range(_ITERATIONS):
+        ready.extend((now, task) for task in range(tasks) if not waits[now][task] and not lazy[task])
+        run_ready()
+        for task in (task for task in _topological(before) if schedule.tasks[task].lane == schedule.lanes[0].name):
+            need(now, task)
+        for task in range(tasks) if now else ():
+            need(now - 1, task)  # what no task of the first lane waits for
+    for task in range(tasks):
+        need(now, task)
+    start = np.array([[2 * place[i, task] for task in range(tasks)] for i in range(_ITERATIONS)], np.int64)
+    return Guide(start, start + 1, _REPEATING)
+
+
+def _topological(before: list[list[tuple[int, int]]]) -> list[int]:
+    """All tasks, each after those of its iteration that it waits for; of several the first in the schedule."""
+    found: dict[int, None] = {}
+    for task in range(len(before)):
+        stack = [task]
+        while stack:
+            missing = [u for u, back in before[stack[-1]] if not back and u not in found]
+            stack += missing
+            if not missing:
+                found[stack.pop()] = None
+    return list(found)
+
+
+class _Waits:
+    """A schedule that collects waits along the order of a guide."""
+
+    def __init__(self, schedule: Schedule, guide: Guide) -> None:
+        self.schedule, self.guide = schedule, guide
+        self.before: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
+        for u, v, back in order(schedule):
+            self.before[v].append((u, back))
+        self.topological = _topological(self.before)
+        self.start, self.end = self._ranks()
+        self.added: list[tuple[int, int, int]] = []
+        self.ended = self._ended()
+
+    def add(self) -> Schedule:
+        """The schedule with the waits that every memory needs, as far as the guide has them."""
+        for memory in self.schedule.memories:
+            self._add(lives(self.schedule, memory.name), memory.capacity_bytes)
+        return self._made()
+
+    def peak(self, found: Lives) -> int:
+        """The most that the guide's order itself holds of a memory, in the iterations that repeat."""
+        least = sum(size for _, size in found.resident)
+        for a in dict.fromkeys(found.allocates):
+            for row in self.guide.rows:
+                freed = (self.end[:, found.frees] < self.start[row, a]).sum(axis=0)
+                least = max(least, self._bytes(found, a, row, freed))
+        return least
+
+    def _add(self, found: Lives, capacity: int) -> None:
+        rows = self.guide.rows
+        allocating = sorted(dict.fromkeys(found.allocates), key=lambda a: int(self.start[rows[0], a]))
+        for a in allocating:
+            before = len(self.added)
+            while self._surely(found, a) > capacity:
+                wait = self._best(found, a)
+                if wait is None:
+                    break
+                f, back = wait
+                self.added.append((f, a, back))
+                self.before[a].append(wait)
+                for level in range(back, _DEPTH):
+                    self.ended[level][a] |= self.ended[level - back][f] | 1 << f
+            if len(self.added) > before:
+                self.ended = self._ended()
+
+    def _surely(self, found: Lives, a: int) -> int:
+        """What is held at most while ``a`` is the last in the guide's order to have allocated."""
+        late = self._late(a)[found.frees]
+        return max(self._bytes(found, a, row, np.maximum(row + 1 - late, 0) * (late < _DEPTH)) for row in self.guide.rows)
+
+    def _bytes(self, found: Lives, a: int, row: int, freed: NDArray[np.int64]) -> int:
+        """Bytes of what ``a`` of iteration ``row`` and all allocations before it in the guide have made and is not freed."""
+        made = (self.start[:, found.allocates] <= self.start[row, a]).sum(axis=0) + found.backs
+        return int((np.maximum(made - freed, 0) * found.sizes).sum()) + sum(size for _, size in found.resident)
+
+    def _late(self, a: int) -> NDArray[np.int64]:
+        """For each task how many iterations before that of ``a`` is the last instance that has surely ended when ``a`` starts."""
+        tasks = len(self.schedule.tasks)
+        known = np.zeros(tasks, np.int64)
+        for level in self.ended:
+            bits = np.frombuffer(level[a].to_bytes(tasks // 8 + 1, "little"), np.uint8)
+            known += np.unpackbits(bits, bitorder="little")[:tasks]
+        return _DEPTH - known
+
+    def _best(self, found: Lives, a: int) -> tuple[int, int] | None:
+        """Of the frees that ``a`` could wait for and does not, the one that has been over for the longest time."""
+        guide, late = self.guide, self._late(a)
+        best: tuple[int, int, int] | None = None
+        for f in dict.fromkeys(found.frees):
+            for back in range(min(2, int(late[f]))):
+                if all(self.end[row - back, f] < self.start[row, a] for row in guide.rows):
+                    slack = min(int(guide.start[row, a] - guide.end[row - back, f]) for row in guide.rows)
+                    if best is None or slack > best[0]:
+                        best = slack, f, back
+                    break
+        return None if best is None else best[1:]
+
+    def _ended(self) -> list[list[int]]:
+        """Per level and task a bit for each task whose instance of so many iterations before has ended when it starts."""
+        levels: list[list[int]] = []
+        for level in range(_DEPTH):
+            sets = list(levels[-1]) if levels else [0] * len(self.before)
+            levels.append(sets)
+            for task in self.topological:
+                for u, back in self.before[task]:
+                    if back <= level:
+                        sets[task] |= levels[level - back][u] | 1 << u
+        return levels
+
+    def _ranks(self) -> tuple[Nanoseconds, Nanoseconds]:
+        """The guide's events in one line: starts and ends. At one instant what has lasted a while ends first."""
+        start, end = self.guide.start, self.guide.end
+        iterations, tasks = start.shape
+        turn = np.empty(tasks, np.int64)
+        turn[self.topological] = np.arange(tasks)
+        times = np.stack([start, end])
+        later = np.stack([np.ones_like(start), (end == start).astype(np.int64)])
+        iteration = np.broadcast_to(np.arange(iterations)[None, :, None], times.shape)
+        ends = np.broadcast_to(np.arange(2)[:, None, None], times.shape)
+        keys = (ends, np.broadcast_to(turn, times.shape), iteration, later, times)
+        ranks = np.empty(times.size, np.int64)
+        ranks[np.lexsort([key.ravel() for key in keys])] = np.arange(times.size)
+        found = ranks.reshape(times.shape)
+        return found[0], found[1]
+
+    def _made(self) -> Schedule:
+        """The schedule with those of the added waits that no other implies."""
+        waits: dict[int, list[Edge]] = {}
+        for f, a, back in self.added:
+            others = [(u, b) for u, b in self.before[a] if (u, b) != (f, back)]
+            if not any(b <= back and self.ended[back - b][u] >> f & 1 for u, b in others):
+                waits.setdefault(a, []).append(Edge(self.schedule.tasks[f].id, back))
+        tasks = [replace(task, after=(*task.after, *waits.get(i, ()))) for i, task in enumerate(self.schedule.tasks)]
+        return replace(self.schedule, tasks=tuple(tasks)) if waits else self.schedule

@@ -1,0 +1,231 @@
+"""The most that a memory can ever hold: over all orders that a schedule allows, whatever its tasks last.
+
+How far an execution has got is one count per event: how often each task has started, and how often it has ended. A start
+waits for ends, of its own iteration or of the one before, so the counts that can be reached are those that keep
+
+    starts of v  <=  ends of u + back        for every edge and for the order of every fifo lane,
+    ends of t    <=  starts of t,
+
+and a buffer is held as often as its allocating task has started more often than its freeing task has ended. The most bytes
+are therefore the optimum of a linear program over differences. Its matrix is that of a network, so the optimum is at whole
+numbers: the bound is exact, and its dual is a proof that is checked in integers. No window of iterations has to be chosen.
+
+A lane takes one task at a time and the instances of one task in turn. Nothing else is used of priority lanes: that two
+of their tasks exclude each other can only make the truth smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from autohete.errors import ScheduleError, check_fields, unknown_name
+from autohete.memory import group_of, sum_groups
+from autohete.schedule import Discipline, Schedule
+
+#: Sums of whole numbers below this are exact in the solver's floating point.
+_EXACT = 2**50
+
+
+@dataclass(frozen=True, slots=True)
+class WorstCase:
+    """The most that one memory can hold.
+
+    Args:
+        memory: its name.
+        capacity_bytes: what it holds.
+        peak_bytes: the most that any order of the schedule's tasks occupies; None: there is no limit.
+        task: the task of the first lane that has started last then; without a limit, the one that may free later and later.
+        holders: what occupies the peak, largest first: buffer group -> bytes. Empty without a limit.
+    """
+
+    memory: str
+    capacity_bytes: int
+    peak_bytes: int | None
+    task: str
+    holders: dict[str, int]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no execution exceeds the capacity."""
+        return self.peak_bytes is not None and self.peak_bytes <= self.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """The buffers of one memory that come and go: indices of the tasks that allocate and free each, and what is always there.
+
+    Args:
+        allocates, frees: task indices, one per buffer.
+        backs: 1 where a buffer is freed in the iteration after the one that allocates it.
+        sizes: bytes.
+        groups: buffer groups.
+        resident: group and bytes of what is never freed.
+    """
+
+    allocates: list[int]
+    frees: list[int]
+    backs: list[int]
+    sizes: list[int]
+    groups: list[str]
+    resident: list[tuple[str, int]]
+
+
+def lives(schedule: Schedule, memory: str) -> Lives:
+    """The buffers of ``memory``; those without bytes are left out."""
+    freed = {free.name: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
+    found = Lives([], [], [], [], [], [(group_of(b.name), b.size_bytes) for b in schedule.resident if b.memory == memory])
+    for i, task in enumerate(schedule.tasks):
+        for buffer in task.allocates:
+            if buffer.memory == memory and buffer.size_bytes:
+                end, back = freed[buffer.name]
+                found.allocates.append(i)
+                found.frees.append(end)
+                found.backs.append(back)
+                found.sizes.append(buffer.size_bytes)
+                found.groups.append(group_of(buffer.name))
+    return found
+
+
+def order(schedule: Schedule) -> list[tuple[int, int, int]]:
+    """All (predecessor, successor, back) that every execution keeps: written edges, and the turns of the lanes.
+
+    Between two tasks of one fifo lane the lane's order says it all.
+    """
+    graph = schedule.graph()
+    fifo = [lane.discipline is Discipline.FIFO for lane in schedule.lanes]
+    place = {task: k for tasks in graph.lane_tasks for k, task in enumerate(tasks)}
+
+    def implied(u: int, v: int, back: int) -> bool:
+        return fifo[graph.lane[u]] and graph.lane[u] == graph.lane[v] and not _next_in_turn(u, v, back)
+
+    def _next_in_turn(u: int, v: int, back: int) -> bool:
+        last = len(graph.lane_tasks[graph.lane[u]]) - 1
+        return (place[v] == place[u] + 1 and not back) or (bool(back) and place[u] == last and place[v] == 0)
+
+    edges = {edge for edge in graph.edges() if not implied(*edge)}
+    edges |= {(i, i, 1) for i, lane in enumerate(graph.lane) if not fifo[lane]}
+    return sorted(edges)
+
+
+def worst_case(schedule: Schedule, memory: str) -> WorstCase:
+    """The most bytes of ``memory`` that any execution of ``schedule``, which must be valid, can occupy.
+
+    Raises:
+        InputError: the schedule has no such memory.
+    """
+    capacities = {m.name: m.capacity_bytes for m in schedule.memories}
+    if memory not in capacities:
+        raise unknown_name("memory", memory, capacities)
+    capacity, found, edges = capacities[memory], lives(schedule, memory), order(schedule)
+    lagging = _lagging(found, edges, len(schedule.tasks))
+    if lagging is not None:
+        return WorstCase(memory, capacity, None, str(schedule.tasks[lagging].id), {})
+    # Where floating point could not be exact, sizes are rounded up to a unit: the bound holds all the same.
+    unit = max(1, -(-sum(found.sizes) // _EXACT))
+    counts = _most(found, edges, len(schedule.tasks), unit)
+    tasks = len(schedule.tasks)
+    held = list(found.resident)
+    for a, f, back, size, group in zip(found.allocates, found.frees, found.backs, found.sizes, found.groups, strict=True):
+        alive = counts[a] - counts[tasks + f] + back
+        held.append((group, alive * -(-size // unit) * unit))
+    holders = {group: size for group, size in sum_groups(held).items() if size}
+    first = [i for i, task in enumerate(schedule.tasks) if task.lane == schedule.lanes[0].name]
+    last = max(first, key=lambda i: (counts[i], i), default=None)
+    task = "" if last is None else str(schedule.tasks[last].id)
+    return WorstCase(memory, capacity, sum(holders.values()), task, holders)
+
+
+def _lagging(found: Lives, edges: list[tuple[int, int, int]], tasks: int) -> int | None:
+    """A freeing task that the next allocations never wait for, if there is one."""
+    if not edges:
+        return None
+    u, v, _ = zip(*edges, strict=True)
+    graph = csr_array((np.ones(len(edges), bool), (u, v)), shape=(tasks, tasks))
+    component = connected_components(graph, connection="strong")[1]
+    # It waits for the allocating task; if the allocating task of later iterations waits for it, both are in one component.
+    return next((f for a, f in zip(found.allocates, found.frees, strict=True) if component[a] != component[f]), None)
+
+
+def _most(found: Lives, edges: list[tuple[int, int, int]], tasks: int, unit: int) -> list[int]:
+    """How often each task has started, and then how often each has ended, when the most bytes are held."""
+    weights = [0] * (2 * tasks)
+    for a, f, size in zip(found.allocates, found.frees, found.sizes, strict=True):
+        weights[a] += -(-size // unit)
+        weights[tasks + f] -= -(-size // unit)
+    # Each row: one count may exceed another by so much.
+    rows = [(v, tasks + u, back) for u, v, back in edges] + [(tasks + i, i, 0) for i in range(tasks)]
+    above, below, limits = (np.array(column) for column in zip(*rows, strict=True))
+    places = np.arange(len(rows))
+    matrix = csr_array(
+        (np.repeat([1.0, -1.0], len(rows)), (np.tile(places, 2), np.concatenate([above, below]))), shape=(len(rows), 2 * tasks)
+    )
+    solved = linprog(-np.array(weights, float), A_ub=matrix, b_ub=limits, bounds=(None, None), method="highs")
+    assert solved.status == 0, f"the bound of a valid schedule exists, but: {solved.message}"
+    counts, flow = ([round(x) for x in column] for column in (solved.x, -solved.ineqlin.marginals))
+    assert _proven(counts, flow, weights, rows), "the solver's optimum is whole and proven by its dual"
+    return counts
+
+
+def _proven(counts: list[int], flow: list[int], weights: list[int], rows: list[tuple[int, int, int]]) -> bool:
+    """Whether ``counts`` keep all ``rows`` and ``flow`` proves that no others weigh more: duality, in exact arithmetic."""
+    balance = [0] * len(weights)
+    for amount, (above, below, _) in zip(flow, rows, strict=True):
+        balance[above] += amount
+        balance[below] -= amount
+    kept = all(counts[above] - counts[below] <= limit for above, below, limit in rows)
+    weight = sum(w * n for w, n in zip(weights, counts, strict=True))
+    limit = sum(amount * limit for amount, (_, _, limit) in zip(flow, rows, strict=True))
+    return kept and min(flow, default=0) >= 0 and balance == weights and weight == limit
+
+
+def bytes_at_steps(schedule: Schedule, memory: str) -> list[int]:
+    """For each task of the first lane, in its order, bytes that ``memory`` never exceeds while it runs or is next to run.
+
+    Each buffer is counted where it may be allocated and need not be freed yet, by itself. All of them at once may be more than
+    any order allows, so the largest of these is at least the worst case.
+
+    Raises:
+        ScheduleError: the first lane is not fifo: it has no steps; or some task may run any number of steps earlier or later.
+    """
+    lane = schedule.lanes[0]
+    if lane.discipline is not Discipline.FIFO:
+        raise ScheduleError(f"lane {lane.name!r} takes its tasks by urgency: only a fifo lane has steps")
+    graph, edges = schedule.graph(), order(schedule)
+    place = {task: k for k, task in enumerate(graph.lane_tasks[0])}
+    count = len(place)
+    # The step from which on each task may run, and the first that has to wait for its end: chains of waits from and to steps.
+    opens = {task: float(k) for task, k in place.items()}
+    closes = {task: float(k + 1) for task, k in place.items()}
+    changed = True
+    while changed:
+        changed = False
+        for u, v, back in edges:
+            after = (place[u] + 1 if u in place else opens.get(u, -np.inf)) - back * count
+            if v not in place and after > opens.get(v, -np.inf):
+                opens[v] = after
+                changed = True
+        for u, v, back in reversed(edges):
+            before = (place[v] if v in place else closes.get(v, np.inf)) + back * count
+            if u not in place and before < closes.get(u, np.inf):
+                closes[u] = before
+                changed = True
+    found = lives(schedule, memory)
+    used = [sum(size for _, size in found.resident)] * count
+    for a, f, back, size in zip(found.allocates, found.frees, found.backs, found.sizes, strict=True):
+        begin, stop = opens.get(a, -np.inf), closes.get(f, np.inf) + back * count
+        if not np.isfinite(stop - begin):
+            raise ScheduleError(
+                f"{schedule.tasks[a].id} or {schedule.tasks[f].id} may run any number of steps of lane {lane.name!r} off"
+            )
+        whole, rest = divmod(max(int(stop - begin), 0), count)
+        for step in range(count):
+            used[step] += size * (whole + ((step - int(begin)) % count < rest))
+    return used
