@@ -87,7 +87,8 @@ def thrifty_order(schedule: Schedule) -> Guide:
         before[v].append((u, back))
         after[u].append((v, back))
     lazy = [
-        task.lane == schedule.lanes[0].name or any(buffer.memory == GPU_MEMORY and buffer.size_bytes for buffer in task.allocates)
+        task.lane == schedule.lanes[0].name
+        or any(buffer.memory == GPU_MEMORY and buffer.size_bytes for buffer in task.allocates)
         for task in schedule.tasks
     ]
     waits = [[sum(back <= i for _, back in edges) for edges in before] for i in range(_ITERATIONS)]
@@ -203,7 +204,7 @@ class _Waits:
         return int((np.maximum(made - freed, 0) * found.sizes).sum()) + sum(size for _, size in found.resident)
 
     def _late(self, a: int) -> NDArray[np.int64]:
-        """For each task how many iterations before that of ``a`` is the last instance that has surely ended when ``a`` starts."""
+        """For each task how many iterations before ``a`` its last instance is that has surely ended when ``a`` starts."""
         tasks = len(self.schedule.tasks)
         known = np.zeros(tasks, np.int64)
         for level in self.ended:

@@ -134,6 +134,7 @@ class Plan:
         host_parameter_bytes: host bytes per offloaded parameter.
         one_host_copy: what the CPU updates is the host's copy of offloaded parameters itself: none of their own is counted.
         host_buffer_bytes: other host memory.
+        memory_waits: the plan fits only with more waits, at a cost in time; :func:`autohete.simulate.simulate_plan` adds them.
         bound_seconds: no plan that the policy could have chosen has a shorter iteration, as its planner proved; None: it does
             not search. Says how good the plan is, not what it is: plans are equal without it.
     """
@@ -168,6 +169,7 @@ class Plan:
     host_pinned_together: bool = False
     one_host_copy: bool = False
     host_buffer_bytes: int = 0
+    memory_waits: bool = False
     bound_seconds: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

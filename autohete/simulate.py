@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autohete.errors import InputError
+from autohete.errors import InfeasibleError, InputError
 from autohete.executor import Executor
 from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.memory import Occupancy, occupancy
+from autohete.memory_waits import least_bytes, with_memory_waits
 from autohete.plan import Plan
 from autohete.policy import Judgement, Policy, Verdict
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
 from autohete.sim import SimExecutor
 from autohete.trace import Steady, Trace
+from autohete.units import format_bytes
 from autohete.workload import Workload
+from autohete.worst_case import WorstCase, worst_case
 
 #: Iterations of the first try; doubled until the steady state shows. Behind a barrier each repeats the one before at once.
 _FIRST_TRY = 4
@@ -61,6 +65,38 @@ class Simulation:
         return self.profile.workload.model_flops / self.iteration_seconds * 1e-12
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Safety:
+    """Whether a plan fits whatever its tasks last, and what it takes that it does.
+
+    Args:
+        gpu, host: the most that any execution of the simulated schedule occupies.
+        waits: how many more waits make both fit.
+        safe: the simulation with these waits, which is the one without where there are none; None: no waits are known that do.
+        cost: by which share of itself the iteration is longer with the waits.
+    """
+
+    gpu: WorstCase
+    host: WorstCase
+    waits: int
+    safe: Simulation | None
+    cost: float
+
+
+def safety(simulation: Simulation, executor: Executor | None = None) -> Safety:
+    """The worst case of ``simulation``, and the simulation of its plan with the waits that make it fit under any timing."""
+    gpu, host = (worst_case(simulation.schedule, memory) for memory in (GPU_MEMORY, HOST_MEMORY))
+    if gpu.fits and host.fits:
+        return Safety(gpu, host, 0, simulation, 0.0)
+    schedule = with_memory_waits(simulation.schedule, simulation.trace)
+    if schedule is None:
+        return Safety(gpu, host, 0, None, 0.0)
+    safe = _simulated(simulation.profile, simulation.plan, schedule, executor or SimExecutor())
+    waits = sum(len(task.after) for task in schedule.tasks) - sum(len(task.after) for task in simulation.schedule.tasks)
+    before = simulation.iteration_seconds
+    return Safety(gpu, host, waits, safe, safe.iteration_seconds / before - 1 if before else 0.0)
+
+
 def verdict(gpu: Occupancy, host: Occupancy) -> Verdict:
     """The verdict of two occupancies; the GPU's comes first."""
     if not gpu.fits:
@@ -79,10 +115,15 @@ def run_until_steady(schedule: Schedule, executor: Executor, iterations: int = _
 
 
 def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None) -> Simulation:
-    """Lower ``plan`` and execute it in the simulator (or in ``executor``)."""
-    schedule = lower(profile, plan)
+    """Lower ``plan`` and execute it in the simulator (or in ``executor``), with more waits if it says that it needs them."""
+    executor = executor or SimExecutor()
+    found = _simulated(profile, plan, lower(profile, plan), executor)
+    return safety(found, executor).safe or found if plan.memory_waits else found
+
+
+def _simulated(profile: Profile, plan: Plan, schedule: Schedule, executor: Executor) -> Simulation:
     first_try = _FIRST_TRY_WITH_BARRIER if plan.barrier else _FIRST_TRY
-    trace, steady = run_until_steady(schedule, executor or SimExecutor(), first_try)
+    trace, steady = run_until_steady(schedule, executor, first_try)
     gpu, host = (occupancy(trace, memory) for memory in (GPU_MEMORY, HOST_MEMORY))
     return Simulation(profile, plan, schedule, trace, steady, gpu, host)
 
@@ -138,6 +179,85 @@ def simulate_policy(profile: Profile, policy: Policy) -> Simulation:
             f"an iteration on {profile.hardware.name} takes less than a nanosecond: too short to simulate, check its rates"
         )
     return found
+
+
+def simulate_safely(
+    profile: Profile, policy: Policy, adapt: Callable[[Plan, Profile], Plan] = lambda plan, _: plan, beside_bytes: int = 0
+) -> Simulation:
+    """Simulate what ``policy`` plans, with the waits that make it fit whatever its tasks last.
+
+    Args:
+        profile: with the memories that must suffice.
+        policy: asked again with more memory to find out how much it takes if that does not suffice.
+        adapt: makes of the policy's plan what is executed.
+        beside_bytes: GPU memory that is not the plan's to have; counted in the budgets that the error names.
+
+    Raises:
+        InfeasibleError: it does not fit. With the bytes that it names, of the memory that it names, the same call fits it.
+    """
+    found = _try_safely(profile, policy, adapt)
+    if isinstance(found, Simulation):
+        return found
+    memory, needed = found.memory, found.needed_bytes
+    while True:
+        again = _try_safely(_with_memory(profile, memory, needed), policy, adapt)
+        if isinstance(again, Simulation) or again.memory != memory:
+            break
+        needed = max(again.needed_bytes, needed + 1)
+    beside = beside_bytes if memory == GPU_MEMORY else 0
+    have = _memory_bytes(profile, memory)
+    raise InfeasibleError(
+        f"{policy.name} does not fit: {found.reason}the budget is {have + beside} B"
+        f"{f', of which buffers and frozen parameters have {beside} B' if beside else ''}. The smallest {memory} memory that "
+        f"works is {needed + beside} B ({format_bytes(needed + beside)})",
+        constraint=memory,
+        capacity_bytes=have + beside,
+        needed_bytes=needed + beside,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Short:
+    """A memory that does not suffice: what would for this plan, and where it is exceeded, as the beginning of a sentence."""
+
+    memory: str
+    needed_bytes: int
+    reason: str
+
+
+def _try_safely(profile: Profile, policy: Policy, adapt: Callable[[Plan, Profile], Plan]) -> Simulation | _Short:
+    try:
+        plan = adapt(policy.plan(profile, judge_for(profile)), profile)
+    except InfeasibleError as error:
+        return _Short(error.constraint, error.needed_bytes, f"no plan of it needs less than {error.needed_bytes} B, ")
+    found = simulate_plan(profile, plan)
+    if (safe := safety(found).safe) is not None:
+        return safe
+    for short in (found.gpu, found.host):
+        needed = least_bytes(found.schedule, short.memory)
+        if needed > short.capacity_bytes:
+            holder, size = next(iter(short.holders.items()))
+            return _Short(
+                short.memory,
+                needed,
+                f"at {short.task or 'rest'} it needs {short.peak_bytes} B ({format_bytes(short.peak_bytes)}) of {short.memory} "
+                f"memory, largest: {holder.replace('_', ' ')} {format_bytes(size)}; ",
+            )
+    raise AssertionError(f"{plan.policy} fits both memories in its thrifty order, but not with the waits of that order")
+
+
+def _memory_bytes(profile: Profile, memory: str) -> int:
+    hardware = profile.hardware
+    return hardware.gpu_capacity_bytes if memory == GPU_MEMORY else hardware.host.memory_bytes
+
+
+def _with_memory(profile: Profile, memory: str, size_bytes: int) -> Profile:
+    """``profile`` with another size of one memory for tensors."""
+    hardware = profile.hardware
+    if memory == GPU_MEMORY:
+        gpu = replace(hardware.gpu, memory_bytes=size_bytes + hardware.gpu.reserved_bytes)
+        return replace(profile, hardware=replace(hardware, gpu=gpu))
+    return replace(profile, hardware=replace(hardware, host=replace(hardware.host, memory_bytes=size_bytes)))
 
 
 def simulate(workload: Workload, hardware: Hardware, policy: Policy) -> Simulation:

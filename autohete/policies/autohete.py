@@ -19,6 +19,8 @@ import math
 from dataclasses import dataclass, replace
 
 from autohete.errors import InfeasibleError, InputError, check_fields
+from autohete.lowering import lower
+from autohete.memory_waits import least_bytes
 from autohete.plan import Plan
 from autohete.planner.program import Objective, Program
 from autohete.planner.search import best_counts, least_memory
@@ -27,6 +29,7 @@ from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
 from autohete.policy import Judge, Judgement
 from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.units import format_bytes
 
 
@@ -66,8 +69,9 @@ class AutoHete:
         found = best_counts(program, judged)
         if found is not None:
             return replace(self.plan_for(profile, found.counts), bound_seconds=found.bound_seconds)
-        frugal, relaxed = self._frugal(profile, program, judge), replace(program, pending=False).solve()
-        return replace(self.plan_for(profile, frugal), bound_seconds=relaxed.value if relaxed else None)
+        frugal, relaxed = self._frugal(profile, program), replace(program, pending=False).solve()
+        plan = self._untuned(profile, frugal)
+        return replace(plan, memory_waits=True, bound_seconds=relaxed.value if relaxed else None)
 
     def program(self, profile: Profile) -> Program:
         """The integer program of this policy for ``profile``."""
@@ -109,25 +113,23 @@ class AutoHete:
             one_host_copy=self.fp32_upload,
         )
 
-    def _frugal(self, profile: Profile, program: Program, judge: Judge) -> Counts:
-        """The plan that needs the least memory; raises if that is more than there is.
+    def _frugal(self, profile: Profile, program: Program) -> Counts:
+        """The plan that needs the least memory if copies wait for room; raises if that is more than there is.
 
-        If a plan fits the GPU with a larger host, the host binds; otherwise the GPU does.
+        If a plan fits the GPU with a larger host, the host binds; otherwise the GPU does. What a plan needs does not depend on
+        time, so that what is named here works though the next measurement is another.
         """
         hardware = profile.hardware
 
         def host_bytes(counts: Counts) -> float | None:
-            found = judge(self.plan_for(profile, counts))
-            return found.host_peak_bytes if found.gpu_peak_bytes <= program.gpu_budget_bytes else None
+            schedule = lower(profile, self._untuned(profile, counts))
+            fits = least_bytes(schedule, GPU_MEMORY) <= program.gpu_budget_bytes
+            return least_bytes(schedule, HOST_MEMORY) if fits else None
 
         def gpu_bytes(counts: Counts) -> float | None:
-            """The peak of the plan that a GPU with just that much would get: more memory moves prefetches earlier."""
-            peak, before = 1, 0
-            while peak > before:
-                gpu = replace(hardware.gpu, memory_bytes=peak + hardware.gpu.reserved_bytes)
-                found = judge(self.plan_for(replace(profile, hardware=replace(hardware, gpu=gpu)), counts))
-                peak, before = max(peak, found.gpu_peak_bytes), peak
-            return peak if found.host_peak_bytes <= program.host_budget_bytes else None
+            schedule = lower(profile, self._untuned(profile, counts))
+            fits = least_bytes(schedule, HOST_MEMORY) <= program.host_budget_bytes
+            return least_bytes(schedule, GPU_MEMORY) if fits else None
 
         memory, have = Objective.HOST_BYTES, program.host_budget_bytes
         least = least_memory(program, memory, host_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from autohete.errors import InputError
+from autohete.errors import InfeasibleError, InputError, ScheduleError
 from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.optimizer import Adam
@@ -15,6 +15,8 @@ from autohete.runtime.passes import Batch, Loss
 from autohete.runtime.training import Training
 from autohete.schedule import Schedule
 from autohete.trace import Clock, Trace
+from autohete.units import format_bytes
+from autohete.worst_case import worst_case
 
 
 class TorchExecutor:
@@ -58,12 +60,15 @@ class TorchExecutor:
 
         Raises:
             TaskError: a task failed; names it, with the original error as its cause. No thread is left behind.
-            DeviceOutOfMemoryError: the states, or a task, need more of a memory than the schedule says that it has.
+            InfeasibleError: some order of the schedule's tasks needs more of a memory than there is.
+            ScheduleError: a task of the schedule may free memory later and later.
+            DeviceOutOfMemoryError: the states, or a task, need more of a memory than the schedule says.
             InputError: there are fewer batches than iterations.
         """
         if iterations < 1:
             raise InputError(f"cannot run {iterations} iterations: at least 1")
         if self._budget:
+            _check_fits(schedule.validate())
             self.device, self.host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)
         training = Training(self._partition, schedule, self._loss, self._adam, device=self.device, host=self.host)
         try:
@@ -82,3 +87,22 @@ class TorchExecutor:
         finally:
             training.close()
         return lanes.trace()
+
+
+def _check_fits(schedule: Schedule) -> None:
+    for memory in schedule.memories:
+        worst = worst_case(schedule, memory.name)
+        if worst.peak_bytes is None:
+            raise ScheduleError(
+                f"{worst.task} frees {memory.name} memory, but no later allocation waits for that: it may grow without limit"
+            )
+        if not worst.fits:
+            holder, size = next(iter(worst.holders.items()))
+            raise InfeasibleError(
+                f"if copies are late, the schedule needs {worst.peak_bytes} B ({format_bytes(worst.peak_bytes)}) of {memory.name} "
+                f"memory at {worst.task}, there are {memory.capacity_bytes} B; largest: {holder.replace('_', ' ')} "
+                f"{format_bytes(size)}. Give it that much, or more waits: autohete.memory_waits.with_memory_waits",
+                constraint=memory.name,
+                capacity_bytes=memory.capacity_bytes,
+                needed_bytes=worst.peak_bytes,
+            )

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from autohete.errors import InfeasibleError, InputError, NonFiniteLossError, check_fields, check_member
+from autohete.errors import InputError, NonFiniteLossError, check_fields, check_member
 from autohete.hardware import Hardware, HardwareFile
 from autohete.policies import parse_policy
 from autohete.policy import Policy
@@ -30,9 +30,9 @@ from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.profiler import measure, workload_of
 from autohete.runtime.training import Training
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, TaskId
-from autohete.simulate import Simulation, judge_for, simulate_plan
+from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.trace import Clock, Trace
-from autohete.units import format_bytes, parse_quantity
+from autohete.units import parse_quantity
 
 #: Share of a GPU's free memory that is planned with, where nobody says how much: the rest is for libraries' workspaces.
 _CUDA_SHARE = 0.92
@@ -164,9 +164,7 @@ class Trainer:
             profile = self._profile(Batch(*batch))
         self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
         profile = self._with_budgets(profile)
-        plan = as_executed(self._policy.plan(profile, judge_for(profile)), profile)
-        prediction = simulate_plan(profile, plan)
-        _check_fits(prediction, self._lasting_bytes)
+        prediction = simulate_safely(profile, self._policy, as_executed, self._lasting_bytes)
         schedule = prediction.schedule
         self._shape = tuple(batch[0].shape)
         on_cuda = self._device.type == "cuda"
@@ -323,14 +321,6 @@ class Trainer:
             gpu = replace(gpu, memory_bytes=budget + gpu.reserved_bytes)
         # What no task moves is no task's to have.
         gpu = replace(gpu, reserved_bytes=gpu.reserved_bytes + self._lasting_bytes)
-        if gpu.reserved_bytes >= gpu.memory_bytes:
-            raise InfeasibleError(
-                f"buffers and frozen parameters stay on the device and have {self._lasting_bytes} B: {budget} B leave "
-                "nothing for the training; give more",
-                constraint=GPU_MEMORY,
-                capacity_bytes=budget or gpu.memory_bytes,
-                needed_bytes=self._lasting_bytes + 1,
-            )
         if self._host_memory is not None:
             host = replace(host, memory_bytes=self._host_memory)
         return replace(profile, hardware=replace(profile.hardware, gpu=gpu, host=host))
@@ -447,21 +437,6 @@ def _own_stream(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-def _check_fits(prediction: Simulation, lasting_bytes: int) -> None:
-    for short, beside in ((prediction.gpu, lasting_bytes), (prediction.host, 0)):
-        if not short.fits:
-            holder, size = next(iter(short.holders.items()))
-            raise InfeasibleError(
-                f"{prediction.plan.policy} does not fit: at {short.task or 'rest'} it needs {short.peak_bytes} B "
-                f"({format_bytes(short.peak_bytes)}) of {short.memory} memory, the budget is {short.capacity_bytes} B; "
-                f"largest: {holder.replace('_', ' ')} {format_bytes(size)}. The smallest budget that works for this plan is "
-                f"{short.peak_bytes + beside} B; the policy autohete looks for plans that need less",
-                constraint=short.memory,
-                capacity_bytes=short.capacity_bytes,
-                needed_bytes=short.peak_bytes + beside,
-            )
 
 
 def _bytes(given: int | str | None) -> int | None:
