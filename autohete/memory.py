@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from autohete.errors import unknown_name
+from autohete.order import ranks
+from autohete.schedule import Schedule
 from autohete.trace import Nanoseconds, Trace
+
+#: After every instant.
+_NEVER = int(np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +54,42 @@ def group_of(buffer: str) -> str:
     return re.sub(r"\.\d+$", "", buffer)
 
 
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """The buffers of one memory that come and go: indices of the tasks that allocate and free each, and what is always there.
+
+    Args:
+        allocates, frees: task indices, one per buffer.
+        backs: 1 where a buffer is freed in the iteration after the one that allocates it.
+        sizes: bytes.
+        groups: buffer groups.
+        resident: group and bytes of what is never freed.
+    """
+
+    allocates: list[int]
+    frees: list[int]
+    backs: list[int]
+    sizes: list[int]
+    groups: list[str]
+    resident: list[tuple[str, int]]
+
+
+def lives(schedule: Schedule, memory: str) -> Lives:
+    """The buffers of ``memory``."""
+    freed = {free.name: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
+    found = Lives([], [], [], [], [], [(group_of(b.name), b.size_bytes) for b in schedule.resident if b.memory == memory])
+    for i, task in enumerate(schedule.tasks):
+        for buffer in task.allocates:
+            if buffer.memory == memory:
+                end, back = freed[buffer.name]
+                found.allocates.append(i)
+                found.frees.append(end)
+                found.backs.append(back)
+                found.sizes.append(buffer.size_bytes)
+                found.groups.append(group_of(buffer.name))
+    return found
+
+
 def occupancy(trace: Trace, memory: str) -> Occupancy:
     """The bytes of ``memory`` that ``trace`` occupies over time.
 
@@ -60,67 +101,53 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     capacities = {m.name: m.capacity_bytes for m in schedule.memories}
     if memory not in capacities:
         raise unknown_name("memory", memory, capacities)
-    capacity = capacities[memory]
-    freed = {free.name: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
-    base = [buffer for buffer in schedule.resident if buffer.memory == memory]
-    columns: list[tuple[int, int, int, int, str]] = []  # allocating task, freeing task, back, bytes, group
-    for i, task in enumerate(schedule.tasks):
-        for buffer in task.allocates:
-            if buffer.memory == memory:
-                columns.append((i, *freed[buffer.name], buffer.size_bytes, group_of(buffer.name)))
-    iterations = trace.iterations
-    births, deaths, sizes = [], [], []
-    for allocates, frees, back, size, _ in columns:
-        first, last = trace.start_ns[:, allocates], trace.end_ns[:, frees]
-        if back:  # the first one was there before the run, the last one outlives it
-            first = np.concatenate([[-1], first])
-            last = np.concatenate([last, [np.iinfo(np.int64).max]])
-        births.append(first)
-        deaths.append(last)
-        sizes.append(np.full(len(first), size, np.int64))
-    resident = sum(buffer.size_bytes for buffer in base)
-    if not columns:
-        groups = sum_groups([(group_of(buffer.name), buffer.size_bytes) for buffer in base])
+    capacity, found = capacities[memory], lives(schedule, memory)
+    resident = sum(size for _, size in found.resident)
+    if not found.sizes:
         zero = np.zeros(1, np.int64)
-        return Occupancy(memory, capacity, zero, zero + resident, resident, 0, groups, "")
-    birth, death, size_of = (np.concatenate(parts) for parts in (births, deaths, sizes))
-    times = np.concatenate([birth, death])
-    # 0: the end of something older; 1: a birth; 2: the end of something born in this very instant.
-    order = np.concatenate([np.ones(len(birth), np.int64), np.where(death > birth, 0, 2)])
-    change = np.concatenate([size_of, -size_of])
-    rank = np.lexsort((order, times))
-    keep = times[rank] < np.iinfo(np.int64).max
-    times, used = times[rank][keep], resident + np.cumsum(change[rank][keep])
+        return Occupancy(memory, capacity, zero, zero + resident, resident, 0, sum_groups(found.resident), "")
+    birth, death = _events(found, trace.start_ns, trace.end_ns)
+    lived = [trace.iterations + back for back in found.backs]
+    buffer = np.repeat(np.arange(len(lived)), lived)
+    if (birth == death).any():  # then time alone does not say what of one instant came first
+        begun, ended = _events(found, *ranks(schedule, trace.start_ns, trace.end_ns))
+    else:
+        begun, ended = np.ones_like(birth), np.zeros_like(death)
+    times, size_of = np.concatenate([birth, death]), np.array(found.sizes, np.int64)[buffer]
+    rank = np.lexsort((np.concatenate([begun, ended]), times))
+    used = resident + np.cumsum(np.concatenate([size_of, -size_of])[rank])
+    times = times[rank]
     peak_at = int(used.argmax())
     peak_ns, peak = int(times[peak_at]), int(used[peak_at])
-    held, newest = _holders(trace, columns, peak_ns, iterations)
-    groups = sum_groups([*((group_of(b.name), b.size_bytes) for b in base), *held.items()])
+    place = np.empty(len(rank), np.int64)
+    place[rank] = np.arange(len(rank))
+    held = np.flatnonzero((place[: len(birth)] <= peak_at) & (place[len(birth) :] > peak_at))
+    holders = sum_groups([*found.resident, *((found.groups[buffer[i]], found.sizes[buffer[i]]) for i in held)])
+    last = int(rank[peak_at])  # what makes the peak is a birth
+    iteration = last - int(np.searchsorted(buffer, buffer[last])) - found.backs[buffer[last]]
+    task = schedule.tasks[found.allocates[buffer[last]]].id.at(iteration)
+    times, used = times[times < _NEVER], used[times < _NEVER]
     if times[0] > 0:  # until the first allocation there is what is resident
         times, used = np.concatenate([[0], times]), np.concatenate([[resident], used])
-    return Occupancy(memory, capacity, *_last_of_instant(np.maximum(times, 0), used), peak, max(peak_ns, 0), groups, newest)
+    return Occupancy(memory, capacity, *_last_of_instant(np.maximum(times, 0), used), peak, max(peak_ns, 0), holders, task)
+
+
+def _events(found: Lives, starts: Nanoseconds, ends: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
+    """When each buffer of each iteration begins and ends to live: one after another.
+
+    Of one that is freed in the next iteration, the first was there before the run, and the last outlives it.
+    """
+    births, deaths = [], []
+    for allocates, frees, back in zip(found.allocates, found.frees, found.backs, strict=True):
+        births.append(np.concatenate([np.full(back, -1), starts[:, allocates]]))
+        deaths.append(np.concatenate([ends[:, frees], np.full(back, _NEVER)]))
+    return np.concatenate(births), np.concatenate(deaths)
 
 
 def _last_of_instant(times: Nanoseconds, used: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
     """One value per instant: the one that holds afterwards."""
     last = np.flatnonzero(np.diff(times, append=times[-1] + 1))
     return times[last], used[last]
-
-
-def _holders(
-    trace: Trace, columns: list[tuple[int, int, int, int, str]], at_ns: int, iterations: int
-) -> tuple[dict[str, int], str]:
-    held: list[tuple[str, int]] = []
-    newest = ""
-    for allocates, frees, back, size, group in columns:
-        for iteration in range(-back, iterations):
-            birth = int(trace.start_ns[iteration, allocates]) if iteration >= 0 else -1
-            ends = iteration + back
-            death = int(trace.end_ns[ends, frees]) if ends < iterations else np.iinfo(np.int64).max
-            if birth <= at_ns and (death > at_ns or birth == death == at_ns):
-                held.append((group, size))
-                if birth == at_ns:
-                    newest = trace.schedule.tasks[allocates].id.at(iteration)
-    return sum_groups(held), newest
 
 
 def sum_groups(items: list[tuple[str, int]]) -> dict[str, int]:

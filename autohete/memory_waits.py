@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autohete.memory import Lives, lives
+from autohete.order import order, ranks, topological
 from autohete.schedule import GPU_MEMORY, Edge, Schedule
 from autohete.trace import Nanoseconds, Trace
-from autohete.worst_case import Lives, lives, order, worst_case
+from autohete.worst_case import worst_case
 
 #: Iterations over which waits are followed backwards: plans free nothing later than that.
 _DEPTH = 3
@@ -61,7 +63,15 @@ def with_memory_waits(schedule: Schedule, trace: Trace) -> Schedule | None:
 
 def least_bytes(schedule: Schedule, memory: str) -> int:
     """Bytes of ``memory`` with which waits make ``schedule`` fit, whatever its tasks last: what its thrifty order holds."""
-    return _Waits(schedule, thrifty_order(schedule)).peak(lives(schedule, memory))
+    guide, found = thrifty_order(schedule), lives(schedule, memory)
+    change = np.zeros(guide.start.size * 2, np.int64)  # after each start and end, which a thrifty order numbers
+    # As long as the places: some NumPy versions read past the end of values that they would have to repeat.
+    sizes = np.tile(np.array(found.sizes, np.int64), len(guide.start))
+    np.add.at(change, guide.start[:, found.allocates].ravel(), sizes)
+    np.add.at(change, guide.end[:, found.frees].ravel(), -sizes)
+    before = sum(size for _, size in found.resident) + sum(np.multiply(found.sizes, found.backs).tolist())
+    repeating = guide.start[_REPEATING.start : _REPEATING.stop]
+    return int(before + np.cumsum(change)[repeating].max(initial=0))
 
 
 def _fits(schedule: Schedule) -> bool:
@@ -83,7 +93,8 @@ def thrifty_order(schedule: Schedule) -> Guide:
     tasks = len(schedule.tasks)
     before: list[list[tuple[int, int]]] = [[] for _ in range(tasks)]
     after: list[list[tuple[int, int]]] = [[] for _ in range(tasks)]
-    for u, v, back in order(schedule):
+    edges = order(schedule)
+    for u, v, back in edges:
         before[v].append((u, back))
         after[u].append((v, back))
     lazy = [
@@ -92,6 +103,7 @@ def thrifty_order(schedule: Schedule) -> Guide:
         for task in schedule.tasks
     ]
     waits = [[sum(back <= i for _, back in edges) for edges in before] for i in range(_ITERATIONS)]
+    steps = [task for task in topological(tasks, edges) if schedule.tasks[task].lane == schedule.lanes[0].name]
     place: dict[tuple[int, int], int] = {}
     ready: deque[tuple[int, int]] = deque()
     now = 0
@@ -125,7 +137,7 @@ def thrifty_order(schedule: Schedule) -> Guide:
     for now in range(_ITERATIONS):
         ready.extend((now, task) for task in range(tasks) if not waits[now][task] and not lazy[task])
         run_ready()
-        for task in (task for task in _topological(before) if schedule.tasks[task].lane == schedule.lanes[0].name):
+        for task in steps:
             need(now, task)
         for task in range(tasks) if now else ():
             need(now - 1, task)  # what no task of the first lane waits for
@@ -135,29 +147,17 @@ def thrifty_order(schedule: Schedule) -> Guide:
     return Guide(start, start + 1, _REPEATING)
 
 
-def _topological(before: list[list[tuple[int, int]]]) -> list[int]:
-    """All tasks, each after those of its iteration that it waits for; of several the first in the schedule."""
-    found: dict[int, None] = {}
-    for task in range(len(before)):
-        stack = [task]
-        while stack:
-            missing = [u for u, back in before[stack[-1]] if not back and u not in found]
-            stack += missing
-            if not missing:
-                found[stack.pop()] = None
-    return list(found)
-
-
 class _Waits:
     """A schedule that collects waits along the order of a guide."""
 
     def __init__(self, schedule: Schedule, guide: Guide) -> None:
         self.schedule, self.guide = schedule, guide
+        edges = order(schedule)
+        self.topological = topological(len(schedule.tasks), edges)
         self.before: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
-        for u, v, back in order(schedule):
+        for u, v, back in edges:
             self.before[v].append((u, back))
-        self.topological = _topological(self.before)
-        self.start, self.end = self._ranks()
+        self.start, self.end = ranks(schedule, guide.start, guide.end)
         self.added: list[tuple[int, int, int]] = []
         self.ended = self._ended()
 
@@ -166,15 +166,6 @@ class _Waits:
         for memory in self.schedule.memories:
             self._add(lives(self.schedule, memory.name), memory.capacity_bytes)
         return self._made()
-
-    def peak(self, found: Lives) -> int:
-        """The most that the guide's order itself holds of a memory, in the iterations that repeat."""
-        least = sum(size for _, size in found.resident)
-        for a in dict.fromkeys(found.allocates):
-            for row in self.guide.rows:
-                freed = (self.end[:, found.frees] < self.start[row, a]).sum(axis=0)
-                least = max(least, self._bytes(found, a, row, freed))
-        return least
 
     def _add(self, found: Lives, capacity: int) -> None:
         rows = self.guide.rows
@@ -191,6 +182,9 @@ class _Waits:
                 for level in range(back, _DEPTH):
                     self.ended[level][a] |= self.ended[level - back][f] | 1 << f
             if len(self.added) > before:
+                self.topological = topological(
+                    len(self.before), [(u, v, b) for v, edges in enumerate(self.before) for u, b in edges]
+                )
                 self.ended = self._ended()
 
     def _surely(self, found: Lives, a: int) -> int:
@@ -236,22 +230,6 @@ class _Waits:
                     if back <= level:
                         sets[task] |= levels[level - back][u] | 1 << u
         return levels
-
-    def _ranks(self) -> tuple[Nanoseconds, Nanoseconds]:
-        """The guide's events in one line: starts and ends. At one instant what has lasted a while ends first."""
-        start, end = self.guide.start, self.guide.end
-        iterations, tasks = start.shape
-        turn = np.empty(tasks, np.int64)
-        turn[self.topological] = np.arange(tasks)
-        times = np.stack([start, end])
-        later = np.stack([np.ones_like(start), (end == start).astype(np.int64)])
-        iteration = np.broadcast_to(np.arange(iterations)[None, :, None], times.shape)
-        ends = np.broadcast_to(np.arange(2)[:, None, None], times.shape)
-        keys = (ends, np.broadcast_to(turn, times.shape), iteration, later, times)
-        ranks = np.empty(times.size, np.int64)
-        ranks[np.lexsort([key.ravel() for key in keys])] = np.arange(times.size)
-        found = ranks.reshape(times.shape)
-        return found[0], found[1]
 
     def _made(self) -> Schedule:
         """The schedule with those of the added waits that no other implies."""

@@ -38,6 +38,8 @@ class Simulation:
     steady: Steady
     gpu: Occupancy
     host: Occupancy
+    #: How many waits for memory the schedule has besides those of its plan.
+    waits: int = 0
 
     @property
     def verdict(self) -> Verdict:
@@ -71,14 +73,13 @@ class Safety:
 
     Args:
         gpu, host: the most that any execution of the simulated schedule occupies.
-        waits: how many more waits make both fit.
-        safe: the simulation with these waits, which is the one without where there are none; None: no waits are known that do.
+        safe: the simulation with the waits that make both fit, the simulated one where it takes none; None: no waits are known
+            that do.
         cost: by which share of itself the iteration is longer with the waits.
     """
 
     gpu: WorstCase
     host: WorstCase
-    waits: int
     safe: Simulation | None
     cost: float
 
@@ -87,14 +88,15 @@ def safety(simulation: Simulation, executor: Executor | None = None) -> Safety:
     """The worst case of ``simulation``, and the simulation of its plan with the waits that make it fit under any timing."""
     gpu, host = (worst_case(simulation.schedule, memory) for memory in (GPU_MEMORY, HOST_MEMORY))
     if gpu.fits and host.fits:
-        return Safety(gpu, host, 0, simulation, 0.0)
+        return Safety(gpu, host, simulation, 0.0)
     schedule = with_memory_waits(simulation.schedule, simulation.trace)
     if schedule is None:
-        return Safety(gpu, host, 0, None, 0.0)
+        return Safety(gpu, host, None, 0.0)
     safe = _simulated(simulation.profile, simulation.plan, schedule, executor or SimExecutor())
     waits = sum(len(task.after) for task in schedule.tasks) - sum(len(task.after) for task in simulation.schedule.tasks)
     before = simulation.iteration_seconds
-    return Safety(gpu, host, waits, safe, safe.iteration_seconds / before - 1 if before else 0.0)
+    cost = safe.iteration_seconds / before - 1 if before else 0.0
+    return Safety(gpu, host, replace(safe, waits=simulation.waits + waits), cost)
 
 
 def verdict(gpu: Occupancy, host: Occupancy) -> Verdict:

@@ -12,7 +12,7 @@ from autohete.plan import BlockPlan, Plan, PlanCounts
 from autohete.policies import NamedPolicy
 from autohete.policy import Verdict
 from autohete.profile import Profile
-from autohete.simulate import Simulation, simulate_policy
+from autohete.simulate import Simulation, safety, simulate_policy
 from autohete.trace import Clock
 from autohete.units import format_bytes
 from autohete.workload import Workload
@@ -35,6 +35,10 @@ class Summary:
         tflops_per_gpu: model TFLOP/s, recomputation not counted.
         gpu_peak_bytes, host_peak_bytes: None if there is not even a plan.
         gpu_capacity_bytes, host_capacity_bytes: what tensors can have.
+        gpu_worst_bytes, host_worst_bytes: the most that this schedule may need if its tasks last longer or shorter; None: any
+            number, or the training does not fit anyway.
+        memory_waits: how many more waits make it fit whatever its tasks last; None: none are known that do.
+        safe_iteration_seconds: steady, with these waits.
         lanes: busy share of each lane; ``overlaps`` the share of its work that runs while the GPU computes.
         idle_seconds: the GPU's idle time per iteration by cause.
         bound_seconds: lower bound of the period of this schedule; ``binds`` what imposes it. These and what follows
@@ -63,6 +67,10 @@ class Summary:
     host_peak_bytes: int | None
     gpu_capacity_bytes: int
     host_capacity_bytes: int
+    gpu_worst_bytes: int | None
+    host_worst_bytes: int | None
+    memory_waits: int | None
+    safe_iteration_seconds: float | None
     lanes: dict[str, float]
     overlaps: dict[str, float]
     idle_seconds: dict[Cause, float]
@@ -95,6 +103,8 @@ def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
     fits = s.verdict is Verdict.OK
     bounds = period_bounds(s.schedule)
     use = usage(s.trace, s.steady)
+    timing = safety(s) if fits else None
+    safe = timing.safe if timing else None
     explanation = ""
     if not fits:
         short = s.host if s.verdict is Verdict.HOST_OUT_OF_MEMORY else s.gpu
@@ -125,6 +135,10 @@ def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
         host_peak_bytes=s.host.peak_bytes,
         gpu_capacity_bytes=s.gpu.capacity_bytes,
         host_capacity_bytes=s.host.capacity_bytes,
+        gpu_worst_bytes=timing.gpu.peak_bytes if timing else None,
+        host_worst_bytes=timing.host.peak_bytes if timing else None,
+        memory_waits=safe.waits if safe else None,
+        safe_iteration_seconds=safe.iteration_seconds if safe else None,
         lanes={name: lane.busy_share for name, lane in use.lanes.items()},
         overlaps={name: lane.overlap_share for name, lane in use.lanes.items()},
         idle_seconds=use.idle_seconds,
@@ -177,6 +191,10 @@ def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, err
         host_peak_bytes=error.needed_bytes if error.constraint == "host" else None,
         gpu_capacity_bytes=hardware.gpu_capacity_bytes,
         host_capacity_bytes=hardware.host.memory_bytes,
+        gpu_worst_bytes=None,
+        host_worst_bytes=None,
+        memory_waits=None,
+        safe_iteration_seconds=None,
         lanes={},
         overlaps={},
         idle_seconds={},

@@ -23,9 +23,10 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from autohete.errors import ScheduleError, check_fields, unknown_name
-from autohete.memory import group_of, sum_groups
-from autohete.schedule import Discipline, Schedule
+from autohete.errors import check_fields, unknown_name
+from autohete.memory import Lives, lives, sum_groups
+from autohete.order import order
+from autohete.schedule import Schedule
 
 #: Sums of whole numbers below this are exact in the solver's floating point.
 _EXACT = 2**50
@@ -58,63 +59,6 @@ class WorstCase:
         return self.peak_bytes is not None and self.peak_bytes <= self.capacity_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Lives:
-    """The buffers of one memory that come and go: indices of the tasks that allocate and free each, and what is always there.
-
-    Args:
-        allocates, frees: task indices, one per buffer.
-        backs: 1 where a buffer is freed in the iteration after the one that allocates it.
-        sizes: bytes.
-        groups: buffer groups.
-        resident: group and bytes of what is never freed.
-    """
-
-    allocates: list[int]
-    frees: list[int]
-    backs: list[int]
-    sizes: list[int]
-    groups: list[str]
-    resident: list[tuple[str, int]]
-
-
-def lives(schedule: Schedule, memory: str) -> Lives:
-    """The buffers of ``memory``; those without bytes are left out."""
-    freed = {free.name: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
-    found = Lives([], [], [], [], [], [(group_of(b.name), b.size_bytes) for b in schedule.resident if b.memory == memory])
-    for i, task in enumerate(schedule.tasks):
-        for buffer in task.allocates:
-            if buffer.memory == memory and buffer.size_bytes:
-                end, back = freed[buffer.name]
-                found.allocates.append(i)
-                found.frees.append(end)
-                found.backs.append(back)
-                found.sizes.append(buffer.size_bytes)
-                found.groups.append(group_of(buffer.name))
-    return found
-
-
-def order(schedule: Schedule) -> list[tuple[int, int, int]]:
-    """All (predecessor, successor, back) that every execution keeps: written edges, and the turns of the lanes.
-
-    Between two tasks of one fifo lane the lane's order says it all.
-    """
-    graph = schedule.graph()
-    fifo = [lane.discipline is Discipline.FIFO for lane in schedule.lanes]
-    place = {task: k for tasks in graph.lane_tasks for k, task in enumerate(tasks)}
-
-    def implied(u: int, v: int, back: int) -> bool:
-        return fifo[graph.lane[u]] and graph.lane[u] == graph.lane[v] and not _next_in_turn(u, v, back)
-
-    def _next_in_turn(u: int, v: int, back: int) -> bool:
-        last = len(graph.lane_tasks[graph.lane[u]]) - 1
-        return (place[v] == place[u] + 1 and not back) or (bool(back) and place[u] == last and place[v] == 0)
-
-    edges = {edge for edge in graph.edges() if not implied(*edge)}
-    edges |= {(i, i, 1) for i, lane in enumerate(graph.lane) if not fifo[lane]}
-    return sorted(edges)
-
-
 def worst_case(schedule: Schedule, memory: str) -> WorstCase:
     """The most bytes of ``memory`` that any execution of ``schedule``, which must be valid, can occupy.
 
@@ -125,13 +69,13 @@ def worst_case(schedule: Schedule, memory: str) -> WorstCase:
     if memory not in capacities:
         raise unknown_name("memory", memory, capacities)
     capacity, found, edges = capacities[memory], lives(schedule, memory), order(schedule)
-    lagging = _lagging(found, edges, len(schedule.tasks))
+    tasks = len(schedule.tasks)
+    lagging = _lagging(found, edges, tasks)
     if lagging is not None:
         return WorstCase(memory, capacity, None, str(schedule.tasks[lagging].id), {})
     # Where floating point could not be exact, sizes are rounded up to a unit: the bound holds all the same.
     unit = max(1, -(-sum(found.sizes) // _EXACT))
-    counts = _most(found, edges, len(schedule.tasks), unit)
-    tasks = len(schedule.tasks)
+    counts = _most(found, edges, tasks, unit) if any(found.sizes) else [0] * (2 * tasks)
     held = list(found.resident)
     for a, f, back, size, group in zip(found.allocates, found.frees, found.backs, found.sizes, found.groups, strict=True):
         alive = counts[a] - counts[tasks + f] + back
@@ -151,7 +95,8 @@ def _lagging(found: Lives, edges: list[tuple[int, int, int]], tasks: int) -> int
     graph = csr_array((np.ones(len(edges), bool), (u, v)), shape=(tasks, tasks))
     component = connected_components(graph, connection="strong")[1]
     # It waits for the allocating task; if the allocating task of later iterations waits for it, both are in one component.
-    return next((f for a, f in zip(found.allocates, found.frees, strict=True) if component[a] != component[f]), None)
+    held = zip(found.allocates, found.frees, found.sizes, strict=True)
+    return next((f for a, f, size in held if size and component[a] != component[f]), None)
 
 
 def _most(found: Lives, edges: list[tuple[int, int, int]], tasks: int, unit: int) -> list[int]:
@@ -184,48 +129,3 @@ def _proven(counts: list[int], flow: list[int], weights: list[int], rows: list[t
     weight = sum(w * n for w, n in zip(weights, counts, strict=True))
     limit = sum(amount * limit for amount, (_, _, limit) in zip(flow, rows, strict=True))
     return kept and min(flow, default=0) >= 0 and balance == weights and weight == limit
-
-
-def bytes_at_steps(schedule: Schedule, memory: str) -> list[int]:
-    """For each task of the first lane, in its order, bytes that ``memory`` never exceeds while it runs or is next to run.
-
-    Each buffer is counted where it may be allocated and need not be freed yet, by itself. All of them at once may be more than
-    any order allows, so the largest of these is at least the worst case.
-
-    Raises:
-        ScheduleError: the first lane is not fifo: it has no steps; or some task may run any number of steps earlier or later.
-    """
-    lane = schedule.lanes[0]
-    if lane.discipline is not Discipline.FIFO:
-        raise ScheduleError(f"lane {lane.name!r} takes its tasks by urgency: only a fifo lane has steps")
-    graph, edges = schedule.graph(), order(schedule)
-    place = {task: k for k, task in enumerate(graph.lane_tasks[0])}
-    count = len(place)
-    # The step from which on each task may run, and the first that has to wait for its end: chains of waits from and to steps.
-    opens = {task: float(k) for task, k in place.items()}
-    closes = {task: float(k + 1) for task, k in place.items()}
-    changed = True
-    while changed:
-        changed = False
-        for u, v, back in edges:
-            after = (place[u] + 1 if u in place else opens.get(u, -np.inf)) - back * count
-            if v not in place and after > opens.get(v, -np.inf):
-                opens[v] = after
-                changed = True
-        for u, v, back in reversed(edges):
-            before = (place[v] if v in place else closes.get(v, np.inf)) + back * count
-            if u not in place and before < closes.get(u, np.inf):
-                closes[u] = before
-                changed = True
-    found = lives(schedule, memory)
-    used = [sum(size for _, size in found.resident)] * count
-    for a, f, back, size in zip(found.allocates, found.frees, found.backs, found.sizes, strict=True):
-        begin, stop = opens.get(a, -np.inf), closes.get(f, np.inf) + back * count
-        if not np.isfinite(stop - begin):
-            raise ScheduleError(
-                f"{schedule.tasks[a].id} or {schedule.tasks[f].id} may run any number of steps of lane {lane.name!r} off"
-            )
-        whole, rest = divmod(max(int(stop - begin), 0), count)
-        for step in range(count):
-            used[step] += size * (whole + ((step - int(begin)) % count < rest))
-    return used

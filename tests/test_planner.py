@@ -16,12 +16,11 @@ from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, load_hardware
 from autohete.planner.bounds import all_choices
 from autohete.planner.program import Objective
 from autohete.planner.steps import Counts
-from autohete.planner.tuning import worst_case
 from autohete.policies import parse_policy
 from autohete.policies.autohete import AutoHete
 from autohete.policy import Judge, Verdict
 from autohete.profile import Profile, analytic_profile
-from autohete.schedule import Kind, Schedule
+from autohete.schedule import Schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan, simulate_policy
 from autohete.trace import Trace
@@ -128,18 +127,6 @@ def test_no_choice_goes_below_its_bounds(seed: int) -> None:
     assert np.array([found.host_peak_bytes for found in judged]) == pytest.approx(program.host_bytes(choices))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_worst_case_is_one(seed: int) -> None:
-    """No simulated moment of any plan occupies more GPU memory than the worst case of the steps."""
-    case = draw(seed)
-    rng = random.Random(seed)
-    for counts in rng.sample(case.counts(), 5):
-        simulation = simulate_plan(case.profile, case.policy.plan_for(case.profile, counts))
-        passes = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
-        steps = [task.id for task in simulation.schedule.tasks if task.id.kind in passes]
-        assert simulation.gpu.peak_bytes <= max(worst_case(simulation.schedule, steps)), (seed, counts)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_prefetch_tuning_never_exceeds_memory(seed: int) -> None:
     """Tuning moves prefetches only where they surely fit: a plan that fits without it fits with it."""
@@ -152,7 +139,7 @@ def test_prefetch_tuning_never_exceeds_memory(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "size", "memory"), [("gpu.memory", "8GiB", "gpu"), ("host.memory", "100GB", "host"), ("gpu.memory", "3GiB", "gpu")]
+    ("key", "size", "memory"), [("gpu.memory", "7GiB", "gpu"), ("host.memory", "100GB", "host"), ("gpu.memory", "3GiB", "gpu")]
 )
 def test_an_infeasible_budget_names_the_smallest_that_works(key: str, size: str, memory: str) -> None:
     """The error says which memory binds and how much would do; that much does, and a little less does not."""

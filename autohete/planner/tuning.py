@@ -1,7 +1,8 @@
 """Prefetch tuning: after the program, prefetches move earlier where GPU memory is surely free.
 
-"Surely" means at every step, whatever the timing: the walk adds a prefetch's bytes to the worst case of each step that it
-would newly be alive in, and stops where that exceeds the capacity, or where the passes beside it already hide the copy.
+"Surely" means by the order of the waits within an iteration: the walk adds a prefetch's bytes to what each step may hold that
+it would newly be alive in, and stops where that exceeds the capacity, or where the passes beside it already hide the copy.
+What all steps together can hold at most, whatever the timing, is :func:`autohete.worst_case.worst_case`.
 The steps of an iteration form a ring: a prefetch for an early forward may begin in the backward before it.
 """
 
@@ -33,7 +34,7 @@ class _Tuning:
         self.steps = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
         self.place = {task: i for i, task in enumerate(self.steps)}
         self.seconds = {task.id: task.duration_ns * 1e-9 for task in schedule.tasks}
-        self.used = worst_case(schedule, self.steps)
+        self.used = bytes_at_steps(schedule, self.steps)
 
     def blocks(self) -> tuple[BlockPlan, ...]:
         """Backward first, from the last block down, as the copies happen; then forward, from the first block up."""
@@ -68,8 +69,8 @@ class _Tuning:
         return distance
 
 
-def worst_case(schedule: Schedule, steps: list[TaskId]) -> list[int]:
-    """Bytes of GPU memory at each step if everything is freed as late as the edges allow.
+def bytes_at_steps(schedule: Schedule, steps: list[TaskId]) -> list[int]:
+    """Bytes of GPU memory at each step if everything is freed as late as the edges within the iteration allow.
 
     A buffer is alive from the first step during which its allocating task may run to the last step that may pass before
     its freeing task has ended.

@@ -163,6 +163,8 @@ def print_plan(summary: Summary, found: Simulation | None) -> None:
         )
         if summary.proven_within is not None:
             say(out, _proof(summary.proven_within, summary.iteration_seconds))
+        if late := _if_late(summary):
+            say(out, late)
     for note in summary.notes:
         say(out, f"note: {note}")
 
@@ -266,11 +268,39 @@ def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
         say(out, f"{s.policy}: bound by {s.binds}; {ends}{unsettled}", style="dim")
         if s.proven_within is not None and s.iteration_seconds is not None:
             say(out, f"{s.policy}: {_proof(s.proven_within, s.iteration_seconds)}", style="dim")
+        if late := _if_late(s):
+            say(out, f"{s.policy}: {late}", style="dim")
 
 
 def _proof(within: float, iteration_seconds: float) -> str:
     least = format_seconds(iteration_seconds / (1 + within))
     return f"proven within {100 * within:.1f} %: no plan of its kind takes less than {least}"
+
+
+def _if_late(summary: Summary) -> str:
+    """What it takes to fit whatever the tasks last; empty if nothing."""
+    needs = [
+        f"{'any amount' if worst is None else format_bytes(worst)} of {format_bytes(capacity)} {memory} memory"
+        for memory, worst, capacity in (
+            ("GPU", summary.gpu_worst_bytes, summary.gpu_capacity_bytes),
+            ("host", summary.host_worst_bytes, summary.host_capacity_bytes),
+        )
+        if worst is None or worst > capacity
+    ]
+    late = f"if copies are late it needs {' and '.join(needs)}"
+    if summary.memory_waits is None:
+        return f"{late}, and no waits are known that prevent it"
+    if not summary.memory_waits:
+        return ""
+    assert summary.iteration_seconds is not None
+    assert summary.safe_iteration_seconds is not None
+    made = (
+        f"{summary.memory_waits} wait{'s' * (summary.memory_waits > 1)} for memory make{'s' * (summary.memory_waits == 1)} it"
+    )
+    if not needs:
+        return f"{made} fit, whatever its tasks last"
+    cost = 100 * (summary.safe_iteration_seconds / summary.iteration_seconds - 1)
+    return f"{late}; {made} fit whatever its tasks last, at {cost:+.1f} % of time"
 
 
 def or_dash(value: float | None, write: Callable[[float], str]) -> str:

@@ -98,10 +98,11 @@ def _check_fits(schedule: Schedule) -> None:
             )
         if not worst.fits:
             holder, size = next(iter(worst.holders.items()))
+            largest = f"{holder.replace('_', ' ')} {format_bytes(size)}"
             raise InfeasibleError(
-                f"if copies are late, the schedule needs {worst.peak_bytes} B ({format_bytes(worst.peak_bytes)}) of {memory.name} "
-                f"memory at {worst.task}, there are {memory.capacity_bytes} B; largest: {holder.replace('_', ' ')} "
-                f"{format_bytes(size)}. Give it that much, or more waits: autohete.memory_waits.with_memory_waits",
+                f"where copies are late the schedule needs {worst.peak_bytes} B ({format_bytes(worst.peak_bytes)}) of "
+                f"{memory.name} memory at {worst.task}, there are {memory.capacity_bytes} B; largest: {largest}. Give it that "
+                "much, or more waits: autohete.memory_waits.with_memory_waits",
                 constraint=memory.name,
                 capacity_bytes=memory.capacity_bytes,
                 needed_bytes=worst.peak_bytes,

@@ -1,0 +1,67 @@
+"""What comes before what: in every execution of a schedule, and in one of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autohete.schedule import Discipline, Schedule
+from autohete.trace import Nanoseconds
+
+
+def order(schedule: Schedule) -> list[tuple[int, int, int]]:
+    """All (predecessor, successor, back) that every execution keeps: written edges, and the turns of the lanes.
+
+    A fifo lane's own order says all about two of its tasks; of a priority lane each task waits for itself of the iteration
+    before.
+    """
+    graph = schedule.graph()
+    fifo = [lane.discipline is Discipline.FIFO for lane in schedule.lanes]
+    edges = {(i, i, 1) for i, lane in enumerate(graph.lane) if not fifo[lane]}
+    for u, successors in enumerate(graph.successors):
+        lane = graph.lane[u]
+        edges |= {(u, v, back) for v, back in successors if not (fifo[lane] and graph.lane[v] == lane)}
+    for lane, tasks in enumerate(graph.lane_tasks):
+        if fifo[lane] and tasks:
+            edges |= {(u, v, 0) for u, v in zip(tasks, tasks[1:], strict=False)} | {(tasks[-1], tasks[0], 1)}
+    return sorted(edges)
+
+
+def topological(tasks: int, edges: list[tuple[int, int, int]]) -> list[int]:
+    """All tasks of an iteration, each after those of it that it waits for; of several the first in the schedule."""
+    before: list[list[int]] = [[] for _ in range(tasks)]
+    for u, v, back in edges:
+        if not back:
+            before[v].append(u)
+    found: dict[int, None] = {}
+    for task in range(tasks):
+        stack = [task]
+        while stack:
+            missing = [u for u in before[stack[-1]] if u not in found]
+            stack += missing
+            if not missing:
+                found[stack.pop()] = None
+    return list(found)
+
+
+def ranks(schedule: Schedule, start: Nanoseconds, end: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
+    """The starts and ends of an execution in one line, numbered: no two events share a place.
+
+    At one instant what has lasted a while ends first; then tasks start in the order of their waits, those without duration
+    end at once.
+
+    Args:
+        schedule: what was executed.
+        start, end: when each task did, shape (iterations, tasks).
+    """
+    iterations, tasks = start.shape
+    turn = np.empty(tasks, np.int64)
+    turn[topological(tasks, order(schedule))] = np.arange(tasks)
+    times = np.stack([start, end])
+    later = np.stack([np.ones_like(start), (end == start).astype(np.int64)])
+    iteration = np.broadcast_to(np.arange(iterations)[None, :, None], times.shape)
+    ends = np.broadcast_to(np.arange(2)[:, None, None], times.shape)
+    keys = (ends, np.broadcast_to(turn, times.shape), iteration, later, times)
+    found = np.empty(times.size, np.int64)
+    found[np.lexsort([key.ravel() for key in keys])] = np.arange(times.size)
+    starts, stops = found.reshape(times.shape)
+    return starts, stops
