@@ -5,7 +5,7 @@
     ├── InfeasibleError          no plan fits the memory that is there; carries the smallest budget that works
     ├── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
     ├── NonFiniteLossError       the loss is NaN or infinite; no parameter has been changed by that step
-    └── TaskError                a task failed while it ran; carries its name, and the original error as its cause
+    └── TaskError                a task failed while it ran; names it and the steps that the parameters are of; has the cause
         └── DeviceOutOfMemoryError   a memory's budget is used up; names the task, the bytes and the largest holders
 
 A message says what was given, what is allowed and what to do.
@@ -35,7 +35,10 @@ class ScheduleError(AutoHeteError):
 
 
 class TaskError(AutoHeteError):
-    """A task failed in its lane. The message begins with its id; ``__cause__`` is the original error."""
+    """A task failed in its lane. The message begins with its id and ends with which steps the parameters are of now.
+
+    ``__cause__`` is the original error.
+    """
 
 
 class NonFiniteLossError(AutoHeteError):
@@ -95,6 +98,26 @@ def check_member(field: str, value: object, enum: type[StrEnum]) -> None:
         InputError: names the field, the value and the members.
     """
     _check_type(field, value, (enum,))
+
+
+def check_switch(field: str, value: object) -> None:
+    """Refuse what is not True or False.
+
+    Raises:
+        InputError: names the field and the value.
+    """
+    _check_type(field, value, (bool,))
+
+
+def check_whole(field: str, value: object, least: int) -> None:
+    """Refuse what is not a whole number, or less than ``least``.
+
+    Raises:
+        InputError: names the field, the value and the least.
+    """
+    _check_type(field, value, (int,))
+    if isinstance(value, int) and value < least:
+        raise InputError(f"{field} is {value}: give at least {least}")
 
 
 def check_fields(instance: object) -> None:

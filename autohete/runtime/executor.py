@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from autohete.errors import InfeasibleError, InputError, ScheduleError
+from autohete.errors import InfeasibleError, InputError, ScheduleError, check_switch, check_whole
 from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.optimizer import Adam
@@ -47,6 +47,8 @@ class TorchExecutor:
         paced: bool = False,
         budget: bool = True,
     ) -> None:
+        check_switch("paced", paced)
+        check_switch("budget", budget)
         self._partition = partition(model, blocks)
         self._batches, self._loss, self._adam, self._paced, self._budget = batches, loss, adam, paced, budget
         self.losses: list[float] = []
@@ -65,8 +67,7 @@ class TorchExecutor:
             DeviceOutOfMemoryError: the states, or a task, need more of a memory than the schedule says.
             InputError: there are fewer batches than iterations.
         """
-        if iterations < 1:
-            raise InputError(f"cannot run {iterations} iterations: at least 1")
+        check_whole("iterations", iterations, 1)
         if self._budget:
             _check_fits(schedule.validate())
             self.device, self.host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)

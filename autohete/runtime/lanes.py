@@ -2,24 +2,31 @@
 
 A run is open-ended: iterations are admitted one by one, so the tail of one overlaps the head of the next wherever no edge
 forbids it, and whoever needs a result waits for that task.
+
+A task that fails stops its own iteration and the later ones: of these nothing more begins. No task of an earlier iteration
+depends on them, so those run to their end before the failure reaches the caller, whose model is then of the last complete
+iteration, but for the blocks that the failed one has updated already. :meth:`LaneThreads.state` tells which.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 from types import TracebackType
 
 import numpy as np
 import torch
 
-from autohete.errors import TaskError, check_member
+from autohete.errors import AutoHeteError, InputError, TaskError, check_member, check_switch, check_whole
 from autohete.queues import lane_queues
-from autohete.schedule import CPU, Schedule, Task, TaskId
+from autohete.schedule import CPU, Kind, Schedule, Task, TaskId
 from autohete.sharing import SharedWork, Sharing
 from autohete.trace import Clock, Trace
 
@@ -28,6 +35,9 @@ Action = Callable[[Task, int], None]
 
 #: How long a thread may keep Python's lock while another lane wants it. The default of 5 ms is as long as a small task.
 _SWITCH_SECONDS = 1e-4
+#: The longest piece that a paced task sleeps for, so that it notices when the run is abandoned.
+_NAP_SECONDS = 0.1
+_UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
 
 
 class LaneThreads:
@@ -43,6 +53,10 @@ class LaneThreads:
         update_threads: what torch may use in the lane that updates on the CPU; in every other lane it is one.
         around: a context that each lane's thread works in, such as a CUDA stream of its own.
         history: iterations whose times are kept, at least; older ones that have ended may be forgotten. None: all.
+
+    Raises:
+        InputError: an argument is of another type.
+        ScheduleError: the schedule cannot be executed.
     """
 
     def __init__(
@@ -57,6 +71,10 @@ class LaneThreads:
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         check_member("clock", clock, Clock)
+        check_switch("paced", paced)
+        check_whole("update_threads", update_threads, 1)
+        if history is not None:
+            check_whole("history", history, 1)
         self._schedule, self._action, self._clock, self._paced = schedule, action, clock, paced
         self._update_threads, self._history, self._around = update_threads, history, around
         sharing = Sharing(schedule)
@@ -76,37 +94,56 @@ class LaneThreads:
         self._start: list[int] = []
         self._end: list[int] = []
         self._due: list[int] = []  # planned end, for pacing
+        #: Tasks that have not ended, per iteration from the first that is kept.
+        self._left: list[int] = []
         self._finished = 0
         self._admitted = 0
-        self._closing = False
-        self._failure: tuple[str, BaseException] | None = None
+        #: Of this iteration and the later ones nothing more begins.
+        self._stop_from = math.inf
+        self._failures: list[tuple[str, BaseException]] = []
+        self._error: TaskError | None = None  # what the caller was told
+        self._closing = self._abandoned = self._torn = self._released = False
+        #: Lanes that are inside of a task.
+        self._running: set[int] = set()
+        #: For each update its last iteration that has ended, and that of one that failed midway.
+        self._updated = {task: -1 for task, each in enumerate(schedule.tasks) if each.id.kind in _UPDATES}
+        self._broken: dict[int, int] = {}
         #: How long each lane has worked (ns), by name.
         self.busy_ns = {lane.name: 0 for lane in schedule.lanes}
         #: Paced tasks whose work ended after their deadline, and by how much (ns).
         self.late: dict[str, int] = {}
         # One lock guards everything; who waits for what is woken for nothing else: a thread that wakes wants Python's lock.
+        # The caller, whom a signal may interrupt at any time, waits at a queue instead: a condition would lose its lock.
         self._lock = threading.Lock()
         self._pushed = [threading.Condition(self._lock) for _ in schedule.lanes]
-        self._ended = threading.Condition(self._lock)
-        self._awaited: set[int] = set()
+        self._waiters: list[tuple[int, SimpleQueue[None]]] = []
         self._rates = threading.Condition(self._lock)
         self._begin = time.perf_counter_ns()
-        self._threads = [
+        self._process = os.getpid()
+        self.threads = [
             threading.Thread(target=self._lane, args=(lane,), name=f"autohete-{schedule.lanes[lane].name}", daemon=True)
             for lane, tasks in enumerate(graph.lane_tasks)
             if tasks
         ]
-        self._switch_seconds = sys.getswitchinterval()
-        sys.setswitchinterval(min(_SWITCH_SECONDS, self._switch_seconds))
-        atexit.register(self._abandon)  # a thread that is inside torch when Python ends would abort the process
-        for thread in self._threads:
-            thread.start()
+        _switch_interval.shorten()
+        atexit.register(self._at_exit)  # a thread that is inside torch when Python ends would abort the process
+        try:
+            for thread in self.threads:
+                thread.start()
+        except BaseException:  # the system has no more threads to give
+            self.close(drain=False)
+            raise
 
     def __enter__(self) -> LaneThreads:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close(drain=kind is None)
+        try:
+            self.close()
+        except AutoHeteError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
 
     @property
     def admitted(self) -> int:
@@ -114,9 +151,16 @@ class LaneThreads:
         return self._admitted
 
     def admit(self) -> int:
-        """Let the next iteration begin; returns its number."""
+        """Let the next iteration begin; returns its number.
+
+        Raises:
+            TaskError: any task has failed.
+        """
+        self._check_usable()
+        if self._failures:
+            self.drain()
         with self._lock:
-            self._raise_failure()
+            self._torn = True  # until it is done, should an interrupt come between
             iteration = self._admitted
             self._forget()
             first = (iteration - self._first) * self._tasks
@@ -133,10 +177,12 @@ class LaneThreads:
                 times += [now] * self._tasks
             for times in (self._start, self._end):
                 times += [-1] * self._tasks
+            self._left.append(self._tasks)
             self._admitted += 1
             for task, count in enumerate(waits):
                 if not count:
                     self._push(task, iteration * self._tasks + task)
+            self._torn = False
             return iteration
 
     def _push(self, task: int, instance: int) -> None:
@@ -148,39 +194,80 @@ class LaneThreads:
         """Return when ``task`` of ``iteration`` has ended.
 
         Raises:
-            TaskError: any task has failed.
+            TaskError: it will not, because a task has failed; raised when all that still runs has ended.
         """
-        with self._lock:
-            if not self._has_ended(iteration, self._index[task]):
-                self._awaited.add(iteration * self._tasks + self._index[task])
-            self._ended.wait_for(lambda: self._failure is not None or self._has_ended(iteration, self._index[task]))
-            self._raise_failure()
+        index = self._index[task]
+        self._wait_for(lambda: self._has_ended(iteration, index), iteration * self._tasks + index)
 
     def drain(self) -> None:
         """Return when everything admitted has ended.
 
         Raises:
-            TaskError: any task has failed.
+            TaskError: any task has failed; raised when all that still runs has ended.
         """
-        with self._lock:
-            self._ended.wait_for(lambda: self._failure is not None or self._finished == self._admitted * self._tasks)
-            self._raise_failure()
+        self._wait_for(self._all_ended, _EVERYTHING)
+
+    def updated(self, iteration: int) -> list[int]:
+        """Blocks whose update of ``iteration``, or of a later one, has ended or failed midway. Call it after :meth:`drain`."""
+        tasks = self._schedule.tasks
+        return sorted({tasks[i].id.block for i in self._updated if max(self._updated[i], self._broken.get(i, -1)) >= iteration})
+
+    def state(self) -> str:
+        """A sentence on which steps the blocks' parameters are of, once nothing runs; empty if nothing is updated."""
+        updated, broken = (
+            {self._schedule.tasks[task].id.block: step for task, step in steps.items()}
+            for steps in (self._updated, self._broken)
+        )
+        return _state(updated, broken)
+
+    def abandon(self) -> None:
+        """Begin no further task, and let nobody wait for one. Waits for nothing and takes no lock."""
+        self._abandoned, self._stop_from = True, -math.inf
+        self._wake()
 
     def close(self, *, drain: bool = True) -> None:
-        """End all threads, after everything admitted (``drain``) or as soon as the tasks that run now have ended."""
-        try:
-            if drain:
-                self.drain()
-        finally:
-            with self._lock:
-                self._end_all()
-            for thread in self._threads:
-                thread.join()
-            atexit.unregister(self._abandon)
-            sys.setswitchinterval(self._switch_seconds)
+        """End all threads, after everything admitted (``drain``) or as soon as the tasks that run now have ended.
 
-    def _abandon(self) -> None:
-        self.close(drain=False)
+        Interrupted while it waits for the former, it does the latter; a note on the interrupt says which steps the blocks'
+        parameters are of.
+
+        Raises:
+            TaskError: a task has failed, and the caller has not been told.
+        """
+        if os.getpid() != self._process:
+            return  # the threads are the parent's
+        try:
+            # An admission that was interrupted may never end.
+            if drain and self._error is None and not (self._closing or self._torn):
+                self.drain()
+        except BaseException as error:
+            self._end_all()
+            if not isinstance(error, AutoHeteError):
+                error.add_note(self.state())
+            raise
+        finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        self._closing, self._stop_from = True, -math.inf
+        with self._lock:
+            for condition in (*self._pushed, self._rates):
+                condition.notify_all()
+        self._wake()
+        for thread in self.threads:
+            if thread.ident is not None:
+                thread.join()
+        with self._lock:
+            released, self._released = self._released, True
+        if not released:
+            atexit.unregister(self._at_exit)
+            _switch_interval.restore()
+
+    def _at_exit(self) -> None:
+        try:
+            self.close()
+        except (AutoHeteError, KeyboardInterrupt):
+            self.close(drain=False)  # nobody is left to be told
 
     def trace(self) -> Trace:
         """The trace of all iterations that are kept, which must have ended."""
@@ -195,50 +282,100 @@ class LaneThreads:
         place = (iteration - self._first) * self._tasks + task
         return place < 0 or self._end[place] >= 0
 
+    def _all_ended(self) -> bool:
+        return self._finished == self._admitted * self._tasks
+
+    def _settled(self) -> bool:
+        """Whether a task has failed and all that can end after that has ended."""
+        if not self._failures or self._running:
+            return False
+        return self._stop_from < self._first or not any(self._left[: int(self._stop_from) - self._first])
+
+    def _wait_for(self, over: Callable[[], bool], instance: int) -> None:
+        """Return when ``over``, which may become so when ``instance`` ends."""
+        self._check_usable()
+        news: SimpleQueue[None] = SimpleQueue()
+        waiter = (instance, news)
+        self._waiters.append(waiter)
+        try:
+            while True:
+                with self._lock:
+                    if over():
+                        return
+                    if self._settled():
+                        break
+                    if self._abandoned:
+                        raise InputError("the training was closed before this had ended: its loss is not known")
+                news.get()
+        finally:
+            self._waiters.remove(waiter)
+        raise self._failure()
+
+    def _wake(self, instance: int | None = None) -> None:
+        """Let those look who wait for ``instance``, or everybody."""
+        for awaited, news in list(self._waiters):
+            if instance is None or awaited == instance:
+                news.put(None)
+
     def _forget(self) -> None:
         """Drop the times of old iterations once there are twice as many as are to be kept."""
         if self._history is None or self._admitted - self._first < 2 * self._history:
             return
-        gone = self._history * self._tasks
-        if all(end >= 0 for end in self._end[:gone]):
+        if not any(self._left[: self._history]):
             self._first += self._history
+            del self._left[: self._history]
             for times in (self._waits, self._ready, self._start, self._end, self._due):
-                del times[:gone]
+                del times[: self._history * self._tasks]
 
     def _now(self) -> int:
         return time.perf_counter_ns() - self._begin
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            name, error = self._failure
-            if isinstance(error, TaskError):  # says itself which task it was
-                raise error
-            raise TaskError(f"{name} failed: {type(error).__name__}: {error}") from error
+    def _check_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise InputError(
+                f"the lanes are threads of process {self._process}, this is its fork {os.getpid()}: use them there"
+            )
+        if self._closing and not self._failures:
+            raise InputError("the lanes are closed: make new ones")
+
+    def _failure(self) -> TaskError:
+        """What has failed, and what that leaves."""
+        with self._lock:
+            if self._error is None:
+                (name, error), *others = self._failures
+                # A TaskError says itself which task it was.
+                said = str(error) if isinstance(error, TaskError) else f"{name} failed: {type(error).__name__}: {error}"
+                said += "".join(f"; then {other} failed: {type(e).__name__}: {e}" for other, e in others)
+                said = ". ".join(filter(None, (said.rstrip("."), self.state())))
+                if isinstance(error, TaskError):
+                    self._error = error
+                    error.args = (said, *error.args[1:])
+                else:
+                    self._error = TaskError(said)
+                    self._error.__cause__ = error
+            return self._error
 
     def _lane(self, lane: int) -> None:
-        # Before anything else: a fresh thread ignores the main thread's setting.
-        torch.set_num_threads(self._update_threads if self._schedule.lanes[lane].name == CPU else 1)
-        with self._around():
-            self._work_through(lane)
+        try:
+            # Before anything else: a fresh thread ignores the main thread's setting.
+            torch.set_num_threads(self._update_threads if self._schedule.lanes[lane].name == CPU else 1)
+            with self._around():
+                self._work_through(lane)
+        except BaseException as error:  # of no task: this lane does nothing more, so nobody gets further
+            self._fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
 
     def _work_through(self, lane: int) -> None:
         free = 0
-        while True:
-            with self._lock:
-                instance = self._queues[lane].pop()
-                while instance is None and not self._closing:
-                    self._pushed[lane].wait()
-                    instance = self._queues[lane].pop()
-                if instance is None or self._closing:
-                    return
-                iteration, task = divmod(instance, self._tasks)
-                self._start[self._place(instance)] = self._now()
-                due = max(free, self._due[self._place(instance)])
+        while (instance := self._next(lane)) is not None:
+            iteration, task = divmod(instance, self._tasks)
+            due = max(free, self._due[self._place(instance)])
             try:
                 self._action(self._schedule.tasks[task], iteration)
-            except BaseException as error:  # whatever it is reaches the caller, and stops the other lanes
-                self._fail(self._schedule.tasks[task].id.at(iteration), error)
-                return
+            except BaseException as error:  # whatever it is reaches the caller
+                if task in self._updated:
+                    self._broken[task] = iteration
+                self._fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration)
+                continue
             duration = self._schedule.tasks[task].duration_ns
             if self._schedule.lanes[lane].name in self._shared:
                 due = self._share(self._schedule.lanes[lane].name, due, duration, instance)
@@ -247,14 +384,28 @@ class LaneThreads:
                 if self._paced:
                     self._sleep_until(due, instance)
             free = due
-            self._complete(instance, task, due)
+            self._complete(lane, instance, task, due)
+
+    def _next(self, lane: int) -> int | None:
+        """The instance to begin now, once there is one; None when there will be no more."""
+        with self._lock:
+            while True:
+                instance = self._queues[lane].pop()
+                if instance is None:
+                    if self._closing:
+                        return None
+                    self._pushed[lane].wait()
+                elif instance // self._tasks < self._stop_from:
+                    self._running.add(lane)
+                    self._start[self._place(instance)] = self._now()
+                    return instance
 
     def _sleep_until(self, due: int, instance: int) -> None:
         left = due - self._now()
         if left < 0:
             self._note_late(instance, -left)
-        while left > 0 and not self._closing:
-            time.sleep(left * 1e-9)
+        while left > 0 and not self._abandoned:
+            time.sleep(min(left * 1e-9, _NAP_SECONDS))
             left = due - self._now()
 
     def _share(self, lane: str, planned: int, duration: int, instance: int) -> int:
@@ -265,8 +416,8 @@ class LaneThreads:
             self._rates.notify_all()
             if (after := self._now() - self._work.due[lane]) > 0:
                 self._note_late(instance, after)
-            while (left := self._work.due[lane] - self._now()) > 0 and not self._closing:
-                self._rates.wait(left * 1e-9)
+            while (left := self._work.due[lane] - self._now()) > 0 and not self._abandoned:
+                self._rates.wait(min(left * 1e-9, _NAP_SECONDS))
             due = self._work.due[lane]
             self._work.end(lane, due)
             self._rates.notify_all()
@@ -276,12 +427,15 @@ class LaneThreads:
         iteration, task = divmod(instance, self._tasks)
         self.late[self._schedule.tasks[task].id.at(iteration)] = by_ns
 
-    def _complete(self, instance: int, task: int, due: int) -> None:
+    def _complete(self, lane: int, instance: int, task: int, due: int) -> None:
         with self._lock:
             now = self._now()
             place = self._place(instance)
             self._end[place] = now
+            if task in self._updated:
+                self._updated[task] = instance // self._tasks
             self.busy_ns[self._schedule.tasks[task].lane] += now - self._start[place]
+            self._left[place // self._tasks] -= 1
             self._finished += 1
             for successor, back in self._successors[task]:
                 distance = successor - task + back * self._tasks
@@ -292,18 +446,84 @@ class LaneThreads:
                     if not self._waits[target]:
                         self._ready[target] = now
                         self._push(successor, instance + distance)
-            if instance in self._awaited or self._finished == self._admitted * self._tasks:
-                self._awaited.discard(instance)
-                self._ended.notify_all()
+            self._running.discard(lane)
+            if self._waiters:
+                self._wake(instance)
+                if self._all_ended():
+                    self._wake(_EVERYTHING)
+                if self._failures and self._settled():
+                    self._wake()
 
-    def _fail(self, name: str, error: BaseException) -> None:
+    def _fail(self, lane: int, name: str, error: BaseException, stop_from: float) -> None:
         with self._lock:
-            if self._failure is None:
-                self._failure = (name, error)
-            self._end_all()
+            self._failures.append((name, error))
+            self._stop_from = min(self._stop_from, stop_from)
+            self._running.discard(lane)
+            self._wake()
 
-    def _end_all(self) -> None:
-        """Let every thread that waits see that nothing more will come; the lock is held."""
-        self._closing = True
-        for condition in (*self._pushed, self._ended, self._rates):
-            condition.notify_all()
+
+#: What somebody waits for who waits for no single task.
+_EVERYTHING = -1
+
+
+def _state(updated: dict[int, int], broken: dict[int, int]) -> str:
+    """Which steps the parameters of blocks are of.
+
+    Args:
+        updated: the last step whose update of a block has ended; -1: none has.
+        broken: a step whose update of a block failed midway.
+    """
+    if not updated:
+        return ""
+    of_step: dict[int, list[int]] = {}
+    for block, step in updated.items():
+        if block not in broken:
+            of_step.setdefault(step, []).append(block)
+    if len(of_step) == 1 and not broken:
+        (step,) = of_step
+        return f"All parameters are of step {step}, the last complete one" if step >= 0 else "No parameter has been changed"
+    parts = [
+        f"{f'step {step}' if step >= 0 else 'before the first step'}: {_listed(blocks)}"
+        for step, blocks in sorted(of_step.items(), reverse=True)
+    ]
+    parts += [f"updated in part by step {step}: {_listed([block])}" for block, step in sorted(broken.items())]
+    return f"Parameters are of different steps ({'; '.join(parts)}): load a saved state to go on from one step"
+
+
+def _listed(blocks: Iterable[int]) -> str:
+    """``blocks 0, 2 to 5``."""
+    runs: list[list[int]] = []
+    for block in sorted(blocks):
+        if runs and runs[-1][-1] == block - 1:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    said = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    return f"block {said}" if said.isdecimal() else f"blocks {said}"
+
+
+class _SwitchInterval:
+    """How long a thread may keep Python's lock, shortened while any lanes are open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._before = 0.0
+
+    def shorten(self) -> None:
+        """For lanes that open."""
+        with self._lock:
+            if not self._open:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_SECONDS, self._before))
+            self._open += 1
+
+    def restore(self) -> None:
+        """For lanes that have closed."""
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                sys.setswitchinterval(self._before)
+
+
+_switch_interval = _SwitchInterval()

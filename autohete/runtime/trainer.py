@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from autohete.errors import InputError, NonFiniteLossError, check_fields, check_member
+from autohete.errors import AutoHeteError, InputError, NonFiniteLossError, check_fields, check_member
 from autohete.hardware import Hardware, HardwareFile
 from autohete.policies import parse_policy
 from autohete.policy import Policy
@@ -149,7 +149,12 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close(drain=kind is None)
+        try:
+            self.close()
+        except AutoHeteError as failure:  # of a task: the caller was not told yet
+            if error is None:
+                raise
+            error.add_note(str(failure))
 
     def prepare(self, batch: tuple[Tensor, Tensor]) -> Simulation:
         """Measure, plan and take the model over for batches like ``batch``; the prediction. The first step does it too.
@@ -281,13 +286,13 @@ class Trainer:
             return 0
         return self._memories[0].used_bytes
 
-    def close(self, *, drain: bool = True) -> None:
-        """Wait for what is under way (or not), end the lanes, and give the model its parameters back."""
+    def close(self) -> None:
+        """Wait for what is under way, end the lanes, and give the model its parameters back."""
         lanes, training = self._lanes, self._training
         self._lanes = self._training = None
         try:
             if lanes is not None:
-                lanes.close(drain=drain)
+                lanes.close()
         finally:
             if training is not None:
                 training.close()

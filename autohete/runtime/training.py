@@ -92,6 +92,14 @@ class Training:
         Raises:
             DeviceOutOfMemoryError: a memory's budget is used up.
         """
+        try:
+            self._perform(task, iteration)
+        except BaseException:
+            if self._stream is not None:  # what it has enqueued may still use what is released from here on
+                self._stream().synchronize()
+            raise
+
+    def _perform(self, task: Task, iteration: int) -> None:
         current = self._current
         current.task, current.iteration = task.id.at(iteration), iteration
         current.alive = []
