@@ -1,5 +1,5 @@
 """The command line. Exit code 0: an answer, also that it does not fit; 2: something that was given cannot be taken;
-130: interrupted.
+130: interrupted; 143: terminated.
 
 Heavy imports (SciPy, SimPy, matplotlib) wait until a command needs them, so that ``--help`` is quick.
 """
@@ -422,7 +422,7 @@ def _refuse(app: App, message: str) -> NoReturn:
 
 
 def run_app(app: App) -> None:
-    """Run a command line: one line and exit code 2 for every error that a person can mend, 130 for an interrupt."""
+    """Run a command line: one line and exit code 2 for every error that a person can mend, 130 or 143 for a signal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal of few letters shows the rest by number

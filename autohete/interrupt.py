@@ -1,4 +1,5 @@
-"""An interrupt (Ctrl-C) ends a program with at most one line on stderr and exit code 130, whatever it is doing.
+"""An interrupt (Ctrl-C) ends a program with at most one line on stderr and exit code 130, whatever it is doing; so does
+SIGTERM, with exit code 143.
 
 Programs call :func:`catch_interrupts` before they import anything heavy: an interrupt then ends the process at once, since
 there is nothing to clean up. Inside :func:`interruptible` it is a ``KeyboardInterrupt``, so that files and threads are
@@ -16,20 +17,27 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-#: What a shell reports of a program that SIGINT has ended.
-EXIT_CODE = 128 + signal.SIGINT
+#: What a program says that these signals end. Its exit code is that which a shell reports of a program that they have killed.
+_ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 class _Handler:
-    """What SIGINT does."""
+    """What SIGINT and SIGTERM do."""
 
     def __init__(self, program: str) -> None:
         self.program = program
         self.working = False
         self.interrupted = False
         self.said = False
+        self.signal = signal.SIGINT
+        self._process = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and os.getpid() != self._process:  # a fork; whoever started it expects that it dies
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if not self.interrupted:
+            self.signal = signal.Signals(number)
         if not self.working or self.interrupted:
             self.end()
         self.interrupted = True
@@ -52,16 +60,16 @@ class _Handler:
         if not self.said:
             self.said = True
             with suppress(OSError):
-                os.write(2, f"{self.program}: interrupted\n".encode())
+                os.write(2, f"{self.program}: {_ENDS[self.signal]}\n".encode())
 
     def end(self) -> NoReturn:
         """End now."""
         self.say()
-        os._exit(EXIT_CODE)
+        os._exit(128 + self.signal)
 
 
 def catch_interrupts(program: str) -> _Handler | None:
-    """Let SIGINT end this process in the way described above, and return its handler.
+    """Let SIGINT and SIGTERM end this process in the way described above, and return its handler.
 
     None where SIGINT is not Python's to handle: ignored, as for a job in the background, or handled by somebody else.
     """
@@ -73,12 +81,14 @@ def catch_interrupts(program: str) -> _Handler | None:
     made = _Handler(program)
     sys.excepthook, sys.unraisablehook = made.uncaught, made.unraisable
     signal.signal(signal.SIGINT, made)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, made)
     return made
 
 
 @contextmanager
 def interruptible(program: str) -> Iterator[None]:
-    """Work that is cleaned up when it is interrupted: exits with code 130 if it was. Whatever else it raises passes."""
+    """Work that is cleaned up when it is interrupted: exits with code 130 or 143 if it was. Whatever else it raises passes."""
     handler = catch_interrupts(program)
     if handler is None:
         yield

@@ -1,12 +1,20 @@
-"""How hard Hypothesis tries: the same examples in every run by default, many random ones when asked for.
+"""How hard Hypothesis tries, and how long a test may take.
 
-``AUTOHETE_HYPOTHESIS=wide pytest`` looks for new counterexamples; what it finds is printed as a blob to reproduce it.
+By default Hypothesis tries the same examples in every run; ``AUTOHETE_HYPOTHESIS=wide pytest`` looks for new counterexamples
+among many random ones, and prints what it finds as a blob to reproduce it.
+
+A test that hangs, which a fault in threads does, ends its process with the stacks of all threads on stderr.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Drawing a profile with its plan takes many small draws; that is no sign of a bad strategy.
@@ -17,3 +25,28 @@ settings.register_profile(
 )
 settings.register_profile("wide", deadline=None, max_examples=1000, print_blob=True, suppress_health_check=_SLOW_IS_FINE)
 settings.load_profile(os.environ.get("AUTOHETE_HYPOTHESIS", "ci"))
+
+#: Seconds after which a test hangs.
+_HANG_SECONDS = float(os.environ.get("AUTOHETE_HANG_SECONDS", "1e5" if "AUTOHETE_HYPOTHESIS" in os.environ else "600"))
+_stderr = pytest.StashKey[TextIO]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the process's own stderr: while a test runs, pytest captures what is written to it."""
+    assert sys.__stderr__ is not None
+    config.stash[_stderr] = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Close it."""
+    config.stash[_stderr].close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Guard each test with its fixtures."""
+    faulthandler.dump_traceback_later(_HANG_SECONDS, exit=True, file=item.config.stash[_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

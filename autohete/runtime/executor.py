@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from autohete.errors import InfeasibleError, InputError, ScheduleError, check_switch, check_whole
+from autohete.runtime.claims import Claim
 from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.optimizer import Adam
@@ -68,6 +69,13 @@ class TorchExecutor:
             InputError: there are fewer batches than iterations.
         """
         check_whole("iterations", iterations, 1)
+        claim = Claim(self._partition.model, "trained")
+        try:
+            return self._run(schedule, iterations)
+        finally:
+            claim.release()
+
+    def _run(self, schedule: Schedule, iterations: int) -> Trace:
         if self._budget:
             _check_fits(schedule.validate())
             self.device, self.host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)

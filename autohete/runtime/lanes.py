@@ -483,14 +483,14 @@ def _state(updated: dict[int, int], broken: dict[int, int]) -> str:
         (step,) = of_step
         return f"All parameters are of step {step}, the last complete one" if step >= 0 else "No parameter has been changed"
     parts = [
-        f"{f'step {step}' if step >= 0 else 'before the first step'}: {_listed(blocks)}"
+        f"{f'step {step}' if step >= 0 else 'before the first step'}: {listed(blocks)}"
         for step, blocks in sorted(of_step.items(), reverse=True)
     ]
-    parts += [f"updated in part by step {step}: {_listed([block])}" for block, step in sorted(broken.items())]
+    parts += [f"updated in part by step {step}: {listed([block])}" for block, step in sorted(broken.items())]
     return f"Parameters are of different steps ({'; '.join(parts)}): load a saved state to go on from one step"
 
 
-def _listed(blocks: Iterable[int]) -> str:
+def listed(blocks: Iterable[int]) -> str:
     """``blocks 0, 2 to 5``."""
     runs: list[list[int]] = []
     for block in sorted(blocks):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autohete.runtime.optimizer import Adam, AdamStates
+from autohete.runtime.worker import check_stop
 
 _KIB, _MIB = 2**10, 2**20
 #: Sizes of copies, from 64 KiB, a factor of four apart.
@@ -148,6 +149,7 @@ class _Copies:
         times = []
         for number in range(9 if size <= 16 * _MIB else 3):
             # Each time another place, and nothing of it in a cache: so a training finds its parameters.
+            check_stop()
             offset = number * max(size, 4 * _MIB) % (self._largest - size + 1)
             target, source = self._target[offset : offset + size], self._source[offset : offset + size]
             forget_cache()
@@ -185,6 +187,7 @@ def _update(threads: int) -> Callable[[], None]:
 
 def _rates_together(jobs: dict[str, Callable[[], None]], seconds: float = _SECONDS) -> dict[str, float]:
     """How often a second each of ``jobs`` gets done while all of them run for ``seconds``, each in a thread."""
+    check_stop()
     rates: dict[str, float] = {}
     barrier = threading.Barrier(len(jobs))
 

@@ -1,7 +1,9 @@
 """Measures one block of each kind: seconds and bytes of every pass, on the device that will train.
 
 The passes run through the same actions as in training, one after another in the calling thread, so what is measured is what
-the lanes will do. Equal blocks are measured once: the model runs with the first of each kind, the others hand their input on.
+the lanes will do. That thread is a worker's, which looks between two tasks whether it is to stop: an interrupt inside of a pass
+would abort the process. Equal blocks are measured once: the model runs with the first of each kind, the others hand their input
+on.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from autohete.runtime.passes import Batch, Loss
 from autohete.runtime.plans import everything_resident
 from autohete.runtime.precision import DTYPES
 from autohete.runtime.training import Training
+from autohete.runtime.worker import check_stop
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, parse_schedule
 from autohete.trace import Clock
 from autohete.workload import Workload
@@ -248,6 +251,7 @@ def _measured(
         for iteration in range(1 + repeats):
             training.passes.batches[iteration] = batch
             for task in schedule.tasks:
+                check_stop()
                 before, brought = memory.used_bytes, _size(training.passes.in_transit)
                 memory.reset_peak()
                 if not on_cuda:
@@ -309,6 +313,7 @@ def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:
     scratch = states.scratch()
     times = []
     for _ in range(1 + _REPEATS):
+        check_stop()
         forget_cache()
         begin = time.perf_counter()
         states.update(flat, gradients, set(range(len(sizes))), scratch)

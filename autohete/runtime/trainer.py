@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from autohete.errors import AutoHeteError, InputError, NonFiniteLossError, check_fields, check_member
 from autohete.hardware import Hardware, HardwareFile
+from autohete.plan import Plan
 from autohete.policies import parse_policy
-from autohete.policy import Policy
+from autohete.policy import Judge, Policy
 from autohete.profile import Profile, analytic_profile
+from autohete.runtime.claims import Claim
 from autohete.runtime.device import CudaMemory, Ledger
-from autohete.runtime.lanes import LaneThreads
+from autohete.runtime.lanes import LaneThreads, listed
 from autohete.runtime.machine import measure_machine, versions
 from autohete.runtime.model import next_token_loss
 from autohete.runtime.optimizer import Adam
@@ -29,10 +35,13 @@ from autohete.runtime.passes import Batch, Loss
 from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.profiler import measure, workload_of
 from autohete.runtime.training import Training
+from autohete.runtime.worker import PATIENCE_SECONDS, Ended, Worker, apart, stoppable
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, TaskId
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.trace import Clock, Trace
 from autohete.units import parse_quantity
+
+T = TypeVar("T")
 
 #: Share of a GPU's free memory that is planned with, where nobody says how much: the rest is for libraries' workspaces.
 _CUDA_SHARE = 0.92
@@ -81,8 +90,12 @@ class Comparison:
 class Trainer:
     """Trains ``model`` with a policy, within memory budgets.
 
-    Use it as a context: leaving it waits for what is under way and gives the model its trained parameters back. The first
-    step measures the model's blocks (unless a profile is given), plans, and takes the parameters over.
+    Use it as a context: leaving it, also by an exception, waits for what is under way and gives the model its trained
+    parameters back. The first step measures the model's blocks (unless a profile is given), plans, and takes the parameters
+    over. Several threads may call its methods; it does one after another. In a forked process it cannot be used.
+
+    An interrupt (Ctrl-C) stops measuring and planning; a step goes on alone and is completed by :meth:`close`. A second one
+    while that waits leaves as soon as the tasks that run have ended, and its note says which steps the parameters are of.
 
     Args:
         model: blocks in an ``nn.ModuleList``; forward from token ids to logits; all parameters of a block in one type.
@@ -140,17 +153,25 @@ class Trainer:
         self.resident_bytes = 0
         self.skipped_steps = 0
         self._shape: tuple[int, ...] | None = None
-        self._training: Training | None = None
-        self._lanes: LaneThreads | None = None
+        self._entered = self._closed = False
+        self._held = _Held()
+        #: A trainer that is dropped gives the model back as well.
+        self._finalizer = weakref.finalize(self, self._held.dropped)
+        self._finalizer.atexit = False  # then it depends on who used weakref first; see _Held.at_exit
         #: Of the device and of the host.
         self._memories: tuple[Ledger | CudaMemory, Ledger] | None = None
 
     def __enter__(self) -> Self:
+        if self._closed:
+            raise InputError("the trainer is closed, and its model is given back: make a new one to go on")
+        if self._entered:
+            raise InputError("the trainer is in a with statement already: leave that first, and make a new one")
+        self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self.close()
+            self._close(interrupted=isinstance(error, KeyboardInterrupt))
         except AutoHeteError as failure:  # of a task: the caller was not told yet
             if error is None:
                 raise
@@ -161,22 +182,42 @@ class Trainer:
 
         Raises:
             InfeasibleError: the plan, or any plan, needs more memory than there is; says what binds.
+            InputError: the model is being trained already, or is closed, or cannot be trained block by block.
         """
+        self._check_caller()
+        return self._held.worker.do(partial(self._prepared, batch), stoppable=True)
+
+    def _prepared(self, batch: tuple[Tensor, Tensor]) -> Simulation:
+        if self._closed:
+            raise InputError("the trainer is closed: make a new one to go on")
         if self.prediction is not None:
             return self.prediction
+        before = self._partition, self.resident_bytes, self.slowdown
+        self._held.claim = Claim(self._partition.model, "trained")
+        atexit.register(self._held.at_exit)
+        try:
+            self.prediction = self._prepare(batch)
+        except BaseException:
+            self._partition, self.resident_bytes, self.slowdown = before
+            self._shape = self._memories = None
+            self._held.give_back()
+            raise
+        return self.prediction
+
+    def _prepare(self, batch: tuple[Tensor, Tensor]) -> Simulation:
         with _one_thread(self._device):
             self._partition = self._partition.by_use(batch[0])
             profile = self._profile(Batch(*batch))
         self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
         profile = self._with_budgets(profile)
-        prediction = simulate_safely(profile, self._policy, as_executed, self._lasting_bytes)
+        prediction = simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)
         schedule = prediction.schedule
         self._shape = tuple(batch[0].shape)
         on_cuda = self._device.type == "cuda"
         device = CudaMemory(self._device) if on_cuda else Ledger(GPU_MEMORY, profile.hardware.gpu_capacity_bytes)
         host = Ledger(HOST_MEMORY, profile.hardware.host.memory_bytes)
         self._memories = (device, host)
-        self._training = Training(
+        training = self._held.training = Training(
             self._partition,
             schedule,
             self._loss,
@@ -187,16 +228,15 @@ class Trainer:
         )
         if on_cuda:  # not what measuring took
             device.reset_peak()
-        self._lanes = LaneThreads(
+        self._held.lanes = LaneThreads(
             schedule,
-            self._training.perform,
+            training.perform,
             self._clock(),
             paced=self._mode is Mode.PACED,
             history=_HISTORY,
             around=partial(_own_stream, self._device),
             update_threads=torch.get_num_threads() if on_cuda else 1,
         )
-        self.prediction = prediction
         return prediction
 
     def step(self, batch: tuple[Tensor, Tensor]) -> float:
@@ -205,19 +245,25 @@ class Trainer:
         Backward and updates go on meanwhile, also under the next step.
 
         Raises:
-            NonFiniteLossError: the loss is NaN or infinite; no parameter has been changed by this step.
+            NonFiniteLossError: the loss is NaN or infinite; says whether a parameter has been changed by this step.
             TaskError: a task failed, for example with :class:`~autohete.errors.DeviceOutOfMemoryError`.
             InputError: the batch has another shape than the first one.
         """
-        prediction = self.prepare(batch)
+        if self.prediction is None:
+            self.prepare(batch)
+        if self._device.type == "cuda":  # whatever made the batch may still be at work
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._do(partial(self._step, batch))
+
+    def _step(self, batch: tuple[Tensor, Tensor]) -> float:
         training, lanes = self._running()
+        prediction = self.prediction
+        assert prediction is not None
         if tuple(batch[0].shape) != self._shape or batch[1].shape != batch[0].shape:
             raise InputError(
                 f"the batch has ids {tuple(batch[0].shape)} and targets {tuple(batch[1].shape)}, the first one had "
                 f"{self._shape}: memory is planned for one shape"
             )
-        if self._device.type == "cuda":  # whatever made the batch may still be at work
-            torch.cuda.current_stream(self._device).synchronize()
         iteration = lanes.admitted
         training.passes.batches[iteration] = Batch(*batch)
         lanes.admit()
@@ -229,11 +275,29 @@ class Trainer:
             if self._on_nonfinite is NonFinite.STOP:
                 lanes.drain()
                 raise NonFiniteLossError(
-                    f"step {iteration}: the loss is {loss}; not finite first: {where}. No parameter has been changed by this "
-                    "step; lower the learning rate, or let such steps be skipped (on_nonfinite=NonFinite.SKIP)",
+                    f"step {iteration}: the loss is {loss}; not finite first: {where}. {self._changed_by(iteration)}; lower "
+                    "the learning rate, or let such steps be skipped (on_nonfinite=NonFinite.SKIP)",
                     iteration,
                 )
         return loss
+
+    def _changed_by(self, iteration: int) -> str:
+        """What a step that had a loss, or gradients, that are not finite has changed all the same, once it has ended."""
+        training, lanes = self._running()
+        assert self.prediction is not None
+        # A delayed update takes the gradients of the step before; that of a skipped step finds none.
+        stale = {
+            task.id.block
+            for task in self.prediction.schedule.tasks
+            if task.id.kind is Kind.CPU_UPDATE and any(e.back and e.task.kind is Kind.OFFLOAD_GRADIENTS for e in task.after)
+        }
+        updated = set(lanes.updated(iteration))
+        by_this = updated - stale if iteration not in training.passes.skipped else set()
+        by_last = updated & stale if iteration and iteration - 1 not in training.passes.skipped else set()
+        if by_this:
+            return f"This step has updated {listed(by_this)}: load a saved state to go on from one step"
+        said = "No parameter has been changed by this step"
+        return f"{said} ({listed(by_last)}: by the gradients of the one before, as planned)" if by_last else said
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
         """Mean loss over ``batches`` without training, after waiting for all updates.
@@ -241,27 +305,33 @@ class Trainer:
         Raises:
             InputError: there is no batch, or nothing has been trained yet.
         """
-        training, lanes = self._running()
-        lanes.drain()
+        self._do(self._drained)
         losses = []
-        with training.evaluation() as logits, torch.no_grad():
-            for ids, targets in batches:
-                losses.append(self._loss(logits(ids), targets.to(self._device)).item())
+        for batch in batches:  # the caller's, and so in the caller's thread
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            losses.append(self._do(partial(self._evaluated, batch)))
         if not losses:
             raise InputError("there is no batch to evaluate: give a longer text or a larger validation share")
         return sum(losses) / len(losses)
 
-    def parameters(self) -> list[Tensor]:
-        """Copies of all trained parameters in block order, after waiting for all updates; master weights where there are."""
+    def _evaluated(self, batch: tuple[Tensor, Tensor]) -> float:
+        ids, targets = batch
+        with self._drained()[0].evaluation() as logits, torch.no_grad():
+            return float(self._loss(logits(ids), targets.to(self._device)).item())
+
+    def _drained(self) -> tuple[Training, LaneThreads]:
         training, lanes = self._running()
         lanes.drain()
-        return training.parameters()
+        return training, lanes
+
+    def parameters(self) -> list[Tensor]:
+        """Copies of all trained parameters in block order, after waiting for all updates; master weights where there are."""
+        return self._do(lambda: self._drained()[0].parameters())
 
     def trace(self) -> Trace:
         """When everything happened in the last iterations, after waiting for all updates."""
-        lanes = self._running()[1]
-        lanes.drain()
-        return lanes.trace()
+        return self._do(lambda: self._drained()[1].trace())
 
     def comparison(self) -> Comparison:
         """Predicted beside measured, after waiting for all updates."""
@@ -287,20 +357,53 @@ class Trainer:
         return self._memories[0].used_bytes
 
     def close(self) -> None:
-        """Wait for what is under way, end the lanes, and give the model its parameters back."""
-        lanes, training = self._lanes, self._training
-        self._lanes = self._training = None
+        """Wait for what is under way, end the lanes, and give the model its parameters back. Again: nothing.
+
+        Raises:
+            TaskError: a task has failed, and no call has told it yet.
+        """
+        self._close(interrupted=False)
+
+    def _close(self, interrupted: bool) -> None:
+        """:meth:`close`, for a caller that was interrupted before or not: the second interrupt does not wait."""
+        self._check_caller()
+        held = self._held
+        self._closed, lanes = True, held.lanes
+        held.worker.stop()
         try:
+            if held.worker.thread.ident is not None:
+                held.worker.do(held.give_back, *[lambda: None] * (not interrupted), held.abandon)
+        except Ended:
+            pass  # closed before
+        except KeyboardInterrupt as error:
             if lanes is not None:
-                lanes.close()
+                error.add_note(lanes.state())
+            raise
         finally:
-            if training is not None:
-                training.close()
+            held.worker.end()
+            if not held.worker.thread.is_alive():
+                self._finalizer.detach()
+
+    def _do(self, job: Callable[[], T]) -> T:
+        """The result of ``job`` on what is running, done by the trainer's thread."""
+        self._check_caller()
+        self._running()
+        return self._held.worker.do(job)
+
+    def _check_caller(self) -> None:
+        self._held.worker.check_process()
+        if threading.current_thread() in self._held.threads:
+            raise InputError(
+                "the trainer is used by what it calls itself, such as its loss or its model, and would wait for itself: use it "
+                "between the steps"
+            )
 
     def _running(self) -> tuple[Training, LaneThreads]:
-        if self._training is None or self._lanes is None:
-            raise InputError("the trainer is closed, or has not begun: call step inside of its context")
-        return self._training, self._lanes
+        if self._held.training is None or self._held.lanes is None:
+            if self._closed:
+                raise InputError("the trainer is closed: make a new one to go on")
+            raise InputError("the trainer has not begun: call step inside of its context")
+        return self._held.training, self._held.lanes
 
     def _clock(self) -> Clock:
         if self._device.type == "cuda":
@@ -340,6 +443,83 @@ class Trainer:
         return {name: ns * 1e-9 for name, ns in self._running()[1].busy_ns.items()}
 
 
+class _Held:
+    """What a Trainer has in its hands. It does not refer to the Trainer, so that it can be given back when that is dropped."""
+
+    def __init__(self) -> None:
+        self.worker = Worker("autohete-trainer", "the trainer is closed: make a new one to go on")
+        self.claim: Claim | None = None
+        self.training: Training | None = None
+        self.lanes: LaneThreads | None = None
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """All that it has."""
+        lanes = self.lanes
+        return [self.worker.thread, *(lanes.threads if lanes is not None else ())]
+
+    def give_back(self) -> None:
+        """End the lanes when all that was admitted has ended, and give the model back."""
+        try:
+            with ExitStack() as undo:  # each of it, whatever becomes of the others
+                if self.claim is not None:
+                    undo.callback(self.claim.release)
+                if self.training is not None:
+                    undo.callback(self.training.close)
+                if self.lanes is not None:
+                    undo.callback(self.lanes.close)
+        finally:
+            self.claim = self.training = self.lanes = None
+            atexit.unregister(self.at_exit)
+
+    def abandon(self) -> None:
+        """Wait for nothing that has not begun."""
+        self.worker.stop()
+        lanes = self.lanes
+        if lanes is not None:
+            lanes.abandon()
+
+    def at_exit(self) -> None:
+        """Give back what is still held when Python ends: a thread that is in PyTorch then would abort the process."""
+        if self.worker.forked:
+            return
+        self.worker.stop()
+        try:
+            self.worker.end(self.give_back, PATIENCE_SECONDS)
+        except KeyboardInterrupt:
+            self.abandon()
+            self.worker.end(timeout=PATIENCE_SECONDS)
+
+    def dropped(self) -> None:
+        """Give back what a Trainer held that nobody has closed. Called in any thread, at any time."""
+        if self.worker.forked or self.worker.thread.ident is None:
+            return
+        open_ = self.training is not None
+        if threading.current_thread() in self.threads:  # which would wait for itself
+            self.worker.end(self.give_back, timeout=0)
+        else:
+            self.at_exit()
+        if open_:
+            warnings.warn(
+                "a Trainer was never closed: use it in a with statement, or call close()", ResourceWarning, stacklevel=2
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stoppable:
+    """A policy that ends where it tries its next plan if it is told to stop."""
+
+    policy: Policy
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        return self.policy.plan(profile, stoppable(judge))
+
+
+@apart
 def measured_profile(
     model: nn.Module,
     batch: tuple[Tensor, Tensor],
@@ -366,6 +546,7 @@ def measured_profile(
     return profile, document, versions()
 
 
+@apart
 def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = None) -> Hardware:
     """This machine, measured in a few seconds."""
     where = _torch_device(device)
@@ -373,6 +554,7 @@ def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = N
         return _hardware(measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=True))
 
 
+@apart
 def measured_profile_on(
     hardware: Hardware,
     model: nn.Module,
@@ -384,10 +566,15 @@ def measured_profile_on(
 ) -> Profile:
     """The blocks of ``model`` measured for batches like ``batch``; copies are those of ``hardware``."""
     where = _torch_device(device)
-    with _one_thread(where):
-        cut = partition(model, blocks).by_use(batch[0])
-        workload = workload_of(cut, batch[0], name)
-        return measure(cut, workload, hardware, Batch(*batch), next_token_loss, torch_device=where)
+    cut = partition(model, blocks)
+    claim = Claim(model, "measured")
+    try:
+        with _one_thread(where):
+            cut = cut.by_use(batch[0])
+            workload = workload_of(cut, batch[0], name)
+            return measure(cut, workload, hardware, Batch(*batch), next_token_loss, torch_device=where)
+    finally:
+        claim.release()
 
 
 def _hardware(document: dict[str, Any]) -> Hardware:
