@@ -101,7 +101,7 @@ class LaneThreads:
         #: Of this iteration and the later ones nothing more begins.
         self._stop_from = math.inf
         self._failures: list[tuple[str, BaseException]] = []
-        self._error: TaskError | None = None  # what the caller was told
+        self._error: TaskError | None = None
         self._closing = self._abandoned = self._torn = self._released = False
         #: Lanes that are inside of a task.
         self._running: set[int] = set()
@@ -143,7 +143,8 @@ class LaneThreads:
         except AutoHeteError as failure:
             if error is None:
                 raise
-            error.add_note(str(failure))
+            if failure is not error:
+                error.add_note(str(failure))
 
     @property
     def admitted(self) -> int:
@@ -232,20 +233,20 @@ class LaneThreads:
         parameters are of.
 
         Raises:
-            TaskError: a task has failed, and the caller has not been told.
+            TaskError: any task has failed, and this is the first time that the lanes are closed.
         """
         if os.getpid() != self._process:
             return  # the threads are the parent's
         try:
             # An admission that was interrupted may never end.
-            if drain and self._error is None and not (self._closing or self._torn):
+            if drain and not (self._closing or self._torn):
                 self.drain()
         except BaseException as error:
             self._end_all()
             if not isinstance(error, AutoHeteError):
                 error.add_note(self.state())
             raise
-        finally:
+        else:
             self._end_all()
 
     def _end_all(self) -> None:

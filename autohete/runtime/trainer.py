@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autohete.errors import AutoHeteError, InputError, NonFiniteLossError, check_fields, check_member
+from autohete.errors import AutoHeteError, InputError, NonFiniteLossError, TaskError, check_fields, check_member
 from autohete.hardware import Hardware, HardwareFile
 from autohete.plan import Plan
 from autohete.policies import parse_policy
@@ -153,11 +153,10 @@ class Trainer:
         self.resident_bytes = 0
         self.skipped_steps = 0
         self._shape: tuple[int, ...] | None = None
-        self._entered = self._closed = False
+        self._entered = self._closed = self._told = False
         self._held = _Held()
         #: A trainer that is dropped gives the model back as well.
-        self._finalizer = weakref.finalize(self, self._held.dropped)
-        self._finalizer.atexit = False  # then it depends on who used weakref first; see _Held.at_exit
+        weakref.finalize(self, self._held.dropped).atexit = False  # when Python ends, _Held.at_exit comes sooner
         #: Of the device and of the host.
         self._memories: tuple[Ledger | CudaMemory, Ledger] | None = None
 
@@ -367,28 +366,34 @@ class Trainer:
     def _close(self, interrupted: bool) -> None:
         """:meth:`close`, for a caller that was interrupted before or not: the second interrupt does not wait."""
         self._check_caller()
-        held = self._held
-        self._closed, lanes = True, held.lanes
+        held, self._closed = self._held, True
+        lanes = held.lanes
         held.worker.stop()
         try:
             if held.worker.thread.ident is not None:
                 held.worker.do(held.give_back, *[lambda: None] * (not interrupted), held.abandon)
+            held.worker.end()
         except Ended:
             pass  # closed before
+        except TaskError:
+            held.worker.end()
+            if not self._told:
+                raise
         except KeyboardInterrupt as error:
+            held.worker.end(held.give_back)  # it may have come before the wait
             if lanes is not None:
                 error.add_note(lanes.state())
             raise
-        finally:
-            held.worker.end()
-            if not held.worker.thread.is_alive():
-                self._finalizer.detach()
 
     def _do(self, job: Callable[[], T]) -> T:
         """The result of ``job`` on what is running, done by the trainer's thread."""
         self._check_caller()
         self._running()
-        return self._held.worker.do(job)
+        try:
+            return self._held.worker.do(job)
+        except TaskError:
+            self._told = True
+            raise
 
     def _check_caller(self) -> None:
         self._held.worker.check_process()

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from autohete.errors import AutoHeteError, InputError
+from autohete.errors import InputError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -168,9 +168,7 @@ class Worker:
         value, failure = ticket.outcome()
         try:
             if interrupt is not None:
-                if isinstance(failure, AutoHeteError):
-                    interrupt.add_note(str(failure))
-                raise interrupt
+                raise interrupt from None if ticket.stopped else failure
             if failure is not None:
                 raise failure
             return cast(T, value)
