@@ -88,7 +88,7 @@ def test_the_named_smallest_budget_works() -> None:
         with Trainer(model_for(MEDIUM), policy="stronghold:window=1", gpu_memory=gpu_memory, profile=profile) as trainer:
             trainer.step(batches(MEDIUM, 1)[0])
 
-    with pytest.raises(InfeasibleError, match=r"at \w+@\d+ it needs .*works for this plan is \d+ B") as caught:
+    with pytest.raises(InfeasibleError, match=r"at \w+@\d+ it needs .*that works is \d+ B") as caught:
         one_step(100_000)
     one_step(caught.value.needed_bytes)
 
