@@ -279,28 +279,22 @@ def _proof(within: float, iteration_seconds: float) -> str:
 
 def _if_late(summary: Summary) -> str:
     """What it takes to fit whatever the tasks last; empty if nothing."""
-    needs = [
-        f"{'any amount' if worst is None else format_bytes(worst)} of {format_bytes(capacity)} {memory} memory"
+    waits = f"{summary.memory_waits} wait{'' if summary.memory_waits == 1 else 's'} for memory"
+    needs = " and ".join(
+        f"{'any amount' if worst is None else format_bytes(worst)} of {memory} memory, there are {format_bytes(capacity)}"
         for memory, worst, capacity in (
             ("GPU", summary.gpu_worst_bytes, summary.gpu_capacity_bytes),
             ("host", summary.host_worst_bytes, summary.host_capacity_bytes),
         )
         if worst is None or worst > capacity
-    ]
-    late = f"if copies are late it needs {' and '.join(needs)}"
-    if summary.memory_waits is None:
-        return f"{late}, and no waits are known that prevent it"
-    if not summary.memory_waits:
-        return ""
-    assert summary.iteration_seconds is not None
-    assert summary.safe_iteration_seconds is not None
-    made = (
-        f"{summary.memory_waits} wait{'s' * (summary.memory_waits > 1)} for memory make{'s' * (summary.memory_waits == 1)} it"
     )
     if not needs:
-        return f"{made} fit, whatever its tasks last"
+        return f"fits with {waits}, whatever its tasks last" if summary.memory_waits else ""
+    late = f"if copies are late it may need {needs}"
+    if summary.memory_waits is None or summary.safe_iteration_seconds is None or summary.iteration_seconds is None:
+        return f"{late}; no waits are known that prevent it"
     cost = 100 * (summary.safe_iteration_seconds / summary.iteration_seconds - 1)
-    return f"{late}; {made} fit whatever its tasks last, at {cost:+.1f} % of time"
+    return f"{late}; {waits} prevent that and make the iteration {abs(cost):.1f} % {'shorter' if cost < 0 else 'longer'}"
 
 
 def or_dash(value: float | None, write: Callable[[float], str]) -> str:
