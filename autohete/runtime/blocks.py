@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from autohete.runtime.device import Ledger
+from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import AdamStates
 from autohete.runtime.partition import BlockCall
 
@@ -56,6 +58,12 @@ class Memories:
         if self.host is not None:
             self.host.claim(tensor, group, self.current.task)
         return tensor
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count ``tensors`` no longer: room for them is set aside as long as the training lasts."""
+        if self.device is not None:
+            for tensor in tensors:
+                self.device.leave_out(tensor)
 
     def on_device(self, elements: int, dtype: torch.dtype, group: str) -> Tensor:
         """A new flat tensor on the device."""
@@ -109,8 +117,8 @@ class Block:
     dtype: torch.dtype = field(init=False)
     device: Side = field(default_factory=Side)
     host: Side = field(default_factory=Side)
-    #: Input and random state, if it will be recomputed.
-    checkpoint: tuple[BlockCall, list[Tensor]] | None = None
+    #: Its call, if it will be recomputed, and the random state that it drew from; None if it drew nothing.
+    checkpoint: tuple[BlockCall, RandomState | None] | None = None
     #: Where backward begins, and where the gradient of the input arrives.
     root: GradientEdge | None = None
     arrived: list[Tensor] = field(default_factory=list)

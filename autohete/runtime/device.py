@@ -143,6 +143,15 @@ class Ledger:
                 self._groups[group] = self._groups.get(group, 0) + entry.size
                 entry.group = group
 
+    def leave_out(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` no longer: its bytes are set aside for as long as the training lasts."""
+        with self._lock:
+            self._bury()
+            entry = self._entries.pop(tensor.untyped_storage()._cdata, None)
+            if entry is not None:
+                self._used -= entry.size
+                self._groups[entry.group] -= entry.size
+
     def _bury(self) -> None:
         while self._dead:
             entry = self._dead.popleft()

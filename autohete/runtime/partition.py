@@ -10,18 +10,30 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, disable_saved_tensors_hooks
+from torch.nn.utils.parametrize import ParametrizationList
 
 from autohete.errors import InputError
+from autohete.runtime.model_state import (
+    NO_EFFECTS,
+    Effects,
+    RandomState,
+    Snapshot,
+    buffers_of,
+    tensors_in,
+    unchanged_random_state,
+)
 from autohete.runtime.precision import DTYPES
 
 _BETWEEN = (
@@ -29,6 +41,7 @@ _BETWEEN = (
     "parameters can move with them"
 )
 _ONCE = "each must be called once, in order"
+_OWN_HOOKS = "a block has hooks of its own for what backward needs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +52,14 @@ class Probe:
         hidden: the first block's input.
         logits: the result.
         before, after: ids of the parameters that the first block's input and, past the last block, the logits come from.
+        effects: what it does beside.
     """
 
     hidden: Tensor
     logits: Tensor
     before: frozenset[int]
     after: frozenset[int]
+    effects: Effects
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +71,13 @@ class Partition:
         modules: the transformer blocks.
         owned: trained parameters of each block, embedding first, head last; each parameter once, so a matrix that
             the head shares with the embedding is the embedding's.
+        effects: what a forward does beside computing its result, as :meth:`by_use` finds it.
     """
 
     model: nn.Module
     modules: tuple[nn.Module, ...]
     owned: tuple[tuple[nn.Parameter, ...], ...]
+    effects: Effects = NO_EFFECTS
 
     @property
     def last(self) -> int:
@@ -72,6 +89,21 @@ class Partition:
         """Buffers and frozen parameters, which are neither trained nor moved: they stay on the device throughout."""
         trained = {id(parameter) for owned in self.owned for parameter in owned}
         return [*self.model.buffers(), *(p for p in self.model.parameters() if id(p) not in trained)]
+
+    @property
+    def lasting_bytes(self) -> int:
+        """Of what is on the device throughout: :attr:`lasting`, copies of buffers that blocks change, what attributes keep."""
+        inside = [place for i in range(1, self.last) for place in buffers_of(self.named_modules(i))]
+        copied: list[Tensor] = [place.value for place in inside if place.name in self.effects.changing]
+        return self.effects.kept_bytes + sum(tensor.numel() * tensor.element_size() for tensor in (*self.lasting, *copied))
+
+    def named_modules(self, i: int) -> list[tuple[str, nn.Module]]:
+        """The modules of block ``i``, by their names in the model; 0 and :attr:`last` are the model without its block list."""
+        if 0 < i < self.last:
+            inside = set(self.modules[i - 1].modules())
+        else:
+            inside = {*self.model.modules()}.difference(*(module.modules() for module in self.modules))
+        return [(name, module) for name, module in self.model.named_modules() if module in inside]
 
     @contextmanager
     def intercepted(self) -> Iterator[list[Callable[..., Any]]]:
@@ -91,23 +123,28 @@ class Partition:
             yield forwards
 
     def probe(self, ids: Tensor) -> Probe:
-        """Run forward once, of the first sequence and in the calling thread; the random state is as before afterwards.
+        """Run forward once, of the first sequence and in the calling thread; the model and the random states are as before.
 
         Raises:
             InputError: the model does with its blocks what cannot be trained block by block.
         """
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        with self.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad():
-            forward = ForwardPass(self.model)
-            call = first = forward.start(ids[:1].to(device))
-            for place, own in enumerate(forwards):
-                with torch.no_grad():
-                    result = call.on(own, call.hidden.detach())
-                if place + 1 < len(forwards):
-                    call = forward.resume(result)
-            logits = forward.finish(with_hidden(result, hidden_of(result).detach()))
+        outside = Snapshot(self.named_modules(0))
+        trials = [_Trial(self.named_modules(place + 1), len(ids)) for place in range(len(self.modules))]
+        try:
+            with self.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad():
+                forward = ForwardPass(self.model)
+                call = first = forward.start(ids[:1].to(device))
+                for place, own in enumerate(forwards):
+                    result = trials[place].run(call, own, device)
+                    if place + 1 < len(forwards):
+                        call = forward.resume(result)
+                logits = forward.finish(result)
+            effects = reduce(Effects.__or__, (trial.effects for trial in trials), _effects_since(outside, len(ids)))
+        finally:
+            outside.restore()
         before, after = (frozenset(map(id, _leaves(tensor))) for tensor in (first.hidden, logits))
-        return Probe(first.hidden.detach(), logits.detach(), before, after)
+        return Probe(first.hidden.detach(), logits.detach(), before, after, effects)
 
     def by_use(self, ids: Tensor) -> Partition:
         """This partition with the parameters outside of the blocks where a forward uses them, not where they were declared.
@@ -128,7 +165,8 @@ class Partition:
         used = found.before | found.after
         before += [p for p in first if id(p) not in used]
         after += [p for p in last if id(p) not in used]
-        return replace(self, owned=(tuple(before), *self.owned[1:-1], tuple(after)))
+        owned = (tuple(before), *self.owned[1:-1], tuple(after))
+        return replace(self, owned=owned, effects=found.effects)
 
 
 def partition(model: nn.Module, blocks: str | None = None) -> Partition:
@@ -180,7 +218,11 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
 
 
 def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and not isinstance(module, ParametrizationList)
+    }
     types = {name: list(dict.fromkeys(type(block).__name__ for block in module)) for name, module in lists.items()}
     found = ", ".join(f"{name!r} ({len(module)} x {' and '.join(types[name])})" for name, module in lists.items())
     if wanted is not None:
@@ -204,11 +246,6 @@ def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
     return outer[0]
 
 
-def unchanged_random_state(device: torch.device) -> AbstractContextManager[None]:
-    """What is drawn inside changes neither the CPU's random state nor that of ``device``."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-
 @contextmanager
 def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Let modules compute something else for a while."""
@@ -220,6 +257,82 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
                 undo.callback(delattr, module, "forward")
             module.forward = forward
         yield
+
+
+class _Trial:
+    """One run of a block to see what it does beside computing its result; leaves the block as it was.
+
+    Args:
+        modules: the block's, with their names.
+        sequences: in the batches of the training; the run is on one.
+
+    Attributes:
+        effects: of a forward; buffers that change are those in the mode that the block is in and those in training.
+    """
+
+    def __init__(self, modules: list[tuple[str, nn.Module]], sequences: int) -> None:
+        self._modules, self._sequences = modules, sequences
+        self.effects = NO_EFFECTS
+
+    def run(self, call: BlockCall, own: Callable[..., Any], device: torch.device) -> Any:
+        """The result of ``call``, whose hidden states need no gradients.
+
+        Raises:
+            InputError: the block changes with each forward what recomputation cannot put back.
+        """
+        before, random = Snapshot(self._modules), RandomState(device)
+        try:
+            result = self._run_once(call, own)
+            self.effects |= _effects_since(before, self._sequences)
+            if before.changed_attributes():  # caches do so, once
+                after = Snapshot(self._modules)
+                before.restore_buffers()
+                self._repeat(call, own, random)
+                if unsettled := after.changed_attributes():
+                    raise InputError(
+                        f"block {call.place + 1} changes {' and '.join(unsettled)} with each forward, and recomputation would "
+                        "change it once more: make it a buffer (register_buffer) if it is a tensor or a number, draw random "
+                        "numbers from the global generators, or do it outside of the blocks"
+                    )
+            if not all(module.training for _, module in self._modules) and any(m._buffers for _, m in self._modules):
+                before.restore_buffers()
+                for _, module in self._modules:
+                    module.training = True
+                self._repeat(call, own, random)
+                self.effects |= Effects(before.changed_buffers())
+        finally:
+            before.restore()
+        return result
+
+    def _run_once(self, call: BlockCall, own: Callable[..., Any]) -> Any:
+        hidden, hooks = call.hidden.detach().requires_grad_().clone(), False  # no leaf, so that it can be changed in place
+        try:
+            with disable_saved_tensors_hooks(_OWN_HOOKS):
+                result = call.on(own, hidden)
+        except RuntimeError as error:
+            if _OWN_HOOKS not in str(error):
+                raise
+            result, hooks = call.on(own, hidden), True
+        found = hidden_of(result)
+        functions = (node for node in _graph(found) if isinstance(node, BackwardCFunction))
+        self.effects |= Effects(python_in_backward=hooks or any(functions))
+        return with_hidden(result, found.detach())
+
+    def _repeat(self, call: BlockCall, own: Callable[..., Any], random: RandomState) -> None:
+        random.restore()
+        with torch.no_grad():
+            call.on(own, call.hidden.detach())
+
+
+def _effects_since(before: Snapshot, sequences: int) -> Effects:
+    """Of a forward of one sequence, with the bytes that one of ``sequences`` keeps."""
+    kept = before.tensors_kept()
+    sizes = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() * (sequences if tensor.shape[:1] == (1,) else 1)
+        for tensors in kept.values()
+        for tensor in tensors
+    }
+    return Effects(before.changed_buffers(), frozenset(kept), sum(sizes.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +433,7 @@ class ForwardPass:
             raise InputError(f"the model's forward ended without calling all of its blocks: {_ONCE}")
         if found.place != self._place:
             self._refuse(f"the model calls block {found.place + 1} of its list where it should call {self._place + 1}: {_ONCE}")
-        if any(tensor.requires_grad for tensor in _tensors((found.args, found.kwargs))):
+        if any(tensor.requires_grad for tensor in tensors_in((found.args, found.kwargs))):
             self._refuse("a block takes other tensors that need gradients beside its hidden states: only these are passed on")
         return found
 
@@ -410,14 +523,6 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
     return (node.variable for node in _graph(tensor) if hasattr(node, "variable"))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
-
-
 def hidden_of(result: Any) -> Tensor:
     """The hidden states of what a block returned.
 
@@ -438,6 +543,6 @@ def with_hidden(result: Any, hidden: Tensor) -> Any:
     """
     if not isinstance(result, tuple):
         return hidden
-    if any(tensor.requires_grad for tensor in _tensors(result[1:])):
+    if any(tensor.requires_grad for tensor in tensors_in(result[1:])):
         raise InputError("a block returns other tensors that need gradients beside its hidden states: only these are passed on")
     return (hidden, *result[1:])

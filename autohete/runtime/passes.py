@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from autohete.errors import ScheduleError
+from autohete.errors import InputError, ScheduleError
 from autohete.runtime.blocks import Block, Memories, MovedStorage
+from autohete.runtime.model_state import Place, RandomState, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.partition import BlockCall, ForwardPass, Partition, hidden_of, with_hidden
 from autohete.runtime.states import States
 from autohete.schedule import Kind
@@ -70,6 +71,40 @@ class _Transit:
         return self.logits if self.logits is not None else self.gradient
 
 
+class _Kept:
+    """What a block keeps from forward to forward beside its parameters.
+
+    Args:
+        partition: the model, cut into blocks.
+        i: the block.
+
+    Attributes:
+        changing, unchanging: its buffers.
+        copies: of those that a forward changes, with room for their values before it.
+        attributes: those that hold tensors of a forward.
+    """
+
+    def __init__(self, partition: Partition, i: int) -> None:
+        modules, effects = partition.named_modules(i), partition.effects
+        buffers, holders = buffers_of(modules), {name: vars(module) for name, module in modules}
+        self.changing = [place for place in buffers if place.name in effects.changing]
+        self.unchanging = [place for place in buffers if place.name not in effects.changing]
+        self.copies: list[tuple[Place, Tensor]] = []
+        names = [name.rpartition(".")[::2] for name in sorted(effects.keeping)]
+        self.attributes = [(holders[module], key) for module, key in names if module in holders]
+
+    def make_copies(self) -> None:
+        """Make room for the values of what changes."""
+        self.copies = [(place, torch.empty_like(place.value)) for place in self.changing]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is kept now, and is no parameter."""
+        yield from (place.value for place in self.changing)
+        yield from (then for _, then in self.copies)
+        for holder, key in self.attributes:
+            yield from tensors_in(holder.get(key))
+
+
 class Passes:
     """The passes of a training.
 
@@ -94,6 +129,7 @@ class Passes:
         self.losses: dict[int, float] = {}
         self.skipped: dict[int, str] = {}
         self._forwards = forwards
+        self._kept = [_Kept(partition, i) for i in range(partition.last + 1)]
         self._transit = _Transit()
         self._anchor = torch.zeros((), requires_grad=True, device=memories.torch_device)
 
@@ -109,12 +145,22 @@ class Passes:
         kept = (saved.untyped_storage().data_ptr() for saved in self.states.blocks[i].saved if isinstance(saved, Tensor))
         return tensor.untyped_storage().data_ptr() in kept
 
+    def make_room(self) -> None:
+        """Allocate the copies that recomputation finds of buffers as they were; they last as long as the training."""
+        for i, kinds in enumerate(self.states.kinds):
+            if Kind.RECOMPUTE in kinds:
+                self._kept[i].make_copies()
+
     def forget(self) -> None:
         """Let go of what is under way."""
         self._transit = _Transit()
 
     def forward(self, i: int) -> None:
         """Compute the block; keep its graph, or only its input and the random state if it will be recomputed."""
+        self._forward(i)
+        self._leave_out(i)
+
+    def _forward(self, i: int) -> None:
         block, last, transit = self.states.blocks[i], self.partition.last, self._transit
         if i == 0:
             transit.forward = ForwardPass(self.partition.model)
@@ -134,9 +180,10 @@ class Passes:
         call, transit.call = transit.call, None
         assert call is not None
         if Kind.RECOMPUTE in self.states.kinds[i]:
-            block.checkpoint = (call, _random_state(self.memories.torch_device))
-            with torch.no_grad():
+            random = RandomState(self.memories.torch_device)
+            with torch.no_grad(), self._remembered(i):
                 result = call.on(self._forwards[i - 1], call.hidden)
+            block.checkpoint = (call, None if random.is_current() else random)
         else:
             result = self._compute_with_graph(i, call)
         result = with_hidden(result, hidden_of(result).detach())
@@ -148,14 +195,19 @@ class Passes:
                 transit.forward.let_go()
 
     def recompute(self, i: int) -> None:
-        """Forward again from the checkpoint, with the random state that it had."""
-        block, device = self.states.blocks[i], self.memories.torch_device
+        """Forward again from the checkpoint, with the random states and buffers that it had; those of now stay."""
+        block = self.states.blocks[i]
         assert block.checkpoint is not None
-        (call, state), block.checkpoint = block.checkpoint, None
-        now = _random_state(device)
-        _set_random_state(device, state)
-        self._compute_with_graph(i, call)
-        _set_random_state(device, now)
+        (call, random), block.checkpoint = block.checkpoint, None
+        with ExitStack() as undo:
+            if random is not None:
+                undo.enter_context(unchanged_random_state(self.memories.torch_device))
+                random.restore()
+            for place, then in self._kept[i].copies:
+                undo.callback(place.holder.__setitem__, place.key, place.value)
+                place.holder[place.key] = then
+            self._compute_with_graph(i, call)
+        self._leave_out(i)
 
     def compute_loss(self, i: int) -> None:
         """Loss of the iteration and the gradient of its logits."""
@@ -254,6 +306,30 @@ class Passes:
     def _iteration(self) -> int:
         return self.memories.current.iteration
 
+    def _leave_out(self, i: int) -> None:
+        """Count what a forward of block ``i`` keeps no longer: it is part of the partition's lasting bytes."""
+        self.memories.leave_out(self._kept[i].tensors())
+
+    @contextmanager
+    def _remembered(self, i: int) -> Iterator[None]:
+        """Copy what a forward of block ``i`` changes, before it does.
+
+        Raises:
+            InputError: it has changed another buffer, too.
+        """
+        for place, then in self._kept[i].copies:
+            if place.value.shape != then.shape:
+                raise InputError(f"block {i} changes the shape of {place.name}, which recomputation needs: keep its shape")
+            then.copy_(place.value)
+        others = [(place, place.value, place.value._version) for place in self._kept[i].unchanging]
+        yield
+        for place, before, version in others:
+            if place.value is not before or before._version != version:
+                raise InputError(
+                    f"block {i} changes {place.name}, which it did not in the first forward, so recomputation cannot put it "
+                    "back: make a new trainer where the model begins to do so"
+                )
+
     def _compute_with_graph(self, i: int, call: BlockCall) -> Any:
         block = self.states.blocks[i]
         with torch.enable_grad(), self._saving(i):
@@ -313,14 +389,3 @@ class Passes:
 def _edge(tensor: Tensor) -> GradientEdge | None:
     """Where backward from ``tensor`` begins, without keeping its memory."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _set_random_state(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

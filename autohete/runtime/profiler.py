@@ -27,8 +27,9 @@ from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profil
 from autohete.runtime.device import CudaMemory, Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.machine import forget_cache
+from autohete.runtime.model_state import Snapshot, unchanged_random_state
 from autohete.runtime.optimizer import Adam, AdamStates
-from autohete.runtime.partition import Partition, call_of, replaced_forwards, unchanged_random_state, with_hidden
+from autohete.runtime.partition import Partition, call_of, replaced_forwards, with_hidden
 from autohete.runtime.passes import Batch, Loss
 from autohete.runtime.plans import everything_resident
 from autohete.runtime.precision import DTYPES
@@ -143,21 +144,30 @@ def _seconds_of_nothing(schedule: Schedule) -> float:
 
 
 def _kinds_of(partition: Partition) -> list[object]:
-    """Equal for blocks that are alike."""
-    return [
-        (type(module), tuple((parameter.shape, parameter.dtype, parameter.requires_grad) for parameter in module.parameters()))
-        for module in partition.modules
-    ]
+    """Equal for blocks that are alike: the same modules with tensors of the same shapes, in the same modes.
+
+    Numbers among their attributes are not compared: each block may have its own place in the list.
+    """
+
+    def kind_of(module: nn.Module) -> object:
+        tensors = {**module._parameters, **module._buffers}
+        shapes = [(name, (t.shape, t.dtype, t.requires_grad) if t is not None else None) for name, t in tensors.items()]
+        modes = [(name, value) for name, value in vars(module).items() if isinstance(value, (str, bool, type(None)))]
+        return (type(module), *shapes, *modes)
+
+    return [tuple(map(kind_of, module.modules())) for module in partition.modules]
 
 
 @contextmanager
 def _unchanged(partition: Partition, torch_device: torch.device | None) -> Iterator[None]:
-    """Give parameters and the random states back as they were."""
+    """Give parameters, buffers, attributes and the random states back as they were."""
     before = [[parameter.detach().clone() for parameter in owned] for owned in partition.owned]
+    others = Snapshot(partition.model.named_modules(), partition.effects.changing)
     try:
         with unchanged_random_state(torch_device or torch.device("cpu")):
             yield
     finally:
+        others.restore()
         for owned, values in zip(partition.owned, before, strict=True):
             for parameter, value in zip(owned, values, strict=True):
                 parameter.data = value

@@ -36,7 +36,7 @@ from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.profiler import measure, workload_of
 from autohete.runtime.training import Training
 from autohete.runtime.worker import PATIENCE_SECONDS, Ended, Worker, apart, stoppable
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, TaskId
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.trace import Clock, Trace
 from autohete.units import parse_quantity
@@ -239,9 +239,10 @@ class Trainer:
         return prediction
 
     def step(self, batch: tuple[Tensor, Tensor]) -> float:
-        """Train on token ids and targets, each (batch, sequence); returns the loss as soon as it is known.
+        """Train on token ids and targets, each (batch, sequence); returns the loss.
 
-        Backward and updates go on meanwhile, also under the next step.
+        It returns when no code of the model will run for this step any more: random numbers, modes and attributes are the
+        caller's until the next step. The rest of backward and the updates go on meanwhile, also under the next step.
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; says whether a parameter has been changed by this step.
@@ -278,6 +279,8 @@ class Trainer:
                     "the learning rate, or let such steps be skipped (on_nonfinite=NonFinite.SKIP)",
                     iteration,
                 )
+        for task in self._running_the_model(prediction.schedule):
+            lanes.wait(task, iteration)
         return loss
 
     def _changed_by(self, iteration: int) -> str:
@@ -403,6 +406,11 @@ class Trainer:
                 "between the steps"
             )
 
+    def _running_the_model(self, schedule: Schedule) -> Iterator[TaskId]:
+        """The tasks after the loss that run code of the model, the last first."""
+        kinds = {Kind.RECOMPUTE, Kind.BACKWARD} if self._partition.effects.python_in_backward else {Kind.RECOMPUTE}
+        return (task.id for task in reversed(schedule.tasks) if task.id.kind in kinds)
+
     def _running(self) -> tuple[Training, LaneThreads]:
         if self._held.training is None or self._held.lanes is None:
             if self._closed:
@@ -440,7 +448,7 @@ class Trainer:
 
     @property
     def _lasting_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._partition.lasting)
+        return self._partition.lasting_bytes
 
     @property
     def busy_seconds(self) -> dict[str, float]:

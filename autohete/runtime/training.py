@@ -62,6 +62,7 @@ class Training:
             for tensor in partition.lasting:
                 undo.callback(_move, tensor, tensor.device)
                 _move(tensor, torch_device)
+            self.passes.make_room()
             self.states.take_over()
             for i, block in enumerate(self.states.blocks):
                 for place, parameter in enumerate(block.parameters):

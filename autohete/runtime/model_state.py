@@ -1,0 +1,287 @@
+"""What a forward of a model reads and changes beside its parameters: random states, buffers, attributes.
+
+Recomputation runs a block a second time, measuring and probing run the whole model before training begins. Neither may leave a
+trace: what they draw and change is put back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+#: What a module has in ``vars`` beside its own attributes; ``forward`` is replaced while blocks are intercepted.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+#: How deep containers within containers are looked at.
+_DEPTH = 6
+
+
+class RandomState:
+    """The states of all global generators: PyTorch's on the CPU and on ``device``, Python's, NumPy's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+
+    def restore(self) -> None:
+        """Let the generators go on from here."""
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def is_current(self) -> bool:
+        """Whether nothing has been drawn since."""
+        return (
+            torch.equal(self._torch, torch.get_rng_state())
+            and (self._cuda is None or torch.equal(self._cuda, torch.cuda.get_rng_state(self._device)))
+            and self._python == random.getstate()
+            and _Copy(self._numpy).is_like(np.random.get_state())
+        )
+
+
+@contextmanager
+def unchanged_random_state(device: torch.device) -> Iterator[None]:
+    """What is drawn inside changes no global generator."""
+    state = RandomState(device)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module keeps a buffer or an attribute.
+
+    Args:
+        name: the dotted name, as in ``named_buffers``.
+        holder: the dictionary that has it.
+        key: its key there.
+    """
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+
+    @property
+    def value(self) -> Any:
+        """What is there now."""
+        return self.holder[self.key]
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What a forward does beside computing its result.
+
+    Args:
+        changing: names of the buffers that it changes.
+        keeping: names of the attributes that hold tensors which it has computed.
+        kept_bytes: of these tensors.
+        python_in_backward: whether a backward calls Python, for example to recompute a part of a block.
+    """
+
+    changing: frozenset[str] = frozenset()
+    keeping: frozenset[str] = frozenset()
+    kept_bytes: int = 0
+    python_in_backward: bool = False
+
+    def __or__(self, other: Effects) -> Effects:
+        """Those of two parts of a model."""
+        return Effects(
+            self.changing | other.changing,
+            self.keeping | other.keeping,
+            self.kept_bytes + other.kept_bytes,
+            self.python_in_backward or other.python_in_backward,
+        )
+
+
+NO_EFFECTS = Effects()
+
+
+def buffers_of(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
+    """The places of all buffers of the named modules themselves, not of their children."""
+    return [
+        Place(f"{name}.{key}".lstrip("."), module._buffers, key)
+        for name, module in modules
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+def attributes_of(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
+    """The places of all attributes of the named modules themselves."""
+    return [
+        Place(f"{name}.{key}".lstrip("."), vars(module), key) for name, module in modules for key in _own_attributes(module)
+    ]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in ``value``, which may be one, or a container of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, deque, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
+
+
+class Snapshot:
+    """Buffers and attributes of modules as they were when it was made.
+
+    Tensors, arrays, containers and generators are copied; other objects are known by reference only.
+
+    Args:
+        modules: with their names; children are not included.
+        wanted: of the buffers, which ones by their names; None: all.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], wanted: frozenset[str] | None = None) -> None:
+        self._modules = list(modules)
+        places = [place for place in buffers_of(self._modules) if wanted is None or place.name in wanted]
+        self._buffers = [(place, _Copy(place.value)) for place in places]
+        self._attributes = [
+            (name, module, {key: _Copy(vars(module)[key]) for key in _own_attributes(module)}) for name, module in self._modules
+        ]
+
+    def changed_buffers(self) -> frozenset[str]:
+        """Names of the buffers that have other values now, or are other tensors."""
+        return frozenset(
+            place.name for place, then in self._buffers if place.value is not then.value or not then.is_like(place.value)
+        )
+
+    def changed_attributes(self) -> list[str]:
+        """Names of the attributes that have other values now."""
+        changed = []
+        for name, module, then in self._attributes:
+            now = vars(module)
+            for key in dict.fromkeys([*then, *_own_attributes(module)]):
+                if key not in then or key not in now or not then[key].is_like(now[key]):
+                    changed.append(f"{name}.{key}".lstrip("."))
+        return changed
+
+    def tensors_kept(self) -> dict[str, list[Tensor]]:
+        """By the attribute's name, tensors in attributes that hold others, or other values, than then."""
+        changed = set(self.changed_attributes())
+        found = {place.name: list(tensors_in(place.value)) for place in attributes_of(self._modules) if place.name in changed}
+        return {name: tensors for name, tensors in found.items() if tensors}
+
+    def restore_buffers(self) -> None:
+        """Let the modules have their buffers of then, with their values of then."""
+        for place, then in self._buffers:
+            place.holder[place.key] = then.restored()
+
+    def restore(self) -> None:
+        """Let the modules have their buffers and attributes of then."""
+        self.restore_buffers()
+        for _, module, then in self._attributes:
+            for key in set(_own_attributes(module)).difference(then):
+                del vars(module)[key]
+            for key, copy in then.items():
+                vars(module)[key] = copy.restored()
+
+
+def _own_attributes(module: nn.Module) -> list[str]:
+    return [key for key in vars(module) if key not in _OF_EVERY_MODULE]
+
+
+class _Copy:
+    """A value, and what it contained when this was made; of objects that are not known, nothing."""
+
+    def __init__(self, value: Any, depth: int = 0) -> None:
+        self.value, self._content = value, None
+        content: Any = None
+        if depth == _DEPTH:
+            pass
+        elif isinstance(value, Tensor):
+            content = value.detach().clone() if _is_plain(value) else None
+        elif isinstance(value, dict):
+            content = {key: _Copy(item, depth + 1) for key, item in value.items()}
+        elif isinstance(value, (list, tuple, deque)):
+            content = [_Copy(item, depth + 1) for item in value]
+        elif isinstance(value, (set, np.ndarray)):
+            content = value.copy()
+        elif isinstance(value, torch.Generator):
+            content = value.get_state()
+        elif isinstance(value, random.Random):
+            content = value.getstate()
+        elif isinstance(value, np.random.Generator):
+            content = deepcopy(value.bit_generator.state)
+        self._content = content
+
+    def is_like(self, now: Any) -> bool:
+        """Whether ``now`` has the same type and content, as far as can be told."""
+        then, content = self.value, self._content
+        if type(then) is not type(now):
+            return False
+        if isinstance(then, _PLAIN):
+            return bool(then == now or (then != then and now != now))
+        if content is None:
+            return True
+        if isinstance(now, Tensor):
+            return _equal(content, now)
+        if isinstance(now, dict):
+            return content.keys() == now.keys() and all(content[key].is_like(item) for key, item in now.items())
+        if isinstance(now, (list, tuple, deque)):
+            return len(content) == len(now) and all(copy.is_like(item) for copy, item in zip(content, now, strict=True))
+        if isinstance(now, np.ndarray):
+            return np.array_equal(content, now, equal_nan=now.dtype.kind in "fc")
+        if isinstance(now, torch.Generator):
+            return torch.equal(content, now.get_state())
+        return bool(content == (_Copy(now)._content))
+
+    def restored(self) -> Any:
+        """The value with its content of then."""
+        value, content = self.value, self._content
+        if content is None or self.is_like(value):
+            return value
+        if isinstance(value, Tensor):
+            # What has a graph was computed by a forward and is computed anew by the next.
+            if not value.requires_grad and value.shape == content.shape:
+                value.data.copy_(content)
+            elif not value.requires_grad:
+                value.data = content
+        elif isinstance(value, dict):
+            value.clear()
+            value.update({key: copy.restored() for key, copy in content.items()})
+        elif isinstance(value, (list, deque)):
+            value.clear()
+            value.extend(copy.restored() for copy in content)
+        elif isinstance(value, tuple):
+            for copy in content:
+                copy.restored()
+        elif isinstance(value, set):
+            value.clear()
+            value.update(content)
+        elif isinstance(value, np.ndarray):
+            value[...] = content
+        elif isinstance(value, torch.Generator):
+            value.set_state(content)
+        elif isinstance(value, random.Random):
+            value.setstate(content)
+        elif isinstance(value, np.random.Generator):
+            value.bit_generator.state = content
+        return value
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same bit for bit, so that NaN is like NaN."""
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return torch.equal(*(tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)))
