@@ -24,6 +24,7 @@ from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.report.tables import console, table
+from autohete.runtime.batch import Batch
 from autohete.runtime.device import Ledger
 from autohete.runtime.executor import TorchExecutor
 from autohete.runtime.lanes import LaneThreads
@@ -31,7 +32,6 @@ from autohete.runtime.machine import forget_cache
 from autohete.runtime.model import GPT, Block, next_token_loss
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import partition
-from autohete.runtime.passes import Batch
 from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.trainer import measured_profile_on
 from autohete.runtime.training import Training

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from autohete.runtime.batch import Batch
 from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import Action, LaneThreads
 from autohete.runtime.model import GPT, next_token_loss, seeded_gpt
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.passes import Batch
 from autohete.runtime.training import Training
 from autohete.schedule import Schedule, Task
 from autohete.trace import Clock, Trace

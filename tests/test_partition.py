@@ -19,12 +19,12 @@ from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
+from autohete.runtime.batch import Batch
 from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.model import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import ForwardPass, Partition, partition
-from autohete.runtime.passes import Batch
 from autohete.runtime.plans import as_executed
 from autohete.runtime.profiler import measure, workload_of
 from autohete.runtime.trainer import Trainer

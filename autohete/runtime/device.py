@@ -12,7 +12,7 @@ import platform
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -151,6 +151,16 @@ class Ledger:
             if entry is not None:
                 self._used -= entry.size
                 self._groups[entry.group] -= entry.size
+
+    def leave_out_group(self, group: str, but: Iterable[Tensor]) -> None:
+        """:meth:`leave_out` everything in ``group`` except for the storages of ``but``."""
+        kept = {tensor.untyped_storage()._cdata for tensor in but}
+        with self._lock:
+            self._bury()
+            for entry in [e for e in self._entries.values() if e.group == group and e.key not in kept]:
+                del self._entries[entry.key]
+                self._used -= entry.size
+                self._groups[group] -= entry.size
 
     def _bury(self) -> None:
         while self._dead:

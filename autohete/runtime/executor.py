@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 from autohete.errors import InfeasibleError, InputError, ScheduleError, check_switch, check_whole
+from autohete.runtime.batch import Batch, Loss
 from autohete.runtime.claims import Claim
 from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.passes import Batch, Loss
+from autohete.runtime.profiler import observed
 from autohete.runtime.training import Training
 from autohete.schedule import Schedule
 from autohete.trace import Clock, Trace
@@ -25,7 +27,8 @@ class TorchExecutor:
 
     Args:
         model: whose blocks are in an ``nn.ModuleList``; has the trained parameters after each run.
-        batches: token ids and targets, each (batch, sequence), one pair per iteration.
+        batches: token ids and targets, each (batch, sequence), one pair per iteration; or the arguments of the model's forward
+            by name, with ``targets`` or ``labels``.
         loss: of logits and targets.
         adam: the optimizer's settings.
         blocks: name of the block list, where it is not clear.
@@ -40,7 +43,7 @@ class TorchExecutor:
     def __init__(
         self,
         model: nn.Module,
-        batches: Iterator[tuple[Tensor, Tensor]],
+        batches: Iterator[object],
         loss: Loss,
         adam: Adam | None = None,
         *,
@@ -66,7 +69,8 @@ class TorchExecutor:
             InfeasibleError: some order of the schedule's tasks needs more of a memory than there is.
             ScheduleError: a task of the schedule may free memory later and later.
             DeviceOutOfMemoryError: the states, or a task, need more of a memory than the schedule says.
-            InputError: there are fewer batches than iterations.
+            InputError: there are fewer batches than iterations, or the first shows that the model or the loss cannot be
+                trained with.
         """
         check_whole("iterations", iterations, 1)
         claim = Claim(self._partition.model, "trained")
@@ -76,6 +80,13 @@ class TorchExecutor:
             claim.release()
 
     def _run(self, schedule: Schedule, iterations: int) -> Trace:
+        model, given = self._partition.model, list(itertools.islice(self._batches, iterations))
+        if len(given) < iterations:
+            raise InputError(f"{iterations} iterations need as many batches, but there are {len(given)}: give more data")
+        batches = [Batch.of(batch, model) for batch in given]
+        self._partition, form = observed(self._partition, batches[0], self._loss)
+        for batch in batches[1:]:
+            form.check(batch)
         if self._budget:
             _check_fits(schedule.validate())
             self.device, self.host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)
@@ -83,13 +94,8 @@ class TorchExecutor:
         try:
             clock = Clock.EMULATED if self._paced else Clock.MEASURED_CPU
             with LaneThreads(schedule, training.perform, clock, paced=self._paced) as lanes:
-                for iteration in range(iterations):
-                    pair = next(self._batches, None)
-                    if pair is None:
-                        raise InputError(
-                            f"{iterations} iterations need as many batches, but there are {iteration}: give more data"
-                        )
-                    training.passes.batches[iteration] = Batch(*pair)
+                for iteration, batch in enumerate(batches):
+                    training.passes.batches[iteration] = batch
                     lanes.admit()
             self.losses = [training.passes.losses[iteration] for iteration in range(iterations)]
             self.parameters, self.late = training.parameters(), lanes.late

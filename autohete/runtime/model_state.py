@@ -92,12 +92,14 @@ class Effects:
         keeping: names of the attributes that hold tensors which it has computed.
         kept_bytes: of these tensors.
         python_in_backward: whether a backward calls Python, for example to recompute a part of a block.
+        unused: places in the blocks' results of tensors that need gradients beside the hidden states.
     """
 
     changing: frozenset[str] = frozenset()
     keeping: frozenset[str] = frozenset()
     kept_bytes: int = 0
     python_in_backward: bool = False
+    unused: frozenset[int] = frozenset()
 
     def __or__(self, other: Effects) -> Effects:
         """Those of two parts of a model."""
@@ -106,6 +108,7 @@ class Effects:
             self.keeping | other.keeping,
             self.kept_bytes + other.kept_bytes,
             self.python_in_backward or other.python_in_backward,
+            self.unused | other.unused,
         )
 
 

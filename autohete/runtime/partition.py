@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -21,10 +21,13 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, disable_saved_tensors_hooks
+from torch.autograd.graph import Node, disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 
-from autohete.errors import InputError
+from autohete.errors import AutoHeteError, InputError
+from autohete.runtime.batch import Inputs, first_sequence, leading, on_device, padded
+from autohete.runtime.device import WORKSPACE, Ledger, accounting
 from autohete.runtime.model_state import (
     NO_EFFECTS,
     Effects,
@@ -40,6 +43,7 @@ _BETWEEN = (
     "the model computes something between two of its blocks; put it into a block, so that it can be recomputed and its "
     "parameters can move with them"
 )
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 _ONCE = "each must be called once, in order"
 _OWN_HOOKS = "a block has hooks of its own for what backward needs"
 
@@ -53,6 +57,8 @@ class Probe:
         logits: the result.
         before, after: ids of the parameters that the first block's input and, past the last block, the logits come from.
         effects: what it does beside.
+        rows: by the name of an input, the rows of the embedding that it is looked up in.
+        own_loss: the model's own, if it was given labels.
     """
 
     hidden: Tensor
@@ -60,6 +66,8 @@ class Probe:
     before: frozenset[int]
     after: frozenset[int]
     effects: Effects
+    rows: Mapping[str, int]
+    own_loss: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,50 +117,94 @@ class Partition:
     def intercepted(self) -> Iterator[list[Callable[..., Any]]]:
         """Let the blocks stop a :class:`ForwardPass`; gives their own forwards.
 
-        A Hugging Face model caches no keys and values meanwhile, which are for generating: they could not be moved, and
-        recomputation would add them twice.
+        A Hugging Face model does not cache keys and values meanwhile, which are for generating, does not collect what its
+        blocks compute inside, and does not recompute them itself: the schedule says what is kept.
         """
         forwards = [module.forward for module in self.modules]
         config: Any = getattr(self.model, "config", None)
         with ExitStack() as undo:
-            if getattr(config, "use_cache", False):
-                undo.callback(setattr, config, "use_cache", True)
-                config.use_cache = False
+            for flag in ("use_cache", "output_hidden_states", "output_router_logits"):
+                if getattr(config, flag, False):
+                    undo.callback(setattr, config, flag, getattr(config, flag))
+                    setattr(config, flag, False)
+            for module in self.model.modules():
+                if vars(module).get("gradient_checkpointing") is True:
+                    undo.callback(setattr, module, "gradient_checkpointing", True)
+                    vars(module)["gradient_checkpointing"] = False
             stops = [_stopping(place, forward) for place, forward in enumerate(forwards)]
             undo.enter_context(replaced_forwards(zip(self.modules, stops, strict=True)))
             yield forwards
 
-    def probe(self, ids: Tensor) -> Probe:
+    def probe(self, inputs: Inputs, loss: Callable[[Tensor], Tensor] | None = None) -> Probe:
         """Run forward once, of the first sequence and in the calling thread; the model and the random states are as before.
 
+        Args:
+            inputs: token ids (batch, sequence), or the model's arguments by name.
+            loss: of the first sequence's logits, computed as well; None: it is not looked at.
+
         Raises:
-            InputError: the model does with its blocks what cannot be trained block by block.
+            InputError: the model does with its blocks what cannot be trained block by block, or its forward fails.
         """
+        _check_hooks(self.model, self.modules)
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        outside = Snapshot(self.named_modules(0))
-        trials = [_Trial(self.named_modules(place + 1), len(ids)) for place in range(len(self.modules))]
+        outside, sequences = Snapshot(self.named_modules(0)), len(leading(inputs))
+        trials = [_Trial(self.named_modules(place + 1), sequences) for place in range(len(self.modules))]
         try:
-            with self.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad():
+            with self.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad(), _teaching(inputs):
                 forward = ForwardPass(self.model)
-                call = first = forward.start(ids[:1].to(device))
+                first = on_device(first_sequence(inputs), device)
+                with _rows_of_embeddings(self.named_modules(0), first) as rows:
+                    call = begin = forward.start(first)
                 for place, own in enumerate(forwards):
                     result = trials[place].run(call, own, device)
                     if place + 1 < len(forwards):
                         call = forward.resume(result)
                 logits = forward.finish(result)
-            effects = reduce(Effects.__or__, (trial.effects for trial in trials), _effects_since(outside, len(ids)))
+                if loss is not None:
+                    found = logits.detach().requires_grad_()
+                    check_loss(loss(found), found, self.model)
+                beside = self._beside_bytes(on_device(padded(inputs), device))
+            effects = reduce(Effects.__or__, (trial.effects for trial in trials), _effects_since(outside, sequences))
         finally:
             outside.restore()
-        before, after = (frozenset(map(id, _leaves(tensor))) for tensor in (first.hidden, logits))
-        return Probe(first.hidden.detach(), logits.detach(), before, after, effects)
+        before, after = (frozenset(map(id, _leaves(tensor))) for tensor in (begin.hidden, logits))
+        effects |= Effects(kept_bytes=beside)
+        own_loss = None if forward.own_loss is None else float(forward.own_loss)
+        return Probe(begin.hidden.detach(), logits.detach(), before, after, effects, rows, own_loss)
 
-    def by_use(self, ids: Tensor) -> Partition:
+    def _beside_bytes(self, inputs: Inputs) -> int:
+        """What there is until the last block is done, and is neither the first block's input nor moved with the part before it:
+        masks and other tensors that go to every block.
+        """
+        ledger, forward, saved = Ledger("probe"), ForwardPass(self.model), list[Tensor]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with accounting(ledger, "", WORKSPACE), saved_tensors_hooks(pack, lambda tensor: tensor):
+            call = forward.start(inputs)
+        ledger.leave_out(call.hidden)
+        for tensor in saved:
+            ledger.leave_out(tensor)
+        used = ledger.used_bytes
+        forward.end()
+        return used
+
+    def by_use(self, inputs: Inputs) -> Partition:
+        """:meth:`using` what a forward of ``inputs`` shows.
+
+        Raises:
+            InputError: see :meth:`probe` and :meth:`using`.
+        """
+        return self.using(self.probe(inputs))
+
+    def using(self, found: Probe) -> Partition:
         """This partition with the parameters outside of the blocks where a forward uses them, not where they were declared.
 
         Raises:
-            InputError: see :meth:`probe`; or a parameter of a block is used outside of it.
+            InputError: a parameter of a block is used outside of it.
         """
-        found = self.probe(ids)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for parameter in (parameter for owned in self.owned[1:-1] for parameter in owned):
             if id(parameter) in found.before | found.after:
@@ -182,6 +234,7 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
     Raises:
         InputError: there is no such list, or several; says what was found. Or its blocks share or mix what they must not.
     """
+    _check_wrapping(model)
     modules = _block_list(model, blocks)
     inside = {id(module) for block in modules for module in block.modules()}
     before: list[nn.Parameter] = []
@@ -208,6 +261,13 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
                 )
         owned.append(tuple(dict.fromkeys(mine)))
     for i, own in enumerate(owned):
+        for parameter in own:
+            if type(parameter.data) is not Tensor or parameter.is_meta:
+                what = "on the meta device" if parameter.is_meta else f"a {type(parameter.data).__name__}"
+                raise InputError(
+                    f"{names[id(parameter)]} is {what}: trained parameters are ordinary tensors with values, such as those of "
+                    "model.to_empty(device='cpu') after they were initialized"
+                )
         types = {parameter.dtype for parameter in own}
         if len(types) > 1 or types.difference(DTYPES.values()):
             raise InputError(
@@ -215,6 +275,42 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
                 f"{', '.join(map(str, DTYPES.values()))}, such as model.to(torch.bfloat16)"
             )
     return Partition(model, tuple(modules), tuple(owned))
+
+
+def _check_wrapping(model: nn.Module) -> None:
+    """Refuse modules that cannot be stopped at a block.
+
+    Raises:
+        InputError: says which, and what to give instead.
+    """
+    for name, module in model.named_modules():
+        kind, where = type(module).__name__, name or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(f"{where} is a {kind}, which cannot stop at its blocks: give the module that it was made of")
+        if kind in _WRAPPERS:
+            raise InputError(f"{where} is wrapped in {kind}, which has copies or parts of its own: give its .module")
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            raise InputError(
+                f"{where} is compiled, and compiled code cannot stop at the blocks, nor can its memory be counted: give the "
+                "module that was compiled (_orig_mod), not compiled"
+            )
+
+
+def _check_hooks(model: nn.Module, modules: tuple[nn.Module, ...]) -> None:
+    """Refuse backward hooks around blocks; those of modules inside of one run with its backward.
+
+    Raises:
+        InputError: names the module.
+    """
+    inside = {part for block in modules for part in block.modules()}.difference(modules)
+    for name, module in model.named_modules():
+        if (module._backward_hooks or module._backward_pre_hooks) and module not in inside:
+            raise InputError(
+                f"{name or 'the model'} has a backward hook, which needs gradients of what is around it: register it on a "
+                "module inside of a block, or on parameters (register_post_accumulate_grad_hook)"
+            )
+    if _global_backward_hooks or _global_backward_pre_hooks:
+        raise InputError("there are backward hooks for all modules (register_module_full_backward_hook): remove them")
 
 
 def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
@@ -244,6 +340,66 @@ def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
             "or put the blocks into an nn.ModuleList"
         )
     return outer[0]
+
+
+def check_loss(loss: object, logits: Tensor, model: nn.Module) -> None:
+    """Refuse what cannot be differentiated with respect to ``logits`` alone.
+
+    Raises:
+        InputError: says what the loss function gave, and which parameters it uses.
+    """
+    if not isinstance(loss, Tensor):
+        raise InputError(f"the loss function gives {type(loss).__name__}: one tensor is needed, without .item() or a tuple")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise InputError(
+            f"the loss function gives {tuple(loss.shape)} of {loss.dtype}: one real number is needed, such as loss.mean()"
+        )
+    leaves = list(_leaves(loss))
+    others = [leaf for leaf in leaves if leaf is not logits]
+    if others:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        named = ", ".join(sorted({names.get(id(leaf), f"a tensor {tuple(leaf.shape)}") for leaf in others})[:4])
+        raise InputError(
+            f"the loss uses more than the logits ({named}), which would get no gradient from it: let a block add the gradient "
+            "of an auxiliary loss itself (a torch.autograd.Function that hands its input on), use the optimizer's weight_decay "
+            "for penalties on weights, make what the loss trains a part of the model behind its blocks, or detach() it"
+        )
+    if not leaves:
+        raise InputError("the loss does not depend on the logits: compute it from them, without detach(), .data or no_grad()")
+
+
+@contextmanager
+def _teaching(inputs: Inputs) -> Iterator[None]:
+    """Say what went in where the model's own code fails."""
+    try:
+        yield
+    except AutoHeteError:
+        raise
+    except Exception as error:
+        named = {"ids": inputs} if isinstance(inputs, Tensor) else inputs
+        given = ", ".join(f"{k} {tuple(v.shape)} of {v.dtype}" for k, v in named.items() if isinstance(v, Tensor))
+        raise InputError(
+            f"the model or the loss fails on the first batch ({given}): {type(error).__name__}: {error}. Call "
+            "loss(model(...), targets) with this batch, without a trainer, and mend what fails there"
+        ) from error
+
+
+@contextmanager
+def _rows_of_embeddings(modules: Iterable[tuple[str, nn.Module]], inputs: Inputs) -> Iterator[dict[str, int]]:
+    """Fills, by the names of inputs, the rows of the embeddings that they are looked up in meanwhile."""
+    named = {"ids": inputs} if isinstance(inputs, Tensor) else inputs
+    tensors = {value.data_ptr(): name for name, value in named.items() if isinstance(value, Tensor)}
+    rows: dict[str, int] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        name = tensors.get(args[0].data_ptr()) if args and isinstance(args[0], Tensor) else None
+        if name is not None:
+            rows[name] = int(module.num_embeddings)  # type: ignore[arg-type]
+
+    with ExitStack() as undo:
+        for module in (module for _, module in modules if isinstance(module, nn.Embedding)):
+            undo.callback(module.register_forward_pre_hook(note).remove)
+        yield rows
 
 
 @contextmanager
@@ -314,8 +470,10 @@ class _Trial:
                 raise
             result, hooks = call.on(own, hidden), True
         found = hidden_of(result)
+        others = result[1:] if isinstance(result, tuple) else ()
+        unused = frozenset(place for place, item in enumerate(others, 1) if isinstance(item, Tensor) and item.requires_grad)
         functions = (node for node in _graph(found) if isinstance(node, BackwardCFunction))
-        self.effects |= Effects(python_in_backward=hooks or any(functions))
+        self.effects |= Effects(python_in_backward=hooks or any(functions), unused=unused)
         return with_hidden(result, found.detach())
 
     def _repeat(self, call: BlockCall, own: Callable[..., Any], random: RandomState) -> None:
@@ -371,12 +529,14 @@ class ForwardPass:
         self._place = 0
         #: What the model has called the current block with.
         self._given: Tensor | None = None
+        #: What the model itself has computed as its loss, if it was given labels.
+        self.own_loss: Tensor | None = None
         #: What the first block's input was computed by: nothing after the blocks may go back through it.
         self._before: set[Node] = set()
 
-    def start(self, ids: Tensor) -> BlockCall:
+    def start(self, inputs: Inputs) -> BlockCall:
         """Run to the first block; its call is the result."""
-        call = self._checked(self._run(ids))
+        call = self._checked(self._run(inputs) if isinstance(inputs, Tensor) else self._run(**inputs))
         self._before = {node for node in _graph(call.hidden) if not hasattr(node, "variable")}
         return call
 
@@ -405,6 +565,7 @@ class ForwardPass:
         found = self._run(result)
         if isinstance(found, BlockCall):
             self._refuse(f"the model calls its blocks more often than it has blocks: {_ONCE}")
+        self.own_loss = getattr(found, "loss", None)
         logits = getattr(found, "logits", found[0] if isinstance(found, tuple) else found)
         if not isinstance(logits, Tensor):
             raise InputError(f"the model's forward gives {type(found).__name__}: logits are needed, or an object with them")
@@ -417,14 +578,19 @@ class ForwardPass:
                 )
         return logits
 
-    def _run(self, value: Any) -> Any:
-        """Let the model run on with ``value``, to the next block or to its end."""
+    def end(self) -> None:
+        """Leave the model where it has stopped, as by an exception."""
+        self._coroutine.end()
+
+    def _run(self, *values: Any, **named: Any) -> Any:
+        """Let the model run on with what is given, to the next block or to its end."""
         modes = _modes()
-        found = self._coroutine.switch(value)
+        found = self._coroutine.switch(*values, **named)
         if _modes() != modes:
             self._refuse(
-                "the model calls its blocks under another grad or autocast mode, which recomputation would not have: call them "
-                "without, freeze parameters by requires_grad, and convert the model to the type to compute with"
+                "the model calls its blocks under another grad or autocast mode, or inside of torch.utils.checkpoint, which "
+                "recomputation would not have: call them without, freeze parameters by requires_grad, and convert the model to "
+                "the type to compute with; what is recomputed is the policy's to say"
             )
         return found
 
@@ -438,7 +604,7 @@ class ForwardPass:
         return found
 
     def _refuse(self, message: str) -> NoReturn:
-        self._coroutine.end()
+        self.end()
         raise InputError(message)
 
 
@@ -498,8 +664,9 @@ def call_of(place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwar
     return BlockCall(place, hidden, args[1:], {key: value for key, value in kwargs.items() if key != name})
 
 
-def _modes() -> tuple[bool, ...]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+def _modes() -> tuple[object, ...]:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), hooks
 
 
 def _version(tensor: Tensor) -> int:
@@ -535,14 +702,32 @@ def hidden_of(result: Any) -> Tensor:
     return hidden
 
 
-def with_hidden(result: Any, hidden: Tensor) -> Any:
+def with_hidden(result: Any, hidden: Tensor, unused: frozenset[int] = frozenset()) -> Any:
     """What a block returned, with other hidden states in it.
 
+    Other tensors in it that need gradients, such as attention weights, are for the user to look at. The model gets NaN of no
+    size in their place, so that it notices if it uses one, and their memory is free.
+
+    Args:
+        result: what the block returned.
+        hidden: the hidden states to put there.
+        unused: places of tensors in a tuple that need gradients if it is computed with them.
+
     Raises:
-        InputError: it returned other tensors that need gradients.
+        InputError: tensors that need gradients are inside of other containers.
     """
     if not isinstance(result, tuple):
         return hidden
-    if any(tensor.requires_grad for tensor in tensors_in(result[1:])):
+    others = [
+        _stand_in(item) if isinstance(item, Tensor) and (item.requires_grad or place in unused) else item
+        for place, item in enumerate(result[1:], 1)
+    ]
+    if any(tensor.requires_grad for item in others if not isinstance(item, Tensor) for tensor in tensors_in(item)):
         raise InputError("a block returns other tensors that need gradients beside its hidden states: only these are passed on")
-    return (hidden, *result[1:])
+    return (hidden, *others)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """NaN in the shape of ``tensor``; a leaf that needs gradients where there are any, so that it is seen in a graph."""
+    nan = torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return nan.requires_grad_(torch.is_grad_enabled())

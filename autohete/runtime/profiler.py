@@ -8,6 +8,7 @@ on.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autohete.errors import InputError
 from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.plan import Activations
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
+from autohete.runtime.batch import Batch, Form, Inputs, Loss, leading, padded
 from autohete.runtime.device import CudaMemory, Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.machine import forget_cache
+from autohete.runtime.model import next_token_loss
 from autohete.runtime.model_state import Snapshot, unchanged_random_state
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import Partition, call_of, replaced_forwards, with_hidden
-from autohete.runtime.passes import Batch, Loss
 from autohete.runtime.plans import everything_resident
 from autohete.runtime.precision import DTYPES
 from autohete.runtime.training import Training
@@ -45,15 +48,37 @@ _NOTHING = torch.empty(0)
 _PRECISIONS = {dtype: precision for precision, dtype in DTYPES.items()}
 
 
-def workload_of(partition: Partition, ids: Tensor, name: str = "model") -> Workload:
+def observed(partition: Partition, first: Batch, loss: Loss) -> tuple[Partition, Form]:
+    """The partition as a forward of ``first`` shows it, and the form of all batches.
+
+    Raises:
+        InputError: the batch, the model or the loss cannot be trained with; nothing has been changed.
+    """
+
+    def of_first(logits: Tensor) -> Tensor:
+        return loss(logits, first.targets[:1].to(logits.device))
+
+    found = partition.probe(first.with_labels(partition.model), of_first)
+    if found.own_loss is not None:
+        shifted = next_token_loss(found.logits, first.targets[:1].to(found.logits.device)).item()
+        if not math.isclose(shifted, found.own_loss, rel_tol=1e-2) and math.isfinite(found.own_loss):
+            raise InputError(
+                f"the model's own loss of the first labels is {found.own_loss}, but the cross-entropy of its logits against "
+                f"them is {shifted}: it means something else by labels; give targets (batch, sequence), and a loss of logits "
+                "and targets"
+            )
+    return partition.using(found), Form(first, found.rows, found.logits.shape[-1] if loss is next_token_loss else None)
+
+
+def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Workload:
     """The shape of a model and a batch as the simulator knows it, found by one forward in the calling thread.
 
     Args:
         partition: the model, cut into blocks.
-        ids: token ids (batch, sequence).
+        inputs: token ids (batch, sequence), or the model's arguments by name.
         name: what to call it.
     """
-    found = partition.probe(ids)
+    found, ids = partition.probe(inputs), leading(inputs)
     config = getattr(partition.model, "config", None)
     heads = getattr(config, "num_attention_heads", getattr(partition.modules[0], "heads", 1))
     return Workload(
@@ -215,7 +240,7 @@ def _measure_all(
     blocks = []
     for i, count in enumerate(counts):
         forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
-        given = forward.brought if i else _size(batch.ids)
+        given = forward.brought if i else sum(_size(value) for value in batch.named.values() if isinstance(value, Tensor))
         kept = max(forward.kept, given)
         # An output that is kept as well stays longer than the block above has it for its input.
         twice = forward.handed_on if forward.keeps_output else 0
@@ -259,7 +284,7 @@ def _measured(
     passes: dict[TaskId, _Pass] = {}
     try:
         for iteration in range(1 + repeats):
-            training.passes.batches[iteration] = batch
+            training.passes.batches[iteration] = Batch(padded(batch.inputs), batch.targets)
             for task in schedule.tasks:
                 check_stop()
                 before, brought = memory.used_bytes, _size(training.passes.in_transit)

@@ -24,6 +24,7 @@ from autohete.plan import Plan
 from autohete.policies import parse_policy
 from autohete.policy import Judge, Policy
 from autohete.profile import Profile, analytic_profile
+from autohete.runtime.batch import Batch, Form, Loss
 from autohete.runtime.claims import Claim
 from autohete.runtime.device import CudaMemory, Ledger
 from autohete.runtime.lanes import LaneThreads, listed
@@ -31,9 +32,8 @@ from autohete.runtime.machine import measure_machine, versions
 from autohete.runtime.model import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.passes import Batch, Loss
 from autohete.runtime.plans import as_executed, everything_resident
-from autohete.runtime.profiler import measure, workload_of
+from autohete.runtime.profiler import measure, observed, workload_of
 from autohete.runtime.training import Training
 from autohete.runtime.worker import PATIENCE_SECONDS, Ended, Worker, apart, stoppable
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId
@@ -152,7 +152,7 @@ class Trainer:
         #: What the training would need on the device if everything stayed there.
         self.resident_bytes = 0
         self.skipped_steps = 0
-        self._shape: tuple[int, ...] | None = None
+        self._form: Form | None = None
         self._entered = self._closed = self._told = False
         self._held = _Held()
         #: A trainer that is dropped gives the model back as well.
@@ -176,17 +176,21 @@ class Trainer:
                 raise
             error.add_note(str(failure))
 
-    def prepare(self, batch: tuple[Tensor, Tensor]) -> Simulation:
+    def prepare(self, batch: object) -> Simulation:
         """Measure, plan and take the model over for batches like ``batch``; the prediction. The first step does it too.
 
+        Args:
+            batch: see :meth:`step`.
+
         Raises:
+            InputError: the batch is none for this model, or the model does what cannot be trained block by block.
             InfeasibleError: the plan, or any plan, needs more memory than there is; says what binds.
             InputError: the model is being trained already, or is closed, or cannot be trained block by block.
         """
         self._check_caller()
         return self._held.worker.do(partial(self._prepared, batch), stoppable=True)
 
-    def _prepared(self, batch: tuple[Tensor, Tensor]) -> Simulation:
+    def _prepared(self, batch: object) -> Simulation:
         if self._closed:
             raise InputError("the trainer is closed: make a new one to go on")
         if self.prediction is not None:
@@ -198,20 +202,21 @@ class Trainer:
             self.prediction = self._prepare(batch)
         except BaseException:
             self._partition, self.resident_bytes, self.slowdown = before
-            self._shape = self._memories = None
+            self._form = self._memories = None
             self._held.give_back()
             raise
         return self.prediction
 
-    def _prepare(self, batch: tuple[Tensor, Tensor]) -> Simulation:
+    def _prepare(self, batch: object) -> Simulation:
+        first = Batch.of(batch, self._partition.model)
         with _one_thread(self._device):
-            self._partition = self._partition.by_use(batch[0])
-            profile = self._profile(Batch(*batch))
+            self._partition, form = observed(self._partition, first, self._loss)
+            profile = self._profile(first)
         self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
         profile = self._with_budgets(profile)
         prediction = simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)
         schedule = prediction.schedule
-        self._shape = tuple(batch[0].shape)
+        self._form = form
         on_cuda = self._device.type == "cuda"
         device = CudaMemory(self._device) if on_cuda else Ledger(GPU_MEMORY, profile.hardware.gpu_capacity_bytes)
         host = Ledger(HOST_MEMORY, profile.hardware.host.memory_bytes)
@@ -238,16 +243,21 @@ class Trainer:
         )
         return prediction
 
-    def step(self, batch: tuple[Tensor, Tensor]) -> float:
-        """Train on token ids and targets, each (batch, sequence); returns the loss.
+    def step(self, batch: object) -> float:
+        """Train on a batch; returns the loss.
 
         It returns when no code of the model will run for this step any more: random numbers, modes and attributes are the
         caller's until the next step. The rest of backward and the updates go on meanwhile, also under the next step.
 
+        Args:
+            batch: a pair of token ids and targets, each (batch, sequence); or a mapping with the arguments of the model's
+                forward by name and ``targets`` (aligned with the logits) or ``labels`` (Hugging Face's, shifted here).
+
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; says whether a parameter has been changed by this step.
             TaskError: a task failed, for example with :class:`~autohete.errors.DeviceOutOfMemoryError`.
-            InputError: the batch has another shape than the first one.
+            InputError: the batch has other names, shapes or types than the first one, or ids that the model does not know;
+                nothing has been changed.
         """
         if self.prediction is None:
             self.prepare(batch)
@@ -255,17 +265,15 @@ class Trainer:
             torch.cuda.current_stream(self._device).synchronize()
         return self._do(partial(self._step, batch))
 
-    def _step(self, batch: tuple[Tensor, Tensor]) -> float:
+    def _step(self, batch: object) -> float:
         training, lanes = self._running()
         prediction = self.prediction
         assert prediction is not None
-        if tuple(batch[0].shape) != self._shape or batch[1].shape != batch[0].shape:
-            raise InputError(
-                f"the batch has ids {tuple(batch[0].shape)} and targets {tuple(batch[1].shape)}, the first one had "
-                f"{self._shape}: memory is planned for one shape"
-            )
+        checked = Batch.of(batch, self._partition.model)
+        assert self._form is not None
+        self._form.check(checked)
         iteration = lanes.admitted
-        training.passes.batches[iteration] = Batch(*batch)
+        training.passes.batches[iteration] = checked
         lanes.admit()
         lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.blocks) - 1), iteration)
         loss = training.passes.losses.pop(iteration)
@@ -301,8 +309,10 @@ class Trainer:
         said = "No parameter has been changed by this step"
         return f"{said} ({listed(by_last)}: by the gradients of the one before, as planned)" if by_last else said
 
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-        """Mean loss over ``batches`` without training, after waiting for all updates.
+    def evaluate(self, batches: Iterable[object]) -> float:
+        """Mean loss over ``batches`` (see :meth:`step`) without training, after waiting for all updates.
+
+        Modes, buffers and random states of the model are as before afterwards.
 
         Raises:
             InputError: there is no batch, or nothing has been trained yet.
@@ -317,10 +327,10 @@ class Trainer:
             raise InputError("there is no batch to evaluate: give a longer text or a larger validation share")
         return sum(losses) / len(losses)
 
-    def _evaluated(self, batch: tuple[Tensor, Tensor]) -> float:
-        ids, targets = batch
+    def _evaluated(self, batch: object) -> float:
+        checked = Batch.of(batch, self._partition.model)
         with self._drained()[0].evaluation() as logits, torch.no_grad():
-            return float(self._loss(logits(ids), targets.to(self._device)).item())
+            return float(self._loss(logits(checked.inputs), checked.targets.to(self._device)).item())
 
     def _drained(self) -> tuple[Training, LaneThreads]:
         training, lanes = self._running()
@@ -429,7 +439,7 @@ class Trainer:
             hardware = self._hardware or _hardware(
                 measure_machine(self._device, self._gpu_memory or _all_bytes(self._device), quick=True)
             )
-            workload = workload_of(self._partition, batch.ids, type(self._partition.model).__name__)
+            workload = workload_of(self._partition, batch.inputs, type(self._partition.model).__name__)
             profile = measure(self._partition, workload, hardware, batch, self._loss, self._adam, self._device)
             if self._mode is Mode.PACED:
                 profile, self.slowdown = _slowed(profile, analytic_profile(workload, hardware))
@@ -535,7 +545,7 @@ class _Stoppable:
 @apart
 def measured_profile(
     model: nn.Module,
-    batch: tuple[Tensor, Tensor],
+    batch: object,
     device: str = "emulated",
     gpu_memory: int | str | None = None,
     name: str = "model",
@@ -571,7 +581,7 @@ def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = N
 def measured_profile_on(
     hardware: Hardware,
     model: nn.Module,
-    batch: tuple[Tensor, Tensor],
+    batch: object,
     device: str = "emulated",
     name: str = "model",
     *,
@@ -579,13 +589,13 @@ def measured_profile_on(
 ) -> Profile:
     """The blocks of ``model`` measured for batches like ``batch``; copies are those of ``hardware``."""
     where = _torch_device(device)
-    cut = partition(model, blocks)
+    cut, first = partition(model, blocks), Batch.of(batch, model)
     claim = Claim(model, "measured")
     try:
         with _one_thread(where):
-            cut = cut.by_use(batch[0])
-            workload = workload_of(cut, batch[0], name)
-            return measure(cut, workload, hardware, Batch(*batch), next_token_loss, torch_device=where)
+            cut, _ = observed(cut, first, next_token_loss)
+            workload = workload_of(cut, first.inputs, name)
+            return measure(cut, workload, hardware, first, next_token_loss, torch_device=where)
     finally:
         claim.release()
 

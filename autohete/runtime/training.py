@@ -9,11 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from autohete.runtime.batch import Inputs, Loss
 from autohete.runtime.blocks import Current, Memories
 from autohete.runtime.device import Ledger, accounting, keep_freed_memory
+from autohete.runtime.model_state import Snapshot, unchanged_random_state
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
-from autohete.runtime.passes import Loss, Passes
+from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
 from autohete.schedule import GPU, Kind, Schedule, Task
 
@@ -132,18 +134,19 @@ class Training:
         self._undo.close()
 
     @contextmanager
-    def evaluation(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """A function from token ids to logits, dropout off; blocks come to the device one at a time.
+    def evaluation(self) -> Iterator[Callable[[Inputs], Tensor]]:
+        """A function from token ids (or the model's arguments) to logits, dropout off; blocks come to the device one at a time.
 
-        Call it when every update has ended.
+        Modes of all modules, buffers and random states are as before afterwards. Call it when every update has ended.
         """
-        model = self.passes.partition.model
-        was_training = model.training
-        model.eval()
+        partition = self.passes.partition
+        before = Snapshot(partition.model.named_modules(), partition.effects.changing)
         try:
-            yield self.passes.evaluate
+            with unchanged_random_state(self._memories.torch_device):
+                partition.model.eval()
+                yield self.passes.evaluate
         finally:
-            model.train(was_training)
+            before.restore()
 
     def _left_by(self, task: Task) -> str:
         """The group of what a pass leaves behind."""

@@ -1,0 +1,286 @@
+"""Batches as people have them, checked before they train: token ids and targets, or a model's arguments by name."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autohete.errors import InputError, unknown_name
+
+#: What a model's forward is called with: token ids (batch, sequence) as its first argument, or its arguments by name.
+Inputs = Tensor | Mapping[str, Any]
+#: Loss of logits against targets, a scalar tensor.
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+_FORMS = (
+    "give (ids, targets), each (batch, sequence), or a dict with the arguments of the model's forward by name and targets "
+    "(or labels, which are shifted)"
+)
+#: What is ignored by the loss, as in ``torch.nn.functional.cross_entropy``.
+_IGNORED = -100
+#: Arguments of Hugging Face models that ask for what a training block by block does not have, and why.
+_ASKING = {
+    "use_cache": "keys and values are cached for generating only",
+    "output_router_logits": "the auxiliary loss of routers is part of the model's own loss, which is not computed",
+    "output_attentions": "attention weights stay in the blocks",
+    "output_hidden_states": "hidden states stay between the blocks",
+    "num_items_in_batch": "it scales the model's own loss, which is not computed: divide in a loss of your own",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one iteration trains on.
+
+    Args:
+        inputs: token ids (batch, sequence), or the arguments of the model's forward by name.
+        targets: (batch, sequence), aligned with the logits.
+        labels: what the targets were made of, if they were not given themselves.
+    """
+
+    inputs: Inputs
+    targets: Tensor
+    labels: Tensor | None = None
+
+    @classmethod
+    def of(cls, given: object, model: nn.Module) -> Batch:
+        """The batch that a person gave for ``model``.
+
+        Args:
+            given: a pair of token ids and targets; or a mapping of the forward's arguments, with ``targets`` or, as Hugging
+                Face has them, ``labels``: those of a causal language model are the token ids themselves and are shifted here.
+            model: its forward takes them.
+
+        Raises:
+            InputError: it is no batch for this model; says what is wrong.
+        """
+        if isinstance(given, Batch):
+            return given
+        labels = None
+        if isinstance(given, Mapping):
+            inputs, targets, labels = _split(given, model)
+        elif isinstance(given, (tuple, list)):
+            if len(given) != 2:
+                raise InputError(f"the batch is a {type(given).__name__} of {len(given)}: {_FORMS}")
+            inputs, targets = given
+        else:
+            raise InputError(f"the batch is {_said(given)}: {_FORMS}")
+        batch = cls(inputs, targets, labels)
+        batch._check(model)
+        return batch
+
+    @property
+    def named(self) -> Mapping[str, Any]:
+        """The inputs by name; ``ids`` where they have none."""
+        return {"ids": self.inputs} if isinstance(self.inputs, Tensor) else self.inputs
+
+    def with_labels(self, model: nn.Module) -> Inputs:
+        """The inputs and, if there are any and the model takes them, the labels, so that it computes a loss of its own."""
+        names = argument_names(model, labels=True)
+        if self.labels is None or isinstance(self.inputs, Tensor) or (names is not None and "labels" not in names):
+            return self.inputs
+        return {**self.inputs, "labels": self.labels}
+
+    def _check(self, model: nn.Module) -> None:
+        for name, value in {**self.named, "targets": self.targets}.items():
+            if isinstance(value, Tensor):
+                if not value.numel():
+                    raise InputError(f"{name} {_said(value)} is empty: a batch has at least one sequence of one token")
+            elif name in ("ids", "targets") or not isinstance(value, (bool, int, float, str, type(None))):
+                hint = "; of a tokenizer, ask for return_tensors='pt'" if isinstance(value, list) else ""
+                raise InputError(f"{name} is {_said(value)}: a tensor is needed, such as torch.as_tensor({name}){hint}")
+        ids = leading(self.inputs)
+        if ids.dim() < 2:
+            raise InputError(f"the ids are {_said(ids)}: they are (batch, sequence), such as ids.unsqueeze(0) for one sequence")
+        if self.targets.shape != ids.shape[:2]:
+            raise InputError(
+                f"the targets are {_said(self.targets)}, the inputs {_said(ids)}: one target is needed for each place, "
+                f"{tuple(ids.shape[:2])}; {_IGNORED} where there is none"
+            )
+        if isinstance(self.inputs, Mapping):
+            _check_arguments(self.inputs, model)
+
+
+def leading(inputs: Inputs) -> Tensor:
+    """Of ``inputs``, the tensor that begins with (batch, sequence): the token ids, or what stands for them.
+
+    Raises:
+        InputError: there is none.
+    """
+    if isinstance(inputs, Tensor):
+        return inputs
+    if isinstance(inputs.get("input_ids"), Tensor):
+        return cast("Tensor", inputs["input_ids"])
+    for value in inputs.values():
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            return value
+    raise InputError(f"the batch has {', '.join(inputs) or 'no inputs'}, no token ids among them: {_FORMS}")
+
+
+def first_sequence(inputs: Inputs) -> Inputs:
+    """Of ``inputs``, what belongs to the first sequence."""
+    if isinstance(inputs, Tensor):
+        return inputs[:1]
+    sequences = len(leading(inputs))
+
+    def cut(value: Any) -> Any:
+        return value[:1] if isinstance(value, Tensor) and value.dim() > 1 and len(value) == sequences else value
+
+    return {name: cut(value) for name, value in inputs.items()}
+
+
+def padded(inputs: Inputs) -> Inputs:
+    """``inputs`` with padding, if they have a mask: without any, models leave out what they would need for it."""
+    if isinstance(inputs, Tensor):
+        return inputs
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not bool((mask != 0).all()):
+        return inputs
+    mask = mask.clone()
+    mask[:, -1] = 0
+    return {**inputs, "attention_mask": mask}
+
+
+def on_device(inputs: Inputs, device: torch.device, *, copy: bool = False) -> Inputs:
+    """``inputs`` on ``device``; with ``copy``, whatever the caller does with its own."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device, non_blocking=copy, copy=copy)
+    return {
+        name: value.to(device, non_blocking=copy, copy=copy) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
+class Form:
+    """What the batches of a training look like: as the first one.
+
+    Args:
+        first: the first batch.
+        rows: by the name of an input, how many rows the table has that it is looked up in.
+        classes: how many there are for the targets; None: whatever the loss takes.
+    """
+
+    def __init__(self, first: Batch, rows: Mapping[str, int], classes: int | None) -> None:
+        self._first, self._rows, self._classes = {**first.named, "targets": first.targets}, rows, classes
+        self._shapes = {name: _said(value) for name, value in self._first.items()}
+        self.check(first)
+
+    def check(self, batch: Batch) -> None:
+        """Refuse what would fail while it trains, or need other memory than the first batch.
+
+        Raises:
+            InputError: another name, shape or type than in the first batch, or ids that are not in the vocabulary.
+        """
+        found = {**batch.named, "targets": batch.targets}
+        if found.keys() != self._first.keys():
+            raise InputError(
+                f"the batch has {', '.join(found)}; the first one had {', '.join(self._first)}: give the same in each step"
+            )
+        for name, value in found.items():
+            first = self._first[name]
+            if _said(value) != self._shapes[name] or (not isinstance(value, Tensor) and value != first):
+                raise InputError(
+                    f"the batch has {name} {_said(value)}, the first one had {self._shapes[name]}: memory is planned for one "
+                    "shape; pad the sequences, and leave out a last batch that is smaller"
+                )
+        for name, rows in self._rows.items():
+            _check_range(name, found[name], rows)
+        if self._classes is not None:
+            targets = batch.targets
+            if targets.is_floating_point() or targets.dtype is torch.bool:
+                raise InputError(f"the targets are {_said(targets)}: whole numbers are needed, the right token of each place")
+            _check_range("targets", targets[targets != _IGNORED], self._classes)
+
+
+def _check_range(name: str, ids: Tensor, rows: int) -> None:
+    if not ids.numel():
+        return
+    lowest, highest = (int(value) for value in torch.aminmax(ids))
+    if lowest < 0 or highest >= rows:
+        raise InputError(
+            f"{name} has values from {lowest} to {highest}, the model knows 0 to {rows - 1}: use the tokenizer that belongs to "
+            f"the model, or a model with {highest + 1} of them"
+        )
+
+
+def _split(given: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], Any, Tensor | None]:
+    """The model's arguments, the targets, and the labels that they were made of.
+
+    Raises:
+        InputError: there are none, or two kinds of them.
+    """
+    inputs = dict(given)
+    known = [name for name in ("targets", "labels") if inputs.get(name) is not None]
+    if len(known) != 1:
+        raise InputError(
+            f"the batch has {', '.join(map(str, inputs)) or 'nothing'}: give targets (aligned with the logits) or labels "
+            f"(shifted here), and {'not both' if known else 'one of them'}"
+        )
+    targets, labels = inputs.pop("targets", None), inputs.pop("labels", None)
+    if targets is not None or not isinstance(labels, Tensor):
+        return inputs, labels if targets is None else targets, None
+    return inputs, _from_labels(labels, model), labels
+
+
+def _from_labels(labels: Tensor, model: nn.Module) -> Tensor:
+    """Targets from labels as the model's own loss understands them.
+
+    Raises:
+        InputError: it is no loss of tokens.
+    """
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise InputError(
+            "config.output_router_logits adds an auxiliary loss to the model's own, which is not computed: set it to False, or "
+            "give targets and a loss"
+        )
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"
+    if kind == "ForMaskedLM":
+        return labels
+    if kind != "ForCausalLM":
+        raise InputError(
+            f"labels of {type(model).__name__} are for a loss of the type {kind}: give targets (batch, sequence), and a loss "
+            "of logits and targets"
+        )
+    return functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+
+
+def _check_arguments(inputs: Mapping[str, Any], model: nn.Module) -> None:
+    for name, why in _ASKING.items():
+        if inputs.get(name) not in (None, False):
+            raise InputError(f"{name}={inputs[name]} asks for what a training has not: {why}; leave it out")
+    names = argument_names(model)
+    for name in inputs:
+        if not isinstance(name, str):
+            raise InputError(f"the batch has the key {name!r}: {_FORMS}")
+        if names is not None and name not in names:
+            raise unknown_name(f"argument of the forward of {type(model).__name__}", name, names)
+
+
+def argument_names(model: nn.Module, *, labels: bool = False) -> set[str] | None:
+    """The names that the model's forward takes, but for those of targets unless ``labels``; None if it takes any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        try:
+            hints = typing.get_type_hints(inspect.unwrap(model.forward))
+        except (NameError, TypeError):  # an annotation that exists for type checkers only
+            return None
+        *_, anything = (parameter.name for parameter in parameters)
+        more = typing.get_args(hints.get(anything)) or (hints.get(anything),)
+        if not typing.is_typeddict(more[0]):
+            return None
+        names |= more[0].__annotations__.keys()
+    return names if labels else names - {"targets", "labels"}
+
+
+def _said(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} of {value.dtype}"
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else f"a {type(value).__name__}"
