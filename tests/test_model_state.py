@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,17 @@ def train(
 # --- random numbers
 
 
+class Slow(Net):
+    """A model whose blocks are still recomputed when a loss has been known for long."""
+
+    class layer(Layer):
+        """Sleeps."""
+
+        def forward(self, x: Tensor) -> Any:
+            time.sleep(2e-3)
+            return super().forward(x)
+
+
 def draw_much(model: nn.Module) -> None:
     """Draw from all global generators for as long as a backward takes."""
     for _ in range(3000):
@@ -120,7 +132,7 @@ def validate(model: nn.Module) -> None:
 @pytest.mark.parametrize("between", [draw_much, validate])
 def test_what_the_caller_does_after_a_step_changes_no_step(between: Between, policy: str, memory: str | None) -> None:
     """Random numbers and modes are the caller's as soon as a step has returned, whatever goes on."""
-    assert train(Net(), between, policy, memory) == train_plainly(Net(), between)
+    assert train(Slow(), between, policy, memory) == train_plainly(Slow(), between)
 
 
 class DrawingEverywhere(Net):
@@ -341,6 +353,45 @@ def test_preparing_leaves_the_model_as_it_was() -> None:
         assert drawn() == expected
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         assert attributes == {key: value for key, value in vars(model).items() if isinstance(value, (int, str))}
+
+
+# --- evaluation
+
+
+class Absorbing(Normed):
+    """Draws and counts whether it trains or not."""
+
+    class layer(Normed.layer):
+        """Has noise."""
+
+        count: Tensor
+
+        def __init__(self, hidden: int) -> None:
+            super().__init__(hidden)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Any:
+            self.count += 1
+            return super().forward(x) * torch.rand(()) + random.random()
+
+
+def test_evaluation_leaves_modes_buffers_and_random_states() -> None:
+    """A part that was in evaluation mode stays there, the others train on, and nothing else shows that it was called."""
+    model = Absorbing()
+    frozen = model.blocks[1].get_submodule("part")
+    frozen.eval()
+    with Trainer(model, policy="stronghold:window=1", hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+        trainer.step(batches()[0])
+        modes = {name: module.training for name, module in model.named_modules()}
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        seed()
+        expected = drawn()
+        seed()
+        trainer.evaluate(batches())
+        assert drawn() == expected
+        assert {name: module.training for name, module in model.named_modules()} == modes
+        assert not frozen.training
+        assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 # --- attributes

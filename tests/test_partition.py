@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from reference import Outcome, model_for
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from autohete.errors import InputError, TaskError
 from autohete.hardware import load_hardware
@@ -503,14 +506,14 @@ def test_a_model_that_would_train_differently_is_refused(model: type[Net]) -> No
     assert is_whole(refused)
 
 
-class ReturningMore(Net):
-    """Its blocks return something else that is trained."""
+class ReturningNested(Net):
+    """Its blocks return something else that is trained, in a container."""
 
     class layer(Layer):
         """Returns a second result."""
 
         def forward(self, x: Tensor) -> Any:
-            return super().forward(x), self.gain.sum()
+            return super().forward(x), [self.gain.sum()]
 
     def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -519,10 +522,174 @@ class ReturningMore(Net):
 
 
 @pytest.mark.parametrize("policy", ["resident", "resident:checkpointing=full"])
-def test_other_results_that_need_gradients_are_refused(policy: str) -> None:
+def test_other_results_in_containers_that_need_gradients_are_refused(policy: str) -> None:
     """Whether a block's graph is made in its forward or when it is recomputed."""
     with pytest.raises(TaskError, match="a block returns other tensors that need gradients beside its hidden states"):
-        train_by_policy(ReturningMore(), policy, profile_of_net())
+        train_by_policy(ReturningNested(), policy, profile_of_net())
+
+
+class ReturningMore(Net):
+    """Its blocks return something else that is trained, as attention weights are, which nothing uses."""
+
+    class layer(Layer):
+        """Returns a second result."""
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x @ x.transpose(1, 2) * self.gain.sum()
+
+    def through(self, x: Tensor) -> Tensor:
+        self.seen = []
+        for block in self.blocks:
+            x, weights = block(x)
+            self.seen.append(weights)
+        return x
+
+
+class PassingMore(ReturningMore):
+    """Its blocks get what others return beside."""
+
+    class layer(ReturningMore.layer):
+        """Adds it."""
+
+        def forward(self, x: Tensor, weights: Any = 0) -> Any:
+            result, more = super().forward(x)
+            return result + (weights @ x if isinstance(weights, Tensor) else 0), more
+
+    def through(self, x: Tensor) -> Tensor:
+        weights = 0
+        for block in self.blocks:
+            x, weights = block(x, weights)
+        return x
+
+
+class ReadingMore(ReturningMore):
+    """Its head computes with what a block returns beside."""
+
+    def head(self, x: Tensor) -> Any:
+        return super().head(x + self.seen[1].mean())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (PassingMore, "a block takes other tensors that need gradients beside its hidden states"),
+        (ReadingMore, "after its last block the model uses more than that block's result"),
+    ],
+)
+def test_other_results_that_are_used_are_refused(model: type[Net], message: str) -> None:
+    """What needs gradients and is not passed on by the hidden states would get none."""
+    with pytest.raises(InputError, match=message):
+        partition(model()).by_use(batches()[0][0])
+
+
+# --- what is wrapped or hooked
+
+
+def compiled_blocks() -> Net:
+    """Blocks that are compiled one by one."""
+    model = Net()
+    for place, block in enumerate(list(model.blocks)):
+        model.blocks[place] = cast("nn.Module", torch.compile(block))
+    return model
+
+
+def compiled_in_place() -> Net:
+    """A model whose call is compiled."""
+    model = Net()
+    model.compile()
+    return model
+
+
+class Traceable(nn.Module):
+    """A block that can be traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def scripted_blocks() -> Net:
+    """Blocks that are traced."""
+    model = Net()
+    model.blocks = nn.ModuleList(torch.jit.trace(Traceable(), torch.zeros(1)) for _ in range(2))  # type: ignore[no-untyped-call]
+    return model
+
+
+class OwnTensor(Tensor):
+    """A tensor that is not an ordinary one, as a sharded one is not."""
+
+
+def unusual_parameter() -> Net:
+    """A parameter of another tensor type."""
+    model = Net()
+    model.out.weight = nn.Parameter(torch.zeros(VOCABULARY, 32).as_subclass(OwnTensor))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.compile(Net()), "the model is compiled, and compiled code cannot stop at the blocks"),
+        (compiled_in_place, "the model is compiled, and compiled code cannot stop at the blocks"),
+        (compiled_blocks, r"blocks\.0 is compiled"),
+        (scripted_blocks, r"blocks\.0 is a TopLevelTracedModule, which cannot stop at its blocks"),
+        (lambda: nn.DataParallel(Net()), "the model is wrapped in DataParallel, which has copies or parts of its own"),
+        (unusual_parameter, r"out\.weight is a OwnTensor: trained parameters are ordinary tensors"),
+        (lambda: Net().to("meta"), r"is on the meta device: trained parameters are ordinary tensors with values"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_at_once(make: Callable[[], nn.Module], message: str) -> None:
+    """Wrapped, compiled and scripted models are refused with what to give instead."""
+    with pytest.raises(InputError, match=message):
+        partition(make())
+
+
+def register_backward(module: nn.Module) -> None:
+    """A backward hook that looks at gradients."""
+    module.register_full_backward_hook(lambda module, arriving, leaving: None)
+
+
+@pytest.mark.parametrize("where", ["", "blocks.1"])
+def test_backward_hooks_around_a_block_are_refused(where: str) -> None:
+    """They are given gradients that do not exist at the same time."""
+    model = Net()
+    register_backward(model.get_submodule(where))
+    with pytest.raises(InputError, match="has a backward hook, which needs gradients of what is around it"):
+        partition(model).by_use(batches()[0][0])
+
+
+def test_backward_hooks_of_all_modules_are_refused() -> None:
+    """They are around each block as well."""
+    hook = nn.modules.module.register_module_full_backward_hook(lambda module, arriving, leaving: None)
+    try:
+        with pytest.raises(InputError, match="there are backward hooks for all modules"):
+            partition(Net()).by_use(batches()[0][0])
+    finally:
+        hook.remove()
+
+
+class Checkpointed(Net):
+    """Recomputes its blocks itself."""
+
+    reentrant = False
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=type(self).reentrant)
+        return x
+
+
+class CheckpointedReentrant(Checkpointed):
+    """The same in the older way."""
+
+    reentrant = True
+
+
+@pytest.mark.parametrize("model", [Checkpointed, CheckpointedReentrant])
+def test_blocks_that_the_model_recomputes_are_refused(model: type[Net]) -> None:
+    """The policy says what is recomputed."""
+    with pytest.raises(InputError, match=r"or inside of torch\.utils\.checkpoint"):
+        partition(model()).by_use(batches()[0][0])
 
 
 # --- what trains to the bit
@@ -633,7 +800,74 @@ class OneBlock(Net):
         self.blocks = self.blocks[:1]
 
 
-EXACT = [Net, Tied, Shared, Odd, Disordered, PartlyFrozen, Unused, Pairs, Bf16, OneBlock, WithExperts]
+def halve(module: nn.Module, leaving: Any, arriving: Any) -> Any:
+    """A backward hook that changes gradients."""
+    return tuple(gradient * 0.5 for gradient in leaving)
+
+
+class Hooked(Net):
+    """Hooks on its blocks look, those on modules inside change results and gradients, and those on its ends change states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, given, result: self.seen.append(result.detach().mean()))
+            block.get_submodule("up").register_forward_hook(lambda module, given, result: result * 2)
+            block.get_submodule("up").register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+            block.get_submodule("down").register_full_backward_hook(halve)
+        self.blocks[0].register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+        self.blocks[2].register_forward_hook(lambda module, given, result: result * 2)
+
+
+class Reparametrized(Net):
+    """Weights that are computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            parametrizations.weight_norm(block.get_submodule("up"))
+            with warnings.catch_warnings(action="ignore"):  # of the older one, which keeps the weight as an attribute
+                weight_norm(block.get_submodule("down"))
+
+
+class Adapted(Net):
+    """Frozen weights with small matrices beside them that are trained, as in LoRA."""
+
+    class layer(Layer):
+        """Adds the product of two small matrices."""
+
+        def __init__(self, hidden: int) -> None:
+            super().__init__(hidden)
+            self.requires_grad_(False)
+            self.narrow, self.wide = nn.Linear(hidden, 2, bias=False), nn.Linear(2, hidden, bias=False)
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) + self.wide(self.narrow(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token.requires_grad_(False)
+        self.out.requires_grad_(False)
+
+
+EXACT = [
+    Net,
+    ReturningMore,
+    Hooked,
+    Reparametrized,
+    Adapted,
+    Tied,
+    Shared,
+    Odd,
+    Disordered,
+    PartlyFrozen,
+    Unused,
+    Pairs,
+    Bf16,
+    OneBlock,
+    WithExperts,
+]
 
 
 @cache

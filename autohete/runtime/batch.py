@@ -79,7 +79,7 @@ class Batch:
     @property
     def named(self) -> Mapping[str, Any]:
         """The inputs by name; ``ids`` where they have none."""
-        return {"ids": self.inputs} if isinstance(self.inputs, Tensor) else self.inputs
+        return self.inputs if isinstance(self.inputs, Mapping) else {"ids": self.inputs}
 
     def with_labels(self, model: nn.Module) -> Inputs:
         """The inputs and, if there are any and the model takes them, the labels, so that it computes a loss of its own."""
@@ -191,16 +191,29 @@ class Form:
                     "shape; pad the sequences, and leave out a last batch that is smaller"
                 )
         for name, rows in self._rows.items():
-            _check_range(name, found[name], rows)
+            check_range(name, found[name], rows)
         if self._classes is not None:
-            targets = batch.targets
-            if targets.is_floating_point() or targets.dtype is torch.bool:
-                raise InputError(f"the targets are {_said(targets)}: whole numbers are needed, the right token of each place")
-            _check_range("targets", targets[targets != _IGNORED], self._classes)
+            check_classes(batch.targets, self._classes)
 
 
-def _check_range(name: str, ids: Tensor, rows: int) -> None:
-    if not ids.numel():
+def check_classes(targets: Tensor, classes: int) -> None:
+    """Refuse targets that are no classes.
+
+    Raises:
+        InputError: they are not whole numbers, or not from 0 to ``classes - 1``; places to be ignored do not count.
+    """
+    if targets.is_floating_point() or targets.dtype is torch.bool:
+        raise InputError(f"the targets are {_said(targets)}: whole numbers are needed, the right token of each place")
+    check_range("targets", targets[targets != _IGNORED], classes)
+
+
+def check_range(name: str, ids: Tensor, rows: int) -> None:
+    """Refuse ids that are not from 0 to ``rows - 1``; what cannot be an id at all is not looked at.
+
+    Raises:
+        InputError: names them and says what they are.
+    """
+    if not ids.numel() or ids.is_floating_point():
         return
     lowest, highest = (int(value) for value in torch.aminmax(ids))
     if lowest < 0 or highest >= rows:

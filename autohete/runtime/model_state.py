@@ -186,6 +186,10 @@ class Snapshot:
         for place, then in self._buffers:
             place.holder[place.key] = then.restored()
 
+    def forget_buffers(self) -> None:
+        """Let go of the buffers' copies; :meth:`restore` leaves them as they are from now on."""
+        self._buffers = []
+
     def restore(self) -> None:
         """Let the modules have their buffers and attributes of then."""
         self.restore_buffers()

@@ -26,7 +26,7 @@ from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre
 from torch.nn.utils.parametrize import ParametrizationList
 
 from autohete.errors import AutoHeteError, InputError
-from autohete.runtime.batch import Inputs, first_sequence, leading, on_device, padded
+from autohete.runtime.batch import Inputs, check_range, first_sequence, leading, on_device, padded
 from autohete.runtime.device import WORKSPACE, Ledger, accounting
 from autohete.runtime.model_state import (
     NO_EFFECTS,
@@ -166,10 +166,11 @@ class Partition:
                 beside = self._beside_bytes(on_device(padded(inputs), device))
             effects = reduce(Effects.__or__, (trial.effects for trial in trials), _effects_since(outside, sequences))
         finally:
-            outside.restore()
+            for snapshot in (outside, *(trial.before for trial in trials)):
+                snapshot.restore()
         before, after = (frozenset(map(id, _leaves(tensor))) for tensor in (begin.hidden, logits))
         effects |= Effects(kept_bytes=beside)
-        own_loss = None if forward.own_loss is None else float(forward.own_loss)
+        own_loss = None if forward.own_loss is None else forward.own_loss.detach().item()
         return Probe(begin.hidden.detach(), logits.detach(), before, after, effects, rows, own_loss)
 
     def _beside_bytes(self, inputs: Inputs) -> int:
@@ -182,7 +183,8 @@ class Partition:
             saved.append(tensor)
             return tensor
 
-        with accounting(ledger, "", WORKSPACE), saved_tensors_hooks(pack, lambda tensor: tensor):
+        rows = _rows_of_embeddings(self.named_modules(0), inputs)
+        with accounting(ledger, "", WORKSPACE), saved_tensors_hooks(pack, lambda tensor: tensor), rows:
             call = forward.start(inputs)
         ledger.leave_out(call.hidden)
         for tensor in saved:
@@ -358,7 +360,8 @@ def check_loss(loss: object, logits: Tensor, model: nn.Module) -> None:
     others = [leaf for leaf in leaves if leaf is not logits]
     if others:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        named = ", ".join(sorted({names.get(id(leaf), f"a tensor {tuple(leaf.shape)}") for leaf in others})[:4])
+        found = sorted({names[id(leaf)] for leaf in others if id(leaf) in names})
+        named = ", ".join(found[:4] or [f"a tensor {tuple(others[0].shape)}"])
         raise InputError(
             f"the loss uses more than the logits ({named}), which would get no gradient from it: let a block add the gradient "
             "of an auxiliary loss itself (a torch.autograd.Function that hands its input on), use the optimizer's weight_decay "
@@ -386,7 +389,7 @@ def _teaching(inputs: Inputs) -> Iterator[None]:
 
 @contextmanager
 def _rows_of_embeddings(modules: Iterable[tuple[str, nn.Module]], inputs: Inputs) -> Iterator[dict[str, int]]:
-    """Fills, by the names of inputs, the rows of the embeddings that they are looked up in meanwhile."""
+    """Fills, by the names of inputs, the rows of the embeddings that they are looked up in meanwhile; checks that they are."""
     named = {"ids": inputs} if isinstance(inputs, Tensor) else inputs
     tensors = {value.data_ptr(): name for name, value in named.items() if isinstance(value, Tensor)}
     rows: dict[str, int] = {}
@@ -395,6 +398,7 @@ def _rows_of_embeddings(modules: Iterable[tuple[str, nn.Module]], inputs: Inputs
         name = tensors.get(args[0].data_ptr()) if args and isinstance(args[0], Tensor) else None
         if name is not None:
             rows[name] = int(module.num_embeddings)  # type: ignore[arg-type]
+            check_range(name, args[0], rows[name])
 
     with ExitStack() as undo:
         for module in (module for _, module in modules if isinstance(module, nn.Embedding)):
@@ -416,7 +420,7 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
 
 
 class _Trial:
-    """One run of a block to see what it does beside computing its result; leaves the block as it was.
+    """One run of a block to see what it does beside computing its result; leaves its buffers as they were.
 
     Args:
         modules: the block's, with their names.
@@ -424,11 +428,12 @@ class _Trial:
 
     Attributes:
         effects: of a forward; buffers that change are those in the mode that the block is in and those in training.
+        before: its attributes, to be restored when the loss has been computed, which may use them.
     """
 
     def __init__(self, modules: list[tuple[str, nn.Module]], sequences: int) -> None:
         self._modules, self._sequences = modules, sequences
-        self.effects = NO_EFFECTS
+        self.effects, self.before = NO_EFFECTS, Snapshot(())
 
     def run(self, call: BlockCall, own: Callable[..., Any], device: torch.device) -> Any:
         """The result of ``call``, whose hidden states need no gradients.
@@ -436,7 +441,8 @@ class _Trial:
         Raises:
             InputError: the block changes with each forward what recomputation cannot put back.
         """
-        before, random = Snapshot(self._modules), RandomState(device)
+        self.before, random = Snapshot(self._modules), RandomState(device)
+        before = self.before
         try:
             result = self._run_once(call, own)
             self.effects |= _effects_since(before, self._sequences)
@@ -457,11 +463,12 @@ class _Trial:
                 self._repeat(call, own, random)
                 self.effects |= Effects(before.changed_buffers())
         finally:
-            before.restore()
+            before.restore_buffers()
+            before.forget_buffers()
         return result
 
     def _run_once(self, call: BlockCall, own: Callable[..., Any]) -> Any:
-        hidden, hooks = call.hidden.detach().requires_grad_().clone(), False  # no leaf, so that it can be changed in place
+        hidden, hooks = _given(call), False
         try:
             with disable_saved_tensors_hooks(_OWN_HOOKS):
                 result = call.on(own, hidden)
@@ -478,8 +485,12 @@ class _Trial:
 
     def _repeat(self, call: BlockCall, own: Callable[..., Any], random: RandomState) -> None:
         random.restore()
-        with torch.no_grad():
-            call.on(own, call.hidden.detach())
+        call.on(own, _given(call))
+
+
+def _given(call: BlockCall) -> Tensor:
+    """The hidden states with a graph, and no leaf, so that they can be changed in place."""
+    return call.hidden.detach().requires_grad_().clone()
 
 
 def _effects_since(before: Snapshot, sequences: int) -> Effects:

@@ -26,7 +26,7 @@ from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.plan import Activations
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
-from autohete.runtime.batch import Batch, Form, Inputs, Loss, leading, padded
+from autohete.runtime.batch import Batch, Form, Inputs, Loss, check_classes, leading, padded
 from autohete.runtime.device import CudaMemory, Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.machine import forget_cache
@@ -56,6 +56,8 @@ def observed(partition: Partition, first: Batch, loss: Loss) -> tuple[Partition,
     """
 
     def of_first(logits: Tensor) -> Tensor:
+        if loss is next_token_loss:
+            check_classes(first.targets, logits.shape[-1])
         return loss(logits, first.targets[:1].to(logits.device))
 
     found = partition.probe(first.with_labels(partition.model), of_first)
