@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from autohete.errors import InputError, TaskError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
+from autohete.plan import Activations, BlockPlan, Plan
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.batch import Batch
@@ -32,6 +33,7 @@ from autohete.runtime.plans import as_executed
 from autohete.runtime.profiler import measure, workload_of
 from autohete.runtime.trainer import Trainer
 from autohete.runtime.training import Training
+from autohete.schedule import Kind
 from autohete.simulate import judge_for
 from autohete.trace import Clock
 from autohete.workload import Precision, Workload
@@ -805,6 +807,28 @@ def halve(module: nn.Module, leaving: Any, arriving: Any) -> Any:
     return tuple(gradient * 0.5 for gradient in leaving)
 
 
+class Masked(Net):
+    """Its blocks multiply by a mask that the model makes once, and by a buffer."""
+
+    class layer(Layer):
+        """Takes the mask."""
+
+        table: Tensor
+
+        def __init__(self, hidden: int) -> None:
+            super().__init__(hidden)
+            self.register_buffer("table", torch.rand(8, hidden))
+
+        def forward(self, x: Tensor, mask: Any = None) -> Any:
+            return super().forward(x * mask * self.table)
+
+    def through(self, x: Tensor) -> Tensor:
+        mask = torch.ones_like(x).tril()
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
 class Hooked(Net):
     """Hooks on its blocks look, those on modules inside change results and gradients, and those on its ends change states."""
 
@@ -903,6 +927,34 @@ def test_parameters_belong_where_they_are_used() -> None:
     assert {names[id(parameter)] for parameter in cut.owned[-1]} == {
         "gain", "norm.weight", "norm.bias", "out.weight", "out.bias"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [Adapted, Masked])
+def test_what_is_not_the_blocks_own_stays_on_the_device(model: Callable[[], Net]) -> None:
+    """Frozen parameters, buffers and masks are not copied to the host when what backward needs is; it trains to the bit."""
+    net = model()
+    cut = partition(net).by_use(batches()[0][0])
+    profile = profile_for(cut)
+    moving = BlockPlan(Activations.OFFLOAD)
+    schedule = lower(profile, Plan("by hand", (BlockPlan(), moving, moving, moving, BlockPlan()), 4, 28, 4, 16, 4))
+    training = Training(cut, schedule, next_token_loss, poison=True)
+    torch.manual_seed(2)
+    copied = []
+    try:
+        for step, batch in enumerate(batches()):
+            training.passes.batches[step] = Batch(*batch)
+            for task in schedule.tasks:
+                training.perform(task, step)
+                if task.id.kind is Kind.OFFLOAD_ACTIVATIONS:
+                    copied += [bytes(there.numpy()) for there in training.states.blocks[task.id.block].moved.values()]
+        outcome = _outcome(net, [training.passes.losses[step] for step in range(STEPS)], training.parameters())
+    finally:
+        training.close()
+    mask = torch.ones(2, 8, 32).tril()
+    staying = [*net.buffers(), *(parameter.detach() for parameter in net.parameters() if not parameter.requires_grad), mask]
+    assert copied
+    assert not {bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) for tensor in staying}.intersection(copied)
+    assert outcome.losses == plainly(model).losses
 
 
 # --- what is left behind

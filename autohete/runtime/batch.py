@@ -6,6 +6,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -281,16 +282,23 @@ def argument_names(model: nn.Module, *, labels: bool = False) -> set[str] | None
     parameters = inspect.signature(model.forward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        try:
-            hints = typing.get_type_hints(inspect.unwrap(model.forward))
-        except (NameError, TypeError):  # an annotation that exists for type checkers only
-            return None
         *_, anything = (parameter.name for parameter in parameters)
-        more = typing.get_args(hints.get(anything)) or (hints.get(anything),)
-        if not typing.is_typeddict(more[0]):
+        more = _keys(inspect.unwrap(model.forward), anything)
+        if more is None:
             return None
-        names |= more[0].__annotations__.keys()
+        names |= more
     return names if labels else names - {"targets", "labels"}
+
+
+@lru_cache(maxsize=64)
+def _keys(forward: Callable[..., Any], anything: str) -> frozenset[str] | None:
+    """The names that the annotation of ``**anything`` allows; None if it allows all."""
+    try:
+        hint = typing.get_type_hints(forward).get(anything)
+    except (NameError, TypeError):  # an annotation that exists for type checkers only
+        return None
+    kind = (typing.get_args(hint) or (hint,))[0]
+    return frozenset(kind.__annotations__) if typing.is_typeddict(kind) else None
 
 
 def _said(value: object) -> str:

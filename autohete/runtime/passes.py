@@ -120,6 +120,8 @@ class Passes:
         self.losses: dict[int, float] = {}
         self.skipped: dict[int, str] = {}
         self._forwards = forwards
+        #: Addresses of what is neither trained nor moved.
+        self._lasting: set[int] = set()
         self._kept = [_Kept(partition, i) for i in range(partition.last + 1)]
         self._transit = _Transit()
         self._anchor = torch.zeros((), requires_grad=True, device=memories.torch_device)
@@ -137,7 +139,8 @@ class Passes:
         return tensor.untyped_storage().data_ptr() in kept
 
     def make_room(self) -> None:
-        """Allocate the copies that recomputation finds of buffers as they were; they last as long as the training."""
+        """Allocate what lasts as long as the training, once the buffers are where they stay: copies for recomputation."""
+        self._lasting = _addresses(self.partition.lasting)
         for i, kinds in enumerate(self.states.kinds):
             if Kind.RECOMPUTE in kinds:
                 self._kept[i].make_copies()
@@ -349,7 +352,7 @@ class Passes:
         assert block.device.parameters is not None, "forward without parameters"
         begin = block.device.parameters.data_ptr()
         end = begin + block.device.parameters.nbytes
-        staying = {tensor.untyped_storage().data_ptr() for tensor in (*beside, *self.partition.lasting)} - {0}
+        staying = self._lasting | _addresses(beside)
         block.saved = []
 
         def pack(tensor: Tensor) -> object:
@@ -386,6 +389,11 @@ class Passes:
             if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in kept):
                 return f"what block {i} keeps for backward"
         return "the logits"
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Where the storages of ``tensors`` are; nothing for those that have no memory."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
