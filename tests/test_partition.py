@@ -802,6 +802,14 @@ class OneBlock(Net):
         self.blocks = self.blocks[:1]
 
 
+class InEvaluation(Net):
+    """Is trained without dropout, as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eval()
+
+
 def halve(module: nn.Module, leaving: Any, arriving: Any) -> Any:
     """A backward hook that changes gradients."""
     return tuple(gradient * 0.5 for gradient in leaving)

@@ -12,7 +12,7 @@ from torch import Tensor
 from autohete.runtime.batch import Inputs, Loss
 from autohete.runtime.blocks import Current, Memories
 from autohete.runtime.device import Ledger, accounting, keep_freed_memory
-from autohete.runtime.model_state import Snapshot, unchanged_random_state
+from autohete.runtime.model_state import Place, Snapshot, buffers_of, unchanged_random_state
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
 from autohete.runtime.passes import Passes
@@ -61,14 +61,16 @@ class Training:
             self.passes = Passes(partition, forwards, self.states, loss, self._memories)
             undo.callback(self.passes.forget)
             undo.callback(self.states.give_back)
+            for place in buffers_of(partition.model.named_modules()):  # which may have another tensor at the end
+                undo.callback(_move_what_is_at, place, place.value.device)
             for tensor in partition.lasting:
                 undo.callback(_move, tensor, tensor.device)
                 _move(tensor, torch_device)
             self.passes.make_room()
             self.states.take_over()
             for i, block in enumerate(self.states.blocks):
-                for place, parameter in enumerate(block.parameters):
-                    hook = parameter.register_post_accumulate_grad_hook(self.passes.receiver(i, place))  # type: ignore[no-untyped-call]
+                for index, parameter in enumerate(block.parameters):
+                    hook = parameter.register_post_accumulate_grad_hook(self.passes.receiver(i, index))  # type: ignore[no-untyped-call]
                     undo.callback(hook.remove)
             self._undo = undo.pop_all()
         self._actions: dict[Kind, Callable[[int], None]] = {
@@ -154,6 +156,11 @@ class Training:
         if kind is Kind.FORWARD:
             return "checkpoint" if Kind.RECOMPUTE in self.states.kinds[task.id.block] else "activations"
         return {Kind.RECOMPUTE: "activations", Kind.LOSS: "logits_gradient"}.get(kind, "workspace")
+
+
+def _move_what_is_at(place: Place, device: torch.device) -> None:
+    if isinstance(place.value, Tensor):
+        _move(place.value, device)
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:
