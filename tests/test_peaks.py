@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
+from autohete.runtime.batch import Batch
 from autohete.runtime.device import Ledger
 from autohete.runtime.model import next_token_loss
 from autohete.runtime.partition import partition
-from autohete.runtime.batch import Batch
 from autohete.runtime.plans import as_executed
 from autohete.runtime.trainer import measured_profile_on
 from autohete.runtime.training import Training

@@ -135,6 +135,11 @@ class Block:
         """The parameters' places in ``flat``."""
         return [place.view(shape) for place, shape in zip(torch.split(flat, self.sizes), self.shapes, strict=True)]
 
+    def view(self, flat: Tensor, place: int) -> Tensor:
+        """The place of one parameter in ``flat``."""
+        begin = sum(self.sizes[:place])
+        return flat[begin : begin + self.sizes[place]].view(self.shapes[place])
+
     def bind(self) -> None:
         """Let the module compute with what is on the device; with NaN if nothing is."""
         if self.device.parameters is not None:

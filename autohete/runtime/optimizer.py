@@ -45,7 +45,7 @@ class AdamStates:
 
     def __init__(self, adam: Adam, parameters: Tensor, sizes: list[int]) -> None:
         self.adam = adam
-        self.moments = torch.zeros(2, parameters.numel(), device=parameters.device)
+        self.moments = torch.zeros(2, parameters.numel(), dtype=torch.float32, device=parameters.device)
         self.master = None if parameters.dtype is torch.float32 else parameters.float()
         self._spans = list(pairwise([0, *accumulate(sizes)]))
         self._steps = [0] * len(sizes)
@@ -60,7 +60,7 @@ class AdamStates:
 
     def scratch(self) -> Tensor:
         """Room for a piece of gradients in fp32, which an update of 16-bit parameters needs."""
-        return torch.empty(self._scratch_elements, device=self.moments.device)
+        return torch.empty(self._scratch_elements, dtype=torch.float32, device=self.moments.device)
 
     @torch.no_grad()
     def update(self, parameters: Tensor, gradients: Tensor, present: set[int], scratch: Tensor) -> None:

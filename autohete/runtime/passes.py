@@ -100,8 +100,8 @@ class Passes:
     """The passes of a training.
 
     Args:
-        partition: the model, cut into blocks; its blocks are intercepted.
-        forwards: the blocks' own forwards.
+        partition: the model, cut into blocks; intercepted while its forward is under way, so that between the iterations
+            the caller's model is as it was.
         states: its model states.
         loss: of logits and targets.
         memories: where tensors live.
@@ -112,19 +112,19 @@ class Passes:
         skipped: iterations whose loss was not finite, with the block where that was seen first; they update nothing.
     """
 
-    def __init__(
-        self, partition: Partition, forwards: list[Callable[..., Any]], states: States, loss: Loss, memories: Memories
-    ) -> None:
+    def __init__(self, partition: Partition, states: States, loss: Loss, memories: Memories) -> None:
         self.partition, self.states, self.loss, self.memories = partition, states, loss, memories
         self.batches: dict[int, Batch] = {}
         self.losses: dict[int, float] = {}
         self.skipped: dict[int, str] = {}
-        self._forwards = forwards
         #: Addresses of what is neither trained nor moved.
         self._lasting: set[int] = set()
         self._kept = [_Kept(partition, i) for i in range(partition.last + 1)]
+        self._interception = ExitStack()
+        #: The blocks' own.
+        self._forwards: list[Callable[..., Any]] = []
         self._transit = _Transit()
-        self._anchor = torch.zeros((), requires_grad=True, device=memories.torch_device)
+        self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=memories.torch_device)
 
     @property
     def in_transit(self) -> Tensor | None:
@@ -148,6 +148,7 @@ class Passes:
     def forget(self) -> None:
         """Let go of what is under way."""
         self._transit = _Transit()
+        self._interception.close()
 
     def forward(self, i: int) -> None:
         """Compute the block; keep its graph, or only its input and the random state if it will be recomputed."""
@@ -157,6 +158,7 @@ class Passes:
     def _forward(self, i: int) -> None:
         block, last, transit = self.states.blocks[i], self.partition.last, self._transit
         if i == 0:
+            self._forwards = self._interception.enter_context(self.partition.intercepted())
             transit.forward = ForwardPass(self.partition.model)
             inputs = on_device(self.batches[self._iteration].inputs, self.memories.torch_device, copy=True)
             with torch.enable_grad(), self._saving(0):
@@ -172,6 +174,7 @@ class Passes:
             result, transit.result = transit.result, None
             with torch.enable_grad(), self._saving(i):
                 logits = transit.forward.finish(with_hidden(result, self._cut(block, hidden_of(result))))
+            self._interception.close()
             block.root, transit.logits, transit.forward = _edge(logits), logits.detach(), None
             return
         call, transit.call = transit.call, None
@@ -237,6 +240,13 @@ class Passes:
         block = self.states.blocks[i]
 
         def receive(parameter: Tensor) -> None:
+            if not self.memories.current.task:
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = None
+                raise InputError(
+                    "backward reaches parameters that a Trainer trains: compute the loss in the Trainer's loss function and "
+                    "call step, or get gradients without training by torch.autograd.grad"
+                )
             gradient, parameter.grad = parameter.grad, None
             if gradient is None or self._iteration in self.skipped:
                 return
@@ -289,13 +299,13 @@ class Passes:
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:
         """Logits of ``inputs``, without training; blocks come to the device one at a time."""
-        forward = ForwardPass(self.partition.model)
         last, present = self.partition.last, self.states.present
-        with present(0), present(last):
+        with self.partition.intercepted() as forwards, present(0), present(last):
+            forward = ForwardPass(self.partition.model)
             call = forward.start(on_device(inputs, self.memories.torch_device))
             for i in range(1, last):
                 with present(i):
-                    result = call.on(self._forwards[i - 1], call.hidden)
+                    result = call.on(forwards[i - 1], call.hidden)
                 if i + 1 < last:
                     call = forward.resume(result)
             return forward.finish(result)

@@ -56,23 +56,41 @@ class States:
             self._take_over(i, block)
 
     def give_back(self) -> None:
-        """Give the modules their parameters back, with their trained values, in host memory."""
+        """Give the modules their parameters back, with their trained values, each in host memory of its own."""
         self.memories.settle()
         for i, block in enumerate(self.blocks):
             if block.device.parameters is None and block.host.parameters is None:
                 continue  # taking over has failed before it
-            optimizer = self._updating_side(i).optimizer
-            assert optimizer is not None
-            # Where a gradient has taken the parameters' place, the master weights still know them.
-            flat = self._newest(i) if optimizer.master is None else optimizer.master.to(block.dtype)
-            flat = flat.detach().to("cpu", copy=True)
-            for parameter, view in zip(block.parameters, block.views(flat), strict=True):
-                parameter.data = view
+            for place, parameter in enumerate(block.parameters):
+                parameter.data = self.values(i, place)
                 parameter.grad = None
         for block in self.blocks:
             block.device, block.host = Side(), Side()
             block.forget_passes()
         self._slots, self._buffers = None, []
+
+    # --- between the steps, when every update has ended
+
+    def values(self, i: int, place: int) -> Tensor:
+        """The current values of a parameter of block ``i``, in its shape and type, copied to host memory of their own."""
+        flat = self._optimizer(i).master
+        # Where a gradient has taken the parameters' place, the master weights still know them.
+        found = self.blocks[i].view(self._newest(i) if flat is None else flat, place)
+        # A flat buffer of another type is rounded as the update has rounded it.
+        return found.detach().to("cpu", self.blocks[i].dtype, copy=True)
+
+    def assign(self, i: int, place: int, values: Tensor) -> None:
+        """Give a parameter of block ``i`` other ``values`` wherever it is; what does not change keeps its master weight."""
+        block = self.blocks[i]
+        changed = _bits(values) != _bits(self.values(i, place))
+        if not changed.any():
+            return
+        optimizer = self._optimizer(i)
+        for flat in (optimizer.master, block.host.parameters, block.device.parameters):
+            if flat is not None:
+                there = block.view(flat, place)
+                there.copy_(torch.where(changed.to(there.device), values.to(there.device, there.dtype), there))
+        self.memories.settle()
 
     def parameters(self) -> list[Tensor]:
         """A copy of every trained parameter in block order, wherever it is: of its master weight where there is one.
@@ -81,9 +99,8 @@ class States:
         """
         found: list[Tensor] = []
         for i, block in enumerate(self.blocks):
-            optimizer = self._updating_side(i).optimizer
-            assert optimizer is not None
-            flat = self._newest(i) if optimizer.master is None else optimizer.master
+            master = self._optimizer(i).master
+            flat = self._newest(i) if master is None else master
             found += [view.detach().clone() for view in block.views(flat)]
         self.memories.settle()
         return found
@@ -103,15 +120,17 @@ class States:
     # --- where states are
 
     def _take_over(self, i: int, block: Block) -> None:
-        flat = torch.cat([p.detach().reshape(-1).cpu() for p in block.parameters]) if block.parameters else torch.empty(0)
-        for parameter in block.parameters:
-            parameter.data = torch.empty(0, dtype=block.dtype)
+        flat = torch.empty(block.elements, dtype=block.dtype, device="cpu")
+        for parameter, view in zip(block.parameters, block.views(flat), strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = torch.empty(0, dtype=block.dtype, device="cpu")
+            parameter.grad = None  # a step begins without gradients
         try:
             self._place_states(i, block, flat)
         except BaseException:
             block.device, block.host = Side(), Side()
             for parameter, view in zip(block.parameters, block.views(flat), strict=True):
-                parameter.data = view
+                parameter.data = view.clone()
             raise
         block.bind()
 
@@ -131,6 +150,11 @@ class States:
 
     def _updating_side(self, i: int) -> Side:
         return self.blocks[i].host if Kind.CPU_UPDATE in self.kinds[i] else self.blocks[i].device
+
+    def _optimizer(self, i: int) -> AdamStates:
+        found = self._updating_side(i).optimizer
+        assert found is not None
+        return found
 
     def _newest(self, i: int) -> Tensor:
         """The flat parameters of block ``i`` that are up to date when every update has ended."""
@@ -250,6 +274,11 @@ class States:
         block.host.gradients.copy_(block.device.gradients, non_blocking=True)
         block.host.present = block.device.present
         self._drop_gradients(block)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Equal where ``values`` are the same to the bit, NaN included."""
+    return values.contiguous().view({2: torch.int16, 4: torch.int32}[values.itemsize])
 
 
 def _kinds_of_blocks(schedule: Schedule, blocks: int) -> list[set[Kind]]:

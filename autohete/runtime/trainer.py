@@ -241,6 +241,7 @@ class Trainer:
             around=partial(_own_stream, self._device),
             update_threads=torch.get_num_threads() if on_cuda else 1,
         )
+        training.guard.wait = self._held.lanes.drain
         return prediction
 
     def step(self, batch: object) -> float:
@@ -272,9 +273,10 @@ class Trainer:
         checked = Batch.of(batch, self._partition.model)
         assert self._form is not None
         self._form.check(checked)
-        iteration = lanes.admitted
-        training.passes.batches[iteration] = checked
-        lanes.admit()
+        with training.guard.resumed():
+            iteration = lanes.admitted
+            training.passes.batches[iteration] = checked
+            lanes.admit()
         lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.blocks) - 1), iteration)
         loss = training.passes.losses.pop(iteration)
         where = training.passes.skipped.get(iteration)

@@ -12,6 +12,7 @@ from torch import Tensor
 from autohete.runtime.batch import Inputs, Loss
 from autohete.runtime.blocks import Current, Memories
 from autohete.runtime.device import Ledger, accounting, keep_freed_memory
+from autohete.runtime.guard import Guard, check_trainable
 from autohete.runtime.model_state import Place, Snapshot, buffers_of, unchanged_random_state
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
@@ -34,6 +35,7 @@ class Training:
 
     Attributes:
         states, passes: what the actions work on; ``passes`` takes the batches and has the losses.
+        guard: what the caller does with the parameters between the iterations.
     """
 
     def __init__(
@@ -55,10 +57,10 @@ class Training:
         self._current = Current()
         self._memories = Memories(torch_device, device, host, self._current)
         self._undo = ExitStack()
+        check_trainable(partition.model)
         with ExitStack() as undo:
-            forwards = undo.enter_context(partition.intercepted())
             self.states = States(partition.owned, schedule, adam or Adam(), self._memories, poison=poison)
-            self.passes = Passes(partition, forwards, self.states, loss, self._memories)
+            self.passes = Passes(partition, self.states, loss, self._memories)
             undo.callback(self.passes.forget)
             undo.callback(self.states.give_back)
             for place in buffers_of(partition.model.named_modules()):  # which may have another tensor at the end
@@ -72,6 +74,8 @@ class Training:
                 for index, parameter in enumerate(block.parameters):
                     hook = parameter.register_post_accumulate_grad_hook(self.passes.receiver(i, index))  # type: ignore[no-untyped-call]
                     undo.callback(hook.remove)
+            self.guard = Guard(partition.model, self.states)
+            undo.callback(self.guard.release)
             self._undo = undo.pop_all()
         self._actions: dict[Kind, Callable[[int], None]] = {
             Kind.FORWARD: self.passes.forward,
@@ -98,7 +102,8 @@ class Training:
             DeviceOutOfMemoryError: a memory's budget is used up.
         """
         try:
-            self._perform(task, iteration)
+            with self.guard.inside(loss=task.id.kind is Kind.LOSS):
+                self._perform(task, iteration)
         except BaseException:
             if self._stream is not None:  # what it has enqueued may still use what is released from here on
                 self._stream().synchronize()
@@ -129,7 +134,8 @@ class Training:
 
     def parameters(self) -> list[Tensor]:
         """A copy of every trained parameter in block order; see :meth:`States.parameters`."""
-        return self.states.parameters()
+        with self.guard.resumed(), self.guard.inside():
+            return self.states.parameters()
 
     def close(self) -> None:
         """Give the model its forwards and its parameters back, with their trained values, in host memory."""
@@ -146,9 +152,13 @@ class Training:
         try:
             with unchanged_random_state(self._memories.torch_device):
                 partition.model.eval()
-                yield self.passes.evaluate
+                yield self._evaluate
         finally:
             before.restore()
+
+    def _evaluate(self, inputs: Inputs) -> Tensor:
+        with self.guard.resumed(), self.guard.inside():
+            return self.passes.evaluate(inputs)
 
     def _left_by(self, task: Task) -> str:
         """The group of what a pass leaves behind."""

@@ -1,0 +1,422 @@
+"""Parameters that are being trained, as the caller sees them between the steps.
+
+While a training runs, a parameter's memory is a buffer that lanes fill, update and release in the background. The caller
+shares the parameter: it saves, copies, averages or changes the weights, and calls the model. So for that time each parameter
+is of a class of its own, and PyTorch hands every use of it from Python to ``__torch_function__``. A use waits until all
+updates have ended, finds the current values in host memory of their own, and goes on as with any parameter. Before the next
+step what the caller has changed is written to the model states. What the caller keeps of the values stays as it was.
+
+What the training itself does with its parameters, in the lanes and in an evaluation, is :meth:`Guard.inside`, where PyTorch
+does not ask. PyTorch does not ask either in ``torch.tensor``, ``torch.as_tensor``, ``torch.asarray``, ``torch.Tensor`` and
+``as_subclass``: give these ``parameter.detach()``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autohete.errors import InputError
+from autohete.runtime.states import States
+
+
+def _getter(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = vars(torch._C.TensorBase)[name].__get__
+    return found
+
+
+def _setter(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = vars(torch._C.TensorBase)[name].__set__
+    return found
+
+
+_DEVICE, _DATA, _GRADIENT = map(_getter, ("device", "data", "grad"))
+_SET_DATA, _SET_GRADIENT, _SET_REQUIRES_GRAD = map(_setter, ("data", "grad", "requires_grad"))
+#: What is answered without the values, and without waiting.
+_METADATA = frozenset(
+    [
+        *map(_getter, ("shape", "dtype", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn")),
+        *map(_getter, ("retains_grad", "output_nr", "is_sparse", "is_quantized", "is_nested", "is_meta", "name", "_base")),
+        *map(_getter, ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.ndimension),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.is_inference),
+        *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
+    ]
+)
+#: Where they are not refused, there is no gradient, and a flag is set to what it is.
+_NOTHING_TO_DO = frozenset([_GRADIENT, _SET_GRADIENT, _SET_REQUIRES_GRAD, Tensor.requires_grad_])
+#: They ask for a gradient in order to clear it, or to move it with its parameter: there is none.
+_HARMLESS = frozenset(
+    inspect.unwrap(function).__code__ for function in (nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, nn.Module._apply)
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+_UPDATES_HERE = (
+    "the Trainer keeps the gradients and applies the updates itself: give it Adam(...) and call step; between the steps there "
+    "is nothing to clip, to accumulate or to apply"
+)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model some of whose trained parameters cannot be guarded.
+
+    Raises:
+        InputError: one is of a type of its own, or has hooks on its gradient.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if type(parameter) is not nn.Parameter:
+            raise InputError(
+                f"{name} is a {type(parameter).__name__}: only plain nn.Parameters can be trained; make it one, or freeze it "
+                "by requires_grad_(False)"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise InputError(f"{name} has hooks on its gradient: remove them; {_UPDATES_HERE}")
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter of a model that is being trained. Each training has a subclass, which knows its guard."""
+
+    guard: ClassVar[Guard]
+
+    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        """A copy of it is an ordinary parameter."""
+        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return cls.guard.use(func, types, args, kwargs or {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """A parameter, and its place among the states: block, and number in the block; None if it is not trained."""
+
+    parameter: nn.Parameter
+    name: str
+    place: tuple[int, int] | None
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """Values that the caller has kept: whether they still live, and a counter of writes to them."""
+
+    name: str
+    storage: StorageWeakRef
+    counter: Tensor
+    writes: int
+
+    @property
+    def expired(self) -> bool:
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
+
+class _Inside(threading.local):
+    """Whether the calling thread works for the training, and then whether it computes the loss."""
+
+    def __init__(self) -> None:
+        self.training = self.loss = False
+
+
+class Guard:
+    """Guards the parameters of ``model`` until :meth:`release`.
+
+    Args:
+        model: all of its parameters are guarded, trained ones and others.
+        states: has taken the trained ones over.
+
+    Attributes:
+        wait: returns when every update has ended; set by whoever runs the updates.
+    """
+
+    def __init__(self, model: nn.Module, states: States) -> None:
+        self.wait: Callable[[], None] = lambda: None
+        self._states = states
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._inside = _Inside()
+        places = {
+            id(parameter): (i, place)
+            for i, block in enumerate(states.blocks)
+            for place, parameter in enumerate(block.parameters)
+        }
+        everything = [_Guarded(p, name, places.get(id(p))) for name, p in model.named_parameters()]
+        self._structure = _Structure(model)
+        self._guarded = {id(one.parameter): one for one in everything if type(one.parameter) is nn.Parameter}
+        #: The caller has its values: by the parameter's id.
+        self._exposed: dict[int, Tensor] = {}
+        self._snapshots: list[_Snapshot] = []
+        own = type("Parameter", (GuardedParameter,), {"guard": self})
+        for one in self._guarded.values():
+            one.parameter.__class__ = own
+
+    def release(self) -> None:
+        """Let what the caller has changed take effect, and make the parameters ordinary ones again.
+
+        Raises:
+            InputError: see :meth:`resumed`.
+        """
+        with self._lock:
+            try:
+                self._write_back()
+            finally:
+                self._exposed, self._snapshots = {}, []
+                for one in self._guarded.values():
+                    if isinstance(one.parameter, GuardedParameter):
+                        one.parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+                self._guarded = {}
+
+    @contextmanager
+    def inside(self, *, loss: bool = False) -> Iterator[None]:
+        """What the calling thread does with the parameters it does for the training. A loss must not use them."""
+        inside = self._inside
+        before = inside.training, inside.loss
+        inside.training, inside.loss = True, loss
+        try:
+            if loss or self._structure.has_other_types:
+                yield
+            else:
+                with torch._C.DisableTorchFunctionSubclass():
+                    yield
+        finally:
+            inside.training, inside.loss = before
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Let what the caller has changed take effect; inside nobody uses the parameters but the training.
+
+        Raises:
+            InputError: the caller has changed what cannot be changed, or writes to values that it has kept. Nothing has
+                taken effect.
+        """
+        with self._lock:
+            self._check_process()
+            self._structure.check()
+            for snapshot in self._snapshots:
+                if snapshot.counter._version != snapshot.writes:
+                    snapshot.writes = snapshot.counter._version
+                    raise InputError(
+                        f"values of {snapshot.name} from before the last step have been written to: they are a copy, which "
+                        "the model does not see; write to the parameter itself, or to a clone if the model is not meant"
+                    )
+            self._write_back()
+            self._snapshots = [snapshot for snapshot in self._snapshots if not snapshot.expired]
+            yield
+
+    def use(self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Do what the caller, or the training, wants to do with some of its parameters.
+
+        Raises:
+            InputError: it must not.
+        """
+        inside = self._inside
+        if not inside.training and func not in _METADATA:
+            if func == _DEVICE:  # where the caller finds the values
+                return torch.device("cpu")
+            with ExitStack() as held:
+                for guard in sorted({t.guard for t in types if issubclass(t, GuardedParameter)}, key=id):
+                    held.enter_context(guard._lock)
+                found = [p for p in _tensors((args, kwargs)) if isinstance(p, GuardedParameter)]
+                for parameter in found:
+                    parameter.guard._check_use(parameter, func, args)
+                if func in _NOTHING_TO_DO:
+                    return args[0] if func == Tensor.requires_grad_ else None
+                for parameter in found:
+                    parameter.guard._expose(parameter)
+                if func in (_DATA, Tensor.detach) and id(args[0]) in self._exposed:
+                    return self._exposed[id(args[0])].detach()  # with a counter of writes that tells this step from others
+                result = _call(func, types, args, kwargs)
+                if func in (_SET_DATA, Tensor.set_):
+                    self._expose_again(args[0])
+                return result
+        if inside.loss and func not in _METADATA:
+            names = [self._name(p) for p in _tensors((args, kwargs)) if isinstance(p, GuardedParameter)]
+            raise InputError(
+                f"the loss uses the parameter {names[0]}, which gets no gradient from it: compute a penalty on weights by "
+                "Adam(weight_decay=...), and what else needs parameters in the model's forward"
+            )
+        return _call(func, types, args, kwargs)
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        found = self._guarded.get(id(parameter))
+        return "a parameter" if found is None else found.name
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise InputError(
+                "this is a forked copy of the process that trains, without its lanes: save what another process needs to a "
+                "file, or start that process before the Trainer"
+            )
+
+    def _check_use(self, parameter: nn.Parameter, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._check_process()
+        found = self._guarded.get(id(parameter))
+        if found is None:
+            return
+        trained = found.place is not None
+        if func == _GRADIENT:
+            if trained and sys._getframe(3).f_code not in _HARMLESS:
+                raise InputError(f"{found.name}.grad is not there while a Trainer trains it: {_UPDATES_HERE}")
+        elif func == _SET_GRADIENT:
+            if args[1] is not None:
+                raise InputError(f"{found.name}.grad cannot be set while a Trainer trains it: {_UPDATES_HERE}")
+        elif func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+            raise InputError(f"{found.name} cannot have a hook on its gradient while a Trainer trains it: {_UPDATES_HERE}")
+        elif func in (Tensor.backward, Tensor.retain_grad):
+            raise InputError(f"{found.name} cannot get a gradient from elsewhere while a Trainer trains it: {_UPDATES_HERE}")
+        elif func in (_SET_REQUIRES_GRAD, Tensor.requires_grad_):
+            wanted = args[1] if len(args) > 1 else True
+            if bool(wanted) != trained:
+                raise InputError(
+                    f"{found.name}.requires_grad cannot become {bool(wanted)} while a Trainer trains the model: what is "
+                    "trained is planned for; leave the Trainer, change it, and make a new one"
+                )
+        elif func == _SET_DATA:
+            _check_like(found.name, parameter, args[1])
+
+    def _expose(self, parameter: nn.Parameter) -> None:
+        """Give the caller the current values of ``parameter``, in host memory of their own."""
+        found = self._guarded.get(id(parameter))
+        if found is None or id(parameter) in self._exposed:
+            return
+        self.wait()
+        if found.place is None:
+            return
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            values = self._states.values(*found.place)
+            parameter.data = values
+        self._exposed[id(parameter)] = values
+
+    def _expose_again(self, parameter: nn.Parameter) -> None:
+        """The caller has given ``parameter`` other memory."""
+        if id(parameter) in self._exposed:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._exposed[id(parameter)] = parameter.data
+
+    def _write_back(self) -> None:
+        """Take what the caller was given, and may have changed, into the states."""
+        if not self._exposed:
+            return
+        exposed = [(self._guarded[key], values) for key, values in self._exposed.items()]
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            now = [one.parameter.detach() for one, _ in exposed]
+            for (one, values), changed in zip(exposed, now, strict=True):
+                _check_like(one.name, values, changed)
+            for (one, _), changed in zip(exposed, now, strict=True):
+                assert one.place is not None
+                self._states.assign(*one.place, changed)
+            del now
+            # A graph that the caller still has was computed from other values than these: PyTorch refuses its backward.
+            increment_version([one.parameter for one, _ in exposed])
+            for block in {one.place[0] for one, _ in exposed if one.place is not None}:
+                self._states.blocks[block].bind()
+            self._exposed = {}
+            while exposed:
+                one, values = exposed.pop()
+                storage, counter = StorageWeakRef(values.untyped_storage()), values.detach()  # type: ignore[no-untyped-call]
+                counter.data = torch.empty(0, dtype=values.dtype, device="cpu")
+                del values
+                snapshot = _Snapshot(one.name, storage, counter, counter._version)
+                if not snapshot.expired:
+                    self._snapshots.append(snapshot)
+
+
+class _Structure:
+    """What a model consists of, and the hooks on it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        #: Whether tensors of other types are among its parameters and buffers, which see to it themselves what is done to them.
+        self.has_other_types = any(type(tensor) not in (nn.Parameter, Tensor, nn.Buffer) for tensor in tensors)
+        self._frozen = [
+            (name, p) for name, p in model.named_parameters() if not p.requires_grad and type(p) is not nn.Parameter
+        ]
+        modules = list(model.named_modules())
+        self._parts = [
+            (f"{name or 'the model'}", part) for name, module in modules for part in (module._parameters, module._modules)
+        ]
+        self._hooks: list[tuple[str, Mapping[Any, Any]]] = [
+            (f"{name or 'the model'}", getattr(module, hooks)) for name, module in modules for hooks in _HOOKS
+        ]
+        self._hooks += [("all modules", getattr(nn.modules.module, hooks)) for hooks in _GLOBAL_HOOKS]
+        # The objects are kept, so that no other gets the id of one that has gone.
+        self._kept = [tuple(part.values()) for _, part in (*self._parts, *self._hooks)]
+        self._ids = [tuple(map(id, part.values())) for _, part in self._parts]
+        self._hook_ids = [frozenset(map(id, hooks.values())) for _, hooks in self._hooks]
+
+    def check(self) -> None:
+        """Refuse what has been changed since.
+
+        Raises:
+            InputError: says what, and where.
+        """
+        for (where, part), ids in zip(self._parts, self._ids, strict=True):
+            if tuple(map(id, part.values())) != ids:
+                raise InputError(
+                    f"parameters or modules of {where} have been added, removed or replaced since the Trainer took the model "
+                    "over: change values in place (load_state_dict without assign=True), or make a new Trainer"
+                )
+        for (where, hooks), known in zip(self._hooks, self._hook_ids, strict=True):
+            if hooks and not known.issuperset(map(id, hooks.values())):
+                raise InputError(
+                    f"a hook has been registered on {where} since the Trainer took the model over, and was not planned for: "
+                    "remove it, or register it before the first step"
+                )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise InputError(
+                    f"{name} needs gradients since the Trainer took the model over: make a new Trainer to train it"
+                )
+
+
+def _check_like(name: str, expected: Tensor, given: object) -> None:
+    """Refuse ``given`` as the values of a parameter unless it is like them."""
+    if not isinstance(given, Tensor):
+        raise InputError(f"{name}.data is to become {type(given).__name__}: give a tensor")
+    with torch._C.DisableTorchFunctionSubclass():
+        there = "cpu" if isinstance(given, GuardedParameter) else given.device.type
+        if (given.shape, given.dtype, given.layout, there) != (expected.shape, expected.dtype, torch.strided, "cpu"):
+            raise InputError(
+                f"{name} is {tuple(expected.shape)} of {expected.dtype} and is to become {tuple(given.shape)} of {given.dtype} "
+                f"on {there}: while a Trainer trains the model only values can change, given in host memory; leave the Trainer "
+                "before model.to(...)"
+            )
+
+
+def _call(func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    others = tuple(t for t in types if not issubclass(t, GuardedParameter))
+    for other in others:  # another type decides as if there were no guard
+        if other not in (Tensor, nn.Parameter):
+            result = other.__torch_function__(func, others, args, dict(kwargs))  # type: ignore[attr-defined]
+            if result is not NotImplemented:
+                return result
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
