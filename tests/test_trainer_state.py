@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +22,12 @@ from test_device import MEDIUM, profile_for
 from torch import Tensor, nn
 
 from autohete import Trainer
-from autohete.errors import InputError
+from autohete.errors import InputError, TaskError
+from autohete.hardware import load_hardware
 from autohete.plan import Plan
 from autohete.policy import Judge
 from autohete.profile import Profile
+from autohete.runtime.guard import GuardedParameter
 from autohete.runtime.model import GPT, next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
@@ -462,3 +466,276 @@ def test_values_that_were_kept_cannot_be_written() -> None:
             ):
                 trainer.step(batch)
             trainer.step(batch)
+
+
+def unchanged(model: GPT) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def own_backward(model: GPT) -> None:
+    with torch.random.fork_rng():
+        model(batches(SMALL, 1)[0][0]).sum().backward()
+
+
+REFUSED: dict[str, tuple[str, Callable[[GPT], object]]] = {
+    "grad": (r"token\.weight\.grad is not there", lambda m: m.embedding.token.weight.grad),
+    "set grad": (
+        "grad cannot be set",
+        lambda m: setattr(m.embedding.token.weight, "grad", torch.zeros_like(m.embedding.token.weight)),
+    ),
+    "clip_grad_norm_": ("grad is not there", lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0)),
+    "clip_grad_value_": ("grad is not there", lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0)),
+    "optimizer.step": ("applies the updates itself", lambda m: torch.optim.AdamW(m.parameters()).step()),
+    "sgd.step": ("applies the updates itself", lambda m: torch.optim.SGD(m.parameters(), foreach=False).step()),
+    "register_hook": ("cannot have a hook", lambda m: m.head.norm.weight.register_hook(print)),  # type: ignore[no-untyped-call]
+    "post hook": ("cannot have a hook", lambda m: m.head.norm.weight.register_post_accumulate_grad_hook(print)),  # type: ignore[no-untyped-call]
+    "backward": ("backward reaches parameters", lambda m: own_backward(m)),
+    "requires_grad": ("requires_grad cannot become False", lambda m: setattr(m.head.norm.weight, "requires_grad", False)),
+    "requires_grad_": ("requires_grad cannot become False", lambda m: m.requires_grad_(False)),
+    "half": ("float32 and is to become .* of torch.float16", lambda m: m.half()),
+    "to": ("only values can change", lambda m: m.to(torch.bfloat16)),
+    "shape": (r"is to become \(3,\)", lambda m: setattr(m.head.norm.weight, "data", torch.zeros(3))),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED)
+def test_what_cannot_be_is_refused_at_once(use: str) -> None:
+    """Gradients, updates and conversions of one's own are refused in one clear line; nothing has changed."""
+    message, act = REFUSED[use]
+    reference = plainly(SMALL, lambda model, step: None, 2)
+    with training() as (trainer, model):
+        before = unchanged(model)
+        with pytest.raises(InputError, match=message):
+            act(model)
+        assert all(torch.equal(a, b) for a, b in zip(unchanged(model), before, strict=True))
+        loss = trainer.step(batches(SMALL, 2)[1])
+        assert (loss, all(torch.equal(a, b) for a, b in zip(trainer.parameters(), reference[1], strict=True))) == (
+            reference[0][1],
+            True,
+        )
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+
+
+def set_storage(p: Tensor) -> None:
+    with torch.no_grad():
+        p.set_(torch.ones(2))  # type: ignore[call-overload]
+
+
+CHANGES: dict[str, tuple[str, Callable[[GPT], object]]] = {
+    "assign": (
+        "have been added, removed or replaced",
+        lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True),
+    ),
+    "parameter": ("of head.norm have been", lambda m: setattr(m.head.norm, "weight", nn.Parameter(torch.ones(64)))),
+    "added": ("of the model have been", lambda m: m.register_parameter("more", nn.Parameter(torch.ones(3)))),
+    "removed": ("of blocks have been", lambda m: m.blocks.pop(0)),
+    "module": (r"of blocks\.0 have been", lambda m: setattr(m.blocks[0], "dropout", nn.Dropout(0.3))),
+    "set_": (r"head\.norm\.weight has been written to past", lambda m: set_storage(m.head.norm.weight)),
+    "set_ after reading": (
+        r"is to become \(2,\)",
+        lambda m: set_storage(m.head.norm.weight) if m.head.norm.weight.sum() else None,
+    ),
+    "meta": ("have been added, removed or replaced", lambda m: m.to("meta")),
+    "forward hook": (r"registered on blocks\.0\.up", lambda m: m.blocks[0].up.register_forward_hook(lambda *_: None)),  # type: ignore[union-attr]
+    "pre-hook": ("registered on the model", lambda m: m.register_forward_pre_hook(lambda *_: None)),
+    "backward hook": ("registered on head", lambda m: m.head.register_full_backward_hook(lambda *_: None)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_structure_is_refused_at_the_next_step(change: str) -> None:
+    """Other parameters, modules and hooks than those that were planned for are refused, and the model is given back."""
+    message, act = CHANGES[change]
+    with pytest.raises(InputError, match=message), training() as (trainer, model):
+        act(model)
+        trainer.step(batches(SMALL, 1)[0])
+    assert not any(isinstance(p, GuardedParameter) for p in model.parameters())
+
+
+def test_a_global_hook_is_refused_until_it_is_removed() -> None:
+    """A hook on all modules is refused like one on a single module, and training goes on once it is gone."""
+    with training() as (trainer, _):
+        hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        with pytest.raises(InputError, match="registered on all modules"):
+            trainer.step(batches(SMALL, 1)[0])
+        hook.remove()
+        trainer.step(batches(SMALL, 1)[0])
+
+
+def test_gradients_from_before_never_enter() -> None:
+    """What is left in ``.grad`` from before the training takes no part in it."""
+
+    def first(stale: bool) -> list[Tensor]:
+        model = model_for(SMALL)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) if stale else None
+        with Trainer(model, policy="resident", profile=profile_for(SMALL)) as trainer:
+            torch.manual_seed(2)
+            trainer.step(batches(SMALL, 1)[0])
+            return trainer.parameters()
+
+    assert all(torch.equal(a, b) for a, b in zip(first(True), first(False), strict=True))
+
+
+def test_hooks_on_gradients_are_refused_before() -> None:
+    """A parameter that has a hook on its gradient is refused before anything has changed."""
+    model = model_for(SMALL)
+    model.head.norm.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+    before = unchanged(model)
+    trainer = Trainer(model, policy="resident", profile=profile_for(SMALL))
+    with trainer, pytest.raises(InputError, match=r"head\.norm\.weight has hooks"):
+        trainer.step(batches(SMALL, 1)[0])
+    assert all(torch.equal(a, b) for a, b in zip(unchanged(model), before, strict=True))
+
+
+def test_parameters_of_other_types_are_refused() -> None:
+    """A trained parameter of a type of its own is refused before anything has changed."""
+
+    class Own(nn.Parameter):
+        pass
+
+    model = model_for(SMALL)
+    model.head.norm.weight = Own(torch.ones(64))
+    trainer = Trainer(model, policy="resident", profile=profile_for(SMALL))
+    with trainer, pytest.raises(InputError, match=r"head\.norm\.weight is a Own: only plain"):
+        trainer.step(batches(SMALL, 1)[0])
+    assert type(model.head.norm.weight) is Own
+
+
+class _Doubled(Tensor):
+    """A frozen matrix that counts twice in a linear map: what it does is in its ``__torch_function__``."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear:
+                return func(args[0], 2 * args[1].as_subclass(Tensor), *args[2:])
+            return func(*args, **(kwargs or {}))
+
+
+def test_frozen_parameters_of_other_types_keep_their_meaning() -> None:
+    """A frozen parameter whose type overrides operations does so in the lanes, too."""
+
+    def model() -> GPT:
+        made = model_for(SMALL)
+        up = made.blocks[1].up
+        own = up.weight.detach().clone().as_subclass(_Doubled)  # type: ignore[union-attr, operator]
+        del up.weight  # type: ignore[union-attr]
+        up.weight = own  # type: ignore[union-attr]
+        up._buffers["weight"] = own  # type: ignore[union-attr]
+        return made
+
+    def first_loss(made: GPT) -> float:
+        torch.manual_seed(2)
+        return next_token_loss(made(ids), targets).item()
+
+    torch.set_num_threads(1)
+    ids, targets = batches(SMALL, 1)[0]
+    with Trainer(model(), policy="resident", profile=profile_for(SMALL)) as trainer:
+        trainer.prepare((ids, targets))
+        torch.manual_seed(2)
+        found = trainer.step((ids, targets))
+    assert found == first_loss(model()) != first_loss(model_for(SMALL))
+
+
+def test_a_loss_cannot_use_parameters() -> None:
+    """A penalty on weights in the loss, which would get no gradient, is refused with what to do instead."""
+    model = model_for(SMALL)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(logits, targets) + 0.1 * model.head.norm.weight.square().sum()
+
+    trainer = Trainer(model, policy="resident", loss=loss, profile=profile_for(SMALL))
+    with pytest.raises(TaskError, match=r"the loss uses the parameter head\.norm\.weight.*weight_decay"), trainer:
+        trainer.step(batches(SMALL, 1)[0])
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference_mode": lambda: torch.inference_mode(),
+    "default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_the_calling_thread_are_refused(mode: str) -> None:
+    """What would not reach the lanes is refused, before and after the model is taken over; nothing has changed."""
+    batch = batches(SMALL, 1)[0]
+    model = model_for(SMALL)
+    before = unchanged(model)
+    with Trainer(model, policy="resident", profile=profile_for(SMALL)) as trainer:
+        with MODES[mode](), pytest.raises(InputError, match=mode.replace(" ", "_")):
+            trainer.step(batch)
+        assert all(torch.equal(a, b) for a, b in zip(unchanged(model), before, strict=True))
+        trainer.step(batch)
+        with MODES[mode](), pytest.raises(InputError, match=mode.replace(" ", "_")):
+            trainer.step(batch)
+        trainer.step(batch)
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, default_dtype, deterministic])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_other_modes_change_nothing(around: Callable[[], AbstractContextManager[None]], precision: Precision) -> None:
+    """Steps inside ``no_grad``, another default type or deterministic algorithms give the same bits, measuring included."""
+    workload = replace(SMALL, precision=precision)
+    losses = []
+    with Trainer(model_for(workload), policy="autohete", hardware=load_hardware("a100-40gb-epyc7713")) as trainer, around():
+        trainer.prepare(batches(workload, 1)[0])
+        torch.manual_seed(2)
+        losses = [trainer.step(batch) for batch in batches(workload, STEPS)]
+        found = losses, trainer.parameters()
+    assert same(found, plainly(workload, lambda model, step: None))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_is_told_so() -> None:
+    """In a forked child, where there are no lanes, a use of the parameters is refused instead of waiting for ever."""
+    with training() as (trainer, model):
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                model.state_dict()
+            except InputError as error:
+                os.write(write, str(error).encode())
+            os._exit(0)
+        os.close(write)
+        os.waitpid(child, 0)
+        assert b"forked copy" in os.read(read, 1000)
+        os.close(read)
+        trainer.step(batches(SMALL, 1)[0])
+
+
+def test_each_parameter_gets_storage_of_its_own(tmp_path: Path) -> None:
+    """Between the steps and afterwards no two parameters share memory, as safetensors demands; a tied matrix stays one."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    with training(replace(SMALL, tied_embeddings=True)) as (_, model):
+        safetensors.save_file(model.state_dict(), tmp_path / "between")
+        kept = unchanged(model)
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(storages) == len(list(model.parameters()))
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    safetensors.save_file(model.state_dict(), tmp_path / "after")
+    names = [name for name, _ in model.named_parameters()]
+    for file in ("between", "after"):
+        found = safetensors.load_file(tmp_path / file)
+        assert all(torch.equal(found[name], value) for name, value in zip(names, kept, strict=True))

@@ -1,10 +1,11 @@
-"""Parameters that are being trained, as the caller sees them between the steps.
+"""A model that is being trained, as the caller sees it between the steps.
 
 While a training runs, a parameter's memory is a buffer that lanes fill, update and release in the background. The caller
 shares the parameter: it saves, copies, averages or changes the weights, and calls the model. So for that time each parameter
 is of a class of its own, and PyTorch hands every use of it from Python to ``__torch_function__``. A use waits until all
 updates have ended, finds the current values in host memory of their own, and goes on as with any parameter. Before the next
-step what the caller has changed is written to the model states. What the caller keeps of the values stays as it was.
+step what the caller has changed is written to the model states. What the caller keeps of the values stays as it was. Frozen
+parameters and buffers have such classes, too: they stay where they are, but backward may still need their values.
 
 What the training itself does with its parameters, in the lanes and in an evaluation, is :meth:`Guard.inside`, where PyTorch
 does not ask. PyTorch does not ask either in ``torch.tensor``, ``torch.as_tensor``, ``torch.asarray``, ``torch.Tensor`` and
@@ -86,14 +87,11 @@ def check_trainable(model: nn.Module) -> None:
             raise InputError(f"{name} has hooks on its gradient: remove them; {_UPDATES_HERE}")
 
 
-class GuardedParameter(nn.Parameter):
-    """A parameter of a model that is being trained. Each training has a subclass, which knows its guard."""
+class Guarded:
+    """A tensor of a model that is being trained. Each training has subclasses of its own, which know its guard."""
 
+    __slots__ = ()
     guard: ClassVar[Guard]
-
-    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
-        """A copy of it is an ordinary parameter."""
-        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
 
     @classmethod
     def __torch_function__(
@@ -106,13 +104,26 @@ class GuardedParameter(nn.Parameter):
         return cls.guard.use(func, types, args, kwargs or {})
 
 
-@dataclass(frozen=True, slots=True)
-class _Guarded:
-    """A parameter, and its place among the states: block, and number in the block; None if it is not trained."""
+class GuardedParameter(Guarded, nn.Parameter):
+    """A parameter. Copies of it are ordinary ones."""
 
-    parameter: nn.Parameter
+    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+
+
+class GuardedBuffer(Guarded, Tensor):
+    """A buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A parameter or buffer, and its place among the states: block, and number in the block; None if it is not trained."""
+
+    tensor: Tensor
     name: str
     place: tuple[int, int] | None
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -140,7 +151,7 @@ class Guard:
     """Guards the parameters of ``model`` until :meth:`release`.
 
     Args:
-        model: all of its parameters are guarded, trained ones and others.
+        model: all of its parameters and buffers are guarded.
         states: has taken the trained ones over.
 
     Attributes:
@@ -158,15 +169,22 @@ class Guard:
             for i, block in enumerate(states.blocks)
             for place, parameter in enumerate(block.parameters)
         }
-        everything = [_Guarded(p, name, places.get(id(p))) for name, p in model.named_parameters()]
+        named = [*model.named_parameters(), *model.named_buffers()]
         self._structure = _Structure(model)
-        self._guarded = {id(one.parameter): one for one in everything if type(one.parameter) is nn.Parameter}
+        self._guarded = {
+            id(tensor): _Entry(tensor, name, places.get(id(tensor)), tensor.shape, tensor.dtype)
+            for name, tensor in named
+            if type(tensor) in (nn.Parameter, Tensor)
+        }
         #: The caller has its values: by the parameter's id.
         self._exposed: dict[int, Tensor] = {}
+        #: Writes in place that PyTorch has counted, of those that the caller has not.
+        self._writes = {key: one.tensor._version for key, one in self._guarded.items() if one.place is not None}
         self._snapshots: list[_Snapshot] = []
-        own = type("Parameter", (GuardedParameter,), {"guard": self})
+        parameter = type("Parameter", (GuardedParameter,), {"guard": self})
+        buffer = type("Tensor", (GuardedBuffer,), {"guard": self})
         for one in self._guarded.values():
-            one.parameter.__class__ = own
+            one.tensor.__class__ = parameter if isinstance(one.tensor, nn.Parameter) else buffer
 
     def release(self) -> None:
         """Let what the caller has changed take effect, and make the parameters ordinary ones again.
@@ -180,8 +198,10 @@ class Guard:
             finally:
                 self._exposed, self._snapshots = {}, []
                 for one in self._guarded.values():
-                    if isinstance(one.parameter, GuardedParameter):
-                        one.parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+                    if isinstance(one.tensor, GuardedParameter):
+                        one.tensor.__class__ = nn.Parameter  # type: ignore[assignment]
+                    elif isinstance(one.tensor, GuardedBuffer):
+                        one.tensor.__class__ = Tensor  # type: ignore[assignment]
                 self._guarded = {}
 
     @contextmanager
@@ -210,13 +230,7 @@ class Guard:
         with self._lock:
             self._check_process()
             self._structure.check()
-            for snapshot in self._snapshots:
-                if snapshot.counter._version != snapshot.writes:
-                    snapshot.writes = snapshot.counter._version
-                    raise InputError(
-                        f"values of {snapshot.name} from before the last step have been written to: they are a copy, which "
-                        "the model does not see; write to the parameter itself, or to a clone if the model is not meant"
-                    )
+            self._check_writes()
             self._write_back()
             self._snapshots = [snapshot for snapshot in self._snapshots if not snapshot.expired]
             yield
@@ -228,36 +242,48 @@ class Guard:
             InputError: it must not.
         """
         inside = self._inside
-        if not inside.training and func not in _METADATA:
-            if func == _DEVICE:  # where the caller finds the values
-                return torch.device("cpu")
-            with ExitStack() as held:
-                for guard in sorted({t.guard for t in types if issubclass(t, GuardedParameter)}, key=id):
-                    held.enter_context(guard._lock)
-                found = [p for p in _tensors((args, kwargs)) if isinstance(p, GuardedParameter)]
-                for parameter in found:
-                    parameter.guard._check_use(parameter, func, args)
-                if func in _NOTHING_TO_DO:
-                    return args[0] if func == Tensor.requires_grad_ else None
-                for parameter in found:
-                    parameter.guard._expose(parameter)
-                if func in (_DATA, Tensor.detach) and id(args[0]) in self._exposed:
-                    return self._exposed[id(args[0])].detach()  # with a counter of writes that tells this step from others
-                result = _call(func, types, args, kwargs)
-                if func in (_SET_DATA, Tensor.set_):
-                    self._expose_again(args[0])
-                return result
-        if inside.loss and func not in _METADATA:
-            names = [self._name(p) for p in _tensors((args, kwargs)) if isinstance(p, GuardedParameter)]
-            raise InputError(
-                f"the loss uses the parameter {names[0]}, which gets no gradient from it: compute a penalty on weights by "
-                "Adam(weight_decay=...), and what else needs parameters in the model's forward"
-            )
-        return _call(func, types, args, kwargs)
+        if inside.training:
+            if inside.loss and func not in _METADATA:
+                self._refuse_in_loss(args, kwargs)
+            return _call(func, types, args, kwargs)
+        if func in _METADATA:
+            return _call(func, types, args, kwargs)
+        with ExitStack() as held:
+            for guard in sorted({t.guard for t in types if issubclass(t, Guarded)}, key=id):
+                held.enter_context(guard._lock)
+            found = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, Guarded)]
+            if func == _DEVICE and self._is_trained(found[0]):
+                return torch.device("cpu")  # where the caller finds the values
+            for tensor in found:
+                tensor.guard._check_use(tensor, func, args)
+            if func in _NOTHING_TO_DO:
+                return args[0] if func == Tensor.requires_grad_ else None
+            for tensor in found:
+                tensor.guard._expose(tensor)
+            if func in (_DATA, Tensor.detach) and id(args[0]) in self._exposed:
+                return self._exposed[id(args[0])].detach()  # with a counter of writes that tells this step from others
+            if func in (Tensor.__deepcopy__, Tensor.__reduce_ex__):  # an ordinary buffer is what a copy has
+                with torch._C.DisableTorchFunctionSubclass():
+                    copied = func(args[0].detach(), *args[1:])
+                if func == Tensor.__deepcopy__:
+                    args[1][id(args[0])] = copied
+                return copied
+            result = _call(func, types, args, kwargs)
+            if func == _SET_DATA:
+                self._expose_again(args[0])
+            return result
 
-    def _name(self, parameter: nn.Parameter) -> str:
-        found = self._guarded.get(id(parameter))
-        return "a parameter" if found is None else found.name
+    def _refuse_in_loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for tensor in _tensors((args, kwargs)):
+            if isinstance(tensor, Guarded) and self._is_trained(tensor):
+                raise InputError(
+                    f"the loss uses the parameter {self._guarded[id(tensor)].name}, which gets no gradient from it: compute a "
+                    "penalty on weights by Adam(weight_decay=...), and what else needs parameters in the model's forward"
+                )
+
+    def _is_trained(self, tensor: object) -> bool:
+        one = self._guarded.get(id(tensor))
+        return one is not None and one.place is not None
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -266,9 +292,9 @@ class Guard:
                 "file, or start that process before the Trainer"
             )
 
-    def _check_use(self, parameter: nn.Parameter, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _check_use(self, tensor: object, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._check_process()
-        found = self._guarded.get(id(parameter))
+        found = self._guarded.get(id(tensor))
         if found is None:
             return
         trained = found.place is not None
@@ -289,27 +315,46 @@ class Guard:
                     f"{found.name}.requires_grad cannot become {bool(wanted)} while a Trainer trains the model: what is "
                     "trained is planned for; leave the Trainer, change it, and make a new one"
                 )
-        elif func == _SET_DATA:
-            _check_like(found.name, parameter, args[1])
+        elif func == _SET_DATA and trained and tensor is args[0]:
+            _check_like(found, args[1])
 
-    def _expose(self, parameter: nn.Parameter) -> None:
-        """Give the caller the current values of ``parameter``, in host memory of their own."""
-        found = self._guarded.get(id(parameter))
-        if found is None or id(parameter) in self._exposed:
+    def _expose(self, tensor: object) -> None:
+        """Wait for what still reads it, and give the caller the current values of a parameter in host memory of their own."""
+        found = self._guarded.get(id(tensor))
+        if found is None or id(tensor) in self._exposed:
             return
         self.wait()
         if found.place is None:
             return
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             values = self._states.values(*found.place)
-            parameter.data = values
-        self._exposed[id(parameter)] = values
+            found.tensor.data = values
+        self._exposed[id(tensor)] = values
 
-    def _expose_again(self, parameter: nn.Parameter) -> None:
+    def _expose_again(self, parameter: Tensor) -> None:
         """The caller has given ``parameter`` other memory."""
         if id(parameter) in self._exposed:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._exposed[id(parameter)] = parameter.data
+
+    def _check_writes(self) -> None:
+        """Refuse writes that would be lost; each is told once."""
+        for snapshot in self._snapshots:
+            if snapshot.counter._version != snapshot.writes:
+                snapshot.writes = snapshot.counter._version
+                raise InputError(
+                    f"values of {snapshot.name} from before the last step have been written to: they are a copy, which the "
+                    "model does not see; write to the parameter itself, or to a clone if the model is not meant"
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            for key, writes in self._writes.items():
+                one = self._guarded[key]
+                if key not in self._exposed and one.tensor._version != writes:
+                    self._writes[key] = one.tensor._version
+                    raise InputError(
+                        f"{one.name} has been written to past the Trainer, in the model's forward, by set_ or through a view "
+                        "from before the last step: write to the parameter itself between the steps"
+                    )
 
     def _write_back(self) -> None:
         """Take what the caller was given, and may have changed, into the states."""
@@ -317,15 +362,16 @@ class Guard:
             return
         exposed = [(self._guarded[key], values) for key, values in self._exposed.items()]
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            now = [one.parameter.detach() for one, _ in exposed]
-            for (one, values), changed in zip(exposed, now, strict=True):
-                _check_like(one.name, values, changed)
+            now = [one.tensor.detach() for one, _ in exposed]
+            for (one, _), changed in zip(exposed, now, strict=True):
+                _check_like(one, changed)
             for (one, _), changed in zip(exposed, now, strict=True):
                 assert one.place is not None
                 self._states.assign(*one.place, changed)
             del now
             # A graph that the caller still has was computed from other values than these: PyTorch refuses its backward.
-            increment_version([one.parameter for one, _ in exposed])
+            increment_version([one.tensor for one, _ in exposed])
+            self._writes |= {id(one.tensor): one.tensor._version for one, _ in exposed}
             for block in {one.place[0] for one, _ in exposed if one.place is not None}:
                 self._states.blocks[block].bind()
             self._exposed = {}
@@ -387,22 +433,22 @@ class _Structure:
                 )
 
 
-def _check_like(name: str, expected: Tensor, given: object) -> None:
+def _check_like(one: _Entry, given: object) -> None:
     """Refuse ``given`` as the values of a parameter unless it is like them."""
     if not isinstance(given, Tensor):
-        raise InputError(f"{name}.data is to become {type(given).__name__}: give a tensor")
+        raise InputError(f"{one.name}.data is to become {type(given).__name__}: give a tensor")
     with torch._C.DisableTorchFunctionSubclass():
         there = "cpu" if isinstance(given, GuardedParameter) else given.device.type
-        if (given.shape, given.dtype, given.layout, there) != (expected.shape, expected.dtype, torch.strided, "cpu"):
+        if (given.shape, given.dtype, given.layout, there) != (one.shape, one.dtype, torch.strided, "cpu"):
             raise InputError(
-                f"{name} is {tuple(expected.shape)} of {expected.dtype} and is to become {tuple(given.shape)} of {given.dtype} "
-                f"on {there}: while a Trainer trains the model only values can change, given in host memory; leave the Trainer "
+                f"{one.name} is {tuple(one.shape)} of {one.dtype} and is to become {tuple(given.shape)} of {given.dtype} "
+                f"on {there}: while a Trainer trains the model only values can change, in host memory; leave the Trainer "
                 "before model.to(...)"
             )
 
 
 def _call(func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    others = tuple(t for t in types if not issubclass(t, GuardedParameter))
+    others = tuple(t for t in types if not issubclass(t, Guarded))
     for other in others:  # another type decides as if there were no guard
         if other not in (Tensor, nn.Parameter):
             result = other.__torch_function__(func, others, args, dict(kwargs))  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ _KIB, _MIB = 2**10, 2**20
 _SMALLEST, _LARGEST, _LARGEST_QUICK = 64 * _KIB, 1024 * _MIB, 64 * _MIB
 _UPDATED = 4 * _MIB  # parameters of the optimizer step that is measured
 _MATRIX = 256  # small: without hardware support a bf16 product runs at 1 GFLOP/s
-_EVICTOR = torch.zeros(16 * _MIB)  # 64 MiB: more than a core's share of any cache
+_EVICTOR = torch.zeros(16 * _MIB, dtype=torch.float32, device="cpu")  # 64 MiB: more than a core's share of any cache
 _SECONDS = 0.25  # for each measurement of lanes together
 _ROUNDS, _ROUND_SECONDS = 3, 0.08  # for the one that is repeated
 

@@ -9,27 +9,60 @@ alone.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from autohete.errors import InputError
+
 #: Elements of a piece, by device. Smaller ones pay for more calls of the kernel, larger ones need more scratch, and fall out
 #: of a CPU's cache; benchmarks/README.md has the figures.
 PIECES = {"cpu": 256 * 1024, "cuda": 16 * 1024 * 1024}
+#: What a saved state calls the moments, as PyTorch does, and the fp32 master weights.
+MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 #: Elements: only at multiples of it are parameters joined and pieces cut.
 _JOINT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """AdamW's settings."""
+    """AdamW's settings, with the ranges of ``torch.optim.AdamW``.
+
+    Args:
+        lr: learning rate, 0 or more; :meth:`autohete.Trainer.set_learning_rate` changes it between steps.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the root of the second moment, 0 or more.
+        weight_decay: decoupled, 0 or more.
+
+    Raises:
+        InputError: a setting is of another type or out of its range.
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise InputError(f"{name} is {value!r}: give a finite number that is 0 or more, such as Adam({name}=1e-3)")
+        if (
+            not isinstance(self.betas, tuple)
+            or len(self.betas) != 2
+            or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        ):
+            raise InputError(f"betas is {self.betas!r}: give two numbers in [0, 1), such as Adam(betas=(0.9, 0.95))")
+
+
+def _is_number(value: object) -> bool:
+    """A plain number: a tensor, or text, would be read when the update runs, if at all."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class AdamStates:
@@ -86,6 +119,22 @@ class AdamStates:
                 wide = scratch[: len(weights)].copy_(gradients[piece])
                 self._step(weights, wide, self.moments[:, piece], count)
                 parameters[piece].copy_(weights)
+
+    def saved(self, place: int) -> dict[str, Any]:
+        """Copies of one parameter's step count, moments and master weights (if there are), each flat and on the CPU."""
+        span = slice(*self._spans[place])
+        moments = {name: moment[span] for name, moment in zip(MOMENTS, self.moments, strict=True)}
+        master = {} if self.master is None else {MASTER: self.master[span]}
+        return {"step": self._steps[place]} | {name: tensor.to("cpu", copy=True) for name, tensor in (moments | master).items()}
+
+    def load(self, place: int, saved: dict[str, Any]) -> None:
+        """Take over what :meth:`saved` gave, in any shape."""
+        span = slice(*self._spans[place])
+        self._steps[place] = saved["step"]
+        for name, moment in zip(MOMENTS, self.moments, strict=True):
+            moment[span].copy_(saved[name].reshape(-1))
+        if self.master is not None:
+            self.master[span].copy_(saved[MASTER].reshape(-1))
 
     def _runs(self, present: set[int]) -> list[tuple[int, int, int]]:
         """Begin, end and step of parameters next to each other that can be updated as one."""

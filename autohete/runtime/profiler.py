@@ -44,7 +44,7 @@ from autohete.workload import Workload
 
 #: Iterations whose times count; one before them warms up.
 _REPEATS = 5
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 _PRECISIONS = {dtype: precision for precision, dtype in DTYPES.items()}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from autohete.runtime.blocks import Block, Memories, Side
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.schedule import KIND_MEANING, Kind, Schedule
 
+#: What a saved state calls a parameter's values, and the gradient that a delayed update has not applied yet.
+VALUES, GRADIENT = "values", "gradient"
 _PREFETCHES = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}
 
 
@@ -35,6 +38,8 @@ class States:
         self, owned: tuple[tuple[nn.Parameter, ...], ...], schedule: Schedule, adam: Adam, memories: Memories, *, poison: bool
     ) -> None:
         self.adam, self.memories = adam, memories
+        #: Settings of single iterations, where they are others.
+        self.adam_at: dict[int, Adam] = {}
         self._schedule, self._poison = schedule, poison
         self.kinds = _kinds_of_blocks(schedule, len(owned))
         #: A slot has room for the gradient, too: the schedule gives such a gradient no bytes of its own.
@@ -43,6 +48,12 @@ class States:
             for task in schedule.tasks
             for buffer in task.allocates
         )
+        self._delayed = {
+            task.id.block
+            for task in schedule.tasks
+            for edge in task.after
+            if task.id.kind is Kind.CPU_UPDATE and edge.task.kind is Kind.OFFLOAD_GRADIENTS and edge.back
+        }
         self.blocks = [Block(parameters) for parameters in owned]
         self._slots: list[Tensor] | None = None
         self._buffers: list[Tensor] = []
@@ -91,6 +102,34 @@ class States:
                 there = block.view(flat, place)
                 there.copy_(torch.where(changed.to(there.device), values.to(there.device, there.dtype), there))
         self.memories.settle()
+
+    def saved(self, i: int, place: int) -> dict[str, Any]:
+        """Copies of a parameter's values and optimizer states, in its shape; the gradient, too, if its update is delayed."""
+        block = self.blocks[i]
+        found: dict[str, Any] = {VALUES: self.values(i, place), **self._optimizer(i).saved(place)}
+        if self.delays(i) and place in (block.host.present or ()):
+            assert block.host.gradients is not None
+            found[GRADIENT] = block.view(block.host.gradients, place).to("cpu", copy=True)
+        return {name: value.view(block.shapes[place]) if isinstance(value, Tensor) else value for name, value in found.items()}
+
+    def load(self, i: int, place: int, saved: dict[str, Any]) -> None:
+        """Take over what :meth:`saved` gave."""
+        block = self.blocks[i]
+        self._optimizer(i).load(place, saved)
+        for flat in (block.host.parameters, block.device.parameters):
+            if flat is not None:
+                block.view(flat, place).copy_(saved[VALUES])
+        if self.delays(i):
+            assert block.host.gradients is not None
+            block.host.present = (block.host.present or set()) - {place}
+            if GRADIENT in saved:
+                block.host.present.add(place)
+                block.view(block.host.gradients, place).copy_(saved[GRADIENT])
+        self.memories.settle()
+
+    def delays(self, i: int) -> bool:
+        """Whether block ``i`` is updated with the gradients of the step before."""
+        return i in self._delayed
 
     def parameters(self) -> list[Tensor]:
         """A copy of every trained parameter in block order, wherever it is: of its master weight where there is one.
@@ -238,6 +277,7 @@ class States:
     def _update(self, side: Side, claim: Callable[[Tensor, str], Tensor]) -> None:
         assert side.parameters is not None
         assert side.optimizer is not None
+        side.optimizer.adam = self.adam_at.get(self.memories.current.iteration, self.adam)
         if side.present:  # with delayed updates there is nothing to do in the first iteration
             assert side.gradients is not None
             scratch = claim(side.optimizer.scratch(), "workspace")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -24,6 +25,7 @@ from autohete.plan import Plan
 from autohete.policies import parse_policy
 from autohete.policy import Judge, Policy
 from autohete.profile import Profile, analytic_profile
+from autohete.runtime.arguments import check_arguments, check_modes
 from autohete.runtime.batch import Batch, Form, Loss
 from autohete.runtime.claims import Claim
 from autohete.runtime.device import CudaMemory, Ledger
@@ -34,6 +36,7 @@ from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.profiler import measure, observed, workload_of
+from autohete.runtime.saved import check_delayed, check_state, load_states, load_values, set_random_states, state_of
 from autohete.runtime.training import Training
 from autohete.runtime.worker import PATIENCE_SECONDS, Ended, Worker, apart, stoppable
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId
@@ -134,9 +137,12 @@ class Trainer:
     ) -> None:
         check_member("mode", mode, Mode)
         check_member("on_nonfinite", on_nonfinite, NonFinite)
+        check_arguments(model, policy, loss, adam, blocks, device, hardware, profile)
         self._partition = partition(model, blocks)
         self._policy: Policy = parse_policy(policy) if isinstance(policy, str) else policy
         self._share = _share(gpu_memory)
+        if self._share is None and isinstance(gpu_memory, float) and 0 < gpu_memory <= 1:
+            raise InputError(f"gpu_memory is {gpu_memory!r}: write a share as text, such as '{gpu_memory:.0%}'")
         self._gpu_memory = None if self._share is not None else _bytes(gpu_memory)
         self._host_memory = _bytes(host_memory)
         self._loss, self._adam, self._on_nonfinite = loss, adam or Adam(), on_nonfinite
@@ -157,6 +163,9 @@ class Trainer:
         self._held = _Held()
         #: A trainer that is dropped gives the model back as well.
         weakref.finalize(self, self._held.dropped).atexit = False  # when Python ends, _Held.at_exit comes sooner
+        #: Steps of the training that this one goes on with, and its optimizer's state until it is taken over.
+        self._first_step = 0
+        self._loaded: dict[str, Any] | None = None
         #: Of the device and of the host.
         self._memories: tuple[Ledger | CudaMemory, Ledger] | None = None
 
@@ -188,6 +197,7 @@ class Trainer:
             InputError: the model is being trained already, or is closed, or cannot be trained block by block.
         """
         self._check_caller()
+        check_modes()
         return self._held.worker.do(partial(self._prepared, batch), stoppable=True)
 
     def _prepared(self, batch: object) -> Simulation:
@@ -230,6 +240,8 @@ class Trainer:
             device=device if isinstance(device, Ledger) else None,
             host=host,
         )
+        if self._loaded is not None:
+            self._go_on(training, self._loaded)
         if on_cuda:  # not what measuring took
             device.reset_peak()
         self._held.lanes = LaneThreads(
@@ -257,9 +269,10 @@ class Trainer:
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; says whether a parameter has been changed by this step.
             TaskError: a task failed, for example with :class:`~autohete.errors.DeviceOutOfMemoryError`.
-            InputError: the batch has other names, shapes or types than the first one, or ids that the model does not know;
-                nothing has been changed.
+            InputError: the batch has other names, shapes or types than the first one, or ids that the model does not know; or
+                the caller has changed something between the steps that cannot change. Nothing has been changed by this call.
         """
+        check_modes()
         if self.prediction is None:
             self.prepare(batch)
         if self._device.type == "cuda":  # whatever made the batch may still be at work
@@ -275,6 +288,8 @@ class Trainer:
         self._form.check(checked)
         with training.guard.resumed():
             iteration = lanes.admitted
+            training.states.adam_at[iteration] = self._adam
+            training.states.adam_at.pop(iteration - _HISTORY, None)
             training.passes.batches[iteration] = checked
             lanes.admit()
         lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.blocks) - 1), iteration)
@@ -284,10 +299,11 @@ class Trainer:
             self.skipped_steps += 1
             if self._on_nonfinite is NonFinite.STOP:
                 lanes.drain()
+                step = self._first_step + iteration
                 raise NonFiniteLossError(
-                    f"step {iteration}: the loss is {loss}; not finite first: {where}. {self._changed_by(iteration)}; lower "
+                    f"step {step}: the loss is {loss}; not finite first: {where}. {self._changed_by(iteration)}; lower "
                     "the learning rate, or let such steps be skipped (on_nonfinite=NonFinite.SKIP)",
-                    iteration,
+                    step,
                 )
         for task in self._running_the_model(prediction.schedule):
             lanes.wait(task, iteration)
@@ -342,6 +358,67 @@ class Trainer:
     def parameters(self) -> list[Tensor]:
         """Copies of all trained parameters in block order, after waiting for all updates; master weights where there are."""
         return self._do(lambda: self._drained()[0].parameters())
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return self._adam.lr
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Update with another learning rate from the next step on, whenever its updates run.
+
+        Raises:
+            InputError: it is not a finite number that is 0 or more.
+        """
+        self._adam = replace(self._adam, lr=lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps depend on, after waiting for all updates; :mod:`autohete.runtime.saved` has its form.
+
+        Values and buffers, optimizer states, counts of steps, and the states of the random generators of PyTorch, Python and
+        NumPy; copies, which ``torch.save`` writes and ``torch.load(weights_only=True)`` reads. A training that loads it goes on
+        bit for bit, under any policy and budget. The place in the data is the caller's to keep.
+        """
+        return self._do(self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
+        training, lanes = self._drained()
+        with training.guard.resumed(), training.guard.inside():
+            step = self._first_step + lanes.admitted
+            model, states = self._partition.model, training.states
+            return state_of(model, states, self._adam, step, self.skipped_steps, self._device)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` returned, before the first step or between two.
+
+        Sets the learning rate, and the states of the random generators, too.
+
+        Raises:
+            InputError: it is not of this model, or of a training with other settings; nothing has been changed.
+        """
+        self._check_caller()
+        if self.prediction is not None:
+            self._do(partial(self._load_between_steps, state))
+            return
+        model = self._partition.model
+        adam = check_state(state, model, self._adam, None)
+        load_values(state, model, None)
+        self._loaded = {"optimizer": copy.deepcopy(dict(state["optimizer"]))}
+        self._set_loaded(state, adam, 0)
+
+    def _load_between_steps(self, state: Mapping[str, Any]) -> None:
+        model, (training, lanes) = self._partition.model, self._running()
+        adam = check_state(state, model, self._adam, training.states)
+        lanes.drain()
+        with training.guard.resumed(), training.guard.inside():
+            load_values(state, model, training.states)
+            load_states(state, model, training.states)
+        self._set_loaded(state, adam, lanes.admitted)
+
+    def _set_loaded(self, state: Mapping[str, Any], adam: Adam, admitted: int) -> None:
+        set_random_states(state, self._device)
+        self._adam, self.skipped_steps = adam, state["skipped_steps"]
+        self._first_step = state["step"] - admitted
 
     def trace(self) -> Trace:
         """When everything happened in the last iterations, after waiting for all updates."""
@@ -422,6 +499,14 @@ class Trainer:
         """The tasks after the loss that run code of the model, the last first."""
         kinds = {Kind.RECOMPUTE, Kind.BACKWARD} if self._partition.effects.python_in_backward else {Kind.RECOMPUTE}
         return (task.id for task in reversed(schedule.tasks) if task.id.kind in kinds)
+
+    def _go_on(self, training: Training, loaded: dict[str, Any]) -> None:
+        """Take over what was loaded before."""
+        model = self._partition.model
+        check_delayed(loaded, model, training.states)
+        with training.guard.resumed(), training.guard.inside(), torch.no_grad():
+            load_states(loaded, model, training.states)
+        self._loaded = None
 
     def _running(self) -> tuple[Training, LaneThreads]:
         if self._held.training is None or self._held.lanes is None:
@@ -657,6 +742,8 @@ def _own_stream(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _bytes(given: int | str | None) -> int | None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, (int, str))):
+        raise InputError(f"a memory of {given!r} is no size: give a whole number of bytes, or text such as 24MiB")
     size = round(parse_quantity(given, "bytes")) if isinstance(given, str) else given
     if size is not None and size < 1:
         raise InputError(f"a memory of {size} bytes holds nothing: give a positive number, or text such as 24MiB")
