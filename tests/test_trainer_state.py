@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ READERS: dict[str, Callable[[GPT], list[Tensor]]] = {
     "tolist": lambda model: [torch.tensor(p.tolist()) for p in model.parameters()],
     "arithmetic": lambda model: [(p + 0).detach() for p in model.parameters()],
     "foreach": lambda model: list(torch._foreach_add([p.detach() for p in model.parameters()], 0.0)),
-    "storage": lambda model: [torch.tensor(list(p.untyped_storage())) for p in model.parameters()],
+    "storage": lambda model: [torch.empty(0).set_(p.untyped_storage()) for p in model.parameters()],
     "parameters_to_vector": lambda model: [nn.utils.parameters_to_vector(model.parameters()).detach()],
 }
 
@@ -165,7 +166,7 @@ def expected_by(reader: str, precision: Precision) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["resident", "zero_offload:paper,tile_overlap", "stronghold:window=1"])
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_read_is_current(reader: str, policy: str) -> None:
     """After a step every way of reading finds the values that plain PyTorch has then, and they stay as they are."""
@@ -275,6 +276,45 @@ def test_another_thread_reads_one_step() -> None:
         assert all(any(torch.equal(p, step[place]) for step in expected) for place, p in enumerate(snapshot))
 
 
+def test_hugging_face_saves_and_generates(tmp_path: Path) -> None:
+    """``save_pretrained`` and ``generate`` between the steps give what a copy of the model gives, and change nothing."""
+    transformers = pytest.importorskip("transformers")
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(
+            n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0
+        )
+        made: nn.Module = transformers.GPT2LMHeadModel(config)
+        return made
+
+    def run(between: Callable[[nn.Module], None]) -> list[Tensor]:
+        data = [torch.randint(0, 64, (2, 2, 8), generator=torch.Generator().manual_seed(1)).unbind() for _ in range(3)]
+        made = model()
+        with Trainer(made, policy="stronghold:window=1", hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+            trainer.prepare((data[0][0], data[0][1]))
+            torch.manual_seed(2)
+            for ids, targets in data:
+                trainer.step((ids, targets))
+                with torch.random.fork_rng():
+                    between(made)
+            return trainer.parameters()
+
+    def use(made: Any) -> None:
+        copied = copy.deepcopy(made).eval()
+        start = torch.tensor([[1, 2, 3]])
+        made.save_pretrained(tmp_path)
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+        assert loaded.config.use_cache == model().config.use_cache  # type: ignore[union-attr]
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), made.parameters(), strict=True))
+        made.eval()
+        found = made.generate(start, max_new_tokens=5, do_sample=False)
+        made.train()
+        assert torch.equal(found, copied.generate(start, max_new_tokens=5, do_sample=False))
+
+    assert all(torch.equal(a, b) for a, b in zip(run(use), run(lambda made: None), strict=True))
+
+
 # --- writing
 
 
@@ -347,15 +387,17 @@ WRITERS: dict[str, Callable[[], Between]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_is_written_takes_effect(writer: str, precision: Precision, policy: str) -> None:
+def test_what_is_written_takes_effect(writer: str, precision: Precision) -> None:
     """A training whose caller changes weights between steps is bit-identical to plain PyTorch that does the same."""
     workload = replace(SMALL, precision=precision)
-    found, expected = WRITERS[writer](), WRITERS[writer]()
-    assert same(by_trainer(workload, policy, found), plainly(workload, expected))
-    assert getattr(found, "losses", None) == getattr(expected, "losses", None)
+    expected = WRITERS[writer]()
+    reference = plainly(workload, expected)
+    for policy in POLICIES:
+        found = WRITERS[writer]()
+        assert same(by_trainer(workload, policy, found), reference)
+        assert getattr(found, "losses", None) == getattr(expected, "losses", None)
 
 
 @pytest.mark.parametrize("policy", ["zero_offload:delayed_update", "zero_offload:paper,tile_overlap,delayed_update"])
@@ -415,37 +457,54 @@ def test_what_is_written_is_evaluated_and_returned() -> None:
     assert found == next_token_loss(model(ids), targets).item()
 
 
-def test_frozen_parameters_change_between_the_steps() -> None:
-    """A frozen matrix that is changed after a step does not change that step's gradients, which are still computed."""
+class WithBuffer(GPT):
+    """A GPT whose logits are scaled by a buffer, and that has a frozen matrix."""
 
-    def frozen(model: GPT) -> GPT:
-        model.blocks[1].requires_grad_(False)
-        return model
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(SMALL, dropout=0.2)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(()))
+        self.blocks[1].up.requires_grad_(False)
 
-    def run(with_trainer: bool) -> list[Tensor]:
-        model = frozen(model_for(SMALL))
-        if with_trainer:
-            with Trainer(model, policy="resident", profile=profile_for(SMALL)) as trainer:
-                torch.manual_seed(2)
-                for batch in batches(SMALL, STEPS):
-                    trainer.step(batch)
-                    model.blocks[1].up.weight.data.mul_(1.5)  # type: ignore[union-attr, operator]
-            return list(model.parameters())
-        adam = Adam()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            trained, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-        )
-        torch.manual_seed(2)
-        for ids, targets in batches(SMALL, STEPS):
-            optimizer.zero_grad()
-            next_token_loss(model(ids), targets).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            model.blocks[1].up.weight.data.mul_(1.5)  # type: ignore[union-attr, operator]
-        return list(model.parameters())
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
 
+    def change(self) -> None:
+        """What the caller does after a step."""
+        with torch.no_grad():
+            self.scale.mul_(1.5)
+            self.blocks[1].up.weight.mul_(1.5)  # type: ignore[union-attr, operator]
+
+
+def test_frozen_parameters_and_buffers_change_between_the_steps() -> None:
+    """What is not trained and is changed after a step does not change that step's gradients, which are still computed."""
     torch.set_num_threads(1)
-    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+    model = WithBuffer()
+    with Trainer(model, policy="resident", profile=profile_for(SMALL)) as trainer:
+        torch.manual_seed(2)
+        for batch in batches(SMALL, STEPS):
+            trainer.step(batch)
+            model.change()
+        copied = copy.deepcopy(model)
+        assert type(copied.scale) is type(pickle.loads(pickle.dumps(model)).scale) is Tensor
+        assert copied.state_dict().keys() == model.state_dict().keys()
+    assert type(model.scale) is Tensor
+    expected = WithBuffer()
+    adam = Adam()
+    trained = [p for p in expected.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
+    )
+    torch.manual_seed(2)
+    for ids, targets in batches(SMALL, STEPS):
+        optimizer.zero_grad()
+        next_token_loss(expected(ids), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        expected.change()
+    for found in (model, copied):
+        assert torch.equal(found.scale, expected.scale)
+        assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
 
 
 # --- what is refused

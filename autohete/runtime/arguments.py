@@ -29,8 +29,8 @@ def check_arguments(
         raise InputError(f"loss is {_named(loss)}: give a function of logits and targets, such as next_token_loss")
     if adam is not None and not isinstance(adam, Adam):
         raise InputError(
-            f"adam is {_named(adam)}: give its settings, such as autohete.runtime.optimizer.Adam(lr=1e-3); AdamW "
-            " is the optimizer that there is, and set_learning_rate changes its rate between steps"
+            f"adam is {_named(adam)}: give its settings, such as autohete.runtime.optimizer.Adam(lr=1e-3); AdamW is "
+            "the optimizer that there is, and set_learning_rate changes its rate between steps"
         )
     if blocks is not None and not isinstance(blocks, str):
         raise InputError(f"blocks is {_named(blocks)}: give the name of the block list as text, such as 'transformer.h'")
