@@ -23,7 +23,7 @@ from test_device import MEDIUM, profile_for
 from torch import Tensor, nn
 
 from autohete import Trainer
-from autohete.errors import InputError, TaskError
+from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.plan import Plan
 from autohete.policy import Judge
@@ -705,7 +705,7 @@ def test_a_loss_cannot_use_parameters() -> None:
         return next_token_loss(logits, targets) + 0.1 * model.head.norm.weight.square().sum()
 
     trainer = Trainer(model, policy="resident", loss=loss, profile=profile_for(SMALL))
-    with pytest.raises(TaskError, match=r"the loss uses the parameter head\.norm\.weight.*weight_decay"), trainer:
+    with pytest.raises(InputError, match=r"more than the logits .head\.norm\.weight.*weight_decay"), trainer:
         trainer.step(batches(SMALL, 1)[0])
 
 
