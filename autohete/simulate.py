@@ -92,7 +92,7 @@ def safety(simulation: Simulation, executor: Executor | None = None) -> Safety:
     schedule = with_memory_waits(simulation.schedule, simulation.trace)
     if schedule is None:
         return Safety(gpu, host, None, 0.0)
-    safe = _simulated(simulation.profile, simulation.plan, schedule, executor or SimExecutor())
+    safe = simulate_schedule(simulation.profile, simulation.plan, schedule, executor)
     waits = sum(len(task.after) for task in schedule.tasks) - sum(len(task.after) for task in simulation.schedule.tasks)
     before = simulation.iteration_seconds
     cost = safe.iteration_seconds / before - 1 if before else 0.0
@@ -118,12 +118,13 @@ def run_until_steady(schedule: Schedule, executor: Executor, iterations: int = _
 
 def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None) -> Simulation:
     """Lower ``plan`` and execute it in the simulator (or in ``executor``), with more waits if it says that it needs them."""
-    executor = executor or SimExecutor()
-    found = _simulated(profile, plan, lower(profile, plan), executor)
+    found = simulate_schedule(profile, plan, lower(profile, plan), executor)
     return safety(found, executor).safe or found if plan.memory_waits else found
 
 
-def _simulated(profile: Profile, plan: Plan, schedule: Schedule, executor: Executor) -> Simulation:
+def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor: Executor | None = None) -> Simulation:
+    """Execute ``schedule``, that of ``plan`` or one with more waits, in the simulator (or in ``executor``)."""
+    executor = executor or SimExecutor()
     first_try = _FIRST_TRY_WITH_BARRIER if plan.barrier else _FIRST_TRY
     trace, steady = run_until_steady(schedule, executor, first_try)
     gpu, host = (occupancy(trace, memory) for memory in (GPU_MEMORY, HOST_MEMORY))

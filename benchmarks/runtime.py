@@ -36,7 +36,7 @@ from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.trainer import measured_profile_on
 from autohete.runtime.training import Training
 from autohete.schedule import GPU_MEMORY, Kind, TaskId
-from autohete.simulate import judge_for, simulate_plan
+from autohete.simulate import judge_for, safety, simulate_plan
 from autohete.trace import Clock
 from autohete.workload import Precision, Workload
 
@@ -139,14 +139,16 @@ def overlap() -> None:
         gpu = replace(profile.hardware.gpu, memory_bytes=round(share * resident) + profile.hardware.gpu.reserved_bytes)
         tight = replace(profile, hardware=replace(profile.hardware, gpu=gpu))
         plan = as_executed(parse_policy("autohete").plan(tight, judge_for(tight)), tight)
-        schedule = lower(tight, plan)
+        predicted = safety(simulate_plan(tight, plan)).safe
+        assert predicted is not None
+        schedule = predicted.schedule
         bound = period_bounds(schedule).seconds
         executor = TorchExecutor(GPT(small), iter([data] * 8), next_token_loss, paced=True)
         measured = executor.run(schedule, 8).steady().period_seconds
         shown.add_row(
             f"{share:.0%} of resident, {plan.counts}",
             f"{1e3 * bound:.1f} ms",
-            f"{1e3 * simulate_plan(tight, plan).iteration_seconds:.1f} ms",
+            f"{1e3 * predicted.iteration_seconds:.1f} ms",
             f"{1e3 * measured:.1f} ms",
             f"{100 * (measured / bound - 1):+.2f} %",
             "within 5 %",

@@ -59,7 +59,7 @@ from autohete.runtime.executor import TorchExecutor
 from autohete.runtime.model import GPT, next_token_loss
 from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.trainer import measured_hardware, measured_profile_on
-from autohete.simulate import Simulation, judge_for, simulate_plan
+from autohete.simulate import Simulation, judge_for, safety, simulate_plan, simulate_schedule
 from autohete.trace import Clock, Trace
 from autohete.workload import Precision, Workload
 
@@ -295,7 +295,7 @@ def _paced(setting: Setting, large: Workload, measured: Profile, model: GPT) -> 
     planned = _planned(setting, profile)
     if planned is None:
         return None
-    predicted = simulate_plan(stretched(profile, measured, planned.iteration_seconds), planned.plan)
+    predicted = with_times(planned, stretched(profile, measured, planned.iteration_seconds))
     if predicted.iteration_seconds > LONGEST_SECONDS:
         return None
     executor = TorchExecutor(model, batches(setting.workload), next_token_loss, paced=True)
@@ -316,18 +316,26 @@ def _native(setting: Setting, model: GPT, batch: tuple[Tensor, Tensor]) -> Resul
     for _ in range(RUNS):
         runs.append(executor.run(planned.schedule, ITERATIONS[Clock.MEASURED_CPU]))
         profiles.append(measured_profile_on(machine, model, batch))
-    predicted = simulate_plan(with_budget(mean_of(profiles), setting.budget_share), planned.plan)
+    predicted = with_times(planned, with_budget(mean_of(profiles), setting.budget_share))
     return _result(setting, predicted, executor, runs)
 
 
 def _planned(setting: Setting, profile: Profile) -> Simulation | None:
-    """The policy's plan, simulated; None if it does not fit."""
+    """The policy's plan with the waits that make it fit under any timing, simulated; None if it does not fit without them."""
     try:
         plan = as_executed(parse_policy(setting.policy).plan(profile, judge_for(profile)), profile)
     except InfeasibleError:
         return None
     planned = simulate_plan(profile, plan)
-    return planned if planned.gpu.fits and planned.host.fits else None
+    return safety(planned).safe if planned.gpu.fits and planned.host.fits else None
+
+
+def with_times(planned: Simulation, profile: Profile) -> Simulation:
+    """The same schedule simulated with the times of another profile."""
+    timed = simulate_plan(profile, planned.plan)
+    pairs = zip(planned.schedule.tasks, timed.schedule.tasks, strict=True)
+    tasks = tuple(replace(task, duration_ns=other.duration_ns) for task, other in pairs)
+    return simulate_schedule(profile, planned.plan, replace(timed.schedule, tasks=tasks))
 
 
 def _result(setting: Setting, predicted: Simulation, executor: TorchExecutor, runs: list[Trace], attempts: int = 1) -> Result:

@@ -8,15 +8,16 @@ import sys
 import threading
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from reference import batches, model_for
+from reference import batches, model_for, train_by_schedule
 from test_runtime_exactness import SMALL
 
-from autohete.errors import DeviceOutOfMemoryError, ScheduleError
+from autohete.errors import DeviceOutOfMemoryError, InfeasibleError, ScheduleError
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import Profile
@@ -25,9 +26,10 @@ from autohete.runtime.executor import TorchExecutor
 from autohete.runtime.model import next_token_loss
 from autohete.runtime.plans import as_executed
 from autohete.runtime.trainer import measured_profile_on
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, parse_schedule
 from autohete.simulate import Simulation, judge_for, simulate_plan
 from autohete.workload import Precision, Workload
+from autohete.worst_case import worst_case
 
 MEDIUM = replace(SMALL, hidden_size=64, transformer_blocks=4, sequence_length=32, vocabulary_size=128)
 #: Policies whose peak does not depend on how long anything takes.
@@ -151,27 +153,50 @@ def test_peaks_that_depend_on_time_are_near(policy: str) -> None:
 @pytest.mark.parametrize("memory", [GPU_MEMORY, HOST_MEMORY])
 @pytest.mark.parametrize("policy", ["resident", "zero_offload", "stronghold:window=1"])
 def test_one_byte_less_fails(policy: str, memory: str) -> None:
-    """The predicted peak is enough; with a byte less the run stops with the memory's name and leaves no thread behind."""
+    """The predicted peak is enough; with a byte less the schedule is refused, and a run stops and leaves no thread behind."""
     simulation = predicted(MEDIUM, policy)
     peak = (simulation.gpu if memory == GPU_MEMORY else simulation.host).peak_bytes
     if not peak:
         pytest.skip("this policy keeps nothing there")
     executed(MEDIUM, with_capacity(simulation, memory, peak))
+    less = with_capacity(simulation, memory, peak - 1)
+    with pytest.raises(InfeasibleError, match=f"needs {peak} B .* of {memory} memory .*, there are {peak - 1} B") as caught:
+        executed(MEDIUM, less)
+    assert (caught.value.constraint, caught.value.needed_bytes) == (memory, peak)
     with pytest.raises(DeviceOutOfMemoryError, match=f"{memory} memory is full"):
-        executed(MEDIUM, with_capacity(simulation, memory, peak - 1))
+        train_by_schedule(MEDIUM, 4, less.schedule)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("autohete-")]
+
+
+def test_a_schedule_that_may_need_more_is_refused() -> None:
+    """Though its trace fits, a schedule whose late copies do not is refused; a memory without limit, too."""
+    simulation = predicted(MEDIUM, "zero_offload:paper,tile_overlap")
+    tight = with_capacity(simulation, GPU_MEMORY, simulation.gpu.peak_bytes)
+    worst = worst_case(tight.schedule, GPU_MEMORY).peak_bytes
+    assert worst is not None
+    assert worst > simulation.gpu.peak_bytes
+    with pytest.raises(InfeasibleError, match="where copies are late the schedule needs") as caught:
+        executed(MEDIUM, tight)
+    assert caught.value.needed_bytes == worst
+    executed(MEDIUM, with_capacity(simulation, GPU_MEMORY, worst))
+    lagging = "task F0 gpu 1 allocates=a.0:gpu:1\ntask AO0 d2h 1 after=F0 frees=a.0\n"
+    text = f"autohete-schedule 1\nlane gpu fifo\nlane d2h fifo\nmemory gpu 9\nmemory host 9\n{lagging}"
+    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 1)), next_token_loss)
+    with pytest.raises(ScheduleError, match="AO0 frees gpu memory, but no later allocation waits for that"):
+        executor.run(parse_schedule(text), 1)
 
 
 @settings(max_examples=15)
 @given(st.sampled_from([*SETTLED, "autohete", "autohete:priority=off"]), st.floats(0.1, 1.0))
 def test_a_lowered_budget_trains_or_raises_in_time(policy: str, share: float) -> None:
-    """At any budget a run ends, or raises and gives the model back as it was or as it had become, never half a tensor."""
+    """Were a schedule's sizes wrong, a run would end, or raise and give the model back: as it had become, no half a tensor."""
     simulation = predicted(MEDIUM, policy)
     capacity = max(1, int(share * simulation.gpu.peak_bytes))
     model = model_for(MEDIUM)
     executor = TorchExecutor(model, iter(batches(MEDIUM, 3)), next_token_loss)
     try:
-        executor.run(with_capacity(simulation, GPU_MEMORY, capacity).schedule, 3)
+        with patch("autohete.runtime.executor._check_fits"):
+            executor.run(with_capacity(simulation, GPU_MEMORY, capacity).schedule, 3)
         assert executor.device is not None
         assert executor.device.peak_bytes <= capacity
     except DeviceOutOfMemoryError as error:
