@@ -4,7 +4,9 @@
     ├── InputError               a value, name, file or flag that cannot be taken
     ├── InfeasibleError          no plan fits the memory that is there; carries the smallest budget that works
     ├── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
-    ├── NonFiniteLossError       the loss is NaN or infinite; no parameter has been changed by that step
+    ├── NonFiniteError           a step's loss or gradient is NaN or infinite; says what the step has changed
+    │   ├── NonFiniteLossError       the loss
+    │   └── NonFiniteGradientError   a gradient (also a TaskError); names the parameter, and the blocks that have been updated
     └── TaskError                a task failed while it ran; names it and the steps that the parameters are of; has the cause
         └── DeviceOutOfMemoryError   a memory's budget is used up; names the task, the bytes and the largest holders
 
@@ -41,12 +43,31 @@ class TaskError(AutoHeteError):
     """
 
 
-class NonFiniteLossError(AutoHeteError):
-    """A loss is NaN or infinite. ``step`` is the number of the step, counted from 0."""
+class NonFiniteError(AutoHeteError):
+    """A loss or a gradient is NaN or infinite. ``step`` is the number of the step, counted from 0."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
         self.step = step
+
+
+class NonFiniteLossError(NonFiniteError):
+    """The loss is; no parameter has been changed by that step."""
+
+
+class NonFiniteGradientError(NonFiniteError, TaskError):
+    """A gradient is, which was seen before its block was updated.
+
+    Attributes:
+        step: number of the step, counted from 0.
+        block: whose gradient; 0 is the embedding.
+        parameter: its name in the model.
+        updated: the blocks that this step has updated before.
+    """
+
+    def __init__(self, message: str, step: int, block: int, parameter: str, updated: tuple[int, ...]) -> None:
+        super().__init__(message, step)
+        self.block, self.parameter, self.updated = block, parameter, updated
 
 
 class DeviceOutOfMemoryError(TaskError):

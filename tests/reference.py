@@ -21,6 +21,8 @@ from autohete.schedule import Schedule, Task
 from autohete.trace import Clock, Trace
 from autohete.workload import Precision, Workload
 
+torch.set_num_threads(1)  # how many there are changes the bits of gradients
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
@@ -53,13 +55,13 @@ def batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
     return [(tokens(), tokens()) for _ in range(steps)]
 
 
-def train_plainly(workload: Workload, steps: int, stale: frozenset[int] = frozenset()) -> Outcome:
+def train_plainly(workload: Workload, steps: int, stale: frozenset[int] = frozenset(), threads: int = 1) -> Outcome:
     """Ordinary training: one backward through the whole model, one optimizer, fp32 master weights for bf16.
 
     Parameters of the blocks ``stale`` are updated with the gradients of the step before: after the first step not at all,
     after step k with the gradients of step k - 1. Those of the last step are never used.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     model = model_for(workload)
     parameters = list(model.parameters())
     late = {id(parameter) for block, owned in enumerate(partition(model).owned) for parameter in owned if block in stale}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
-from unittest.mock import patch
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,17 +21,26 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from reference import batches, model_for, train_by_schedule
 from test_runtime_exactness import SMALL
+from torch import Tensor
 
-from autohete.errors import DeviceOutOfMemoryError, InfeasibleError, ScheduleError
+from autohete.errors import DeviceOutOfMemoryError, InfeasibleError, InputError, ScheduleError
 from autohete.hardware import load_hardware
+from autohete.memory import occupancy
 from autohete.policies import parse_policy
 from autohete.profile import Profile
-from autohete.runtime.device import Ledger, accounting
+from autohete.runtime import device
+from autohete.runtime.batch import Batch
+from autohete.runtime.blocks import Current, Memories
+from autohete.runtime.device import Counting, CudaMemory, Ledger, accounting
 from autohete.runtime.executor import TorchExecutor
+from autohete.runtime.machine import matrix_sizes
 from autohete.runtime.model import next_token_loss
+from autohete.runtime.partition import partition
 from autohete.runtime.plans import as_executed
 from autohete.runtime.trainer import measured_profile_on
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, parse_schedule
+from autohete.runtime.training import Training
+from autohete.schedule import D2H, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, parse_schedule
+from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate_plan
 from autohete.workload import Precision, Workload
 from autohete.worst_case import worst_case
@@ -171,10 +185,12 @@ def test_one_byte_less_fails(policy: str, memory: str) -> None:
 def test_a_schedule_that_may_need_more_is_refused() -> None:
     """Though its trace fits, a schedule whose late copies do not is refused; a memory without limit, too."""
     simulation = predicted(MEDIUM, "zero_offload:paper,tile_overlap")
-    tight = with_capacity(simulation, GPU_MEMORY, simulation.gpu.peak_bytes)
+    at_once = tuple(replace(task, duration_ns=0) if task.lane == D2H else task for task in simulation.schedule.tasks)
+    trace = SimExecutor().run(replace(simulation.schedule, tasks=at_once), 4)
+    tight = with_capacity(simulation, GPU_MEMORY, occupancy(trace, GPU_MEMORY).peak_bytes)
     worst = worst_case(tight.schedule, GPU_MEMORY).peak_bytes
     assert worst is not None
-    assert worst > simulation.gpu.peak_bytes
+    assert worst > occupancy(trace, GPU_MEMORY).peak_bytes
     with pytest.raises(InfeasibleError, match="where copies are late the schedule needs") as caught:
         executed(MEDIUM, tight)
     assert caught.value.needed_bytes == worst
@@ -203,6 +219,221 @@ def test_a_lowered_budget_trains_or_raises_in_time(policy: str, share: float) ->
         event(f"full at {error.task[:1]}")
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     assert torch.isfinite(model(batches(MEDIUM, 1)[0][0])).all()
+
+
+def scheduled(workload: Workload, simulation: Simulation, iterations: int = 4) -> TorchExecutor:
+    """The executor after a run that was counted by the schedule's sizes."""
+    data = iter(batches(workload, iterations))
+    executor = TorchExecutor(model_for(workload), data, next_token_loss, counting=Counting.SCHEDULED)
+    executor.run(simulation.schedule, iterations)
+    return executor
+
+
+@pytest.mark.parametrize("policy", [*SETTLED, "zero_offload:paper,tile_overlap", "autohete"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_counting_by_the_schedule_agrees(policy: str, tied: bool) -> None:
+    """Counted by the schedule's sizes the first iterations have no byte more, and then no operation is looked at."""
+    workload = replace(MEDIUM, tied_embeddings=tied)
+    simulation, looked = predicted(workload, policy), set[str]()
+
+    class Looking(device.Accounting):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            looked.add(self._task.partition("@")[2])
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with patch.object(device, "Accounting", Looking):
+        executor = scheduled(workload, simulation)
+    assert executor.counting is Counting.SCHEDULED
+    assert looked - {""} == {str(iteration) for iteration in range(device.CHECKED_ITERATIONS)}  # and before the first
+    assert executor.device is not None
+    if policy in SETTLED:
+        assert executor.device.peak_bytes == simulation.gpu.peak_bytes
+    assert executor.device.used_bytes == 0, "a closed training holds nothing"
+
+
+def test_sizes_that_are_too_small_are_found() -> None:
+    """If a pass takes more than the schedule says, every storage is counted from then on, and that is told."""
+    simulation = predicted(MEDIUM, "resident")
+    tasks = tuple(
+        replace(
+            task,
+            allocates=tuple(
+                replace(b, size_bytes=b.size_bytes - 4096) if b.name == "activations.2" else b for b in task.allocates
+            ),
+        )
+        for task in simulation.schedule.tasks
+    )
+    executor = scheduled(MEDIUM, replace(simulation, schedule=replace(simulation.schedule, tasks=tasks)))
+    assert executor.counting is Counting.EXACT
+    assert executor.device is not None
+    assert executor.device.peak_bytes == simulation.gpu.peak_bytes
+
+
+@pytest.mark.parametrize("policy", ["resident", "zero_offload", "stronghold:window=1"])
+def test_one_byte_less_fails_before_the_task_acts(policy: str) -> None:
+    """By the schedule's sizes, too, the predicted peak is enough; with a byte less its task is refused."""
+    simulation = predicted(MEDIUM, policy)
+    peak = simulation.gpu.peak_bytes
+    scheduled(MEDIUM, with_capacity(simulation, GPU_MEMORY, peak))
+    with pytest.raises(DeviceOutOfMemoryError, match="gpu memory is full") as caught:
+        scheduled(MEDIUM, with_capacity(simulation, GPU_MEMORY, peak - 1))
+    assert caught.value.task.partition("@")[0] in {str(task.id) for task in simulation.schedule.tasks}
+
+
+def training_of(simulation: Simulation, ledger: Ledger, counting: Counting, *, poison: bool = False) -> Training:
+    """The reference model's training, nothing done yet."""
+    return Training(
+        partition(model_for(MEDIUM)), simulation.schedule, next_token_loss, device=ledger, counting=counting, poison=poison
+    )
+
+
+def run(training: Training, schedule: Schedule, first: int, steps: int) -> None:
+    """Some iterations, one task after another."""
+    for iteration, pair in enumerate(batches(MEDIUM, first + steps)[first:], first):
+        training.passes.batches[iteration] = Batch(*pair)
+        for task in schedule.tasks:
+            training.perform(task, iteration)
+
+
+@pytest.mark.parametrize("counting", list(Counting))
+@pytest.mark.parametrize("policy", ["resident", "stronghold:window=1", "patrickstar:chunk_size=1"])
+def test_evaluation_is_within_the_budget(policy: str, counting: Counting) -> None:
+    """A batch too large to evaluate is refused with what to do; one that fits is counted; neither changes the training."""
+    simulation = predicted(MEDIUM, policy)
+    parameters = []
+    for evaluates in (False, True):
+        ledger = Ledger(GPU_MEMORY, simulation.gpu.peak_bytes)
+        training = training_of(simulation, ledger, counting)
+        try:
+            torch.manual_seed(2)
+            run(training, simulation.schedule, 0, 3)
+            if evaluates:
+                before, values = ledger.used_bytes, training.parameters()
+                ids, targets = batches(MEDIUM, 1)[0]
+                expected = training.evaluate(Batch(ids, targets))
+                assert ledger.used_bytes == before
+                many = ids.repeat(512, 1)
+                with pytest.raises(DeviceOutOfMemoryError, match="Evaluate smaller batches; training can go on") as caught:
+                    training.evaluate(Batch(many, many))
+                assert str(caught.value).startswith(f"a batch of {512 * len(ids)} x {ids.shape[1]} tokens is too large")
+                del caught
+                gc.collect()
+                assert ledger.used_bytes == before
+                assert all(torch.equal(a, b) for a, b in zip(training.parameters(), values, strict=True))
+                assert training.evaluate(Batch(ids, targets)) == expected
+                ledger.reset_peak()
+                training.evaluate(Batch(ids, targets))
+                assert ledger.peak_bytes > before
+            run(training, simulation.schedule, 3, 2)
+            parameters.append(training.parameters())
+        finally:
+            training.close()
+    assert all(torch.equal(a, b) for a, b in zip(*parameters, strict=True))
+
+
+def test_gradients_stay_where_autograd_makes_them() -> None:
+    """A block keeps the tensors that backward has made; of a tensor that is a part of a larger one, it keeps that part."""
+    simulation = predicted(MEDIUM, "resident")
+    training = training_of(simulation, Ledger(GPU_MEMORY), Counting.EXACT)
+    try:
+        states = training.states
+        states.make_gradients(2)
+        shape = states.blocks[2].shapes[0]
+        whole, part = torch.ones(shape), torch.ones(2, *shape)[1]
+        states.take_gradient(2, 0, whole)
+        assert states.blocks[2].device.gradients[0] is whole
+        states.take_gradient(2, 0, part)
+        assert torch.equal(whole, torch.full(shape, 2.0)), "another gradient of the same matrix is added"
+        states.make_gradients(2)
+        states.take_gradient(2, 0, part)
+        kept = states.blocks[2].device.gradients[0]
+        assert kept is not None
+        assert kept.untyped_storage().nbytes() == part.nbytes
+        with pytest.raises(InputError, match="needs dense gradients"):
+            states.take_gradient(2, 1, torch.eye(4).to_sparse())
+    finally:
+        training.close()
+
+
+def test_work_is_waited_for_before_its_place_is_released() -> None:
+    """On a GPU, what overwrites released parameters is started before the lane waits for its stream, and released after."""
+    simulation = predicted(MEDIUM, "stronghold:window=1")
+    training = training_of(simulation, Ledger(GPU_MEMORY), Counting.EXACT, poison=True)
+    happened: list[str] = []
+
+    def noting(name: str, function: Callable[[int], None]) -> Callable[[int], None]:
+        def note(block: int) -> None:
+            happened.append(name)
+            function(block)
+
+        return note
+
+    class Stream:
+        def synchronize(self) -> None:
+            happened.append("wait")
+
+    training._stream = Stream  # type: ignore[assignment]
+    states = training.states
+    with (
+        patch.object(states, "poison", noting("poison", states.poison)),
+        patch.object(states, "release", noting("release", states.release)),
+    ):
+        run(training, simulation.schedule, 0, 1)
+        released = [place for place, name in enumerate(happened) if name == "release"]
+        assert released
+        assert all(happened[place - 2 : place] == ["poison", "wait"] for place in released)
+        happened.clear()
+        with patch.object(training, "_actions", dict.fromkeys(Kind, lambda block: 1 / 0)), pytest.raises(ZeroDivisionError):
+            training.perform(simulation.schedule.tasks[0], 1)
+    assert happened == ["wait"], "an action that fails waits, too"
+    training.close()
+
+
+def test_a_gpus_budget_is_held_by_its_allocator() -> None:
+    """PyTorch is limited to the budget and some fragments while training, and what it refuses is our error with both counts."""
+    simulation = predicted(MEDIUM, "resident")
+    gib = 2**30
+    memory = CudaMemory(torch.device("cpu"), 4 * gib)
+    cuda = {
+        "memory_allocated": 3 * gib,
+        "memory_reserved": 4 * gib,
+        "empty_cache": None,
+        "get_device_properties": SimpleNamespace(total_memory=16 * gib),
+    }
+    with ExitStack() as patches:
+        for name, value in cuda.items():
+            patches.enter_context(patch.object(torch.cuda, name, return_value=value))
+        limit = patches.enter_context(patch.object(torch.cuda, "set_per_process_memory_fraction"))
+        model = model_for(MEDIUM)
+        there = sum(parameter.nbytes for parameter in model.parameters())
+        training = Training(partition(model), simulation.schedule, next_token_loss, device=memory)
+        share = limit.call_args.args[0]
+        assert share * 16 * gib == pytest.approx(3 * gib - there + 1.08 * 4 * gib + 64 * 2**20)
+        refused = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+        with (
+            patch.object(training, "_actions", dict.fromkeys(Kind, Mock(side_effect=refused))),
+            pytest.raises(
+                DeviceOutOfMemoryError,
+                match=r"F0@0: gpu memory is full: 3\.0 GiB are allocated, 4\.0 GiB reserved, the budget is 4\.0 GiB",
+            ) as caught,
+        ):
+            training.perform(simulation.schedule.tasks[0], 0)
+        assert caught.value.holders == {"allocated": 3 * gib, "reserved": 4 * gib}
+        training.close()
+        assert limit.call_args.args[0] == 1.0
+
+
+def test_pinned_memory_is_counted_as_pytorch_pins_it() -> None:
+    """Where host memory is pinned, a tensor takes the next power of two."""
+    ledger = Ledger(HOST_MEMORY)
+    memories = Memories(torch.device("cpu"), None, ledger, Current())
+    kept = [memories.on_host(300, torch.float32, "parameters")]
+    assert ledger.used_bytes == 1200
+    with patch.object(Tensor, "is_pinned", return_value=True):
+        kept.append(memories.on_host(300, torch.float32, "parameters"))
+    assert ledger.used_bytes == 1200 + 2048
+    kept.clear()
+    assert ledger.used_bytes == 0
 
 
 def test_memory_is_the_same_after_many_steps() -> None:
@@ -254,3 +485,11 @@ def test_freed_memory_is_kept() -> None:
     """What a tensor freed in a thread stays with the process, for the next tensor."""
     kept = int(subprocess.run([sys.executable, "-c", _MADE_AND_FREED], check=True, capture_output=True).stdout)
     assert kept >= 15 * 2**20  # without, the tensor's pages go back to the system at once
+
+
+def test_a_gpu_is_measured_with_products_that_fill_it() -> None:
+    """The products that are measured grow with the memory there is; on the CPU that stands for a GPU there is the small one."""
+    assert matrix_sizes(torch.device("cpu"), torch.float32) == [256]
+    for gib, expected in ((0.1, [1024]), (1, [1024, 2048]), (80, [1024, 2048, 4096, 8192])):
+        with patch.object(torch.cuda, "mem_get_info", return_value=(int(gib * 2**30), 2**40)):
+            assert matrix_sizes(torch.device("cuda"), torch.float32) == expected

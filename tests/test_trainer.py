@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,7 @@ from autohete import Trainer
 from autohete.errors import InfeasibleError, InputError, NonFiniteLossError
 from autohete.hardware import load_hardware
 from autohete.profile_file import read_profile, write_profile
+from autohete.runtime.device import Counting
 from autohete.runtime.machine import versions
 from autohete.runtime.model import GPT, next_token_loss
 from autohete.runtime.optimizer import Adam
@@ -209,6 +212,34 @@ def test_steps_that_are_not_finite_can_be_skipped() -> None:
         assert trainer.skipped_steps == 1
         assert all(torch.isfinite(parameter).all() for parameter in trainer.parameters())
     assert [loss == loss for loss in losses] == [True, True, False, True]
+
+
+def test_resident_training_uses_the_callers_threads() -> None:
+    """Where only the device works, its passes have as many threads as the caller, and the bits of plain PyTorch."""
+    workload = replace(MEDIUM, hidden_size=128, sequence_length=64)
+    found: dict[str, list[float]] = {}
+    with unchanged_threads(2):
+        for policy in ("resident", "zero_offload"):
+            with Trainer(model_for(workload), policy=policy, hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+                trainer.prepare(batches(workload, 1)[0])
+                torch.manual_seed(2)
+                found[policy] = [trainer.step(batch) for batch in batches(workload, STEPS)]
+                assert trainer.threads == (2 if policy == "resident" else 1)
+                assert trainer.counting is Counting.SCHEDULED
+        assert torch.get_num_threads() == 2
+        assert found["resident"] == train_plainly(workload, STEPS, threads=2).losses
+    assert found["zero_offload"] == train_plainly(workload, STEPS).losses
+
+
+@contextmanager
+def unchanged_threads(count: int) -> Iterator[None]:
+    """So many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_step_returns_before_its_tail() -> None:

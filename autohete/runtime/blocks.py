@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from autohete.runtime.device import Ledger
+from autohete.lowering import rounded_when_pinned
+from autohete.runtime.device import DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import AdamStates
 from autohete.runtime.partition import BlockCall
@@ -35,12 +36,17 @@ class Memories:
 
     Args:
         torch_device: where the passes compute; the CPU stands for the device where there is no other.
-        device, host: count the bytes of either; None: they are not counted.
+        count, host: count the bytes on the device and on the host; None: they are not counted.
         current: names the task that a tensor is made for.
     """
 
-    def __init__(self, torch_device: torch.device, device: Ledger | None, host: Ledger | None, current: Current) -> None:
-        self.torch_device, self.device, self.host, self.current = torch_device, device, host, current
+    def __init__(self, torch_device: torch.device, count: DeviceCount | None, host: Ledger | None, current: Current) -> None:
+        self.torch_device, self.count, self.host, self.current = torch_device, count, host, current
+
+    @property
+    def device(self) -> Ledger | None:
+        """Where storages on the device are entered; None: they are not counted one by one."""
+        return None if self.count is None else self.count.storages
 
     @property
     def pinned(self) -> bool:
@@ -49,21 +55,34 @@ class Memories:
 
     def claim(self, tensor: Tensor, group: str) -> Tensor:
         """Count ``tensor`` as the device's."""
-        if self.device is not None:
-            self.device.claim(tensor, group, self.current.task)
+        ledger = self.device
+        if ledger is not None:
+            ledger.claim(tensor, group, self.current.task)
         return tensor
 
     def claim_host(self, tensor: Tensor, group: str) -> Tensor:
-        """Count ``tensor`` as the host's."""
+        """Count ``tensor`` as the host's: where it is pinned, what PyTorch has pinned for it."""
         if self.host is not None:
-            self.host.claim(tensor, group, self.current.task)
+            size = rounded_when_pinned(tensor.untyped_storage().nbytes()) if tensor.is_pinned() else None
+            self.host.claim(tensor, group, self.current.task, size)
         return tensor
+
+    def reserve(self, size_bytes: int, group: str) -> Reservation | None:
+        """Count so many bytes of the device, as long as the result lives."""
+        ledger = self.device
+        return None if ledger is None else ledger.reserve(size_bytes, group, self.current.task)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Count ``tensor`` no longer: it is in what has been reserved."""
+        ledger = self.device
+        if ledger is not None:
+            ledger.forget(tensor)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Count ``tensors`` no longer: room for them is set aside as long as the training lasts."""
         if self.device is not None:
             for tensor in tensors:
-                self.device.leave_out(tensor)
+                self.forget(tensor)
 
     def on_device(self, elements: int, dtype: torch.dtype, group: str) -> Tensor:
         """A new flat tensor on the device."""
@@ -81,17 +100,24 @@ class Memories:
 
 @dataclass(slots=True)
 class Side:
-    """A block's states on the device or on the host; flat buffers of all its parameters, one after another.
+    """A block's states on the device or on the host.
 
-    ``present`` are the parameters that ``gradients`` has a gradient of; None before there were any.
+    Attributes:
+        parameters: flat, all parameters of the block one after another; ``views`` are the parameters in it.
+        gradients: of each parameter, None for one that has none; empty while the schedule gives them no room.
+        iteration: whose gradients they are.
+        places: where gradients are copied to; empty where they stay in the tensors that autograd has made.
+        reserved: counts the gradients that stay there, as long as it lives.
+        optimizer: moments, step counts, master weights.
     """
 
     parameters: Tensor | None = None
-    gradients: Tensor | None = None
-    present: set[int] | None = None
-    optimizer: AdamStates | None = None
-    #: The places of the parameters in ``gradients``.
     views: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    iteration: int = -1
+    places: list[Tensor] = field(default_factory=list)
+    reserved: Reservation | None = None
+    optimizer: AdamStates | None = None
 
 
 @dataclass(slots=True)
@@ -110,6 +136,8 @@ class Block:
     """One block: its parameters, their states on both sides, and what lives between its passes."""
 
     parameters: tuple[nn.Parameter, ...]
+    #: Where it computes.
+    torch_device: torch.device
     #: Of each parameter, and its elements; of all.
     shapes: list[torch.Size] = field(init=False)
     sizes: list[int] = field(init=False)
@@ -124,12 +152,16 @@ class Block:
     arrived: list[Tensor] = field(default_factory=list)
     saved: list[Tensor | MovedStorage] = field(default_factory=list)
     moved: dict[int, Tensor] = field(default_factory=dict)
+    #: What the parameters are while they are not on the device: NaN. On a GPU a new one would be work that nobody waits for.
+    absent: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.sizes = [shape.numel() for shape in self.shapes]
         self.elements = sum(self.sizes)
         self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
+        nan = torch.full((), torch.nan, dtype=self.dtype, device=self.torch_device)
+        self.absent = [nan.expand(shape) for shape in self.shapes]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in ``flat``."""
@@ -142,12 +174,10 @@ class Block:
 
     def bind(self) -> None:
         """Let the module compute with what is on the device; with NaN if nothing is."""
-        if self.device.parameters is not None:
-            for parameter, view in zip(self.parameters, self.views(self.device.parameters), strict=True):
-                parameter.data = view
-        else:
-            for parameter, shape in zip(self.parameters, self.shapes, strict=True):
-                parameter.data = torch.full((), torch.nan, dtype=self.dtype, device=parameter.device).expand(shape)
+        flat = self.device.parameters
+        self.device.views = [] if flat is None else self.views(flat)
+        for parameter, tensor in zip(self.parameters, self.device.views or self.absent, strict=True):
+            parameter.data = tensor
 
     def forget_passes(self) -> None:
         """Let go of what lives between the passes."""

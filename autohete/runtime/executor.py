@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from autohete.errors import InfeasibleError, InputError, ScheduleError, check_switch, check_whole
+from autohete.errors import InfeasibleError, InputError, ScheduleError, check_member, check_switch, check_whole
 from autohete.runtime.batch import Batch, Loss
 from autohete.runtime.claims import Claim
-from autohete.runtime.device import Ledger
+from autohete.runtime.device import Counting, Ledger
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
@@ -34,6 +34,7 @@ class TorchExecutor:
         blocks: name of the block list, where it is not clear.
         paced: let every task last as long as the schedule says (clock ``emulated``); else as fast as the CPU goes.
         budget: hold the memories' capacities; else they are not looked at.
+        counting: how the device's bytes are counted.
 
     After :meth:`run`, ``losses`` has the loss of each iteration and ``parameters`` every trained parameter in block order
     (fp32 master weights where the model is in 16 bit); ``device`` and ``host`` tell the peaks, if budgets were held; ``late``
@@ -50,11 +51,16 @@ class TorchExecutor:
         blocks: str | None = None,
         paced: bool = False,
         budget: bool = True,
+        counting: Counting = Counting.EXACT,
     ) -> None:
         check_switch("paced", paced)
         check_switch("budget", budget)
+        check_member("counting", counting, Counting)
         self._partition = partition(model, blocks)
         self._batches, self._loss, self._adam, self._paced, self._budget = batches, loss, adam, paced, budget
+        #: How the device's bytes are counted; after a run that was to go by the schedule's sizes: how they have been.
+        self.counting = counting
+        self._counting = counting
         self.losses: list[float] = []
         self.parameters: list[Tensor] = []
         self.device: Ledger | None = None
@@ -90,7 +96,15 @@ class TorchExecutor:
         if self._budget:
             _check_fits(schedule.validate())
             self.device, self.host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)
-        training = Training(self._partition, schedule, self._loss, self._adam, device=self.device, host=self.host)
+        training = Training(
+            self._partition,
+            schedule,
+            self._loss,
+            self._adam,
+            device=self.device,
+            host=self.host,
+            counting=self._counting,
+        )
         try:
             clock = Clock.EMULATED if self._paced else Clock.MEASURED_CPU
             with LaneThreads(schedule, training.perform, clock, paced=self._paced) as lanes:
@@ -99,6 +113,8 @@ class TorchExecutor:
                     lanes.admit()
             self.losses = [training.passes.losses[iteration] for iteration in range(iterations)]
             self.parameters, self.late = training.parameters(), lanes.late
+            if training.count is not None:
+                self.counting, self.device = training.count.counting, training.count.ledger
         finally:
             training.close()
         return lanes.trace()

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from types import TracebackType
@@ -26,7 +26,7 @@ import torch
 
 from autohete.errors import AutoHeteError, InputError, TaskError, check_member, check_switch, check_whole
 from autohete.queues import lane_queues
-from autohete.schedule import CPU, Kind, Schedule, Task, TaskId
+from autohete.schedule import Kind, Schedule, Task, TaskId
 from autohete.sharing import SharedWork, Sharing
 from autohete.trace import Clock, Trace
 
@@ -50,7 +50,7 @@ class LaneThreads:
         paced: make each task last as long as the schedule says: until ``max(lane free, edges satisfied) + duration``, by
             absolute deadlines, so that errors do not add up; longer while lanes share a bandwidth. Work that takes longer
             than that is noted in ``late``.
-        update_threads: what torch may use in the lane that updates on the CPU; in every other lane it is one.
+        threads: what torch may use in a lane, by its name; in every other lane it is one.
         around: a context that each lane's thread works in, such as a CUDA stream of its own.
         history: iterations whose times are kept, at least; older ones that have ended may be forgotten. None: all.
 
@@ -66,17 +66,18 @@ class LaneThreads:
         clock: Clock,
         *,
         paced: bool = False,
-        update_threads: int = 1,
+        threads: Mapping[str, int] | None = None,
         history: int | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         check_member("clock", clock, Clock)
         check_switch("paced", paced)
-        check_whole("update_threads", update_threads, 1)
+        for name, number in (threads or {}).items():
+            check_whole(f"threads of lane {name}", number, 1)
         if history is not None:
             check_whole("history", history, 1)
         self._schedule, self._action, self._clock, self._paced = schedule, action, clock, paced
-        self._update_threads, self._history, self._around = update_threads, history, around
+        self._torch_threads, self._history, self._around = threads or {}, history, around
         sharing = Sharing(schedule)
         self._shared = sharing.lanes if paced else frozenset()
         self._work = SharedWork(sharing)
@@ -359,7 +360,7 @@ class LaneThreads:
     def _lane(self, lane: int) -> None:
         try:
             # Before anything else: a fresh thread ignores the main thread's setting.
-            torch.set_num_threads(self._update_threads if self._schedule.lanes[lane].name == CPU else 1)
+            torch.set_num_threads(self._torch_threads.get(self._schedule.lanes[lane].name, 1))
             with self._around():
                 self._work_through(lane)
         except BaseException as error:  # of no task: this lane does nothing more, so nobody gets further

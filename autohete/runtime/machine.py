@@ -23,9 +23,17 @@ from autohete.runtime.worker import check_stop
 
 _KIB, _MIB = 2**10, 2**20
 #: Sizes of copies, from 64 KiB, a factor of four apart.
-_SMALLEST, _LARGEST, _LARGEST_QUICK = 64 * _KIB, 1024 * _MIB, 64 * _MIB
-_UPDATED = 4 * _MIB  # parameters of the optimizer step that is measured
-_MATRIX = 256  # small: without hardware support a bf16 product runs at 1 GFLOP/s
+_SMALLEST, _LARGEST, _LARGEST_QUICK = 64 * _KIB, 1024 * _MIB, {"cpu": 64 * _MIB, "cuda": 256 * _MIB}
+#: Of the copies that run beside other work.
+_LARGE = {"cpu": 16 * _MIB, "cuda": 128 * _MIB}
+#: Parameters of the optimizer step that is measured: 64 MiB of states, or 1 GiB where the host may be a server's.
+_UPDATED = {"cpu": 4 * _MIB, "cuda": 64 * _MIB}
+#: Rows of the matrices that are multiplied, by device; the quickest product counts. A GPU is idle most of a small one, and slow
+#: at first; on a CPU without hardware support a bf16 product runs at 1 GFLOP/s.
+_MATRICES = {"cpu": (256,), "cuda": (1024, 2048, 4096, 8192)}
+#: Share of a GPU's free memory that measuring may take.
+_MEASURING_SHARE = 0.1
+_WARM_UP_SECONDS = 0.2
 _EVICTOR = torch.zeros(16 * _MIB, dtype=torch.float32, device="cpu")  # 64 MiB: more than a core's share of any cache
 _SECONDS = 0.25  # for each measurement of lanes together
 _ROUNDS, _ROUND_SECONDS = 3, 0.08  # for the one that is repeated
@@ -53,9 +61,10 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        h2d, d2h = (_Copies(torch_device, up, _LARGEST_QUICK if quick else _LARGEST) for up in (True, False))
+        h2d, d2h = (_Copies(torch_device, up, _LARGEST_QUICK[torch_device.type] if quick else _LARGEST) for up in (True, False))
         links = {"h2d": h2d.line(), "d2h": d2h.line()}
-        update = _update(1 if torch_device.type == "cpu" else threads)
+        parameters = _UPDATED[torch_device.type]
+        update = _update(parameters, 1 if torch_device.type == "cpu" else threads)
         one_way, other_way = h2d.large(), d2h.large()
         both = _rates_together({"h2d": one_way, "d2h": other_way})
         alone = _rates_together({"cpu": update})["cpu"]
@@ -66,7 +75,7 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
         torch.set_num_threads(threads)
     size = h2d.large_bytes
     # The most that moved while something ran: one side of each copy, and all that an update touches.
-    updated = _UPDATED * 28
+    updated = parameters * 28
     traffic = max(beside["h2d"] * size + beside["cpu"] * updated, (both["h2d"] + both["d2h"]) * size, alone * updated)
     emulated = torch_device.type == "cpu"
 
@@ -90,8 +99,12 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
             "model": "the CPU stands for it" if emulated else torch.cuda.get_device_name(torch_device),
             "memory": figure(f"{device_bytes + 1} B", "budget"),
             "reserved_memory": figure("1 B", "nothing is reserved beside the budget"),
-            "peak_16bit": figure(f"{matrix[torch.bfloat16]:.6g} FLOP/s", f"matrix product of {_MATRIX}, bf16"),
-            "peak_32bit": figure(f"{matrix[torch.float32]:.6g} FLOP/s", f"matrix product of {_MATRIX}, fp32"),
+            "peak_16bit": figure(
+                f"{matrix[torch.bfloat16][0]:.6g} FLOP/s", f"matrix product of {matrix[torch.bfloat16][1]}, bf16"
+            ),
+            "peak_32bit": figure(
+                f"{matrix[torch.float32][0]:.6g} FLOP/s", f"matrix product of {matrix[torch.float32][1]}, fp32"
+            ),
             "memory_bandwidth": figure(f"{2 * copy_rate if emulated else _device_rate(torch_device):.6g} B/s", "large copy"),
             "memory_efficiency": figure(1.0, "measured, not a datasheet"),
             "gemm_efficiency": figure(1.0, "measured, not a datasheet"),
@@ -106,7 +119,7 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
         "cpu": {
             "model": _processor(),
             "cores": figure(os.cpu_count() or 1, "operating system"),
-            "update_bandwidth": figure(f"{alone * _UPDATED * 28:.6g} B/s", "fused AdamW, 28 B per parameter"),
+            "update_bandwidth": figure(f"{alone * parameters * 28:.6g} B/s", "fused AdamW, 28 B per parameter"),
         },
         **(
             {"emulation": {"shared_cores": figure(round(together, 3), "all lanes at once against each alone")}}
@@ -121,11 +134,11 @@ class _Copies:
 
     def __init__(self, device: torch.device, up: bool, largest: int) -> None:
         self._largest = largest
-        host = torch.zeros(largest, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        host = torch.zeros(largest, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         there = torch.zeros(largest, dtype=torch.uint8, device=device)
         self._target, self._source = (there, host) if up else (host, there)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.large_bytes = min(largest, 16 * _MIB)
+        self.large_bytes = min(largest, _LARGE[device.type])
 
     def line(self) -> tuple[float, float]:
         """Bandwidth (bytes/s) and latency (s) of the line through all sizes that errs least, relatively."""
@@ -172,15 +185,15 @@ def forget_cache(touched: int | None = None) -> None:
     _EVICTOR[: None if touched is None else touched // _EVICTOR.element_size()].add_(1)
 
 
-def _update(threads: int) -> Callable[[], None]:
-    """An optimizer step in so many threads."""
-    parameters = torch.zeros(_UPDATED)
-    states, gradients = AdamStates(Adam(), parameters, [_UPDATED]), torch.zeros(_UPDATED)
+def _update(count: int, threads: int) -> Callable[[], None]:
+    """An optimizer step over so many parameters in so many threads."""
+    parameters = torch.zeros(count, dtype=torch.float32, device="cpu")
+    states, gradients = AdamStates(Adam(), parameters, [count]), torch.zeros_like(parameters)
     scratch = states.scratch()
 
     def run() -> None:
         torch.set_num_threads(threads)
-        states.update(parameters, gradients, {0}, scratch)
+        states.update(parameters, [gradients], scratch)
 
     return run
 
@@ -225,8 +238,9 @@ def _together(jobs: dict[str, Callable[[], None]]) -> float:
 
 
 def _product(device: torch.device) -> Callable[[], None]:
-    """A matrix product that fits the cache."""
-    a = torch.ones(_MATRIX, _MATRIX, device=device)
+    """A matrix product that fits the cache, or as large as a GPU's passes have."""
+    size = matrix_sizes(device, torch.float32)[-1]
+    a = torch.ones(size, size, dtype=torch.float32, device=device)
 
     def run() -> None:
         (a @ a).sum().item()
@@ -234,29 +248,56 @@ def _product(device: torch.device) -> Callable[[], None]:
     return run
 
 
-def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product."""
-    a = torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device)
-    times = []
-    for _ in range(4):
+def matrix_sizes(device: torch.device, dtype: torch.dtype) -> list[int]:
+    """Rows of the matrices whose products are measured: the smallest, and those that take little of the memory."""
+    smallest, *larger = _MATRICES[device.type]
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return [smallest, *(size for size in larger if 2 * size * size * dtype.itemsize <= _MEASURING_SHARE * free)]
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
+    """FLOP/s of the quickest square matrix product, and its rows."""
+    return max((_rate_of_product(size, device, dtype), size) for size in matrix_sizes(device, dtype))
+
+
+def _rate_of_product(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    product = torch.empty_like(a)
+
+    def seconds() -> float:
         begin = time.perf_counter()
-        (a @ a).sum().item()
-        times.append(time.perf_counter() - begin)
-    return 2 * _MATRIX**3 / median(times[1:])
+        torch.mm(a, a, out=product)
+        product[0, 0].item()  # which waits for it
+        return time.perf_counter() - begin
+
+    _warm_up(seconds, device)
+    return 2 * size**3 / median(seconds() for _ in range(5))
 
 
 def _device_rate(device: torch.device) -> float:
     """Bytes/s that a copy within the device reads and writes."""
-    a = torch.zeros(256 * _MIB, dtype=torch.uint8, device=device)
+    free = torch.cuda.mem_get_info(device)[0]
+    size = max(256 * _MIB, min(2048 * _MIB, int(_MEASURING_SHARE * free / 2)))  # far more than its caches
+    a = torch.zeros(size, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
-    times = []
-    for _ in range(4):
+
+    def seconds() -> float:
         torch.cuda.synchronize(device)
         begin = time.perf_counter()
         b.copy_(a)
         torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return 2 * a.numel() / median(times[1:])
+        return time.perf_counter() - begin
+
+    _warm_up(seconds, device)
+    return 2 * a.numel() / median(seconds() for _ in range(5))
+
+
+def _warm_up(run: Callable[[], float], device: torch.device) -> None:
+    """Run until clocks have risen and libraries are loaded: once on a CPU, for a while on a GPU."""
+    end = time.perf_counter() + (_WARM_UP_SECONDS if device.type == "cuda" else 0.0)
+    run()
+    while time.perf_counter() < end:
+        run()
 
 
 def _processor() -> str:

@@ -1,15 +1,15 @@
 """AdamW on the states of one block, through PyTorch's fused kernel.
 
 ``torch.optim.AdamW(fused=True)`` calls the same kernel, but allocates its states lazily and refuses 16-bit gradients of fp32
-master weights. Here the states are one flat buffer each, made once, and the kernel takes it for one parameter, which is quicker
-than a dozen. 16-bit gradients are widened and new parameters narrowed piece by piece while they are in cache. Only at multiples
-of 64 elements are parameters joined and pieces cut: the kernel's result is then the same to the bit as for each parameter
-alone.
+master weights. Here the states are one flat buffer each, made once, and the kernel takes all parameters of a block in one call.
+16-bit gradients are widened and new parameters narrowed piece by piece while they are in cache. Only at multiples of 64
+elements are parameters joined and pieces cut: the kernel's result is then the same to the bit as for each parameter alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -80,6 +80,8 @@ class AdamStates:
         self.adam = adam
         self.moments = torch.zeros(2, parameters.numel(), dtype=torch.float32, device=parameters.device)
         self.master = None if parameters.dtype is torch.float32 else parameters.float()
+        self._sizes = sizes
+        self._pieces_of_moments = [torch.split(moment, sizes) for moment in self.moments]
         self._spans = list(pairwise([0, *accumulate(sizes)]))
         self._steps = [0] * len(sizes)
         # No larger than the largest parameter: a small block's scratch would be larger than all else that a pass needs.
@@ -96,29 +98,35 @@ class AdamStates:
         return torch.empty(self._scratch_elements, dtype=torch.float32, device=self.moments.device)
 
     @torch.no_grad()
-    def update(self, parameters: Tensor, gradients: Tensor, present: set[int], scratch: Tensor) -> None:
+    def update(self, parameters: Tensor, gradients: Sequence[Tensor | None], scratch: Tensor) -> None:
         """One step.
 
         Args:
-            parameters: (n,), receives the result; may be the memory of ``gradients`` itself if it is in 16 bit.
-            gradients: (n,), in the type of ``parameters``.
-            present: which parameters have a gradient; the others do not change, as in ``torch.optim``.
+            parameters: (n,), receives the result; may be the memory of ``gradients`` itself if these are in 16 bit.
+            gradients: of each parameter, contiguous, in the type of ``parameters``; None: it does not change, as in
+                ``torch.optim``.
             scratch: made by :meth:`scratch`.
         """
-        for place in present:
+        found = {place: gradient.view(-1) for place, gradient in enumerate(gradients) if gradient is not None}
+        for place in found:
             self._steps[place] += 1
-        for begin, end, step in self._runs(present):
-            # The CPU's kernel reads it on the host, the CUDA kernel on the device: four bytes that are no state.
-            count = torch.full((), step, dtype=torch.float32, device=parameters.device)
-            if self.master is None:
-                self._step(parameters[begin:end], gradients[begin:end], self.moments[:, begin:end], count)
-                continue
+        if self.master is None:
+            if found:
+                self._step(found, torch.split(parameters, self._sizes))
+            return
+        for places in self._runs(found):
+            count = self._count(self._steps[places[0]])
+            begin, end = self._spans[places[0]][0], self._spans[places[-1]][1]
             for start in range(begin, end, self._piece):
-                piece = slice(start, min(start + self._piece, end))
-                weights = self.master[piece]
-                wide = scratch[: len(weights)].copy_(gradients[piece])
-                self._step(weights, wide, self.moments[:, piece], count)
-                parameters[piece].copy_(weights)
+                stop = min(start + self._piece, end)
+                wide, weights = scratch[: stop - start], self.master[start:stop]
+                for place in places:
+                    first, last = self._spans[place]
+                    low, high = max(first, start), min(last, stop)
+                    if low < high:
+                        wide[low - start : high - start].copy_(found[place][low - first : high - first])
+                self._kernel([weights], [wide], *([moment[start:stop]] for moment in self.moments), [count])
+                parameters[start:stop].copy_(weights)
 
     def saved(self, place: int) -> dict[str, Any]:
         """Copies of one parameter's step count, moments and master weights (if there are), each flat and on the CPU."""
@@ -136,27 +144,49 @@ class AdamStates:
         if self.master is not None:
             self.master[span].copy_(saved[MASTER].reshape(-1))
 
-    def _runs(self, present: set[int]) -> list[tuple[int, int, int]]:
-        """Begin, end and step of parameters next to each other that can be updated as one."""
-        runs: list[tuple[int, int, int]] = []
-        for place in sorted(present):
-            (begin, end), step = self._spans[place], self._steps[place]
-            if runs and runs[-1][1:] == (begin, step) and (begin - runs[-1][0]) % _JOINT == 0:
-                runs[-1] = (runs[-1][0], end, step)
+    def _step(self, gradients: dict[int, Tensor], parameters: Sequence[Tensor]) -> None:
+        """All parameters that have a gradient, in one call of the kernel."""
+        counts = {step: self._count(step) for step in {self._steps[place] for place in gradients}}
+        first, second = self._pieces_of_moments
+        self._kernel(
+            [parameters[place] for place in gradients],
+            list(gradients.values()),
+            [first[place] for place in gradients],
+            [second[place] for place in gradients],
+            [counts[self._steps[place]] for place in gradients],
+        )
+
+    def _runs(self, places: Iterable[int]) -> list[list[int]]:
+        """Parameters next to each other that can be updated as one."""
+        runs: list[list[int]] = []
+        for place in places:
+            begin = self._spans[place][0]
+            if (
+                runs
+                and self._spans[runs[-1][-1]][1] == begin
+                and self._steps[runs[-1][0]] == self._steps[place]
+                and (begin - self._spans[runs[-1][0]][0]) % _JOINT == 0
+            ):
+                runs[-1].append(place)
             else:
-                runs.append((begin, end, step))
+                runs.append([place])
         return runs
 
-    def _step(self, weights: Tensor, gradients: Tensor, moments: Tensor, count: Tensor) -> None:
-        """AdamW's kernel."""
+    def _count(self, step: int) -> Tensor:
+        """The CPU's kernel reads it on the host, the CUDA kernel on the device: four bytes that are no state."""
+        return torch.full((), step, dtype=torch.float32, device=self.moments.device)
+
+    def _kernel(self, *lists: list[Tensor]) -> None:
+        """AdamW's kernel on weights, gradients, first and second moments, and step counts."""
         adam = self.adam
+        weights, gradients, first, second, counts = lists
         torch._fused_adamw_(
-            [weights],
-            [gradients],
-            [moments[0]],
-            [moments[1]],
+            weights,
+            gradients,
+            first,
+            second,
             [],
-            [count],
+            counts,
             lr=adam.lr,
             beta1=adam.betas[0],
             beta2=adam.betas[1],

@@ -186,9 +186,9 @@ class Partition:
         rows = _rows_of_embeddings(self.named_modules(0), inputs)
         with accounting(ledger, "", WORKSPACE), saved_tensors_hooks(pack, lambda tensor: tensor), rows:
             call = forward.start(inputs)
-        ledger.leave_out(call.hidden)
+        ledger.forget(call.hidden)
         for tensor in saved:
-            ledger.leave_out(tensor)
+            ledger.forget(tensor)
         used = ledger.used_bytes
         forward.end()
         return used

@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
-from autohete.errors import InputError, ScheduleError
+from autohete.errors import InputError, NonFiniteGradientError
 from autohete.runtime.batch import Batch, Inputs, Loss, on_device
 from autohete.runtime.blocks import Block, Memories, MovedStorage
 from autohete.runtime.device import WORKSPACE
 from autohete.runtime.model_state import Place, RandomState, buffers_of, tensors_in, unchanged_random_state
+from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import BlockCall, ForwardPass, Partition, check_loss, hidden_of, with_hidden
 from autohete.runtime.states import States
 from autohete.schedule import Kind
+
+#: A block with such tasks needs in backward what may have moved since its forward.
+_MOVING = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD, Kind.OFFLOAD_ACTIVATIONS}
 
 
 class _Cut(torch.autograd.Function):
@@ -109,14 +113,16 @@ class Passes:
     Attributes:
         batches: by iteration, to be given before it begins.
         losses: by iteration, as they become known.
-        skipped: iterations whose loss was not finite, with the block where that was seen first; they update nothing.
+        skipped: iterations whose loss or gradients were not finite, with where that was seen first; they update nothing more.
+        skips_gradients: go on after gradients that are not finite; only where all updates wait for the whole backward.
     """
 
     def __init__(self, partition: Partition, states: States, loss: Loss, memories: Memories) -> None:
         self.partition, self.states, self.loss, self.memories = partition, states, loss, memories
         self.batches: dict[int, Batch] = {}
         self.losses: dict[int, float] = {}
-        self.skipped: dict[int, str] = {}
+        self.skipped = states.gate.skipped
+        self.skips_gradients = False
         #: Addresses of what is neither trained nor moved.
         self._lasting: set[int] = set()
         self._kept = [_Kept(partition, i) for i in range(partition.last + 1)]
@@ -124,6 +130,8 @@ class Passes:
         #: The blocks' own.
         self._forwards: list[Callable[..., Any]] = []
         self._transit = _Transit()
+        #: Block and place of the gradients that the backward under way has found.
+        self._found: list[tuple[int, int]] = []
         self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=memories.torch_device)
 
     @property
@@ -135,8 +143,14 @@ class Passes:
         """Whether the memory of ``tensor`` is among what block ``i`` keeps for backward."""
         if tensor is None:
             return False
-        kept = (saved.untyped_storage().data_ptr() for saved in self.states.blocks[i].saved if isinstance(saved, Tensor))
-        return tensor.untyped_storage().data_ptr() in kept
+        return tensor.untyped_storage().data_ptr() in (saved.untyped_storage().data_ptr() for saved in self._saved_by(i))
+
+    def _saved_by(self, i: int) -> list[Tensor]:
+        """What block ``i`` keeps on the device for backward."""
+        block = self.states.blocks[i]
+        if self.states.kinds[i] & _MOVING:
+            return [tensor for tensor in block.saved if isinstance(tensor, Tensor)]
+        return list(_saved(block.root))
 
     def make_room(self) -> None:
         """Allocate what lasts as long as the training, once the buffers are where they stay: copies for recomputation."""
@@ -163,10 +177,9 @@ class Passes:
             inputs = on_device(self.batches[self._iteration].inputs, self.memories.torch_device, copy=True)
             with torch.enable_grad(), self._saving(0):
                 first = transit.forward.start(inputs)
-            if self.memories.device is not None:  # what lasts until the last block: see Partition.lasting_bytes
-                moved = (tensor for tensor in block.saved if isinstance(tensor, Tensor))
-                self.memories.device.leave_out_group(WORKSPACE, but=(first.hidden, *moved))
             block.root = _edge(first.hidden)
+            if self.memories.device is not None:  # what lasts until the last block: see Partition.lasting_bytes
+                self.memories.device.forget_group(WORKSPACE, but=(first.hidden, *self._saved_by(0)))
             transit.call = replace(first, hidden=first.hidden.detach())
             return
         assert transit.forward is not None
@@ -225,19 +238,52 @@ class Passes:
         self.losses[self._iteration] = value
 
     def backward(self, i: int) -> None:
-        """Gradients of the block's parameters, and of its input for the block below."""
+        """Gradients of the block's parameters, and of its input for the block below.
+
+        Raises:
+            NonFiniteGradientError: one of them is NaN or infinite, and the iteration cannot be skipped.
+        """
         block = self.states.blocks[i]
         incoming, self._transit.gradient = self._transit.gradient, None
         if block.root is not None and incoming is not None:
             with torch.autograd.set_multithreading_enabled(False):  # on CUDA, too, in this thread, whose task it is
-                torch.autograd.backward([block.root], [incoming])
+                # What it needs stays until it has ended, which is when the schedule frees it. Freed bit by bit, the peak falls
+                # by 0.1 to 1 %, but what is left when a copy arrives would depend on the moment.
+                torch.autograd.backward([block.root], [incoming], retain_graph=True)
             self._transit.gradient = block.arrived.pop() if block.arrived else None
-        self.memories.current.alive.append(block.saved)
+        self.memories.current.alive += [block.saved, block.root]
         block.forget_passes()
+        found, self._found = self._found, []
+        gradients = [self.states.blocks[owner].device.gradients[place] for owner, place in found]
+        bad = first_not_finite([gradient for gradient in gradients if gradient is not None])
+        if bad is not None:
+            self._refuse(*found[bad])
+
+    def _refuse(self, i: int, place: int) -> None:
+        """Let the gradients of this iteration change nothing more."""
+        parameter = self.states.blocks[i].parameters[place]
+        name = next(name for name, other in self.partition.model.named_parameters() if other is parameter)
+        where = f"the gradient of {name} (block {i})"
+        updated = self.states.gate.shut(self._iteration, where)
+        if not self.skips_gradients:
+            changed = (
+                f"Blocks {', '.join(map(str, updated))} have been updated by this step before, the others are as the step "
+                "before has left them"
+                if updated
+                else "No parameter has been changed by this step"
+            )
+            raise NonFiniteGradientError(
+                f"{self.memories.current.task}: {where} is not finite in step {self._iteration}. {changed}. Lower the learning "
+                "rate; steps can be skipped (on_nonfinite=NonFinite.SKIP) where the policy lets all updates wait for the whole "
+                "backward",
+                self._iteration,
+                i,
+                name,
+                updated,
+            )
 
     def receiver(self, i: int, place: int) -> Callable[[Tensor], None]:
         """Called with a parameter whose gradient a backward has found: collects it."""
-        block = self.states.blocks[i]
 
         def receive(parameter: Tensor) -> None:
             if not self.memories.current.task:
@@ -248,19 +294,9 @@ class Passes:
                     "call step, or get gradients without training by torch.autograd.grad"
                 )
             gradient, parameter.grad = parameter.grad, None
-            if gradient is None or self._iteration in self.skipped:
-                return
-            if block.device.gradients is None or block.device.present is None:
-                raise ScheduleError(
-                    f"{self.memories.current.task} finds a gradient of block {i}, for which the schedule has no room yet: if "
-                    "the head shares the embedding's matrix, make the schedule with tied_embeddings"
-                )
-            view = block.device.views[place]
-            if place in block.device.present:  # a matrix that two blocks share
-                view.add_(gradient)
-            else:
-                view.copy_(gradient)
-                block.device.present.add(place)
+            if gradient is not None and self._iteration not in self.skipped:
+                self.states.take_gradient(i, place, gradient)
+                self._found.append((i, place))
 
         return receive
 
@@ -352,14 +388,15 @@ class Passes:
 
     @contextmanager
     def _saving(self, i: int, beside: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Keep what backward needs where it can be moved, until backward ends, which is when the schedule frees it.
+        """Keep what backward needs where it can be moved, if anything of the block moves before its backward.
 
         Buffers, frozen parameters and ``beside`` stay where they are.
-
-        Freed bit by bit, the peak falls by 0.1 to 1 %, but what is left when a copy arrives would depend on the moment.
         """
         block = self.states.blocks[i]
         assert block.device.parameters is not None, "forward without parameters"
+        if not self.states.kinds[i] & _MOVING:
+            yield
+            return
         begin = block.device.parameters.data_ptr()
         end = begin + block.device.parameters.nbytes
         staying = self._lasting | _addresses(beside)
@@ -393,9 +430,7 @@ class Passes:
             flat = block.device.parameters
             if flat is not None and not torch.isfinite(flat).all():
                 return f"the parameters of block {i}"
-            kept = [s for s in block.saved if isinstance(s, Tensor)] + (
-                [block.checkpoint[0].hidden] if block.checkpoint else []
-            )
+            kept = self._saved_by(i) if block.checkpoint is None else [block.checkpoint[0].hidden]
             if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in kept):
                 return f"what block {i} keeps for backward"
         return "the logits"
@@ -409,3 +444,18 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 def _edge(tensor: Tensor) -> GradientEdge | None:
     """Where backward from ``tensor`` begins, without keeping its memory."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _saved(root: GradientEdge | None) -> Iterator[Tensor]:
+    """What a graph keeps for its backward."""
+    nodes: list[Node | None] = [None if root is None else root.node]
+    seen: set[Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            for name in dir(node):
+                if name == "saved_tensors" or name.startswith("_saved_"):
+                    value = getattr(node, name)
+                    yield from (kept for kept in (value if isinstance(value, tuple) else (value,)) if isinstance(kept, Tensor))
+            nodes += [following for following, _ in node.next_functions]

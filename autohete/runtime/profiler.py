@@ -345,15 +345,15 @@ def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:
     if not owned:
         return 0.0
     sizes = [parameter.numel() for parameter in owned]
-    flat = torch.zeros(sum(sizes), dtype=owned[0].dtype)
-    states, gradients = AdamStates(adam, flat, sizes), torch.zeros_like(flat)
+    flat = torch.zeros(sum(sizes), dtype=owned[0].dtype, device="cpu")
+    states, gradients = AdamStates(adam, flat, sizes), torch.split(torch.zeros_like(flat), sizes)
     scratch = states.scratch()
     times = []
     for _ in range(1 + _REPEATS):
         check_stop()
         forget_cache()
         begin = time.perf_counter()
-        states.update(flat, gradients, set(range(len(sizes))), scratch)
+        states.update(flat, gradients, scratch)
         times.append(time.perf_counter() - begin)
     return median(times[1:])
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autohete.errors import ScheduleError
+from autohete.errors import InputError, ScheduleError
 from autohete.runtime.blocks import Block, Memories, Side
+from autohete.runtime.nonfinite import UpdateGate
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.schedule import KIND_MEANING, Kind, Schedule
 
@@ -32,12 +33,15 @@ class States:
         adam: the optimizer's settings.
         memories: where they live.
         poison: overwrite what is released with NaN, so that a schedule that still reads it is noticed.
+
+    Attributes:
+        gate: asked before each update, with the iteration whose gradients it takes.
     """
 
     def __init__(
         self, owned: tuple[tuple[nn.Parameter, ...], ...], schedule: Schedule, adam: Adam, memories: Memories, *, poison: bool
     ) -> None:
-        self.adam, self.memories = adam, memories
+        self.adam, self.memories, self.gate = adam, memories, UpdateGate()
         #: Settings of single iterations, where they are others.
         self.adam_at: dict[int, Adam] = {}
         self._schedule, self._poison = schedule, poison
@@ -54,7 +58,7 @@ class States:
             for edge in task.after
             if task.id.kind is Kind.CPU_UPDATE and edge.task.kind is Kind.OFFLOAD_GRADIENTS and edge.back
         }
-        self.blocks = [Block(parameters) for parameters in owned]
+        self.blocks = [Block(parameters, memories.torch_device) for parameters in owned]
         self._slots: list[Tensor] | None = None
         self._buffers: list[Tensor] = []
 
@@ -107,9 +111,9 @@ class States:
         """Copies of a parameter's values and optimizer states, in its shape; the gradient, too, if its update is delayed."""
         block = self.blocks[i]
         found: dict[str, Any] = {VALUES: self.values(i, place), **self._optimizer(i).saved(place)}
-        if self.delays(i) and place in (block.host.present or ()):
-            assert block.host.gradients is not None
-            found[GRADIENT] = block.view(block.host.gradients, place).to("cpu", copy=True)
+        gradient = block.host.gradients[place] if self.delays(i) and block.host.gradients else None
+        if gradient is not None:
+            found[GRADIENT] = gradient.to("cpu", copy=True)
         return {name: value.view(block.shapes[place]) if isinstance(value, Tensor) else value for name, value in found.items()}
 
     def load(self, i: int, place: int, saved: dict[str, Any]) -> None:
@@ -120,11 +124,9 @@ class States:
             if flat is not None:
                 block.view(flat, place).copy_(saved[VALUES])
         if self.delays(i):
-            assert block.host.gradients is not None
-            block.host.present = (block.host.present or set()) - {place}
-            if GRADIENT in saved:
-                block.host.present.add(place)
-                block.view(block.host.gradients, place).copy_(saved[GRADIENT])
+            host = block.host
+            host.gradients = host.gradients or [None] * len(block.parameters)
+            host.gradients[place] = host.places[place].copy_(saved[GRADIENT]) if GRADIENT in saved else None
         self.memories.settle()
 
     def delays(self, i: int) -> bool:
@@ -154,6 +156,8 @@ class States:
         try:
             yield
         finally:
+            self.poison(i)
+            self.memories.settle()
             self.release(i)
 
     # --- where states are
@@ -181,7 +185,7 @@ class States:
         for tensor in states.tensors:
             memories.claim_host(tensor, "optimizer_states") if on_cpu else memories.claim(tensor, "optimizer_states")
         if on_cpu:
-            block.host.gradients = memories.on_host(block.elements, block.dtype, "gradients")
+            block.host.places = block.views(memories.on_host(block.elements, block.dtype, "gradients"))
         if on_cpu or kinds & _PREFETCHES:
             block.host.parameters = memories.on_host(block.elements, block.dtype, "parameters").copy_(flat)
         if Kind.PREFETCH_FORWARD not in kinds:  # they never leave, or the first forward fetches nothing
@@ -224,64 +228,108 @@ class States:
             raise ScheduleError("all slots for parameters are taken: the schedule fetches earlier than it releases")
         return self._slots.pop()[: block.elements * block.dtype.itemsize].view(block.dtype)
 
+    def poison(self, i: int) -> None:
+        """Overwrite the parameters of block ``i`` on the device, if that is wanted, before they are released."""
+        flat = self.blocks[i].device.parameters
+        if self._poison and flat is not None:
+            flat.fill_(torch.nan)
+
     def release(self, i: int) -> None:
-        """Let go of the place that the parameters of block ``i`` have on the device, if they have one."""
+        """Let go of the place that the parameters of block ``i`` have on the device, if they have one.
+
+        Whoever releases them has waited for all work on them: another lane may take the place at once.
+        """
         block = self.blocks[i]
         flat = block.device.parameters
         if flat is None:
             return
-        if self._poison:
-            flat.fill_(torch.nan)
         if self._slots is not None:
             self._slots.append(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(flat.untyped_storage()))
         block.device.parameters = None
         block.bind()
 
     def make_gradients(self, i: int) -> None:
-        """Make room on the device for the gradients of block ``i``."""
+        """Make room on the device for the gradients of block ``i``: in its slot, or wherever autograd makes them."""
         block = self.blocks[i]
+        side = block.device
+        side.gradients = [None] * len(block.parameters)
         if self._gradients_in_slots and self.kinds[i] & _PREFETCHES:
-            assert block.device.parameters is not None
-            storage = block.device.parameters.untyped_storage()
+            assert side.parameters is not None
+            storage = side.parameters.untyped_storage()
             half = storage.nbytes() // 2 // block.dtype.itemsize  # the slot's second half
-            flat = torch.empty(0, dtype=block.dtype, device=block.device.parameters.device)
-            block.device.gradients = flat.set_(storage, half, (block.elements,), (1,))
+            flat = torch.empty(0, dtype=block.dtype, device=side.parameters.device)
+            side.places = block.views(flat.set_(storage, half, (block.elements,), (1,)))
         else:
-            block.device.gradients = self.memories.on_device(block.elements, block.dtype, "gradients")
-        block.device.views = block.views(block.device.gradients)
-        block.device.present = set()
+            # All of it from now on, as the schedule says, so that memory does not depend on the order of gradients.
+            side.reserved = self.memories.reserve(block.elements * block.dtype.itemsize, "gradients")
 
-    def _drop_gradients(self, block: Block) -> None:
-        self.memories.current.alive.append(block.device.gradients)
-        block.device.gradients, block.device.views = None, []
+    def take_gradient(self, i: int, place: int, gradient: Tensor) -> None:
+        """Keep what a backward has found for a parameter; add it up for a matrix that two blocks share.
+
+        Raises:
+            ScheduleError: the schedule has no room for it yet.
+            InputError: the gradient is sparse.
+        """
+        side = self.blocks[i].device
+        if not side.gradients:
+            raise ScheduleError(
+                f"{self.memories.current.task} finds a gradient of block {i}, for which the schedule has no room yet: if "
+                "the head shares the embedding's matrix, make the schedule with tied_embeddings"
+            )
+        if gradient.layout is not torch.strided:
+            raise InputError(
+                f"block {i} has a gradient of layout {gradient.layout}: AdamW needs dense gradients, such as those of "
+                "nn.Embedding(sparse=False)"
+            )
+        held = side.gradients[place]
+        if held is not None:
+            held.add_(gradient)
+        elif side.places:
+            side.gradients[place] = side.places[place].copy_(gradient)
+        else:
+            if gradient.untyped_storage().nbytes() != gradient.nbytes or not gradient.is_contiguous():
+                gradient = gradient.clone(memory_format=torch.contiguous_format)  # not the whole of what it is a part of
+            self.memories.forget(gradient)
+            side.gradients[place] = gradient
+        side.iteration = self.memories.current.iteration
+
+    def _drop_gradients(self, side: Side) -> None:
+        self.memories.current.alive += [side.gradients, side.reserved]
+        side.gradients, side.places, side.reserved = [], [], None
 
     def replace_parameters(self, i: int) -> None:
-        """Let the finished gradient of block ``i`` take the place of its parameters."""
-        block = self.blocks[i]
-        assert block.device.parameters is not None
-        assert block.device.gradients is not None
-        block.device.gradients = block.device.parameters.copy_(block.device.gradients)
-        block.device.views = block.views(block.device.gradients)
+        """Let the finished gradients of block ``i`` take the place of its parameters."""
+        side = self.blocks[i].device
+        assert side.parameters is not None
+        places = self.blocks[i].views(side.parameters)
+        replaced = [
+            None if gradient is None else place.copy_(gradient) for place, gradient in zip(places, side.gradients, strict=True)
+        ]
+        self._drop_gradients(side)
+        side.gradients = replaced
 
     # --- updates
 
     def gpu_update(self, i: int) -> None:
         """AdamW on the device's states."""
-        self._update(self.blocks[i].device, self.memories.claim)
-        self._drop_gradients(self.blocks[i])
+        self._update(i, self.blocks[i].device, self.memories.claim)
+        self._drop_gradients(self.blocks[i].device)
 
     def cpu_update(self, i: int) -> None:
         """AdamW on the host's states, and the new parameters into the host's copy."""
-        self._update(self.blocks[i].host, lambda scratch, group: scratch)
+        self._update(i, self.blocks[i].host, lambda scratch, group: scratch)
 
-    def _update(self, side: Side, claim: Callable[[Tensor, str], Tensor]) -> None:
+    def _update(self, i: int, side: Side, claim: Callable[[Tensor, str], Tensor]) -> None:
         assert side.parameters is not None
         assert side.optimizer is not None
         side.optimizer.adam = self.adam_at.get(self.memories.current.iteration, self.adam)
-        if side.present:  # with delayed updates there is nothing to do in the first iteration
-            assert side.gradients is not None
+        if all(gradient is None for gradient in side.gradients):  # of a delayed update in the first iteration, or skipped
+            return
+        if self.gate.admits(side.iteration, i):
             scratch = claim(side.optimizer.scratch(), "workspace")
-            side.optimizer.update(side.parameters, side.gradients, side.present, scratch)
+            side.optimizer.update(side.parameters, side.gradients, scratch)
+        elif side.optimizer.master is not None:
+            side.parameters.copy_(side.optimizer.master)  # whose place gradients may have taken
 
     # --- copies
 
@@ -308,12 +356,13 @@ class States:
 
     def offload_gradients(self, i: int) -> None:
         """Gradients to the host."""
-        block = self.blocks[i]
-        assert block.device.gradients is not None
-        assert block.host.gradients is not None
-        block.host.gradients.copy_(block.device.gradients, non_blocking=True)
-        block.host.present = block.device.present
-        self._drop_gradients(block)
+        host, device = self.blocks[i].host, self.blocks[i].device
+        host.gradients = [
+            None if gradient is None else place.copy_(gradient, non_blocking=True)
+            for place, gradient in zip(host.places, device.gradients, strict=True)
+        ]
+        host.iteration = device.iteration
+        self._drop_gradients(device)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import json
+import math
 import threading
 import warnings
 import weakref
@@ -28,7 +29,7 @@ from autohete.profile import Profile, analytic_profile
 from autohete.runtime.arguments import check_arguments, check_modes
 from autohete.runtime.batch import Batch, Form, Loss
 from autohete.runtime.claims import Claim
-from autohete.runtime.device import CudaMemory, Ledger
+from autohete.runtime.device import Counting, CudaMemory, Ledger
 from autohete.runtime.lanes import LaneThreads, listed
 from autohete.runtime.machine import measure_machine, versions
 from autohete.runtime.model import next_token_loss
@@ -37,9 +38,9 @@ from autohete.runtime.partition import partition
 from autohete.runtime.plans import as_executed, everything_resident
 from autohete.runtime.profiler import measure, observed, workload_of
 from autohete.runtime.saved import check_delayed, check_state, load_states, load_values, set_random_states, state_of
-from autohete.runtime.training import Training
+from autohete.runtime.training import Training, only_gpu_works
 from autohete.runtime.worker import PATIENCE_SECONDS, Ended, Worker, apart, stoppable
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId
+from autohete.schedule import CPU, GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.trace import Clock, Trace
 from autohete.units import parse_quantity
@@ -154,10 +155,15 @@ class Trainer:
             raise InputError("only the emulated device can be paced: a GPU is as fast as it is")
         #: How many times slower than the hardware a paced device goes, so that the CPU can keep up.
         self.slowdown = 1.0
+        #: Of the CPU, in the passes on the emulated device: training has the bits of plain PyTorch with as many. The caller's
+        #: (``torch.get_num_threads()``) where nothing but the device works and the blocks were measured so, else one.
+        self.threads = 1
         self.prediction: Simulation | None = None
         #: What the training would need on the device if everything stayed there.
         self.resident_bytes = 0
-        self.skipped_steps = 0
+        #: Steps that have changed nothing, and why; how many there were before what was loaded.
+        self._skipped: dict[int, str] = {}
+        self._skipped_before = 0
         self._form: Form | None = None
         self._entered = self._closed = self._told = False
         self._held = _Held()
@@ -205,13 +211,13 @@ class Trainer:
             raise InputError("the trainer is closed: make a new one to go on")
         if self.prediction is not None:
             return self.prediction
-        before = self._partition, self.resident_bytes, self.slowdown
+        before = self._partition, self.resident_bytes, self.slowdown, self.threads
         self._held.claim = Claim(self._partition.model, "trained")
         atexit.register(self._held.at_exit)
         try:
             self.prediction = self._prepare(batch)
         except BaseException:
-            self._partition, self.resident_bytes, self.slowdown = before
+            self._partition, self.resident_bytes, self.slowdown, self.threads = before
             self._form = self._memories = None
             self._held.give_back()
             raise
@@ -219,16 +225,19 @@ class Trainer:
 
     def _prepare(self, batch: object) -> Simulation:
         first = Batch.of(batch, self._partition.model)
-        with _one_thread(self._device):
+        with _threads(self._device, 1):
             self._partition, form = observed(self._partition, first, self._loss)
-            profile = self._profile(first)
-        self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
-        profile = self._with_budgets(profile)
-        prediction = simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)
+        profile, prediction = self._planned(first, 1)
+        threads = torch.get_num_threads()
+        if threads > 1 and self._may_use_threads and only_gpu_works(prediction.schedule):
+            quicker = self._planned(first, threads)
+            if only_gpu_works(quicker[1].schedule):
+                (profile, prediction), self.threads = quicker, threads
         schedule = prediction.schedule
         self._form = form
         on_cuda = self._device.type == "cuda"
-        device = CudaMemory(self._device) if on_cuda else Ledger(GPU_MEMORY, profile.hardware.gpu_capacity_bytes)
+        capacity = profile.hardware.gpu_capacity_bytes
+        device = CudaMemory(self._device, capacity) if on_cuda else Ledger(GPU_MEMORY, capacity)
         host = Ledger(HOST_MEMORY, profile.hardware.host.memory_bytes)
         self._memories = (device, host)
         training = self._held.training = Training(
@@ -237,9 +246,12 @@ class Trainer:
             self._loss,
             self._adam,
             torch_device=self._device,
-            device=device if isinstance(device, Ledger) else None,
+            device=device,
             host=host,
+            counting=Counting.SCHEDULED,
+            skip_nonfinite=self._on_nonfinite is NonFinite.SKIP,
         )
+        self._skipped = training.passes.skipped
         if self._loaded is not None:
             self._go_on(training, self._loaded)
         if on_cuda:  # not what measuring took
@@ -251,10 +263,23 @@ class Trainer:
             paced=self._mode is Mode.PACED,
             history=_HISTORY,
             around=partial(_own_stream, self._device),
-            update_threads=torch.get_num_threads() if on_cuda else 1,
+            threads={CPU: torch.get_num_threads()} if on_cuda else {GPU: self.threads},
         )
         training.guard.wait = self._held.lanes.drain
         return prediction
+
+    def _planned(self, batch: Batch, threads: int) -> tuple[Profile, Simulation]:
+        """The profile, with passes in so many threads, and what is planned on it."""
+        with _threads(self._device, threads):
+            profile = self._profile(batch)
+        self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
+        profile = self._with_budgets(profile)
+        return profile, simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)
+
+    @property
+    def _may_use_threads(self) -> bool:
+        """Whether passes may use all threads: they do not if somebody else says how long they take."""
+        return self._device.type == "cpu" and self._mode is Mode.NATIVE and self._given_profile is None
 
     def step(self, batch: object) -> float:
         """Train on a batch; returns the loss.
@@ -268,6 +293,8 @@ class Trainer:
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; says whether a parameter has been changed by this step.
+            NonFiniteGradientError: a gradient of this step or, as backward goes on meanwhile, of the one before is; says which
+                blocks that step has updated.
             TaskError: a task failed, for example with :class:`~autohete.errors.DeviceOutOfMemoryError`.
             InputError: the batch has other names, shapes or types than the first one, or ids that the model does not know; or
                 the caller has changed something between the steps that cannot change. Nothing has been changed by this call.
@@ -294,17 +321,14 @@ class Trainer:
             lanes.admit()
         lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.blocks) - 1), iteration)
         loss = training.passes.losses.pop(iteration)
-        where = training.passes.skipped.get(iteration)
-        if where is not None:
-            self.skipped_steps += 1
-            if self._on_nonfinite is NonFinite.STOP:
-                lanes.drain()
-                step = self._first_step + iteration
-                raise NonFiniteLossError(
-                    f"step {step}: the loss is {loss}; not finite first: {where}. {self._changed_by(iteration)}; lower "
-                    "the learning rate, or let such steps be skipped (on_nonfinite=NonFinite.SKIP)",
-                    step,
-                )
+        if not math.isfinite(loss) and self._on_nonfinite is NonFinite.STOP:
+            lanes.drain()
+            step, where = self._first_step + iteration, self._skipped[iteration]
+            raise NonFiniteLossError(
+                f"step {step}: the loss is {loss}; not finite first: {where}. {self._changed_by(iteration)}; lower "
+                "the learning rate, or let such steps be skipped (on_nonfinite=NonFinite.SKIP)",
+                step,
+            )
         for task in self._running_the_model(prediction.schedule):
             lanes.wait(task, iteration)
         return loss
@@ -334,6 +358,7 @@ class Trainer:
 
         Raises:
             InputError: there is no batch, or nothing has been trained yet.
+            DeviceOutOfMemoryError: a batch takes more than is left on the device; the model is as before, training can go on.
         """
         self._do(self._drained)
         losses = []
@@ -346,9 +371,7 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def _evaluated(self, batch: object) -> float:
-        checked = Batch.of(batch, self._partition.model)
-        with self._drained()[0].evaluation() as logits, torch.no_grad():
-            return float(self._loss(logits(checked.inputs), checked.targets.to(self._device)).item())
+        return self._drained()[0].evaluate(Batch.of(batch, self._partition.model))
 
     def _drained(self) -> tuple[Training, LaneThreads]:
         training, lanes = self._running()
@@ -417,7 +440,7 @@ class Trainer:
 
     def _set_loaded(self, state: Mapping[str, Any], adam: Adam, admitted: int) -> None:
         set_random_states(state, self._device)
-        self._adam, self.skipped_steps = adam, state["skipped_steps"]
+        self._adam, self._skipped_before = adam, state["skipped_steps"] - len(self._skipped)
         self._first_step = state["step"] - admitted
 
     def trace(self) -> Trace:
@@ -429,7 +452,7 @@ class Trainer:
         prediction, trace = self.prediction, self.trace()
         assert prediction is not None
         assert self._memories is not None
-        device, host = self._memories
+        device, host = self._running()[0].device or self._memories[0], self._memories[1]
         return Comparison(
             clock=trace.clock,
             predicted_seconds=prediction.iteration_seconds,
@@ -441,11 +464,23 @@ class Trainer:
         )
 
     @property
+    def skipped_steps(self) -> int:
+        """How many steps have changed nothing, so far, because their loss or a gradient was not finite."""
+        return self._skipped_before + len(self._skipped)
+
+    @property
     def device_bytes(self) -> int:
         """What lives on the device now."""
         if self._memories is None:
             return 0
-        return self._memories[0].used_bytes
+        counted = None if self._held.training is None else self._held.training.device
+        return (counted or self._memories[0]).used_bytes
+
+    @property
+    def counting(self) -> Counting:
+        """How bytes on the device are counted: by the schedule's sizes, unless the first steps have shown them to be wrong."""
+        training = self._running()[0]
+        return Counting.EXACT if training.count is None else training.count.counting
 
     def close(self) -> None:
         """Wait for what is under way, end the lanes, and give the model its parameters back. Again: nothing.
@@ -523,7 +558,7 @@ class Trainer:
     def _profile(self, batch: Batch) -> Profile:
         profile = self._given_profile
         if profile is None:
-            hardware = self._hardware or _hardware(
+            hardware = self._hardware = self._hardware or _hardware(
                 measure_machine(self._device, self._gpu_memory or _all_bytes(self._device), quick=True)
             )
             workload = workload_of(self._partition, batch.inputs, type(self._partition.model).__name__)
@@ -647,7 +682,7 @@ def measured_profile(
         :func:`autohete.profile_file.write_profile` writes.
     """
     where = _torch_device(device)
-    with _one_thread(where):
+    with _threads(where, 1):
         document = measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=quick)
     profile = measured_profile_on(_hardware(document), model, batch, device, name, blocks=blocks)
     for direction, link in (("h2d", profile.hardware.h2d), ("d2h", profile.hardware.d2h)):
@@ -660,7 +695,7 @@ def measured_profile(
 def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = None) -> Hardware:
     """This machine, measured in a few seconds."""
     where = _torch_device(device)
-    with _one_thread(where):
+    with _threads(where, 1):
         return _hardware(measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=True))
 
 
@@ -679,7 +714,7 @@ def measured_profile_on(
     cut, first = partition(model, blocks), Batch.of(batch, model)
     claim = Claim(model, "measured")
     try:
-        with _one_thread(where):
+        with _threads(where, 1):
             cut, _ = observed(cut, first, next_token_loss)
             workload = workload_of(cut, first.inputs, name)
             return measure(cut, workload, hardware, first, next_token_loss, torch_device=where)
@@ -764,11 +799,11 @@ def _share(given: int | str | None) -> float | None:
 
 
 @contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
-    """Where every lane has one thread of the CPU, blocks are measured in one."""
+def _threads(device: torch.device, count: int) -> Iterator[None]:
+    """Measure in as many threads of the CPU as the device's lane will have, where the CPU stands for the device."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(count)
     try:
         yield
     finally:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from autohete.runtime.batch import Inputs, Loss
+from autohete.errors import DeviceOutOfMemoryError, check_member
+from autohete.runtime.batch import Batch, Inputs, Loss
 from autohete.runtime.blocks import Current, Memories
-from autohete.runtime.device import Ledger, accounting, keep_freed_memory
+from autohete.runtime.device import Counting, CudaMemory, DeviceCount, Ledger, accounting, keep_freed_memory
 from autohete.runtime.guard import Guard, check_trainable
 from autohete.runtime.model_state import Place, Snapshot, buffers_of, unchanged_random_state
+from autohete.runtime.nonfinite import updates_wait_for_backward
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
 from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
 from autohete.schedule import GPU, Kind, Schedule, Task
+
+#: Blocks whose gradients get room before a task, whose gradients replace parameters after it, whose parameters leave then.
+_Room = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Training:
@@ -30,7 +35,11 @@ class Training:
         loss: of logits and targets.
         adam: the optimizer's settings.
         torch_device: where the passes compute; the CPU stands for the device where there is no other.
-        device, host: count the memory of the states, and of the passes; None: it is not counted.
+        device, host: count the memory of the states, and of the passes; None: it is not counted. A GPU's is limited to its
+            capacity until :meth:`close`.
+        counting: how the device's is counted.
+        skip_nonfinite: let iterations with gradients that are not finite change nothing and go on, where the schedule allows
+            it; else they raise :class:`~autohete.errors.NonFiniteGradientError`.
         poison: overwrite what is released with NaN, so that a schedule that still reads it is noticed.
 
     Attributes:
@@ -46,21 +55,30 @@ class Training:
         adam: Adam | None = None,
         *,
         torch_device: torch.device | None = None,
-        device: Ledger | None = None,
+        device: Ledger | CudaMemory | None = None,
         host: Ledger | None = None,
+        counting: Counting = Counting.EXACT,
+        skip_nonfinite: bool = False,
         poison: bool = False,
     ) -> None:
+        check_member("counting", counting, Counting)
         torch_device = torch_device or torch.device("cpu")
         if torch_device.type == "cpu":
             keep_freed_memory()
         self._stream = partial(torch.cuda.current_stream, torch_device) if torch_device.type == "cuda" else None
         self._current = Current()
-        self._memories = Memories(torch_device, device, host, self._current)
+        self._cuda_memory = device if isinstance(device, CudaMemory) else CudaMemory(torch_device)
+        count = DeviceCount(device, schedule, counting) if isinstance(device, Ledger) else None
+        self._memories = Memories(torch_device, count, host, self._current)
+        self._rooms = {task.id: _room(task) for task in schedule.tasks}
         self._undo = ExitStack()
         check_trainable(partition.model)
         with ExitStack() as undo:
+            if isinstance(device, CudaMemory):
+                undo.enter_context(device.limited(device.used_bytes + _moving_bytes(partition, torch_device)))
             self.states = States(partition.owned, schedule, adam or Adam(), self._memories, poison=poison)
             self.passes = Passes(partition, self.states, loss, self._memories)
+            self.passes.skips_gradients = skip_nonfinite and updates_wait_for_backward(schedule)
             undo.callback(self.passes.forget)
             undo.callback(self.states.give_back)
             for place in buffers_of(partition.model.named_modules()):  # which may have another tensor at the end
@@ -101,36 +119,52 @@ class Training:
         Raises:
             DeviceOutOfMemoryError: a memory's budget is used up.
         """
-        try:
-            with self.guard.inside(loss=task.id.kind is Kind.LOSS):
-                self._perform(task, iteration)
-        except BaseException:
-            if self._stream is not None:  # what it has enqueued may still use what is released from here on
-                self._stream().synchronize()
-            raise
+        with self.guard.inside(loss=task.id.kind is Kind.LOSS):
+            self._perform(task, iteration)
 
     def _perform(self, task: Task, iteration: int) -> None:
-        current = self._current
-        current.task, current.iteration = task.id.at(iteration), iteration
-        current.alive = []
-        # Copies and updates allocate nothing but what they enter themselves.
-        ledger = self._memories.device if task.lane == GPU and task.id.kind is not Kind.GPU_UPDATE else None
-        with accounting(ledger, current.task, self._left_by(task)):
-            for buffer in task.allocates:
-                if buffer.name.startswith("gradients."):
-                    self.states.make_gradients(int(buffer.name.rpartition(".")[2]))
-            self._actions[task.id.kind](task.id.block)
-        freed = [free.name.rpartition(".")[::2] for free in task.frees]
-        for group, number in freed:
-            if group == "gradients" and task.id.kind is Kind.BACKWARD:
-                self.states.replace_parameters(int(number))
-        if self._stream is not None:
-            # Only now is the work done: what another stream has allocated may be freed, and the next task begin.
-            self._stream().synchronize()
-        current.alive = []
-        for group, number in freed:
-            if group.startswith("parameters"):
-                self.states.release(int(number))
+        current, states = self._current, self.states
+        current.task, current.iteration, current.alive = task.id.at(iteration), iteration, []
+        makes, replaces, releases = self._rooms[task.id]
+        count = self._memories.count
+        ledger = None if count is None else count.begin(task, iteration)
+        try:
+            # A context that does nothing takes time, too.
+            if ledger is None or count is None:
+                self._act(task, makes)
+            else:
+                with accounting(ledger, current.task, self._left_by(task), count.compare):
+                    self._act(task, makes)
+            for i in replaces:
+                states.replace_parameters(i)
+            for i in releases:
+                states.poison(i)
+        except torch.OutOfMemoryError as error:
+            raise self._cuda_memory.refusal(current.task, error) from error
+        finally:
+            if self._stream is not None:
+                # Only now is the work done: what another stream has allocated may be freed, and the next task begin.
+                self._stream().synchronize()
+            current.alive = []
+        for i in releases:
+            states.release(i)
+        if count is not None:
+            count.end(task, iteration)
+
+    def _act(self, task: Task, makes: tuple[int, ...]) -> None:
+        for i in makes:
+            self.states.make_gradients(i)
+        self._actions[task.id.kind](task.id.block)
+
+    @property
+    def count(self) -> DeviceCount | None:
+        """Who counts the device's memory, and how."""
+        return self._memories.count
+
+    @property
+    def device(self) -> Ledger | None:
+        """What has been counted on the device; None: nothing."""
+        return None if self.count is None else self.count.ledger
 
     def parameters(self) -> list[Tensor]:
         """A copy of every trained parameter in block order; see :meth:`States.parameters`."""
@@ -145,12 +179,17 @@ class Training:
     def evaluation(self) -> Iterator[Callable[[Inputs], Tensor]]:
         """A function from token ids (or the model's arguments) to logits, dropout off; blocks come to the device one at a time.
 
-        Modes of all modules, buffers and random states are as before afterwards. Call it when every update has ended.
+        Modes of all modules, buffers and random states are as before afterwards. Call it when every update has ended. What is
+        allocated inside is counted storage by storage.
         """
-        partition = self.passes.partition
+        partition, count = self.passes.partition, self._memories.count
         before = Snapshot(partition.model.named_modules(), partition.effects.changing)
+        self._current.task = "evaluation"
         try:
-            with unchanged_random_state(self._memories.torch_device):
+            with (
+                unchanged_random_state(self._memories.torch_device),
+                nullcontext() if count is None else count.exactly("evaluation"),
+            ):
                 partition.model.eval()
                 yield self._evaluate
         finally:
@@ -159,6 +198,28 @@ class Training:
     def _evaluate(self, inputs: Inputs) -> Tensor:
         with self.guard.resumed(), self.guard.inside():
             return self.passes.evaluate(inputs)
+
+    def evaluate(self, batch: Batch) -> float:
+        """Loss of one batch without training; see :meth:`evaluation`.
+
+        Raises:
+            DeviceOutOfMemoryError: it takes more than is left on the device; nothing has changed.
+        """
+        device = self._memories.torch_device
+        try:
+            with self.evaluation() as logits, torch.no_grad():
+                return float(self.passes.loss(logits(batch.inputs), batch.targets.to(device)).item())
+        except (DeviceOutOfMemoryError, torch.OutOfMemoryError) as caught:
+            error = self._cuda_memory.refusal("evaluation", caught) if isinstance(caught, torch.OutOfMemoryError) else caught
+            size = " x ".join(map(str, batch.targets.shape))
+            raise DeviceOutOfMemoryError(
+                f"a batch of {size} tokens is too large to evaluate beside the states of training: "
+                f"{str(error).rpartition('. Give')[0]}. Evaluate smaller batches; training can go on",
+                error.task,
+                error.size_bytes,
+                error.capacity_bytes,
+                error.holders,
+            ) from caught
 
     def _left_by(self, task: Task) -> str:
         """The group of what a pass leaves behind."""
@@ -171,6 +232,31 @@ class Training:
 def _move_what_is_at(place: Place, device: torch.device) -> None:
     if isinstance(place.value, Tensor):
         _move(place.value, device)
+
+
+def only_gpu_works(schedule: Schedule) -> bool:
+    """Whether no other lane than the GPU's has a task: where the CPU stands for the GPU, all of its cores are free for it."""
+    return all(task.lane == GPU for task in schedule.tasks)
+
+
+def _room(task: Task) -> _Room:
+    """What ``task`` does with room on the device, beside its action."""
+    makes = tuple(_block(buffer.name) for buffer in task.allocates if buffer.name.startswith("gradients."))
+    freed = [(free.name.partition(".")[0], free.name) for free in task.frees]
+    replaces = tuple(_block(name) for group, name in freed if group == "gradients" and task.id.kind is Kind.BACKWARD)
+    releases = tuple(_block(name) for group, name in freed if group.startswith("parameters"))
+    return makes, replaces, releases
+
+
+def _block(buffer: str) -> int:
+    return int(buffer.rpartition(".")[2])
+
+
+def _moving_bytes(partition: Partition, device: torch.device) -> int:
+    """Bytes that taking over brings to ``device`` beside the states of the training: what is frozen comes, what is trained goes
+    from where it was."""
+    coming = sum(tensor.nbytes for tensor in partition.lasting if tensor.device != device)
+    return coming - sum(p.nbytes for owned in partition.owned for p in owned if p.device == device)
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:
