@@ -108,6 +108,7 @@ class TorchExecutor:
         try:
             clock = Clock.EMULATED if self._paced else Clock.MEASURED_CPU
             with LaneThreads(schedule, training.perform, clock, paced=self._paced) as lanes:
+                training.guard.wait = lanes.drain
                 for iteration, batch in enumerate(batches):
                     training.passes.batches[iteration] = batch
                     lanes.admit()

@@ -101,6 +101,11 @@ class Trainer:
     An interrupt (Ctrl-C) stops measuring and planning; a step goes on alone and is completed by :meth:`close`. A second one
     while that waits leaves as soon as the tasks that run have ended, and its note says which steps the parameters are of.
 
+    Between the steps the model can be used as any other: saved, copied, called, its weights changed. The first use waits for
+    all updates and finds the current values; what has been changed takes effect in the next step. The values that are used are
+    in host memory, beside the budgets, until the next step. What cannot be (gradients, updates, hooks, conversions of one's
+    own) is refused; :mod:`autohete.runtime.guard` has the rules.
+
     Args:
         model: blocks in an ``nn.ModuleList``; forward from token ids to logits; all parameters of a block in one type.
         policy: name and flags, such as ``autohete`` or ``stronghold:window=2``, or a policy of your own.
