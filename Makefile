@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= paper_figs
 BIN := $(VENV)/bin
 
-.PHONY: figure intervals timeline published train fidelity gpu-check test wide lint benchmark benchmark-runtime clean
+.PHONY: figure intervals timeline published safety train fidelity gpu-check test wide lint benchmark benchmark-runtime clean
 
 figure: $(VENV)/simulator
 	$(BIN)/python experiments/fig_throughput.py --out $(OUT)
@@ -17,6 +17,9 @@ timeline: $(VENV)/simulator
 
 published: $(VENV)/simulator
 	$(BIN)/python experiments/published.py --out $(OUT)
+
+safety: $(VENV)/simulator
+	$(BIN)/python experiments/safety.py --out $(OUT)
 
 train: $(VENV)/dev
 	$(BIN)/autohete train

@@ -14,7 +14,7 @@ from autohete.errors import InputError
 from autohete.report.style import luminance
 from autohete.schedule import Kind
 from autohete.workload import WORKLOADS
-from experiments import comparison, fig_throughput, intervals, published
+from experiments import comparison, fig_throughput, intervals, published, safety
 
 ROOT = Path(__file__).parents[1]
 
@@ -214,3 +214,15 @@ def test_without_a_gpu_there_is_nothing_to_check(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
     assert "no GPU" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_waits_make_every_plan_of_the_figure_safe() -> None:
+    """In the committed file each plan that fits is safe with its waits at a cost of at most 2 %, and a row is made anew."""
+    rows = list(csv.DictReader((ROOT / "paper_figs" / "safety.csv").read_text().splitlines()))
+    for row in rows:
+        unsafe = int(row["gpu_worst_bytes"]) > int(row["gpu_capacity_bytes"])
+        assert (int(row["waits"]) > 0) == unsafe
+        assert float(row["cost_percent"]) <= 2
+    (row,) = (row for row in rows if (row["model"], row["policy"]) == ("gpt-6b", comparison.AUTOHETE))
+    job = comparison.Job("gpt-6b", comparison.AUTOHETE)
+    assert {name: str(value) for name, value in safety.row(job, job.run()).items()} == row

@@ -1,0 +1,125 @@
+"""What does it cost that a plan fits its memory whatever its tasks last?
+
+Command: ``python experiments/safety.py [--out DIR]``. Machine: any; everything is simulated.
+
+A plan fits if its simulated peak does. If a copy is late, memory is freed later than simulated, and a plan that fits can run
+out of it. The worst case is the most that any order of the schedule's tasks occupies; where it is more than there is, waits
+are added that make it fit. This holds the grid of the published comparison against that: every policy, every model.
+
+Writes ``safety.csv`` (a row per plan that fits) and prints what is unsafe, and what the waits cost.
+
+What would refute it: a plan for which no waits are found, or waits that make an iteration more than 2 % longer.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/safety.py` from anywhere
+
+if __name__ == "__main__":  # before the imports that take time
+    from autohete.interrupt import catch_interrupts
+
+    catch_interrupts("safety")
+
+import csv
+import io
+
+from cyclopts import App
+
+from autohete.cli import run_app
+from autohete.policy import Verdict
+from autohete.report.tables import console, table
+from autohete.report.write import make_folder, write_text
+from autohete.summary import Summary
+from autohete.units import format_bytes, format_seconds
+from experiments.comparison import Job, grid, run_all
+
+COLUMNS = [
+    "model",
+    "policy",
+    "gpu_capacity_bytes",
+    "gpu_peak_bytes",
+    "gpu_worst_bytes",
+    "host_capacity_bytes",
+    "host_peak_bytes",
+    "host_worst_bytes",
+    "waits",
+    "iteration_seconds",
+    "safe_iteration_seconds",
+    "cost_percent",
+]
+
+
+def row(job: Job, found: Summary) -> dict[str, object]:
+    """One line of the file."""
+    safe, seconds = found.safe_iteration_seconds, found.iteration_seconds
+    return {
+        "model": job.model,
+        "policy": job.policy,
+        **{name: getattr(found, name) for name in COLUMNS[2:8]},
+        "waits": found.memory_waits,
+        "iteration_seconds": seconds,
+        "safe_iteration_seconds": safe,
+        "cost_percent": None if safe is None or not seconds else round(100 * (safe / seconds - 1), 6),
+    }
+
+
+def exceeds(found: Summary) -> bool:
+    """Whether late copies can make the plan need more than there is."""
+    return (
+        found.gpu_worst_bytes is None
+        or found.gpu_worst_bytes > found.gpu_capacity_bytes
+        or found.host_worst_bytes is None
+        or found.host_worst_bytes > found.host_capacity_bytes
+    )
+
+
+def main(*, out: Path = Path("paper_figs")) -> None:
+    """Simulate the grid, write the file and print what is unsafe.
+
+    Parameters
+    ----------
+    out:
+        Folder for the CSV file.
+    """
+    make_folder(out)
+    found = {job: summary for job, summary in run_all(grid()).items() if summary.verdict is Verdict.OK}
+    jobs = [job for job in grid() if job in found]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row(job, found[job]) for job in jobs)
+    write_text(out / "safety.csv", text.getvalue())
+    unsafe = [job for job in jobs if exceeds(found[job])]
+    shown = table(
+        f"{len(unsafe)} of {len(jobs)} plans that fit would not under any timing",
+        ["model", "policy", "peak", "worst case", "capacity", "waits", "iteration", "with them"],
+    )
+    for job in unsafe:
+        one = found[job]
+        safe = one.safe_iteration_seconds
+        shown.add_row(
+            job.model,
+            job.policy,
+            format_bytes(one.gpu_peak_bytes or 0),
+            "any amount" if one.gpu_worst_bytes is None else format_bytes(one.gpu_worst_bytes),
+            format_bytes(one.gpu_capacity_bytes),
+            "-" if one.memory_waits is None else str(one.memory_waits),
+            format_seconds(one.iteration_seconds or 0.0),
+            "none found" if safe is None else format_seconds(safe),
+        )
+    console().print(shown)
+    costs = [
+        100 * (s.safe_iteration_seconds / s.iteration_seconds - 1)
+        for s in found.values()
+        if s.safe_iteration_seconds and s.iteration_seconds
+    ]
+    console().print(
+        f"with their waits iterations are at most {max(costs):.2f} % longer; written: {out}/safety.csv", soft_wrap=True
+    )
+
+
+if __name__ == "__main__":
+    run_app(App(name="safety", default_command=main, help=__doc__))
