@@ -525,6 +525,11 @@ def test_values_that_were_kept_cannot_be_written() -> None:
             ):
                 trainer.step(batch)
             trainer.step(batch)
+    with pytest.raises(InputError, match="have been written to"), training() as (trainer, model):
+        kept = model.head.norm.weight.data
+        trainer.step(batch)
+        kept.mul_(2)
+    assert type(model.head.norm.weight) is nn.Parameter
 
 
 def unchanged(model: GPT) -> list[Tensor]:
@@ -551,6 +556,7 @@ REFUSED: dict[str, tuple[str, Callable[[GPT], object]]] = {
     "backward": ("backward reaches parameters", lambda m: own_backward(m)),
     "requires_grad": ("requires_grad cannot become False", lambda m: setattr(m.head.norm.weight, "requires_grad", False)),
     "requires_grad_": ("requires_grad cannot become False", lambda m: m.requires_grad_(False)),
+    "requires_grad_ by name": ("cannot become False", lambda m: m.head.norm.weight.requires_grad_(requires_grad=False)),
     "half": ("float32 and is to become .* of torch.float16", lambda m: m.half()),
     "to": ("only values can change", lambda m: m.to(torch.bfloat16)),
     "shape": (r"is to become \(3,\)", lambda m: setattr(m.head.norm.weight, "data", torch.zeros(3))),

@@ -195,6 +195,7 @@ class Guard:
         with self._lock:
             try:
                 self._write_back()
+                self._check_writes()
             finally:
                 self._exposed, self._snapshots = {}, []
                 for one in self._guarded.values():
@@ -227,8 +228,8 @@ class Guard:
             InputError: the caller has changed what cannot be changed, or writes to values that it has kept. Nothing has
                 taken effect.
         """
+        self._check_process()  # before the lock, which another thread may have held when the process was copied
         with self._lock:
-            self._check_process()
             self._structure.check()
             self._check_writes()
             self._write_back()
@@ -248,14 +249,15 @@ class Guard:
             return _call(func, types, args, kwargs)
         if func in _METADATA:
             return _call(func, types, args, kwargs)
+        self._check_process()
+        if func == _DEVICE:  # where the caller finds the values
+            return torch.device("cpu") if self._is_trained(args[0]) else _call(func, types, args, kwargs)
         with ExitStack() as held:
             for guard in sorted({t.guard for t in types if issubclass(t, Guarded)}, key=id):
                 held.enter_context(guard._lock)
             found = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, Guarded)]
-            if func == _DEVICE and self._is_trained(found[0]):
-                return torch.device("cpu")  # where the caller finds the values
             for tensor in found:
-                tensor.guard._check_use(tensor, func, args)
+                tensor.guard._check_use(tensor, func, args, kwargs)
             if func in _NOTHING_TO_DO:
                 return args[0] if func == Tensor.requires_grad_ else None
             for tensor in found:
@@ -292,8 +294,7 @@ class Guard:
                 "file, or start that process before the Trainer"
             )
 
-    def _check_use(self, tensor: object, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._check_process()
+    def _check_use(self, tensor: object, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         found = self._guarded.get(id(tensor))
         if found is None:
             return
@@ -309,7 +310,7 @@ class Guard:
         elif func in (Tensor.backward, Tensor.retain_grad):
             raise InputError(f"{found.name} cannot get a gradient from elsewhere while a Trainer trains it: {_UPDATES_HERE}")
         elif func in (_SET_REQUIRES_GRAD, Tensor.requires_grad_):
-            wanted = args[1] if len(args) > 1 else True
+            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if bool(wanted) != trained:
                 raise InputError(
                     f"{found.name}.requires_grad cannot become {bool(wanted)} while a Trainer trains the model: what is "
