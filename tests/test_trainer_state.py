@@ -556,7 +556,7 @@ REFUSED: dict[str, tuple[str, Callable[[GPT], object]]] = {
     "backward": ("backward reaches parameters", lambda m: own_backward(m)),
     "requires_grad": ("requires_grad cannot become False", lambda m: setattr(m.head.norm.weight, "requires_grad", False)),
     "requires_grad_": ("requires_grad cannot become False", lambda m: m.requires_grad_(False)),
-    "requires_grad_ by name": ("cannot become False", lambda m: m.head.norm.weight.requires_grad_(requires_grad=False)),
+    "requires_grad_ by name": ("cannot become False", lambda m: m.head.norm.weight.requires_grad_(requires_grad=False)),  # type: ignore[call-arg]
     "half": ("float32 and is to become .* of torch.float16", lambda m: m.half()),
     "to": ("only values can change", lambda m: m.to(torch.bfloat16)),
     "shape": (r"is to become \(3,\)", lambda m: setattr(m.head.norm.weight, "data", torch.zeros(3))),
