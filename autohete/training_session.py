@@ -259,7 +259,7 @@ def _validation(trainer: Trainer, data: TextData) -> float:
 
 def _print_end(out: Console, trainer: Trainer, losses: list[float], validation: float, tokens_per_second: float) -> None:
     found = trainer.comparison()
-    skipped = f", {trainer.skipped_steps} steps skipped (loss not finite)" if trainer.skipped_steps else ""
+    skipped = f", {trainer.skipped_steps} steps skipped (loss or gradient not finite)" if trainer.skipped_steps else ""
     out.print(
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-back text {validation:.3f} (perplexity "
         f"{math.exp(min(validation, 700.0)):.1f}); {tokens_per_second:,.0f} tokens/s{skipped}",

@@ -85,7 +85,7 @@ def test_the_smallest_budget_is_named_and_works(training: tuple[str, Path]) -> N
     """A budget that is too small is refused with the smallest that works; with that, the same seed gives the same losses."""
     options = {**TINY, "--policy": "stronghold:window=1"}
     refusal = refused("train", *words({**options, "--gpu-memory": "5KiB"}))
-    found = re.search(r"The smallest budget that works for this plan is (\d+) B", refusal)
+    found = re.search(r"The smallest gpu memory that works is (\d+) B", refusal)
     assert found
     assert losses(trains({**options, "--gpu-memory": f"{found[1]}B"})) == losses(training[0])
 
@@ -110,7 +110,7 @@ def test_a_paced_training_keeps_the_pace_of_the_hardware() -> None:
         ({"--data": "no/such/text"}, "text 'no/such/text' cannot be read"),
         ({"--gpu-memory": "5"}, "has no unit"),
         ({"--gpu-memory": "0%"}, "is no share of memory"),
-        ({"--gpu-memory": "5KiB"}, "no plan fits: .*; the smallest that works is "),
+        ({"--gpu-memory": "5KiB"}, "does not fit: .*The smallest gpu memory that works is "),
         ({"--host-memory": "5"}, "has no unit"),
         ({"--precision": "fp8"}, "precision"),
         ({"--policy": "zero"}, "unknown policy 'zero'"),

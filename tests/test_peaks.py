@@ -56,7 +56,9 @@ def needs(schedule: Schedule, model: nn.Module, batch: tuple[Tensor, Tensor]) ->
     return found
 
 
-@pytest.mark.parametrize("policy", [*SETTLED, "zero_offload:paper,tile_overlap", "autohete", "autohete:priority=off"])
+@pytest.mark.parametrize(
+    "policy", [*SETTLED, "stronghold:window=2", "zero_offload:paper,tile_overlap", "autohete", "autohete:priority=off"]
+)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_every_task_needs_what_its_schedule_says(policy: str, precision: Precision) -> None:
     """At each task's peak and after it, the tensors on the device have as many bytes as the schedule's buffers."""

@@ -314,6 +314,10 @@ class Scheduled:
         for free in self._frees[task]:
             self._alive.pop((free.name, iteration - free.back), None)  # another memory's is not here
 
+    def clear(self) -> None:
+        """Everything is free."""
+        self._alive.clear()
+
     def _allocate(self, buffer: Buffer, iteration: int, task: str) -> None:
         self._alive[buffer.name, iteration] = self._ledger.reserve(buffer.size_bytes, group_of(buffer.name), task)
 
@@ -375,6 +379,11 @@ class DeviceCount:
         scheduled = self._scheduled
         if scheduled is not None:
             scheduled.end(task.id, iteration)
+
+    def close(self) -> None:
+        """The training is over: it has nothing on the device any more."""
+        if self._scheduled is not None:
+            self._scheduled.clear()
 
     @contextmanager
     def exactly(self, task: str) -> Iterator[None]:

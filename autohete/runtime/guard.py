@@ -159,7 +159,7 @@ class Guard:
     """
 
     def __init__(self, model: nn.Module, states: States) -> None:
-        self.wait: Callable[[], None] = lambda: None
+        self.wait: Callable[[], None] = _nothing
         self._states = states
         self._process = os.getpid()
         self._lock = threading.RLock()
@@ -204,6 +204,7 @@ class Guard:
                     elif isinstance(one.tensor, GuardedBuffer):
                         one.tensor.__class__ = Tensor  # type: ignore[assignment]
                 self._guarded = {}
+                self.wait = _nothing  # what it refers to may refer to the training
 
     @contextmanager
     def inside(self, *, loss: bool = False) -> Iterator[None]:
@@ -432,6 +433,10 @@ class _Structure:
                 raise InputError(
                     f"{name} needs gradients since the Trainer took the model over: make a new Trainer to train it"
                 )
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
 
 
 def _check_like(one: _Entry, given: object) -> None:

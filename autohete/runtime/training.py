@@ -80,6 +80,8 @@ class Training:
             self.passes = Passes(partition, self.states, loss, self._memories)
             self.passes.skips_gradients = skip_nonfinite and updates_wait_for_backward(schedule)
             undo.callback(self.passes.forget)
+            if count is not None:
+                undo.callback(count.close)
             undo.callback(self.states.give_back)
             for place in buffers_of(partition.model.named_modules()):  # which may have another tensor at the end
                 undo.callback(_move_what_is_at, place, place.value.device)
