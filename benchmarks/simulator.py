@@ -123,6 +123,8 @@ def analyses() -> None:
     from autohete.analysis import usage
     from autohete.bounds import period_bounds
     from autohete.memory import occupancy
+    from autohete.memory_waits import with_memory_waits
+    from autohete.worst_case import worst_case
 
     found = profile(96)
     plan = AutoHete().plan_for(found, Counts(96, 96, 86))
@@ -137,6 +139,8 @@ def analyses() -> None:
         ),
         "steady state": trace.steady,
         "occupancy": lambda: occupancy(trace, "gpu"),
+        "worst case of GPU memory (linear program)": lambda: worst_case(simulation.schedule, "gpu"),
+        "waits for memory": lambda: with_memory_waits(simulation.schedule, trace),
         "usage and idle causes": lambda: usage(trace, simulation.steady),
         "bounds (linear program)": lambda: period_bounds(simulation.schedule),
     }

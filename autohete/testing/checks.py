@@ -6,7 +6,7 @@ schedule, for those who make or change schedules themselves:
 - :func:`parameter_faults`: every forward sees the update of the iteration before, and every fetch a host copy that has it.
 - :func:`gradient_faults`: every update takes finished gradients.
 - :func:`activation_faults`: the passes follow one another, and backward finds its activations.
-- :func:`memory_faults`: memory balances, and nothing is freed before its last user has ended.
+- :func:`memory_faults`: memory balances, does not grow, and nothing is freed before its last user has ended.
 - :func:`trace_faults`: an execution does what its schedule says.
 
 Only written edges count, not the order of fifo lanes: an executor with wider lanes must train the same numbers.
@@ -26,6 +26,7 @@ from autohete.profile import Profile
 from autohete.schedule import Buffer, Kind, Schedule, TaskId
 from autohete.testing.list_scheduler import list_schedule
 from autohete.trace import Trace, check_trace
+from autohete.worst_case import worst_case
 
 #: Enough for every edge to have both ends in the run, and for what an iteration leaves behind to show.
 _ITERATIONS = 4
@@ -197,7 +198,8 @@ def activation_faults(plan: Plan, schedule: Schedule) -> list[str]:
 
 
 def memory_faults(schedule: Schedule) -> list[str]:
-    """Buffers that are not allocated and freed once in an iteration, or that may be freed before their last user has ended.
+    """Buffers that are not allocated and freed once in an iteration, or that may be freed before their last user has ended;
+    memories that may hold more and more, because nothing waits for a task that frees some.
 
     Who uses a buffer is known for those that :func:`autohete.lowering.lower` makes, by their names; of others only whoever
     allocates and frees them.
@@ -230,7 +232,7 @@ def memory_faults(schedule: Schedule) -> list[str]:
             if late((user, later), (end, back)):
                 faults.append(f"{end} frees {name} and does not wait for {user}, which uses it")
     crossing = {name for name, ((_, back),) in freed.items() if back}
-    return faults or list(_balance_faults(schedule, crossing))
+    return faults or [*_growth_faults(schedule), *_balance_faults(schedule, crossing)]
 
 
 def trace_faults(trace: Trace) -> list[str]:
@@ -274,6 +276,14 @@ def _users(name: str, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> Iterato
             # What is fetched for backward and kept is there for the next forward.
             next_forward = begin.kind is Kind.PREFETCH_BACKWARD and kind in (Kind.FORWARD, Kind.WRITE_BACK_FORWARD)
             yield user, int(next_forward)
+
+
+def _growth_faults(schedule: Schedule) -> Iterator[str]:
+    """Memories without a worst case."""
+    for memory in schedule.memories:
+        found = worst_case(schedule, memory.name)
+        if found.peak_bytes is None:
+            yield f"{found.task} may free {memory.name} memory later and later: no later allocation waits for it"
 
 
 def _balance_faults(schedule: Schedule, crossing: set[str]) -> Iterator[str]:
