@@ -36,6 +36,7 @@ from autohete.schedule import (
     Task,
     TaskId,
 )
+from autohete.units import rounded_when_pinned
 from autohete.workload import Precision
 
 #: A year and a half. Some thousands of such tasks in a row still fit 64-bit nanoseconds.
@@ -610,11 +611,6 @@ class _Lowering:
 def _leaves(plan: BlockPlan) -> bool:
     """Whether the block's parameters are ever away from the GPU."""
     return plan.parameters is Placement.OFFLOADED and not (plan.keep_after_forward and plan.keep_after_backward)
-
-
-def rounded_when_pinned(size_bytes: int) -> int:
-    """What PyTorch's pinned allocator takes for ``size_bytes``: the next power of two (``CachingHostAllocator``)."""
-    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
 
 def shared_bandwidth(hardware: Hardware, *, updates_beside_gpu: bool) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:

@@ -59,3 +59,8 @@ def format_seconds(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.{2 if seconds * factor < 100 else 0}f} {unit}"
     return f"{seconds * 1e9:.0f} ns"
+
+
+def rounded_when_pinned(size_bytes: int) -> int:
+    """What PyTorch's pinned allocator takes for ``size_bytes``: the next power of two (``CachingHostAllocator``)."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0

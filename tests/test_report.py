@@ -465,7 +465,7 @@ def test_memory_shows_capacity_and_what_holds_the_peak() -> None:
     gpu, host = figure.axes
     assert f"capacity {s.gpu.capacity_bytes / 2**30:.1f} GiB" in texts(figure)
     assert gpu.get_title("left").startswith(
-        f"peak {s.gpu.peak_bytes / 2**30:.1f} GiB at L22: activations 23.8, resident parameters 8.3"
+        f"peak {s.gpu.peak_bytes / 2**30:.1f} GiB at L22: activations 22.4, resident parameters 8.3"
     )
     assert (gpu.get_ylabel(), host.get_ylabel()) == ("GPU memory\n(GiB)", "host memory\n(GiB)")
     assert host.get_xlabel() == "time (s, simulated)"

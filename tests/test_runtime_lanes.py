@@ -296,8 +296,8 @@ def test_closed_lanes_take_nothing() -> None:
     ("argument", "message"),
     [
         ({"paced": "off"}, "paced is 'off': give True or False"),
-        ({"update_threads": True}, "update_threads is True: give a whole number"),
-        ({"update_threads": 0}, "update_threads is 0: give at least 1"),
+        ({"threads": {"cpu": True}}, "threads of lane cpu is True: give a whole number"),
+        ({"threads": {"cpu": 0}}, "threads of lane cpu is 0: give at least 1"),
         ({"history": 2.5}, "history is 2.5: give a whole number"),
         ({"history": 0}, "history is 0: give at least 1"),
     ],

@@ -260,20 +260,26 @@ ALLOWED: dict[str, set[str]] = {
     "schedule": _MODEL,
     "sharing": _MODEL | {"schedule"},
     "trace": _MODEL | {"schedule"},
-    "memory": _MODEL | {"schedule", "trace"},
+    "order": _MODEL | {"schedule", "trace"},
+    "memory": _MODEL | {"schedule", "trace", "order"},
+    "worst_case": _MODEL | {"schedule", "trace", "order", "memory"},
+    "memory_waits": _MODEL | {"schedule", "trace", "order", "memory", "worst_case"},
     "executor": _MODEL | {"schedule", "trace"},
     "lowering": _MODEL | {"workload", "hardware", "profile", "plan", "schedule"},
-    "planner": _MODEL | {"workload", "hardware", "profile", "plan", "policy", "schedule", "lowering"},
-    "policies": _MODEL | {"workload", "hardware", "profile", "plan", "policy", "planner"},
+    "planner": _MODEL | {"workload", "hardware", "profile", "plan", "policy", "schedule", "lowering", "worst_case"},
+    "policies": _MODEL
+    | {"workload", "hardware", "profile", "plan", "policy", "planner", "lowering", "memory_waits", "schedule"},
     "queues": _MODEL | {"schedule"},
     "sim": _MODEL | {"schedule", "sharing", "trace", "executor", "queues"},
-    "runtime": _MODEL | {"workload", "hardware", "profile", "schedule", "sharing", "trace", "executor", "memory", "queues"},
+    "runtime": _MODEL
+    | {"workload", "hardware", "profile", "schedule", "sharing", "trace", "executor", "memory", "queues", "worst_case"},
     # The front end of the runtime goes through the pipeline; what executes stays below it.
     "runtime.plans": _MODEL | {"plan", "profile"},
     "runtime.profiler": _MODEL | {"workload", "hardware", "profile", "plan", "schedule", "lowering", "trace"},
     "runtime.trainer": _MODEL
-    | {"hardware", "lowering", "memory", "policies", "policy", "profile", "schedule", "simulate", "trace"},
-    "testing.checks": _MODEL | {"profile", "plan", "policy", "schedule", "trace", "memory", "lowering", "testing"},
+    | {"hardware", "lowering", "memory", "plan", "policies", "policy", "profile", "schedule", "simulate", "trace"},
+    "testing.checks": _MODEL
+    | {"profile", "plan", "policy", "schedule", "trace", "memory", "worst_case", "lowering", "testing"},
     "testing.list_scheduler": _MODEL | {"schedule", "sharing", "trace"},
 }
 #: Packages that only some folders may import.

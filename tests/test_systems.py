@@ -8,7 +8,7 @@ import pytest
 
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import load_hardware
-from autohete.lowering import lower, rounded_when_pinned
+from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.policies import parse_policy
 from autohete.policies.zero_offload import DeepSpeed
@@ -16,6 +16,7 @@ from autohete.policy import Verdict
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import Kind, TaskId
 from autohete.simulate import Simulation, judge_for, simulate_plan
+from autohete.units import rounded_when_pinned
 from autohete.workload import Kernels, Precision, named_workload
 
 NODE = load_hardware("a100-40gb-epyc7713")

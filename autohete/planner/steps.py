@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autohete.lowering import rounded_when_pinned
 from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.profile import Profile
+from autohete.units import rounded_when_pinned
 
 #: Gradients that may wait on the GPU for their copy, the one being made included.
 GRADIENT_SLOTS = 2
