@@ -234,7 +234,8 @@ class Passes:
             (self._transit.gradient,) = torch.autograd.grad(loss, logits)
         value = loss.item()
         if not math.isfinite(value):
-            self.skipped[self._iteration] = self._first_not_finite()
+            with torch._C.DisableTorchFunctionSubclass():  # what a graph keeps may be a parameter, which a loss must not use
+                self.skipped[self._iteration] = self._first_not_finite()
         self.losses[self._iteration] = value
 
     def backward(self, i: int) -> None:
