@@ -33,7 +33,7 @@ from autohete.errors import DeviceOutOfMemoryError, InputError, NonFiniteLossErr
 from autohete.hardware import load_hardware
 from autohete.runtime.executor import TorchExecutor
 from autohete.runtime.model import next_token_loss
-from autohete.runtime.partition import Partition, partition
+from autohete.runtime.partition import partition
 from autohete.runtime.trainer import measured_profile_on
 from autohete.runtime.training import Training
 from autohete.schedule import Kind, Task
@@ -413,12 +413,12 @@ def test_a_trainer_does_not_wait_for_itself() -> None:
         return next_token_loss(logits, targets)
 
     trainer = Trainer(model, policy="resident", profile=profile_for(MEDIUM), loss=loss)
-    with pytest.raises(TaskError, match=r"^L5@0 failed: InputError: the trainer is used by what it calls itself"), trainer:
+    with pytest.raises(InputError, match=r"^the trainer is used by what it calls itself"), trainer:
         trainer.step(batches(MEDIUM, 1)[0])
     assert all(map(same, blocks_of(model), after(0)))
 
 
-@pytest.mark.parametrize("where", ["by_use", "measure", "_policy", "_check_fits", "Training", "LaneThreads"])
+@pytest.mark.parametrize("where", ["observed", "measure", "_policy", "simulate_safely", "Training", "LaneThreads"])
 def test_a_failure_of_preparing_leaves_the_model(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever of preparing fails, the model computes as before, and the same trainer can try again."""
 
@@ -431,8 +431,6 @@ def test_a_failure_of_preparing_leaves_the_model(where: str, monkeypatch: pytest
     with monkeypatch.context() as patch:
         if where == "_policy":
             patch.setattr(trainer, "_policy", SimpleNamespace(plan=broken))
-        elif where == "by_use":
-            patch.setattr(Partition, "by_use", broken)
         else:
             patch.setattr(f"autohete.runtime.trainer.{where}", broken)
         with pytest.raises(ArithmeticError, match="broken"):
