@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from autohete.errors import ScheduleError
 from autohete.schedule import Discipline, Schedule
 from autohete.trace import Nanoseconds
 
@@ -27,16 +28,24 @@ def order(schedule: Schedule) -> list[tuple[int, int, int]]:
 
 
 def topological(tasks: int, edges: list[tuple[int, int, int]]) -> list[int]:
-    """All tasks of an iteration, each after those of it that it waits for; of several the first in the schedule."""
+    """All tasks of an iteration, each after those of it that it waits for; of several the first in the schedule.
+
+    Raises:
+        ScheduleError: tasks wait for each other.
+    """
     before: list[list[int]] = [[] for _ in range(tasks)]
     for u, v, back in edges:
         if not back:
             before[v].append(u)
     found: dict[int, None] = {}
+    opened: set[int] = set()
     for task in range(tasks):
         stack = [task]
         while stack:
             missing = [u for u in before[stack[-1]] if u not in found]
+            if missing and stack[-1] in opened:
+                raise ScheduleError("tasks wait for each other in a cycle: Schedule.validate names them")
+            opened.add(stack[-1])
             stack += missing
             if not missing:
                 found[stack.pop()] = None

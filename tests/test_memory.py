@@ -7,8 +7,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from autohete.errors import ScheduleError
 from autohete.lowering import lower
 from autohete.memory import Occupancy, group_of, occupancy
+from autohete.order import topological
 from autohete.schedule import GPU_MEMORY, Buffer, Edge, Free, Kind, Lane, Memory, Schedule, Task, TaskId
 from autohete.sim import SimExecutor
 from autohete.testing import strategies
@@ -150,3 +152,10 @@ def test_memory_that_nobody_uses() -> None:
 def test_group_of_buffer(buffer: str, group: str) -> None:
     """A buffer's group is its name without its block."""
     assert group_of(buffer) == group
+
+
+def test_a_cycle_of_waits_is_refused_in_finite_time() -> None:
+    """A schedule that nobody has validated may have one."""
+    with pytest.raises(ScheduleError, match="wait for each other in a cycle"):
+        topological(3, [(0, 1, 0), (1, 2, 0), (2, 1, 0)])
+    assert topological(3, [(2, 0, 0), (0, 1, 0), (1, 2, 1)]) == [2, 0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -131,6 +132,16 @@ class MovedStorage:
     stride: tuple[int, ...]
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Saved:
+    """A tensor that a graph keeps for backward: on the device, or where it lies in a storage that has moved.
+
+    Only the graph keeps it alive: what no backward can reach any more is free at once, as in plain PyTorch.
+    """
+
+    value: Tensor | MovedStorage
+
+
 @dataclass(slots=True)
 class Block:
     """One block: its parameters, their states on both sides, and what lives between its passes."""
@@ -150,7 +161,7 @@ class Block:
     #: Where backward begins, and where the gradient of the input arrives.
     root: GradientEdge | None = None
     arrived: list[Tensor] = field(default_factory=list)
-    saved: list[Tensor | MovedStorage] = field(default_factory=list)
+    saved: list[weakref.ref[Saved]] = field(default_factory=list)
     moved: dict[int, Tensor] = field(default_factory=dict)
     #: What the parameters are while they are not on the device: NaN. On a GPU a new one would be work that nobody waits for.
     absent: list[Tensor] = field(init=False)
@@ -178,6 +189,10 @@ class Block:
         self.device.views = [] if flat is None else self.views(flat)
         for parameter, tensor in zip(self.parameters, self.device.views or self.absent, strict=True):
             parameter.data = tensor
+
+    def still_saved(self) -> list[Saved]:
+        """What graphs of the block keep now, where it can move."""
+        return [saved for saved in (reference() for reference in self.saved) if saved is not None]
 
     def forget_passes(self) -> None:
         """Let go of what lives between the passes."""

@@ -289,7 +289,8 @@ class _Copy:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided and not tensor.is_quantized
+    own_data = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # no wrapper of other tensors
+    return own_data and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

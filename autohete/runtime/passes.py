@@ -6,6 +6,7 @@ What is kept can be moved; parameters are kept by name only, because they may be
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 from autohete.errors import InputError, NonFiniteGradientError
 from autohete.runtime.batch import Batch, Inputs, Loss, on_device
-from autohete.runtime.blocks import Block, Memories, MovedStorage
+from autohete.runtime.blocks import Block, Memories, MovedStorage, Saved
 from autohete.runtime.device import WORKSPACE
 from autohete.runtime.model_state import Place, RandomState, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
@@ -149,7 +150,7 @@ class Passes:
         """What block ``i`` keeps on the device for backward."""
         block = self.states.blocks[i]
         if self.states.kinds[i] & _MOVING:
-            return [tensor for tensor in block.saved if isinstance(tensor, Tensor)]
+            return [saved.value for saved in block.still_saved() if isinstance(saved.value, Tensor)]
         return list(_saved(block.root))
 
     def make_room(self) -> None:
@@ -246,13 +247,15 @@ class Passes:
         """
         block = self.states.blocks[i]
         incoming, self._transit.gradient = self._transit.gradient, None
+        self.memories.current.alive += [block.root, block.still_saved()]
         if block.root is not None and incoming is not None:
             with torch.autograd.set_multithreading_enabled(False):  # on CUDA, too, in this thread, whose task it is
                 # What it needs stays until it has ended, which is when the schedule frees it. Freed bit by bit, the peak falls
-                # by 0.1 to 1 %, but what is left when a copy arrives would depend on the moment.
-                torch.autograd.backward([block.root], [incoming], retain_graph=True)
+                # by 0.1 to 1 %, but what is left when a copy arrives would depend on the moment. A graph that an attribute of
+                # the model holds would live on.
+                retain = not any(tensor.grad_fn for tensor in self._kept[i].tensors())
+                torch.autograd.backward([block.root], [incoming], retain_graph=retain)
             self._transit.gradient = block.arrived.pop() if block.arrived else None
-        self.memories.current.alive += [block.saved, block.root]
         block.forget_passes()
         found, self._found = self._found, []
         gradients = [self.states.blocks[owner].device.gradients[place] for owner, place in found]
@@ -304,7 +307,8 @@ class Passes:
     def offload_activations(self, i: int) -> None:
         """What backward needs, to the host: each storage once, however many saved tensors lie in it."""
         block, memories = self.states.blocks[i], self.memories
-        for place, tensor in enumerate(block.saved):
+        for saved in block.still_saved():
+            tensor = saved.value
             assert isinstance(tensor, Tensor)
             if tensor.device.type != memories.torch_device.type:
                 continue  # a seed that attention keeps on the host
@@ -316,7 +320,7 @@ class Passes:
                 block.moved[key] = memories.claim_host(there, "activations")
                 here = torch.empty(0, dtype=torch.uint8, device=memories.torch_device).set_(storage)
                 there.copy_(here, non_blocking=True)
-            block.saved[place] = MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+            saved.value = MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def fetch_activations(self, i: int) -> None:
         """What backward needs, back to the device."""
@@ -325,12 +329,13 @@ class Passes:
         back: dict[int, Tensor] = {}
         for key, there in block.moved.items():
             back[key] = memories.on_device(len(there), torch.uint8, "activations").copy_(there, non_blocking=True)
-        for place, moved in enumerate(block.saved):
+        for saved in block.still_saved():
+            moved = saved.value
             if not isinstance(moved, MovedStorage):
                 continue
             storage = back[moved.key].untyped_storage()
             tensor = torch.empty(0, dtype=moved.dtype, device=memories.torch_device)
-            block.saved[place] = tensor.set_(storage, moved.offset, moved.size, moved.stride)
+            saved.value = tensor.set_(storage, moved.offset, moved.size, moved.stride)
         block.moved = {}
 
     @torch.no_grad()
@@ -408,8 +413,9 @@ class Passes:
                 return (tensor.size(), tensor.stride(), tensor.storage_offset())
             if tensor.untyped_storage().data_ptr() in staying:
                 return tensor
-            block.saved.append(tensor)
-            return len(block.saved) - 1
+            saved = Saved(tensor)
+            block.saved.append(weakref.ref(saved))
+            return saved
 
         def unpack(handle: object) -> Tensor:
             if isinstance(handle, Tensor):
@@ -417,10 +423,9 @@ class Passes:
             if isinstance(handle, tuple):
                 assert block.device.parameters is not None, "backward without parameters"
                 return block.device.parameters.as_strided(*handle)
-            assert isinstance(handle, int)
-            saved = block.saved[handle]
-            assert isinstance(saved, Tensor), "backward without activations"
-            return saved
+            assert isinstance(handle, Saved)
+            assert isinstance(handle.value, Tensor), "backward without activations"
+            return handle.value
 
         with saved_tensors_hooks(pack, unpack):
             yield

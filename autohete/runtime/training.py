@@ -185,7 +185,8 @@ class Training:
         allocated inside is counted storage by storage.
         """
         partition, count = self.passes.partition, self._memories.count
-        before = Snapshot(partition.model.named_modules(), partition.effects.changing)
+        with self.guard.inside():
+            before = Snapshot(partition.model.named_modules(), partition.effects.changing)
         self._current.task = "evaluation"
         try:
             with (
@@ -195,7 +196,8 @@ class Training:
                 partition.model.eval()
                 yield self._evaluate
         finally:
-            before.restore()
+            with self.guard.inside():
+                before.restore()
 
     def _evaluate(self, inputs: Inputs) -> Tensor:
         with self.guard.resumed(), self.guard.inside():
