@@ -44,6 +44,20 @@ def model_for(workload: Workload) -> GPT:
     return seeded_gpt(workload, dropout=0.2, seed=0)
 
 
+class Scaled(GPT):
+    """A GPT whose logits are scaled by a buffer, and that has a frozen matrix."""
+
+    def __init__(self, workload: Workload, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__(workload, dropout=0.2)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(()))
+        self.blocks[1].up.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
 def batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
     """Random tokens and targets from a fixed seed."""
     generator = torch.Generator().manual_seed(1)

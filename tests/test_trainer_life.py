@@ -88,6 +88,18 @@ def trainer_for(model: nn.Module, policy: str) -> Trainer:
     return Trainer(model, policy=policy, gpu_memory=POLICIES[policy], profile=profile_for(MEDIUM))
 
 
+def failing(task: str, fail: Callable[[], NoReturn]) -> Callable[[Training, Task, int], None]:
+    """What performs tasks, but for one instance such as ``F2@1``, which fails."""
+    perform = Training.perform
+
+    def perform_or_fail(training: Training, one: Task, iteration: int) -> None:
+        if one.id.at(iteration) == task:
+            fail()
+        perform(training, one, iteration)
+
+    return perform_or_fail
+
+
 @cache
 def tasks_of(policy: str) -> list[Task]:
     """The tasks of an iteration."""
@@ -149,17 +161,15 @@ def test_an_error_of_the_caller_leaves_the_last_step(policy: str) -> None:
 
 def test_a_failure_that_an_interrupt_hid_is_told_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that fails when the caller has been interrupted already is a note on the interrupt, with the state."""
-    model, perform = model_for(MEDIUM), Training.perform
+    model = model_for(MEDIUM)
 
-    def failing(training: Training, task: Task, iteration: int) -> None:
-        if task.id.at(iteration) == "F2@1":
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
-            raise ValueError("no such luck")
-        perform(training, task, iteration)
+    def fail() -> NoReturn:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        raise ValueError("no such luck")
 
     with pytest.raises(KeyboardInterrupt) as caught, trainer_for(model, "resident") as trainer:
-        monkeypatch.setattr(Training, "perform", failing)
+        monkeypatch.setattr(Training, "perform", failing("F2@1", fail))
         torch.manual_seed(2)
         for batch in batches(MEDIUM, STEPS):
             trainer.step(batch)
@@ -220,15 +230,13 @@ def test_a_skipped_step_says_what_has_been_changed() -> None:
 
 def test_out_of_memory_says_which_step_the_model_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that a task passes is an error that keeps its fields and says which step is complete."""
-    model, perform = model_for(MEDIUM), Training.perform
+    model = model_for(MEDIUM)
 
-    def failing(training: Training, task: Task, iteration: int) -> None:
-        if task.id.at(iteration) == "F2@2":
-            raise DeviceOutOfMemoryError("F2@2: gpu memory is full", "F2@2", 8, 4, {})
-        perform(training, task, iteration)
+    def fail() -> NoReturn:
+        raise DeviceOutOfMemoryError("F2@2: gpu memory is full", "F2@2", 8, 4, {})
 
     with pytest.raises(DeviceOutOfMemoryError) as caught, trainer_for(model, "resident") as trainer:
-        monkeypatch.setattr(Training, "perform", failing)
+        monkeypatch.setattr(Training, "perform", failing("F2@2", fail))
         torch.manual_seed(2)
         for batch in batches(MEDIUM, STEPS):
             trainer.step(batch)

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import batches, model_for
+from reference import Scaled, batches, model_for
 from test_device import MEDIUM, profile_for
 from torch import Tensor, nn
 
 from autohete import Trainer
 from autohete.errors import InputError
-from autohete.runtime.model import GPT, seeded_gpt
+from autohete.runtime.model import seeded_gpt
 from autohete.runtime.optimizer import Adam
 from autohete.workload import Precision
 
@@ -31,31 +31,13 @@ BEFORE, AFTER = 3, 2
 Result = tuple[list[float], list[Tensor], tuple[object, ...]]
 
 
-class Scaled(GPT):
-    """A GPT whose logits are scaled by a buffer, and that has a frozen matrix."""
-
-    def __init__(self) -> None:
-        super().__init__(SMALL, dropout=0.2)
-        self.scale: Tensor
-        self.register_buffer("scale", torch.ones(()))
-        self.blocks[1].up.requires_grad_(False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * self.scale
-
-
-def scaled(seed: int = 0) -> Scaled:
-    torch.manual_seed(seed)
-    return Scaled()
-
-
 def rate(step: int) -> float:
     """A learning rate that changes with the step."""
     return 1e-3 / (1 + step)
 
 
 def trainer_for(policy: str, model: nn.Module | None = None) -> Trainer:
-    model = scaled() if model is None else model
+    model = Scaled(SMALL) if model is None else model
     return Trainer(model, policy=policy, profile=profile_for(SMALL))
 
 
@@ -116,7 +98,7 @@ def read(file: bytes) -> dict[str, Any]:
 
 def resumed(policy: str, state: dict[str, Any], after_prepare: bool) -> Result:
     """The rest of the training, by a trainer that begins elsewhere."""
-    model = scaled(seed=7)
+    model = Scaled(SMALL, seed=7)
     with torch.no_grad():
         model.blocks[1].up.weight.fill_(0.5)  # type: ignore[union-attr, operator]
     with trainer_for(policy, model) as trainer:
@@ -297,7 +279,7 @@ def test_a_state_that_does_not_fit_is_refused(fault: str, after_prepare: bool) -
     message, spoil = WRONG[fault]
     state = read(saved("resident"))
     spoil(state)
-    model = scaled()
+    model = Scaled(SMALL)
     with trainer_for("resident", model) as trainer:
         if after_prepare:
             prepared(trainer)

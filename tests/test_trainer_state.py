@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import batches, model_for
+from reference import Scaled, batches, model_for
 from test_device import MEDIUM, profile_for
 from torch import Tensor, nn
 
@@ -457,18 +457,8 @@ def test_what_is_written_is_evaluated_and_returned() -> None:
     assert found == next_token_loss(model(ids), targets).item()
 
 
-class WithBuffer(GPT):
-    """A GPT whose logits are scaled by a buffer, and that has a frozen matrix."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(SMALL, dropout=0.2)
-        self.scale: Tensor
-        self.register_buffer("scale", torch.ones(()))
-        self.blocks[1].up.requires_grad_(False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * self.scale
+class Changing(Scaled):
+    """Its caller changes what is not trained."""
 
     def change(self) -> None:
         """What the caller does after a step."""
@@ -480,7 +470,7 @@ class WithBuffer(GPT):
 def test_frozen_parameters_and_buffers_change_between_the_steps() -> None:
     """What is not trained and is changed after a step does not change that step's gradients, which are still computed."""
     torch.set_num_threads(1)
-    model = WithBuffer()
+    model = Changing(SMALL)
     with Trainer(model, policy="resident", profile=profile_for(SMALL)) as trainer:
         torch.manual_seed(2)
         for batch in batches(SMALL, STEPS):
@@ -490,7 +480,7 @@ def test_frozen_parameters_and_buffers_change_between_the_steps() -> None:
         assert type(copied.scale) is type(pickle.loads(pickle.dumps(model)).scale) is Tensor
         assert copied.state_dict().keys() == model.state_dict().keys()
     assert type(model.scale) is Tensor
-    expected = WithBuffer()
+    expected = Changing(SMALL)
     adam = Adam()
     trained = [p for p in expected.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(

@@ -411,6 +411,7 @@ class Passes:
         def pack(tensor: Tensor) -> object:
             if begin <= tensor.data_ptr() < end:
                 return (tensor.size(), tensor.stride(), tensor.storage_offset())
+            tensor = tensor.detach()  # what knows the graph that knows it would never be free
             if tensor.untyped_storage().data_ptr() in staying:
                 return tensor
             saved = Saved(tensor)
