@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -36,6 +37,7 @@ from autohete.runtime.model import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.runtime.trainer import measured_profile_on
 from autohete.runtime.training import Training
+from autohete.runtime.worker import Worker
 from autohete.schedule import Kind, Task
 
 STEPS = 3
@@ -617,6 +619,35 @@ print(all(map(torch.equal, found, blocks(model))))
     assert (code, said, complaint) == (0, ["hard 5", "exit 5", "leave 6", "True"], [])
 
 
+class InterruptedQueue(SimpleQueue[Any]):
+    """Whoever first puts something in is interrupted, just before or just after."""
+
+    def __init__(self, before: bool) -> None:
+        self.before, self.first = before, True
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        interrupted, self.first = self.first, False
+        if not (interrupted and self.before):
+            super().put(item)
+        if interrupted:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interrupt_while_a_job_is_handed_over_loses_nothing(before: bool) -> None:
+    """The job is done once, the interrupt is raised afterwards, and the next job is done, too."""
+    worker, done = Worker("handed over", "it has ended"), list[int]()
+    worker._jobs = InterruptedQueue(before)
+    with pytest.raises(KeyboardInterrupt):
+        worker.do(lambda: done.append(1), lambda: None)
+    assert done == [1]
+    assert worker.do(lambda: len(done)) == 1
+    worker.end()
+    with pytest.raises(InputError, match="it has ended"):
+        worker.do(lambda: done.append(2))
+    assert done == [1]
+
+
 # --- signals ------------------------------------------------------------------------------------------------------
 
 
@@ -679,9 +710,11 @@ for _ in range(10):
             for _ in range(6): trainer.step(data[0])
     except KeyboardInterrupt as error:
         notes = getattr(error, "__notes__", [])
-    try:
-        for timer in timers: timer.join()
-        time.sleep(0.05)
+    for timer in timers:
+        while timer.is_alive():
+            try: timer.join()
+            except KeyboardInterrupt: pass
+    try: time.sleep(0.05)
     except KeyboardInterrupt: pass
     assert [thread.name for thread in threading.enumerate()] == ["MainThread"], threading.enumerate()
     found = blocks(model)

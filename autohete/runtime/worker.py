@@ -38,7 +38,8 @@ class Ended(InputError):
 class _Ticket:
     """A job that is handed over, and what has come of it. Refers to neither once the caller has taken the outcome.
 
-    (What a job refers to is often dropped right afterwards, by the caller; it must be the caller who drops it.)
+    It may be handed over more than once: it is done once, and :meth:`wait` returns as often. (What a job refers to is often
+    dropped right afterwards, by the caller; it must be the caller who drops it.)
     """
 
     def __init__(self, job: Callable[[], object]) -> None:
@@ -51,12 +52,12 @@ class _Ticket:
 
     def work(self) -> None:
         """Do the job, on the device that is the caller's current one."""
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
         job, self._job = self._job, None
-        assert job is not None
         try:
-            self._value = job()
+            if job is not None:
+                if self._device is not None:
+                    torch.cuda.set_device(self._device)
+                self._value = job()
         except _Stopped:
             self._error = InputError("closed while it measured or planned: nothing has been trained")
         except BaseException as error:
@@ -65,8 +66,9 @@ class _Ticket:
         self._done.put(None)
 
     def refuse(self, message: str) -> None:
-        """Do nothing, and say why."""
-        self._job, self._error = None, Ended(message)
+        """Do nothing, and say why, if it has not been done."""
+        if self._job is not None:
+            self._job, self._error = None, Ended(message)
         self._done.put(None)
 
     def stop(self) -> None:
@@ -153,8 +155,7 @@ class Worker:
         self._start()
         while True:
             try:
-                if interrupt is None:
-                    self._jobs.put(ticket)
+                self._jobs.put(ticket)  # an interrupt may have come before: then again
                 if self._ended:
                     self._refuse_rest()
                 ticket.wait()
