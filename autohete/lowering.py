@@ -24,6 +24,7 @@ from autohete.schedule import (
     HOST_MEMORY,
     KIND_MEANING,
     Buffer,
+    BufferId,
     Discipline,
     Edge,
     Flow,
@@ -35,6 +36,7 @@ from autohete.schedule import (
     SharedResource,
     Task,
     TaskId,
+    Value,
 )
 from autohete.units import rounded_when_pinned
 from autohete.workload import Precision
@@ -237,17 +239,17 @@ class _Lowering:
             else:
                 # Nobody hands the first block its input over.
                 kept = times.activation_bytes if block == 0 else times.kept_bytes
-                forward.allocates.append(Buffer(f"activations.{block}", GPU_MEMORY, kept))
+                forward.allocates.append(_buffer(Value.ACTIVATIONS, block, kept))
                 self.workspace(forward, times.forward_workspace_bytes)
             if block < self.last:
                 forward.allocates.append(self.input_of(block + 1))
             self.passes.append(forward.id)
         head = self.last
-        self.get(Kind.FORWARD, head).allocates.append(Buffer(f"logits.{head}", GPU_MEMORY, loss.logits_bytes))
+        self.get(Kind.FORWARD, head).allocates.append(_buffer(Value.LOGITS, head, loss.logits_bytes))
         computed = self.add(Kind.LOSS, head, GPU, loss.seconds)
-        computed.allocates.append(Buffer(f"logits_gradient.{head}", GPU_MEMORY, loss.logits_bytes))
+        computed.allocates.append(_buffer(Value.LOGITS_GRADIENT, head, loss.logits_bytes))
         if not loss.keeps_logits:
-            computed.frees.append(Free(f"logits.{head}"))
+            computed.frees.append(_free(Value.LOGITS, head))
         self.workspace(computed, loss.workspace_bytes)
         self.passes.append(computed.id)
         for block in range(self.last, -1, -1):
@@ -260,39 +262,38 @@ class _Lowering:
         times, plan = self.profile.blocks[block], self.plan.blocks[block]
         if plan.activations is Activations.RECOMPUTE:
             recompute = self.add(Kind.RECOMPUTE, block, GPU, times.forward_seconds)
-            recompute.allocates.append(Buffer(f"activations.{block}", GPU_MEMORY, times.kept_bytes))
+            recompute.allocates.append(_buffer(Value.ACTIVATIONS, block, times.kept_bytes))
             # Its output is of no use a second time.
             self.workspace(recompute, times.forward_workspace_bytes + self.profile.blocks[block + 1].input_bytes)
             self.passes.append(recompute.id)
         backward = self.add(Kind.BACKWARD, block, GPU, times.backward_seconds)
         if block and plan.activations is not Activations.OFFLOAD:
-            backward.frees.append(Free(self.input_of(block).name))
-        fetched = "_fetched" if plan.activations is Activations.OFFLOAD else ""
-        backward.frees.append(Free(f"activations{fetched}.{block}"))
-        backward.frees.append(Free(f"logits_gradient.{block}" if block == self.last else f"input_gradient.{block + 1}"))
+            backward.frees.append(_free(Value.INPUT, block))
+        fetched = Kind.BACKWARD if plan.activations is Activations.OFFLOAD else None
+        backward.frees.append(_free(Value.ACTIVATIONS, block, use=fetched))
+        last = block == self.last
+        backward.frees.append(_free(Value.LOGITS_GRADIENT, block) if last else _free(Value.INPUT_GRADIENT, block + 1))
         if block:
-            backward.allocates.append(Buffer(f"input_gradient.{block}", GPU_MEMORY, times.input_bytes))
+            backward.allocates.append(_buffer(Value.INPUT_GRADIENT, block, times.input_bytes))
         if block == 0 and self.profile.loss.keeps_logits:
-            backward.frees.append(Free(f"logits.{self.last}"))
+            backward.frees.append(_free(Value.LOGITS, self.last))
         self.workspace(backward, times.backward_workspace_bytes)
         for owned in self.gradients_of(block):
             in_slot = self.plan.gradients_in_slots and _leaves(self.plan.blocks[owned])
-            name, size = f"gradients.{owned}", 0 if in_slot else self.parameter_bytes(owned)
-            backward.allocates.append(Buffer(name, GPU_MEMORY, size))
+            backward.allocates.append(_buffer(Value.GRADIENTS, owned, 0 if in_slot else self.parameter_bytes(owned)))
             if self.plan.gradients_replace_parameters:
-                backward.frees.append(Free(name))  # moved into the parameters' place
+                backward.frees.append(_free(Value.GRADIENTS, owned))  # moved into the parameters' place
         self.passes.append(backward.id)
 
     def input_of(self, block: int) -> Buffer:
         """What the block below hands on to ``block``, which keeps it for backward."""
-        name = "checkpoint" if self.plan.blocks[block].activations is Activations.RECOMPUTE else "input"
-        return Buffer(f"{name}.{block}", GPU_MEMORY, self.profile.blocks[block].input_bytes)
+        return _buffer(Value.INPUT, block, self.profile.blocks[block].input_bytes)
 
     def workspace(self, draft: _Draft, size_bytes: int) -> None:
         if size_bytes:
-            name = f"workspace_{draft.id.kind}.{draft.id.block}"
-            draft.allocates.append(Buffer(name, GPU_MEMORY, size_bytes))
-            draft.frees.append(Free(name))
+            buffer = _buffer(Value.WORKSPACE, draft.id.unit, size_bytes, use=draft.id.kind)
+            draft.allocates.append(buffer)
+            draft.frees.append(Free(buffer.id))
 
     # --- parameters and activations that come and go
 
@@ -300,7 +301,7 @@ class _Lowering:
         """Let ``draft`` start when all passes but the ``distance`` last before ``user`` have ended."""
         place = self.place[user] - 1 - min(distance, len(self.passes) - 1)
         if user.kind is not Kind.FORWARD:  # what forward still reads is not fetched a second time
-            place = max(place, self.place[TaskId(Kind.FORWARD, user.block)])
+            place = max(place, self.place[TaskId(Kind.FORWARD, user.unit)])
         draft.wait(self.passes[place % len(self.passes)], back=int(place < 0))
         self.drafts[user].wait(draft.id)
         if distance == 0:
@@ -345,20 +346,22 @@ class _Lowering:
         with_gradient = self.plan.gradients_replace_parameters or self.plan.gradients_in_slots
         if with_gradient and plan.optimizer is Processor.CPU:
             after_backward = TaskId(Kind.OFFLOAD_GRADIENTS, block)  # until then it holds the gradient
+        lives: list[tuple[Kind | None, Kind, TaskId, int]]
         if plan.keep_after_forward:
-            lives = [("parameters", Kind.PREFETCH_FORWARD, after_backward, 0)]
+            lives = [(None, Kind.PREFETCH_FORWARD, after_backward, 0)]
         elif plan.keep_after_backward:
-            lives = [("parameters", Kind.PREFETCH_BACKWARD, after_forward, 1)]
+            lives = [(None, Kind.PREFETCH_BACKWARD, after_forward, 1)]
             # The write-back of the update reads them, too.
             self.drafts[after_forward].wait(self.id_of(Kind.WRITE_BACK_BACKWARD, block), back=1)
         else:
             lives = [
-                ("parameters_forward", Kind.PREFETCH_FORWARD, after_forward, 0),
-                ("parameters_backward", Kind.PREFETCH_BACKWARD, after_backward, 0),
+                (Kind.FORWARD, Kind.PREFETCH_FORWARD, after_forward, 0),
+                (Kind.BACKWARD, Kind.PREFETCH_BACKWARD, after_backward, 0),
             ]
-        for name, fetch, end, back in lives:
-            self.get(fetch, block).allocates.append(Buffer(f"{name}.{block}", GPU_MEMORY, size))
-            self.drafts[end].frees.append(Free(f"{name}.{block}", back))
+        for use, fetch, end, back in lives:
+            parameters = _buffer(Value.PARAMETERS, block, size, use=use)
+            self.get(fetch, block).allocates.append(parameters)
+            self.drafts[end].frees.append(Free(parameters.id, back))
             user = TaskId(Kind.FORWARD, block) if fetch is Kind.PREFETCH_FORWARD else self.first_backward_pass(block)
             late = {
                 Kind.WRITE_BACK_BACKWARD: self.plan.gpu_update_after_backward,
@@ -405,12 +408,12 @@ class _Lowering:
         forward, backward = TaskId(Kind.FORWARD, block), TaskId(Kind.BACKWARD, block)
         away = self.add(Kind.OFFLOAD_ACTIVATIONS, block, D2H, self.profile.d2h_seconds(size), priority=-1 - block)
         away.wait(forward)
-        away.allocates.append(Buffer(f"host_activations.{block}", HOST_MEMORY, size))
-        away.frees += [Free(self.input_of(block).name), Free(f"activations.{block}")]
+        away.allocates.append(_buffer(Value.ACTIVATIONS, block, size, HOST_MEMORY))
+        away.frees += [_free(Value.INPUT, block), _free(Value.ACTIVATIONS, block)]
         fetch = self.add(Kind.FETCH_ACTIVATIONS, block, H2D, self.profile.h2d_seconds(size), priority=-1 - block)
         fetch.wait(away.id)
-        fetch.allocates.append(Buffer(f"activations_fetched.{block}", GPU_MEMORY, size))
-        fetch.frees.append(Free(f"host_activations.{block}"))
+        fetch.allocates.append(_buffer(Value.ACTIVATIONS, block, size, use=Kind.BACKWARD))
+        fetch.frees.append(_free(Value.ACTIVATIONS, block, HOST_MEMORY))
         self.beside(fetch, backward, plan.backward_prefetch_distance)
 
     # --- updates
@@ -429,7 +432,7 @@ class _Lowering:
 
     def release_gradients(self, draft: _Draft) -> None:
         if not self.plan.gradients_replace_parameters:
-            draft.frees.append(Free(f"gradients.{draft.id.block}"))
+            draft.frees.append(_free(Value.GRADIENTS, draft.id.unit))
 
     def cpu_updates(self) -> None:
         plan, profile = self.plan, self.profile
@@ -492,9 +495,9 @@ class _Lowering:
             self.get(Kind.REFRESH, refreshed[0]).wait(TaskId(Kind.CPU_UPDATE, updated[-1]))
         if plan.refresh_through_buffer and refreshed:
             size = sum(self.profile.blocks[block].parameters for block in refreshed) * plan.refresh_bytes
-            self.get(Kind.REFRESH, refreshed[0]).allocates.append(Buffer("refreshed_parameters", GPU_MEMORY, size))
+            self.get(Kind.REFRESH, refreshed[0]).allocates.append(_buffer(Value.PARAMETERS, None, size, use=Kind.REFRESH))
             last = self.get(Kind.REFRESH, refreshed[-1])
-            last.frees.append(Free("refreshed_parameters"))
+            last.frees.append(_free(Value.PARAMETERS, None, use=Kind.REFRESH))
             for block in refreshed[:-1]:
                 last.wait(TaskId(Kind.REFRESH, block))
 
@@ -548,21 +551,21 @@ class _Lowering:
         updates = [b for b in range(self.last, -1, -1) if self.id_of(Kind.GPU_UPDATE, b)]
         for task in self.passes:
             if task.kind is Kind.FORWARD:
-                issue(self.id_of(Kind.PREFETCH_FORWARD, task.block))
-            elif task == self.first_backward_pass(task.block) and task.kind is not Kind.LOSS:
-                issue(self.id_of(Kind.PREFETCH_BACKWARD, task.block))
-                issue(self.id_of(Kind.FETCH_ACTIVATIONS, task.block))
+                issue(self.id_of(Kind.PREFETCH_FORWARD, task.unit))
+            elif task == self.first_backward_pass(task.unit) and task.kind is not Kind.LOSS:
+                issue(self.id_of(Kind.PREFETCH_BACKWARD, task.unit))
+                issue(self.id_of(Kind.FETCH_ACTIVATIONS, task.unit))
             issue(task)
             if task.kind is Kind.FORWARD:
-                issue(self.id_of(Kind.WRITE_BACK_FORWARD, task.block))
-                issue(self.id_of(Kind.OFFLOAD_ACTIVATIONS, task.block))
+                issue(self.id_of(Kind.WRITE_BACK_FORWARD, task.unit))
+                issue(self.id_of(Kind.OFFLOAD_ACTIVATIONS, task.unit))
             elif task.kind is Kind.BACKWARD:
                 if not self.plan.gpu_update_after_backward:
-                    issue(self.id_of(Kind.GPU_UPDATE, task.block))
-                    issue(self.id_of(Kind.WRITE_BACK_BACKWARD, task.block))
-                if not self.copied_after_backward(task.block):
-                    issue(self.id_of(Kind.OFFLOAD_GRADIENTS, task.block))
-                issue(self.id_of(Kind.CPU_UPDATE, task.block))
+                    issue(self.id_of(Kind.GPU_UPDATE, task.unit))
+                    issue(self.id_of(Kind.WRITE_BACK_BACKWARD, task.unit))
+                if not self.copied_after_backward(task.unit):
+                    issue(self.id_of(Kind.OFFLOAD_GRADIENTS, task.unit))
+                issue(self.id_of(Kind.CPU_UPDATE, task.unit))
         if self.plan.gpu_update_after_backward:
             for block in updates:
                 issue(self.id_of(Kind.GPU_UPDATE, block))
@@ -584,28 +587,36 @@ class _Lowering:
         for block, decisions in enumerate(plan.blocks):
             count = profile.blocks[block].parameters
             if not _leaves(decisions):
-                yield Buffer(f"resident_parameters.{block}", GPU_MEMORY, count * element)
+                yield _buffer(Value.PARAMETERS, block, count * element)
             if decisions.optimizer is Processor.GPU:
-                yield Buffer(f"optimizer_states.{block}", GPU_MEMORY, count * optimizer)
+                yield _buffer(Value.OPTIMIZER_STATES, block, count * optimizer)
             else:
                 host_states += count * plan.host_optimizer_bytes
                 updated.append(count)
             if _leaves(decisions) and not (plan.one_host_copy and decisions.optimizer is Processor.CPU):
                 host_parameters += count * plan.host_parameter_bytes
         if plan.parameter_slots is not None and self.slot_bytes:
-            yield Buffer("parameter_slots", GPU_MEMORY, plan.parameter_slots * self.slot_bytes)
+            yield _buffer(Value.PARAMETER_SLOTS, None, plan.parameter_slots * self.slot_bytes)
         if plan.gpu_buffer_bytes:
-            yield Buffer("policy_buffers", GPU_MEMORY, plan.gpu_buffer_bytes)
+            yield _buffer(Value.POLICY_BUFFERS, None, plan.gpu_buffer_bytes)
         arrays = [sum(updated)] if plan.host_pinned_together else updated
         host_pinned = sum(rounded_when_pinned(count * size) for count in arrays for size in plan.host_pinned_bytes)
-        for name, size in (
-            ("optimizer_states", host_states),
-            ("pinned_states", host_pinned),
-            ("offloaded_parameters", host_parameters),
-            ("policy_buffers", plan.host_buffer_bytes),
+        for value, size in (
+            (Value.OPTIMIZER_STATES, host_states),
+            (Value.PINNED_STATES, host_pinned),
+            (Value.PARAMETERS, host_parameters),
+            (Value.POLICY_BUFFERS, plan.host_buffer_bytes),
         ):
             if size:
-                yield Buffer(f"host_{name}", HOST_MEMORY, size)
+                yield _buffer(value, None, size, HOST_MEMORY)
+
+
+def _buffer(value: Value, unit: int | None, size_bytes: int, memory: str = GPU_MEMORY, use: Kind | None = None) -> Buffer:
+    return Buffer(BufferId(value, memory, unit, use), size_bytes)
+
+
+def _free(value: Value, unit: int | None, memory: str = GPU_MEMORY, use: Kind | None = None) -> Free:
+    return Free(BufferId(value, memory, unit, use))
 
 
 def _leaves(plan: BlockPlan) -> bool:

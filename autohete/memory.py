@@ -5,7 +5,6 @@ Memory is checked, not waited for: a real allocator does not wait, it fails.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,11 +48,6 @@ class Occupancy:
         return self.peak_bytes <= self.capacity_bytes
 
 
-def group_of(buffer: str) -> str:
-    """``activations.3`` belongs to ``activations``."""
-    return re.sub(r"\.\d+$", "", buffer)
-
-
 @dataclass(frozen=True, slots=True)
 class Lives:
     """The buffers of one memory that come and go: indices of the tasks that allocate and free each, and what is always there.
@@ -76,17 +70,17 @@ class Lives:
 
 def lives(schedule: Schedule, memory: str) -> Lives:
     """The buffers of ``memory``."""
-    freed = {free.name: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
-    found = Lives([], [], [], [], [], [(group_of(b.name), b.size_bytes) for b in schedule.resident if b.memory == memory])
+    freed = {free.id: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
+    found = Lives([], [], [], [], [], [(b.id.group, b.size_bytes) for b in schedule.resident if b.memory == memory])
     for i, task in enumerate(schedule.tasks):
         for buffer in task.allocates:
             if buffer.memory == memory:
-                end, back = freed[buffer.name]
+                end, back = freed[buffer.id]
                 found.allocates.append(i)
                 found.frees.append(end)
                 found.backs.append(back)
                 found.sizes.append(buffer.size_bytes)
-                found.groups.append(group_of(buffer.name))
+                found.groups.append(buffer.id.group)
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from typing import Protocol
 
-from autohete.schedule import Discipline, Graph
+from autohete.schedule import Discipline, Graph, Urgency
 
 
 class LaneQueue(Protocol):
@@ -47,16 +47,16 @@ class FifoQueue:
 
 
 class PriorityQueue:
-    """The most urgent ready instance: by priority, iteration, block, kind."""
+    """The most urgent ready instance: by priority, iteration, and what :data:`autohete.schedule.Urgency` has after it."""
 
-    def __init__(self, urgency: list[tuple[int, int, int]]) -> None:
+    def __init__(self, urgency: list[Urgency]) -> None:
         self._urgency = urgency
-        self._heap: list[tuple[int, int, int, int, int]] = []
+        self._heap: list[tuple[int, ...]] = []
 
     def push(self, instance: int) -> None:
         iteration, task = divmod(instance, len(self._urgency))
-        priority, block, kind = self._urgency[task]
-        heapq.heappush(self._heap, (priority, iteration, block, kind, instance))
+        priority, *others = self._urgency[task]
+        heapq.heappush(self._heap, (priority, iteration, *others, instance))
 
     def pop(self) -> int | None:
         return heapq.heappop(self._heap)[-1] if self._heap else None

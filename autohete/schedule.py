@@ -64,41 +64,50 @@ KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
 
 @dataclass(frozen=True, slots=True, order=True)
 class TaskId:
-    """A task within an iteration: ``F3`` is forward of block 3."""
+    """A task within an iteration: ``F3`` is forward of unit 3, ``F3m1`` of its second micro-batch, ``F3r2`` on the third GPU.
+
+    Args:
+        kind: what it does.
+        unit: which part of the model.
+        micro_batch, rank: which of several, from 0.
+    """
 
     kind: Kind
-    block: int
+    unit: int
+    micro_batch: int = 0
+    rank: int = 0
 
     def __post_init__(self) -> None:
         if type(self.kind) is not Kind:  # a lowering makes thousands of ids: only a fault is worth a call
             check_member("kind", self.kind, Kind)
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.block}"
+        micro_batch = f"m{self.micro_batch}" if self.micro_batch else ""
+        rank = f"r{self.rank}" if self.rank else ""
+        return f"{self.kind}{self.unit}{micro_batch}{rank}"
 
     def at(self, iteration: int) -> str:
         """The id of one instance: ``F3@1``."""
         return f"{self}@{iteration}"
 
 
-_TASK = re.compile(r"([A-Z]+)(\d+)")
-_INSTANCE = re.compile(r"([A-Z]+\d+)@(\d+)")
+_TASK = re.compile(r"([A-Z]+)(\d+)(?:m(\d+))?(?:r(\d+))?")
 
 
 def parse_task_id(text: str) -> TaskId:
     """Inverse of ``str(TaskId)``."""
     match = _TASK.fullmatch(text)
     if match is None or match[1] not in _MNEMONICS:
-        raise ScheduleError(f"{text!r} is not a task id: write a kind ({' '.join(Kind)}) and a block, such as F3")
-    return TaskId(Kind(match[1]), int(match[2]))
+        raise ScheduleError(f"{text!r} is not a task id: write a kind ({' '.join(Kind)}) and a unit, such as F3")
+    return TaskId(Kind(match[1]), int(match[2]), int(match[3] or 0), int(match[4] or 0))
 
 
 def parse_instance(text: str) -> tuple[TaskId, int]:
-    """Inverse of :meth:`TaskId.at`: ``F3@1`` is forward of block 3 in iteration 1."""
-    match = _INSTANCE.fullmatch(text)
-    if match is None:
+    """Inverse of :meth:`TaskId.at`: ``F3@1`` is forward of unit 3 in iteration 1."""
+    task, at, iteration = text.partition("@")
+    if not at or not iteration.isdecimal() or _TASK.fullmatch(task) is None:
         raise ScheduleError(f"{text!r} is not a task of an iteration: write it such as F3@1")
-    return parse_task_id(match[1]), int(match[2])
+    return parse_task_id(task), int(iteration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +121,117 @@ class Edge:
         return f"{self.task}@-1" if self.back else str(self.task)
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Bytes in one memory, under a name that is unique in the schedule."""
+class Value(StrEnum):
+    """What takes memory."""
 
-    name: str
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATES = "optimizer_states"
+    PINNED_STATES = "pinned_states"
+    ACTIVATIONS = "activations"
+    INPUT = "input"
+    INPUT_GRADIENT = "input_gradient"
+    LOGITS = "logits"
+    LOGITS_GRADIENT = "logits_gradient"
+    WORKSPACE = "workspace"
+    PARAMETER_SLOTS = "parameter_slots"
+    POLICY_BUFFERS = "policy_buffers"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a copy carries, from which memory to which."""
+
+    value: Value
+    source: str
+    target: str
+
+
+#: What the kinds of task do that copy.
+COPIES = {
+    Kind.PREFETCH_FORWARD: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
+    Kind.PREFETCH_BACKWARD: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
+    Kind.REFRESH: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
+    Kind.WRITE_BACK_FORWARD: Copy(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY),
+    Kind.WRITE_BACK_BACKWARD: Copy(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY),
+    Kind.OFFLOAD_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY),
+    Kind.OFFLOAD_ACTIVATIONS: Copy(Value.ACTIVATIONS, GPU_MEMORY, HOST_MEMORY),
+    Kind.FETCH_ACTIVATIONS: Copy(Value.ACTIVATIONS, HOST_MEMORY, GPU_MEMORY),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferId:
+    """A value in a memory: ``activations.3:gpu`` are those of unit 3.
+
+    Args:
+        value: what it is.
+        memory: where.
+        unit: whose; None: of the whole model.
+        use: the kind of task that it is there for, where a value is there more than once in an iteration: ``parameters_B.3``.
+        micro_batch: of which it is.
+    """
+
+    value: Value
     memory: str
-    size_bytes: int
+    unit: int | None = None
+    use: Kind | None = None
+    micro_batch: int = 0
+
+    @property
+    def group(self) -> str:
+        """What it has in common with others units': ``parameters_B``."""
+        return str(self.value) if self.use is None else f"{self.value}_{self.use}"
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.memory}:{self.size_bytes}"
+        unit = "" if self.unit is None else f".{self.unit}"
+        micro_batch = f"m{self.micro_batch}" if self.micro_batch else ""
+        return f"{self.group}{unit}{micro_batch}:{self.memory}"
+
+
+_BUFFER = re.compile(r"([a-z_]+?)(?:_([A-Z]+))?(?:\.(\d+))?(?:m(\d+))?:([^:]+)")
+
+
+def parse_buffer_id(text: str) -> BufferId:
+    """Inverse of ``str(BufferId)``."""
+    match = _BUFFER.fullmatch(text)
+    if match is None or match[1] not in _VALUES or (match[2] or Kind.FORWARD) not in _MNEMONICS:
+        raise ScheduleError(
+            f"{text!r} is not a buffer: write a value ({' '.join(Value)}), a unit and a memory, such as activations.3:gpu"
+        )
+    unit = None if match[3] is None else int(match[3])
+    return BufferId(Value(match[1]), match[5], unit, Kind(match[2]) if match[2] else None, int(match[4] or 0))
+
+
+_VALUES = frozenset(value.value for value in Value)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Bytes of a memory; its id is unique in the schedule."""
+
+    id: BufferId
+    size_bytes: int
+
+    @property
+    def memory(self) -> str:
+        """Where it is."""
+        return self.id.memory
+
+    def __str__(self) -> str:
+        return f"{self.id}:{self.size_bytes}"
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Release of the buffer ``name`` that was allocated in this iteration (``back`` 0) or in the one before."""
+    """Release of a buffer that was allocated in this iteration (``back`` 0) or in the one before."""
 
-    name: str
+    id: BufferId
     back: int = 0
 
     def __str__(self) -> str:
-        return f"{self.name}@-1" if self.back else self.name
+        return f"{self.id}@-1" if self.back else str(self.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +239,7 @@ class Task:
     """One action on one lane.
 
     Args:
-        id: kind and block.
+        id: kind and unit.
         lane: name of the lane that does it.
         duration_ns: integer nanoseconds on an undisturbed lane. (Not float seconds: both executors and every check
             agree to the last tick only on integers.)
@@ -250,6 +349,15 @@ class Schedule:
         return self
 
 
+#: Priority, micro-batch, unit, kind, rank: smaller is more urgent.
+Urgency = tuple[int, int, int, int, int]
+
+
+def urgency(task: Task) -> Urgency:
+    """The order of a priority lane among tasks of one iteration; the iteration comes after the priority."""
+    return (task.priority, task.id.micro_batch, task.id.unit, KIND_ORDER[task.id.kind], task.id.rank)
+
+
 class Graph:
     """A schedule's edges as index lists.
 
@@ -282,9 +390,9 @@ class Graph:
         return found
 
     @cached_property
-    def urgency(self) -> list[tuple[int, int, int]]:
-        """For each task (priority, block, kind): with the iteration after the first, the order of a priority lane."""
-        return [(task.priority, task.id.block, KIND_ORDER[task.id.kind]) for task in self.schedule.tasks]
+    def urgency(self) -> list[Urgency]:
+        """For each task the order of a priority lane, in which the iteration comes after the first number."""
+        return [urgency(task) for task in self.schedule.tasks]
 
     def edges(self) -> Iterator[tuple[int, int, int]]:
         """All (predecessor, successor, back): the written ones, and the order that fifo lanes impose, wrap-around included."""
@@ -379,42 +487,41 @@ def _validate_order(schedule: Schedule) -> dict[TaskId, set[TaskId]]:
 
 
 def _validate_buffers(schedule: Schedule, memories: list[str], ancestors: _Ancestors) -> None:
-    allocated: dict[str, Task] = {}
-    freed: dict[str, Task] = {}
-    _unique("resident buffer", [buffer.name for buffer in schedule.resident])
-    _check_names("buffer", [buffer.name for task in schedule.tasks for buffer in task.allocates])
+    allocated: dict[BufferId, Task] = {}
+    freed: dict[BufferId, Task] = {}
+    for found, times in Counter(buffer.id for buffer in schedule.resident).items():
+        if times > 1:
+            raise ScheduleError(f"resident buffer '{found}' exists {times} times: give its bytes once")
     buffers = list(schedule.resident)
     for task in schedule.tasks:
         for buffer in task.allocates:
-            if buffer.name in allocated:
-                raise ScheduleError(
-                    f"buffer {buffer.name!r} is allocated twice: by {allocated[buffer.name].id} and by {task.id}"
-                )
-            allocated[buffer.name] = task
+            if buffer.id in allocated:
+                raise ScheduleError(f"buffer '{buffer.id}' is allocated twice: by {allocated[buffer.id].id} and by {task.id}")
+            allocated[buffer.id] = task
             buffers.append(buffer)
     for buffer in buffers:
         if buffer.memory not in memories:
             raise ScheduleError(
-                f"buffer {buffer.name!r} is in memory {buffer.memory!r}: not one of {', '.join(memories) or 'none'}"
+                f"buffer '{buffer.id}' is in memory {buffer.memory!r}: not one of {', '.join(memories) or 'none'}"
             )
         if buffer.size_bytes < 0:
-            raise ScheduleError(f"buffer {buffer.name!r} has {buffer.size_bytes} bytes: a size cannot be negative")
+            raise ScheduleError(f"buffer '{buffer.id}' has {buffer.size_bytes} bytes: a size cannot be negative")
     for task in schedule.tasks:
         for free in task.frees:
-            if free.name not in allocated:
-                raise ScheduleError(f"{task.id} frees {free.name!r}, which no task allocates")
-            if free.name in freed:
-                raise ScheduleError(f"memory freed twice: {free.name!r} by {freed[free.name].id} and by {task.id}")
+            if free.id not in allocated:
+                raise ScheduleError(f"{task.id} frees '{free.id}', which no task allocates")
+            if free.id in freed:
+                raise ScheduleError(f"memory freed twice: '{free.id}' by {freed[free.id].id} and by {task.id}")
             if free.back not in (0, 1):
-                raise ScheduleError(f"{task.id} frees {free.name!r} of {free.back} iterations back: only 0 or 1 can be said")
-            freed[free.name] = task
-            owner = allocated[free.name]
+                raise ScheduleError(f"{task.id} frees '{free.id}' of {free.back} iterations back: only 0 or 1 can be said")
+            freed[free.id] = task
+            owner = allocated[free.id]
             if not ancestors.includes(task.id, owner.id, free.back):
-                raise ScheduleError(f"{task.id} frees {free.name!r} but does not wait for {owner.id}, which allocates it")
-    for name, task in allocated.items():
-        if name not in freed:
+                raise ScheduleError(f"{task.id} frees '{free.id}' but does not wait for {owner.id}, which allocates it")
+    for buffer_id, task in allocated.items():
+        if buffer_id not in freed:
             raise ScheduleError(
-                f"buffer {name!r}, allocated by {task.id}, is never freed: memory would grow with each iteration"
+                f"buffer '{buffer_id}', allocated by {task.id}, is never freed: memory would grow with each iteration"
             )
 
 
@@ -453,7 +560,7 @@ class _Ancestors:
 
 # --- text form ----------------------------------------------------------------------------------------------------
 
-_HEADER = "autohete-schedule 1"
+_HEADER = "autohete-schedule 2"
 _COUNTS = " counts-lanes"
 
 
@@ -532,8 +639,8 @@ def _parse_share(words: list[str]) -> SharedResource:
 
 
 def _parse_buffer(text: str) -> Buffer:
-    name, memory, size = text.split(":")
-    return Buffer(name, memory, int(size))
+    buffer, _, size = text.rpartition(":")
+    return Buffer(parse_buffer_id(buffer), int(size))
 
 
 def _parse_resident(words: list[str]) -> Buffer:
@@ -548,6 +655,11 @@ def _back(text: str) -> tuple[str, int]:
 def _parse_edge(text: str) -> Edge:
     name, back = _back(text)
     return Edge(parse_task_id(name), back)
+
+
+def _parse_free(text: str) -> Free:
+    name, back = _back(text)
+    return Free(parse_buffer_id(name), back)
 
 
 def _parse_task(words: list[str]) -> Task:
@@ -567,7 +679,7 @@ def _parse_task(words: list[str]) -> Task:
         after=tuple(_parse_edge(item) for item in items("after")),
         priority=int(options.get("priority", 0)),
         allocates=tuple(_parse_buffer(item) for item in items("allocates")),
-        frees=tuple(Free(*_back(item)) for item in items("frees")),
+        frees=tuple(_parse_free(item) for item in items("frees")),
     )
 
 

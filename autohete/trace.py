@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete.errors import check_fields
-from autohete.schedule import KIND_ORDER, Discipline, Schedule, TaskId
+from autohete.schedule import Discipline, Schedule, TaskId, urgency
 
 Nanoseconds = NDArray[np.int64]
 
@@ -183,14 +183,14 @@ def _check_lanes(trace: Trace) -> Iterator[str]:
 def _check_urgency(trace: Trace, lane: str, ran: list[tuple[int, int]]) -> Iterator[str]:
     tasks = trace.schedule.tasks
 
-    def urgency(item: tuple[int, int]) -> tuple[int, int, int, int]:
-        task = tasks[item[1]]
-        return (task.priority, item[0], task.id.block, KIND_ORDER[task.id.kind])
+    def order(item: tuple[int, int]) -> tuple[int, ...]:
+        priority, *others = urgency(tasks[item[1]])
+        return (priority, item[0], *others)
 
     for place, chosen in enumerate(ran):
         for passed in ran[place + 1 :]:
             # Ready strictly before the choice; what becomes ready in the very instant may come a round later.
-            if trace.ready_ns[passed] < trace.start_ns[chosen] < trace.start_ns[passed] and urgency(passed) < urgency(chosen):
+            if trace.ready_ns[passed] < trace.start_ns[chosen] < trace.start_ns[passed] and order(passed) < order(chosen):
                 yield (
                     f"lane {lane}: {tasks[chosen[1]].id.at(chosen[0])} is taken while the more urgent "
                     f"{tasks[passed[1]].id.at(passed[0])} is ready"

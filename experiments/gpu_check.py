@@ -242,7 +242,7 @@ def exact(policy: str, profile: Profile) -> Exactness:
             torch.manual_seed(2)
             losses = [trainer.step(batch) for batch in batches]
             found = [parameter.cpu() for parameter in trainer.parameters()]
-        on_cpu = {task.id.block for task in tasks if task.id.kind is Kind.CPU_UPDATE}
+        on_cpu = {task.id.unit for task in tasks if task.id.kind is Kind.CPU_UPDATE}
         same, weights = [], []
         for elsewhere in (set[int](), on_cpu):
             step, masters = plainly(fresh(workload).to(DEVICE), elsewhere)

@@ -29,8 +29,8 @@ class Orders:
                     self.waits[i].append((members[place - 1], int(not place)))
                 else:
                     self.waits[i].append((i, 1))
-        ends = {free.name: (i, free.back) for i, task in enumerate(tasks) for free in task.frees}
-        self.buffers = [(b.memory, b.size_bytes, i, *ends[b.name]) for i, task in enumerate(tasks) for b in task.allocates]
+        ends = {free.id: (i, free.back) for i, task in enumerate(tasks) for free in task.frees}
+        self.buffers = [(b.memory, b.size_bytes, i, *ends[b.id]) for i, task in enumerate(tasks) for b in task.allocates]
 
     def begin(self) -> State:
         """Before the first task."""

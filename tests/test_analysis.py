@@ -16,7 +16,7 @@ from autohete.summary import summarize
 from autohete.testing.strategies import schedules
 from autohete.workload import named_workload
 
-HEADER = "autohete-schedule 1\nlane gpu fifo\nlane h2d fifo\nlane d2h fifo\nlane cpu priority\n"
+HEADER = "autohete-schedule 2\nlane gpu fifo\nlane h2d fifo\nlane d2h fifo\nlane cpu priority\n"
 
 
 def schedule(text: str) -> Schedule:

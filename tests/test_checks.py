@@ -21,7 +21,20 @@ from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.policies import parse_policy
 from autohete.policy import Judge
 from autohete.profile import Profile, analytic_profile
-from autohete.schedule import Buffer, Edge, Free, Kind, Lane, Schedule, Task, TaskId, parse_task_id
+from autohete.schedule import (
+    GPU_MEMORY,
+    Buffer,
+    BufferId,
+    Edge,
+    Free,
+    Kind,
+    Lane,
+    Schedule,
+    Task,
+    TaskId,
+    Value,
+    parse_task_id,
+)
 from autohete.simulate import judge_for
 from autohete.testing import checks, strategies
 from autohete.testing.list_scheduler import list_schedule
@@ -124,7 +137,7 @@ def test_a_missing_wait_is_noticed() -> None:
         for task in schedule.tasks:
             for edge in task.after:
                 careless = without_edge(schedule, task.id, edge)
-                needed = edge.task.block == task.id.block or {edge.task.kind, task.id.kind} <= passes
+                needed = edge.task.unit == task.id.unit or {edge.task.kind, task.id.kind} <= passes
                 if needed and not checks.Paths(careless).exist(edge.task, task.id, edge.back):
                     removed += 1
                     if not faults(plan, careless):
@@ -154,15 +167,22 @@ def test_a_fetch_of_what_is_there_is_noticed() -> None:
 # --- loud: memory -------------------------------------------------------------------------------------------------
 
 
+OTHER = BufferId(Value.OTHER, GPU_MEMORY, 9)
+
+
 @pytest.mark.parametrize(
     ("task", "change", "fault"),
     [
-        ("B1", lambda t: replace(t, frees=()), "activations.1 is freed 0 times in an iteration instead of once"),
-        ("B1", lambda t: replace(t, frees=t.frees * 2), "activations.1 is freed 2 times in an iteration instead of once"),
-        ("B1", lambda t: replace(t, frees=(*t.frees, Free("x"))), "x is allocated 0 times in an iteration instead of once"),
-        ("F1", lambda t: replace(t, allocates=t.allocates * 2), "activations.1 is allocated 2 times in an iteration"),
-        ("F1", lambda t: replace(t, allocates=(Buffer("x", "gpu", 1), *t.allocates)), "x is freed 0 times"),
-        ("B1", lambda t: replace(t, after=()), "B1 uses activations.1 and does not wait for F1, which allocates it"),
+        ("B1", lambda t: replace(t, frees=()), "activations.1:gpu is freed 0 times in an iteration instead of once"),
+        ("B1", lambda t: replace(t, frees=t.frees * 2), "activations.1:gpu is freed 2 times in an iteration instead of once"),
+        (
+            "B1",
+            lambda t: replace(t, frees=(*t.frees, Free(OTHER))),
+            "other.9:gpu is allocated 0 times in an iteration instead of once",
+        ),
+        ("F1", lambda t: replace(t, allocates=t.allocates * 2), "activations.1:gpu is allocated 2 times in an iteration"),
+        ("F1", lambda t: replace(t, allocates=(Buffer(OTHER, 1), *t.allocates)), "other.9:gpu is freed 0 times"),
+        ("B1", lambda t: replace(t, after=()), "B1 uses activations.1:gpu and does not wait for F1, which allocates it"),
     ],
 )
 def test_memory_that_does_not_balance_is_noticed(task: str, change: Callable[[Task], Task], fault: str) -> None:
@@ -173,11 +193,11 @@ def test_memory_that_does_not_balance_is_noticed(task: str, change: Callable[[Ta
     assert any(fault in sentence for sentence in found), found
 
 
-def freed_by(schedule: Schedule, name: str, task: TaskId) -> Schedule:
-    """``schedule`` in which ``task`` frees the buffer ``name`` of its iteration, and nobody else does."""
+def freed_by(schedule: Schedule, buffer: BufferId, task: TaskId) -> Schedule:
+    """``schedule`` in which ``task`` frees ``buffer`` of its iteration, and nobody else does."""
 
     def frees(t: Task) -> tuple[Free, ...]:
-        return (*(free for free in t.frees if free.name != name), *[Free(name)] * (t.id == task))
+        return (*(free for free in t.frees if free.id != buffer), *[Free(buffer)] * (t.id == task))
 
     return replace(schedule, tasks=tuple(replace(t, frees=frees(t)) for t in schedule.tasks))
 
@@ -188,10 +208,10 @@ def test_a_free_that_comes_early_is_noticed() -> None:
         schedule = lower(PROFILE, plan)
         for task in schedule.tasks:
             for free in task.frees:
-                (owner,) = (t for t in schedule.tasks if any(b.name == free.name for b in t.allocates))
-                if owner.id == task.id or free.name.startswith("workspace"):
+                (owner,) = (t for t in schedule.tasks if any(b.id == free.id for b in t.allocates))
+                if owner.id == task.id or free.id.value is Value.WORKSPACE:
                     continue
-                early = freed_by(schedule, free.name, owner.id)
+                early = freed_by(schedule, free.id, owner.id)
                 assert faults(plan, early), f"{free} by {owner.id} instead of {task.id} in {plan}"
 
 
@@ -284,8 +304,8 @@ def test_memory_that_may_grow_is_a_fault() -> None:
     assert checks.memory_faults(schedule) == []
     lanes = (*schedule.lanes, Lane("disk"))
     stray = (
-        Task(TaskId(Kind.FORWARD, 9), "gpu", 1, allocates=(Buffer("stray.9", "gpu", 1),)),
-        Task(TaskId(Kind.OFFLOAD_ACTIVATIONS, 9), "disk", 1, (Edge(TaskId(Kind.FORWARD, 9)),), frees=(Free("stray.9"),)),
+        Task(TaskId(Kind.FORWARD, 9), "gpu", 1, allocates=(Buffer(OTHER, 1),)),
+        Task(TaskId(Kind.OFFLOAD_ACTIVATIONS, 9), "disk", 1, (Edge(TaskId(Kind.FORWARD, 9)),), frees=(Free(OTHER),)),
     )
     growing = replace(schedule, lanes=lanes, tasks=(*schedule.tasks, *stray)).validate()
     assert checks.memory_faults(growing) == ["AO9 may free gpu memory later and later: no later allocation waits for it"]

@@ -38,7 +38,7 @@ from autohete.testing.strategies import schedules
 from autohete.trace import Clock, Trace
 from autohete.workload import named_workload
 
-HEADER = "autohete-schedule 1\nlane gpu fifo\nlane h2d fifo\nlane d2h fifo\nlane cpu priority\n"
+HEADER = "autohete-schedule 2\nlane gpu fifo\nlane h2d fifo\nlane d2h fifo\nlane cpu priority\n"
 
 
 def run(text: str, iterations: int = 6) -> Trace:
@@ -374,7 +374,7 @@ def test_another_first_lane_is_refused() -> None:
     """Iterations that are counted on different lanes are not compared."""
     lanes = "lane gpu fifo", "lane cpu fifo"
     a, b = (
-        SimExecutor().run(parse_schedule("\n".join(["autohete-schedule 1", *order, "task F0 gpu 1"])), 2)
+        SimExecutor().run(parse_schedule("\n".join(["autohete-schedule 2", *order, "task F0 gpu 1"])), 2)
         for order in (lanes, lanes[::-1])
     )
     with pytest.raises(InputError, match="iterations are counted in A by lane gpu and B by lane cpu"):
@@ -391,7 +391,7 @@ def test_a_run_without_iterations_is_refused() -> None:
 
 def test_without_a_gpu_nothing_waits_for_its_cause() -> None:
     """Runs on other lanes are compared, without the GPU's waits."""
-    trace = SimExecutor().run(parse_schedule("autohete-schedule 1\nlane nvme fifo\ntask F0 nvme 3\n"), 4)
+    trace = SimExecutor().run(parse_schedule("autohete-schedule 2\nlane nvme fifo\ntask F0 nvme 3\n"), 4)
     found = compare(trace, trace)
     assert found.idle_seconds == {}
     assert found.lanes[0].busy_seconds.a == pytest.approx(3e-9)

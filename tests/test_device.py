@@ -196,8 +196,8 @@ def test_a_schedule_that_may_need_more_is_refused() -> None:
         executed(MEDIUM, tight)
     assert caught.value.needed_bytes == worst
     executed(MEDIUM, with_capacity(simulation, GPU_MEMORY, worst))
-    lagging = "task F0 gpu 1 allocates=a.0:gpu:1\ntask AO0 d2h 1 after=F0 frees=a.0\n"
-    text = f"autohete-schedule 1\nlane gpu fifo\nlane d2h fifo\nmemory gpu 9\nmemory host 9\n{lagging}"
+    lagging = "task F0 gpu 1 allocates=other.0:gpu:1\ntask AO0 d2h 1 after=F0 frees=other.0:gpu\n"
+    text = f"autohete-schedule 2\nlane gpu fifo\nlane d2h fifo\nmemory gpu 9\nmemory host 9\n{lagging}"
     executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 1)), next_token_loss)
     with pytest.raises(ScheduleError, match="AO0 frees gpu memory, but no later allocation waits for that"):
         executor.run(parse_schedule(text), 1)
@@ -259,7 +259,7 @@ def test_sizes_that_are_too_small_are_found() -> None:
         replace(
             task,
             allocates=tuple(
-                replace(b, size_bytes=b.size_bytes - 4096) if b.name == "activations.2" else b for b in task.allocates
+                replace(b, size_bytes=b.size_bytes - 4096) if str(b.id) == "activations.2:gpu" else b for b in task.allocates
             ),
         )
         for task in simulation.schedule.tasks

@@ -277,4 +277,4 @@ def test_schedules_do_not_depend_on_the_hash_seed() -> None:
         done = subprocess.run([sys.executable, "-c", _PRINT_ALL], env=environment, check=True, capture_output=True)
         printed.add(done.stdout)
     assert len(printed) == 1
-    assert printed.pop().count(b"autohete-schedule 1") == len(POLICIES)
+    assert printed.pop().count(b"autohete-schedule 2") == len(POLICIES)

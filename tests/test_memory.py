@@ -9,9 +9,23 @@ from hypothesis import strategies as st
 
 from autohete.errors import ScheduleError
 from autohete.lowering import lower
-from autohete.memory import Occupancy, group_of, occupancy
+from autohete.memory import Occupancy, occupancy
 from autohete.order import topological
-from autohete.schedule import GPU_MEMORY, Buffer, Edge, Free, Kind, Lane, Memory, Schedule, Task, TaskId
+from autohete.schedule import (
+    GPU_MEMORY,
+    Buffer,
+    BufferId,
+    Edge,
+    Free,
+    Kind,
+    Lane,
+    Memory,
+    Schedule,
+    Task,
+    TaskId,
+    Value,
+    parse_buffer_id,
+)
 from autohete.sim import SimExecutor
 from autohete.testing import strategies
 from autohete.trace import Trace
@@ -37,12 +51,12 @@ def counted(trace: Trace, memory: str, instant: int) -> int:
     """Bytes used from ``instant`` on, counted buffer by buffer in the slowest and plainest way."""
     used = sum(buffer.size_bytes for buffer in trace.schedule.resident if buffer.memory == memory)
     tasks = trace.schedule.tasks
-    ends = {free.name: (i, free.back) for i, task in enumerate(tasks) for free in task.frees}
+    ends = {free.id: (i, free.back) for i, task in enumerate(tasks) for free in task.frees}
     for i, task in enumerate(tasks):
         for buffer in task.allocates:
             if buffer.memory != memory:
                 continue
-            freeing, back = ends[buffer.name]
+            freeing, back = ends[buffer.id]
             for iteration in range(-back, trace.iterations):
                 born = iteration < 0 or trace.start_ns[iteration, i] <= instant
                 gone = iteration + back < trace.iterations and trace.end_ns[iteration + back, freeing] <= instant
@@ -76,8 +90,8 @@ def test_memory_balances(trace: Trace) -> None:
     """What is in use after the run is what was there before it: resident buffers, and those that cross iterations."""
     for memory in trace.schedule.memories:
         found = occupancy(trace, memory.name)
-        crossing = {free.name for task in trace.schedule.tasks for free in task.frees if free.back}
-        held = [b for t in trace.schedule.tasks for b in t.allocates if b.name in crossing] + list(trace.schedule.resident)
+        crossing = {free.id for task in trace.schedule.tasks for free in task.frees if free.back}
+        held = [b for t in trace.schedule.tasks for b in t.allocates if b.id in crossing] + list(trace.schedule.resident)
         assert found.bytes_used[-1] == sum(buffer.size_bytes for buffer in held if buffer.memory == memory.name)
 
 
@@ -115,6 +129,7 @@ def test_occupancy_is_periodic_in_the_steady_state(trace: Trace) -> None:
 def by_hand() -> Trace:
     """Forward 0..2 allocates activations of 5 and frees a workspace of 3; backward 2..5 frees the activations."""
     forward, backward = TaskId(Kind.FORWARD, 1), TaskId(Kind.BACKWARD, 1)
+    activations, workspace = parse_buffer_id("activations.1:gpu"), parse_buffer_id("workspace_F.1:gpu")
     schedule = Schedule(
         lanes=(Lane("gpu"),),
         tasks=(
@@ -122,13 +137,13 @@ def by_hand() -> Trace:
                 forward,
                 "gpu",
                 2,
-                allocates=(Buffer("activations.1", GPU_MEMORY, 5), Buffer("workspace_F.1", GPU_MEMORY, 3)),
-                frees=(Free("workspace_F.1"),),
+                allocates=(Buffer(activations, 5), Buffer(workspace, 3)),
+                frees=(Free(workspace),),
             ),
-            Task(backward, "gpu", 3, (Edge(forward),), frees=(Free("activations.1"),)),
+            Task(backward, "gpu", 3, (Edge(forward),), frees=(Free(activations),)),
         ),
         memories=(Memory(GPU_MEMORY, 17), Memory("host", 1)),
-        resident=(Buffer("resident_parameters.0", GPU_MEMORY, 4), Buffer("resident_parameters.1", GPU_MEMORY, 6)),
+        resident=tuple(Buffer(BufferId(Value.PARAMETERS, GPU_MEMORY, unit), size) for unit, size in enumerate([4, 6])),
     )
     return SimExecutor().run(schedule, 2)
 
@@ -139,7 +154,7 @@ def test_occupancy_by_hand() -> None:
     assert found.times_ns.tolist() == [0, 2, 5, 7, 10]
     assert found.bytes_used.tolist() == [18, 15, 18, 15, 10]
     assert (found.peak_bytes, found.peak_ns, found.task, found.fits) == (18, 0, "F1@0", False)
-    assert found.holders == {"resident_parameters": 10, "activations": 5, "workspace_F": 3}
+    assert found.holders == {"parameters": 10, "activations": 5, "workspace_F": 3}
 
 
 def test_memory_that_nobody_uses() -> None:
@@ -148,10 +163,15 @@ def test_memory_that_nobody_uses() -> None:
     assert (found.bytes_used.tolist(), found.peak_bytes, found.holders, found.fits) == ([0], 0, {}, True)
 
 
-@pytest.mark.parametrize(("buffer", "group"), [("activations.3", "activations"), ("a.b.12", "a.b"), ("cache", "cache")])
-def test_group_of_buffer(buffer: str, group: str) -> None:
-    """A buffer's group is its name without its block."""
-    assert group_of(buffer) == group
+@pytest.mark.parametrize(
+    ("text", "group"),
+    [("activations.3:gpu", "activations"), ("workspace_F.0m2:gpu", "workspace_F"), ("policy_buffers:host", "policy_buffers")],
+)
+def test_the_group_of_a_buffer(text: str, group: str) -> None:
+    """What units have in common; the text reads back."""
+    found = parse_buffer_id(text)
+    assert found.group == group
+    assert str(found) == text
 
 
 def test_a_cycle_of_waits_is_refused_in_finite_time() -> None:

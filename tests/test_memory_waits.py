@@ -93,13 +93,13 @@ def test_the_least_memory_is_enough(data: st.DataObject) -> None:
 
 
 #: The loss waits for the copy of the iteration before, the next forward for the loss: two buffers may be held at once.
-TWO_AT_ONCE = """autohete-schedule 1
+TWO_AT_ONCE = """autohete-schedule 2
 lane gpu fifo
 lane d2h fifo
 memory gpu 66
-resident weights:gpu:7
+resident other:gpu:7
 task F0 gpu 10 allocates=activations.0:gpu:30
-task AO0 d2h 1 after=F0 frees=activations.0
+task AO0 d2h 1 after=F0 frees=activations.0:gpu
 task L0 gpu 5 after=AO0@-1
 """
 

@@ -34,22 +34,22 @@ def needs(schedule: Schedule, model: nn.Module, batch: tuple[Tensor, Tensor]) ->
     """One task after another, in issue order: (task, bytes said and needed at its peak, bytes said and left after it)."""
     ledger = Ledger(GPU_MEMORY)
     training = Training(partition(model).by_use(batch[0]), schedule, next_token_loss, device=ledger)
-    sizes = {b.name: b.size_bytes * (b.memory == GPU_MEMORY) for task in schedule.tasks for b in task.allocates}
-    alive = {(b.name, 0): b.size_bytes for b in schedule.resident if b.memory == GPU_MEMORY}
-    alive |= {(free.name, -1): sizes[free.name] for task in schedule.tasks for free in task.frees if free.back}
+    sizes = {b.id: b.size_bytes * (b.memory == GPU_MEMORY) for task in schedule.tasks for b in task.allocates}
+    alive = {(b.id, 0): b.size_bytes for b in schedule.resident if b.memory == GPU_MEMORY}
+    alive |= {(free.id, -1): sizes[free.id] for task in schedule.tasks for free in task.frees if free.back}
     found = []
     try:
         for iteration in range(ITERATIONS):
             training.passes.batches[iteration] = Batch(*batch)
             for task in schedule.tasks:
-                alive |= {(b.name, iteration): sizes[b.name] for b in task.allocates}
+                alive |= {(b.id, iteration): sizes[b.id] for b in task.allocates}
                 said = sum(alive.values())
                 ledger.reset_peak()
                 before = ledger.used_bytes
                 training.perform(task, iteration)
                 needed = max(before, ledger.peak_bytes)
                 for free in task.frees:
-                    del alive[free.name, iteration - free.back]
+                    del alive[free.id, iteration - free.back]
                 found.append((task.id.at(iteration), said, needed, sum(alive.values()), ledger.used_bytes))
     finally:
         training.close()

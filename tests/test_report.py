@@ -238,7 +238,7 @@ def test_a_slice_is_a_span() -> None:
     for span in spans:
         event = found[span.task.at(span.iteration)]
         assert (event["ts"] * 1000, event["dur"] * 1000) == (span.start_ns, span.end_ns - span.start_ns)
-        assert event["args"]["block"] == span.task.block
+        assert event["args"]["block"] == span.task.unit
         assert event["args"]["kind"] == span.task.kind
         assert event["args"]["iteration"] == span.iteration
         assert event["args"]["ready wait (us)"] * 1000 == span.start_ns - span.ready_ns
@@ -464,9 +464,7 @@ def test_memory_shows_capacity_and_what_holds_the_peak() -> None:
     figure = memory_figure([s.gpu, s.host], *window_ns(s.trace, s.steady.first, s.steady.first), "t", s.trace.clock)
     gpu, host = figure.axes
     assert f"capacity {s.gpu.capacity_bytes / 2**30:.1f} GiB" in texts(figure)
-    assert gpu.get_title("left").startswith(
-        f"peak {s.gpu.peak_bytes / 2**30:.1f} GiB at L22: activations 22.4, resident parameters 8.3"
-    )
+    assert gpu.get_title("left").startswith(f"peak {s.gpu.peak_bytes / 2**30:.1f} GiB at L22: activations 22.4, parameters 8.3")
     assert (gpu.get_ylabel(), host.get_ylabel()) == ("GPU memory\n(GiB)", "host memory\n(GiB)")
     assert host.get_xlabel() == "time (s, simulated)"
 

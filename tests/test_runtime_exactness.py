@@ -184,10 +184,10 @@ def data_edges(schedule: Schedule) -> list[tuple[TaskId, int]]:
     found = []
     for task in schedule.tasks:
         for place, edge in enumerate(task.after):
-            before, block = edge.task, task.id.block
+            before, block = edge.task, task.id.unit
             room = task.id.kind in fetches and lanes[before] == "gpu"
             unchanged = before.kind is Kind.WRITE_BACK_FORWARD and TaskId(Kind.CPU_UPDATE, block) in ids
-            if before.block != block or lanes[before] == task.lane or room or unchanged:
+            if before.unit != block or lanes[before] == task.lane or room or unchanged:
                 continue
             if not reaches(without_edge(schedule, task.id, place), before, task.id, edge.back):
                 found.append((task.id, place))

@@ -30,7 +30,7 @@ from autohete.testing.strategies import schedules
 from autohete.trace import Clock, check_trace
 
 RING = parse_schedule(
-    "autohete-schedule 1\nlane gpu fifo\nlane h2d priority\nlane d2h fifo\nlane cpu priority\n"
+    "autohete-schedule 2\nlane gpu fifo\nlane h2d priority\nlane d2h fifo\nlane cpu priority\n"
     "task F0 gpu 3 after=H0@-1\ntask F1 gpu 2\ntask G0 d2h 2 after=F0\ntask U0 cpu 5 after=G0\ntask H0 h2d 1 after=U0\n"
 )
 
@@ -113,7 +113,7 @@ def test_a_failure_reaches_the_caller_with_its_name(task: str, state: str) -> No
 
 #: F0 of an iteration fails while U0 of the one before is still at work.
 OVERLAPPING = parse_schedule(
-    "autohete-schedule 1\nlane gpu fifo\nlane cpu priority\ntask F0 gpu 1\ntask F1 gpu 1\n"
+    "autohete-schedule 2\nlane gpu fifo\nlane cpu priority\ntask F0 gpu 1\ntask F1 gpu 1\n"
     "task U1 cpu 1 after=F1\ntask U0 cpu 1 after=F0,U1\n"
 )
 
@@ -327,7 +327,7 @@ def test_arguments_of_the_executor_are_checked(argument: dict[str, Any], message
 
 def test_an_invalid_schedule_starts_no_thread() -> None:
     """What cannot be executed is refused before any lane exists."""
-    broken = parse_schedule("autohete-schedule 1\nlane gpu fifo\ntask F0 gpu 1 after=F1\ntask F1 gpu 1 after=F0\n")
+    broken = parse_schedule("autohete-schedule 2\nlane gpu fifo\ntask F0 gpu 1 after=F1\ntask F1 gpu 1 after=F0\n")
     with pytest.raises(ScheduleError, match="cycle"):
         LaneThreads(broken, nothing, Clock.MEASURED_CPU)
     assert lanes_alive() == []
@@ -336,7 +336,7 @@ def test_an_invalid_schedule_starts_no_thread() -> None:
 def test_paced_tasks_end_no_earlier_than_planned() -> None:
     """A paced run takes at least the time that its schedule takes, and follows it in order."""
     slow = parse_schedule(
-        "autohete-schedule 1\nlane gpu fifo\nlane cpu fifo\ntask F0 gpu 2000000 after=U0@-1\ntask U0 cpu 3000000 after=F0\n"
+        "autohete-schedule 2\nlane gpu fifo\nlane cpu fifo\ntask F0 gpu 2000000 after=U0@-1\ntask U0 cpu 3000000 after=F0\n"
     )
     with LaneThreads(slow, nothing, Clock.EMULATED, paced=True) as lanes:
         for _ in range(10):

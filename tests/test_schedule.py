@@ -24,6 +24,7 @@ from autohete.schedule import (
     SharedResource,
     Task,
     TaskId,
+    parse_buffer_id,
     parse_instance,
     parse_schedule,
     parse_task_id,
@@ -89,7 +90,7 @@ def test_resource_that_nobody_uses_is_refused() -> None:
 
 def test_comments_and_blank_lines_are_passed_over() -> None:
     """A person may annotate a schedule's text."""
-    text = "# by hand\n\nautohete-schedule 1\nlane gpu fifo  # the GPU\n\ntask F0 gpu 3 # forward\n"
+    text = "# by hand\n\nautohete-schedule 2\nlane gpu fifo  # the GPU\n\ntask F0 gpu 3 # forward\n"
     assert parse_schedule(text) == Schedule((Lane("gpu"),), (Task(TaskId(Kind.FORWARD, 0), "gpu", 3),))
 
 
@@ -102,7 +103,10 @@ def test_comments_and_blank_lines_are_passed_over() -> None:
         ("memory gpu much", "line 2: cannot read"),
         ("flow gpu 1.0", "line 2: cannot read"),
         ("share link", "line 2: cannot read"),
-        ("resident x:gpu", "line 2: cannot read"),
+        ("resident other:gpu", "line 2: 'other' is not a buffer"),
+        ("resident other:gpu:much", "line 2: cannot read"),
+        ("resident x.1:gpu:1", "line 2: 'x.1:gpu' is not a buffer: write a value"),
+        ("resident workspace_Q.1:gpu:1", "line 2: 'workspace_Q.1:gpu' is not a buffer"),
         ("task F0 gpu", "line 2: cannot read"),
         ("task F0 gpu 1.5", "line 2: cannot read"),
         ("task Q0 gpu 1", "line 2: 'Q0' is not a task id"),
@@ -115,7 +119,7 @@ def test_comments_and_blank_lines_are_passed_over() -> None:
 def test_unreadable_line_is_named(line: str, fault: str) -> None:
     """A line that cannot be read is an error with its number."""
     with pytest.raises(ScheduleError, match=fault):
-        parse_schedule(f"autohete-schedule 1\n{line}\n")
+        parse_schedule(f"autohete-schedule 2\n{line}\n")
 
 
 def test_text_without_header_is_refused() -> None:
@@ -141,7 +145,7 @@ def refuses(schedule: Schedule, fault: str) -> None:
 
 
 PLAIN = two(Task(F0, "gpu", 1), Task(F1, "gpu", 1))
-X = Buffer("x", "gpu", 1)
+X = Buffer(parse_buffer_id("other:gpu"), 1)
 
 
 def test_plain_schedule_is_valid() -> None:
@@ -199,66 +203,71 @@ def test_negative_duration() -> None:
 
 def test_memory_freed_twice() -> None:
     """A buffer ends once."""
-    freed = (Free("x"),)
+    freed = (Free(X.id),)
     refuses(
         two(Task(F0, "gpu", 1, allocates=(X,), frees=freed), Task(F1, "gpu", 1, (Edge(F0),), frees=freed)),
-        "memory freed twice: 'x' by F0 and by F1",
+        "memory freed twice: 'other:gpu' by F0 and by F1",
     )
 
 
 def test_memory_never_freed() -> None:
     """A buffer that nobody frees would be there once more with each iteration."""
-    refuses(two(Task(F0, "gpu", 1, allocates=(X,)), Task(F1, "gpu", 1)), "'x', allocated by F0, is never freed")
+    refuses(two(Task(F0, "gpu", 1, allocates=(X,)), Task(F1, "gpu", 1)), "'other:gpu', allocated by F0, is never freed")
 
 
 def test_memory_freed_before_its_allocation() -> None:
     """What frees a buffer waits for what allocates it."""
     refuses(
-        two(Task(F0, "gpu", 1, allocates=(X,)), Task(F1, "h2d", 1, frees=(Free("x"),))),
-        "F1 frees 'x' but does not wait for F0",
+        two(Task(F0, "gpu", 1, allocates=(X,)), Task(F1, "h2d", 1, frees=(Free(X.id),))),
+        "F1 frees 'other:gpu' but does not wait for F0",
     )
 
 
 def test_memory_freed_before_its_allocation_an_iteration_back() -> None:
     """What frees a buffer of the iteration before waits for what allocated it, or occupancy could fall below zero."""
     refuses(
-        two(Task(F0, "gpu", 9, allocates=(X,)), Task(F1, "h2d", 1, frees=(Free("x", back=1),))),
-        "F1 frees 'x.* but does not wait for F0",
+        two(Task(F0, "gpu", 9, allocates=(X,)), Task(F1, "h2d", 1, frees=(Free(X.id, back=1),))),
+        "F1 frees 'other:gpu.* but does not wait for F0",
     )
 
 
 def test_memory_freed_by_fifo_order() -> None:
     """The order of a fifo lane is a way of waiting too."""
-    two(Task(F0, "gpu", 1, allocates=(X,)), Task(F1, "gpu", 1, frees=(Free("x"),)), Discipline.FIFO).validate()
+    two(Task(F0, "gpu", 1, allocates=(X,)), Task(F1, "gpu", 1, frees=(Free(X.id),)), Discipline.FIFO).validate()
 
 
 def test_memory_of_nobody_freed() -> None:
     """Only what some task allocates can be freed."""
-    refuses(two(Task(F0, "gpu", 1, frees=(Free("x"),)), Task(F1, "gpu", 1)), "F0 frees 'x', which no task allocates")
+    refuses(two(Task(F0, "gpu", 1, frees=(Free(X.id),)), Task(F1, "gpu", 1)), "F0 frees 'other:gpu', which no task allocates")
 
 
 def test_memory_freed_too_far_back() -> None:
     """A buffer of this iteration or the one before can be freed."""
     refuses(
-        two(Task(F0, "gpu", 1, allocates=(X,), frees=(Free("x", 2),)), Task(F1, "gpu", 1)), "F0 frees 'x' of 2 iterations back"
+        two(Task(F0, "gpu", 1, allocates=(X,), frees=(Free(X.id, 2),)), Task(F1, "gpu", 1)),
+        "F0 frees 'other:gpu' of 2 iterations back",
     )
 
 
 def test_memory_allocated_twice() -> None:
     """A buffer begins once."""
     refuses(
-        two(Task(F0, "gpu", 1, allocates=(X,)), Task(F1, "gpu", 1, allocates=(X,))), "'x' is allocated twice: by F0 and by F1"
+        two(Task(F0, "gpu", 1, allocates=(X,)), Task(F1, "gpu", 1, allocates=(X,))),
+        "'other:gpu' is allocated twice: by F0 and by F1",
     )
 
 
 def test_unknown_memory() -> None:
     """A buffer is in a memory that exists."""
-    refuses(replace(PLAIN, resident=(Buffer("x", "nvme", 1),)), "buffer 'x' is in memory 'nvme': not one of gpu")
+    refuses(
+        replace(PLAIN, resident=(Buffer(parse_buffer_id("other:nvme"), 1),)),
+        "buffer 'other:nvme' is in memory 'nvme': not one of gpu",
+    )
 
 
 def test_negative_size() -> None:
     """A size cannot be negative."""
-    refuses(replace(PLAIN, resident=(Buffer("x", "gpu", -1),)), "buffer 'x' has -1 bytes")
+    refuses(replace(PLAIN, resident=(Buffer(X.id, -1),)), "buffer 'other:gpu' has -1 bytes")
 
 
 FLOW = Flow("gpu", 1.0, 1.0)
@@ -273,7 +282,7 @@ LINK = SharedResource("link", 1.0, ("gpu",))
         (replace(PLAIN, tasks=PLAIN.tasks[:1] * 2), "task 'F0' exists 2 times"),
         (replace(PLAIN, flows=(FLOW, FLOW)), "flow of lane 'gpu' exists 2 times"),
         (replace(PLAIN, flows=(FLOW,), resources=(LINK, LINK)), "shared resource 'link' exists 2 times"),
-        (replace(PLAIN, resident=(X, X)), "buffer 'x' exists 2 times"),
+        (replace(PLAIN, resident=(X, X)), "buffer 'other:gpu' exists 2 times"),
     ],
     ids=["lane", "memory", "task", "flow", "resource", "resident buffer"],
 )

@@ -217,7 +217,7 @@ def test_period_has_its_bounds(schedule: Schedule) -> None:
 
 def test_a_starved_task_is_no_steady_state() -> None:
     """A task that every later iteration's more urgent ones overtake piles up: no period is claimed for it."""
-    text = "autohete-schedule 1\nlane gpu priority\ntask F0 gpu 1000\ntask L0 gpu 1000 priority=1\n"
+    text = "autohete-schedule 2\nlane gpu priority\ntask F0 gpu 1000\ntask L0 gpu 1000 priority=1\n"
     assert not run(parse_schedule(text), 24).steady().settled
 
 

@@ -179,7 +179,7 @@ def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
     cpu = NODE.cpu
     assert work(found, Kind.CPU_UPDATE) == pytest.approx(updated * 26 / (cpu.update_bandwidth * cpu.concurrent_share), rel=1e-6)
     assert work(found, Kind.OFFLOAD_GRADIENTS) == pytest.approx(updated * 2 / NODE.d2h.bandwidth, rel=1e-3)
-    fetched = {task.id.block: task for task in found.schedule.tasks if task.id.kind is Kind.PREFETCH_FORWARD}
+    fetched = {task.id.unit: task for task in found.schedule.tasks if task.id.kind is Kind.PREFETCH_FORWARD}
     assert fetched.keys() & set(on_cpu)
     assert fetched.keys() - set(on_cpu)
     for block, task in fetched.items():  # what the GPU updates has no fp32 master on the host

@@ -15,7 +15,7 @@ from autohete.lowering import lower
 from autohete.memory import occupancy
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
-from autohete.schedule import GPU_MEMORY, Buffer, Schedule, parse_schedule
+from autohete.schedule import GPU_MEMORY, Buffer, Schedule, Value, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
 from autohete.testing import strategies
@@ -23,13 +23,13 @@ from autohete.workload import named_workload
 from autohete.worst_case import worst_case
 
 #: A copy frees what forward allocates; the next forward waits for it only where that is said.
-COPIED = """autohete-schedule 1
+COPIED = """autohete-schedule 2
 lane gpu fifo
 lane d2h fifo
 memory gpu 100
-resident weights:gpu:7
+resident other:gpu:7
 task F0 gpu 10 {}allocates=activations.0:gpu:30
-task AO0 d2h 1 after=F0 frees=activations.0
+task AO0 d2h 1 after=F0 frees=activations.0:gpu
 """
 
 
@@ -119,7 +119,7 @@ def test_a_copy_that_is_late_counts() -> None:
     simulated, bound = occupancy(SimExecutor().run(schedule, 3), GPU_MEMORY), worst_case(schedule, GPU_MEMORY)
     assert bound.peak_bytes is not None
     assert bound.peak_bytes > 1.2 * simulated.peak_bytes
-    gradients = sum(b.size_bytes for task in schedule.tasks for b in task.allocates if b.name.startswith("gradients"))
+    gradients = sum(b.size_bytes for task in schedule.tasks for b in task.allocates if b.id.value is Value.GRADIENTS)
     assert bound.holders["gradients"] == gradients
 
 

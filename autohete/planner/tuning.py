@@ -84,12 +84,12 @@ def bytes_at_steps(schedule: Schedule, steps: list[TaskId]) -> list[int]:
         change[max(stop, begin)] -= size
 
     alive(0, count, sum(buffer.size_bytes for buffer in schedule.resident if buffer.memory == GPU_MEMORY))
-    freed_by = {free.name: (task.id, free.back) for task in schedule.tasks for free in task.frees}
+    freed_by = {free.id: (task.id, free.back) for task in schedule.tasks for free in task.frees}
     for task in schedule.tasks:
         begin = life.earliest(task)
         for buffer in task.allocates:
             if buffer.memory == GPU_MEMORY:
-                end, back = freed_by[buffer.name]
+                end, back = freed_by[buffer.id]
                 stop = life.stop(end) + back * count
                 if begin < 0:  # it starts in the iteration before
                     alive(begin + count, count, buffer.size_bytes)

@@ -168,7 +168,7 @@ def _bars(trace: Trace, span: tuple[int, int]) -> list[_Bar]:
     """The bars that show in ``span``, lane by lane in order of time."""
     lanes = {lane.name: i for i, lane in enumerate(trace.schedule.lanes)}
     bars = [
-        _Bar(lanes[s.lane], s.task.kind, s.task.block, s.iteration, max(s.start_ns, span[0]), min(s.end_ns, span[1]))
+        _Bar(lanes[s.lane], s.task.kind, s.task.unit, s.iteration, max(s.start_ns, span[0]), min(s.end_ns, span[1]))
         for s in trace.spans()
         if s.start_ns < span[1] and s.end_ns > span[0]
     ]

@@ -92,7 +92,7 @@ def _slices(trace: Trace) -> Iterator[_Timed]:
             "cat": KIND_MEANING[span.task.kind],
             "args": {
                 "kind": span.task.kind,
-                "block": span.task.block,
+                "block": span.task.unit,
                 "iteration": span.iteration,
                 "ready wait (us)": (span.start_ns - span.ready_ns) / 1000,
                 "ready_ns": span.ready_ns,  # exact, for reading it again

@@ -15,6 +15,7 @@ from autohete.runtime.device import DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import AdamStates
 from autohete.runtime.partition import BlockCall
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.units import rounded_when_pinned
 
 
@@ -173,6 +174,10 @@ class Block:
         self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
         nan = torch.full((), torch.nan, dtype=self.dtype, device=self.torch_device)
         self.absent = [nan.expand(shape) for shape in self.shapes]
+
+    def side(self, memory: str) -> Side:
+        """Its states in ``memory``."""
+        return {GPU_MEMORY: self.device, HOST_MEMORY: self.host}[memory]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in ``flat``."""

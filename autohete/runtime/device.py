@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohete.errors import DeviceOutOfMemoryError
-from autohete.memory import group_of
-from autohete.schedule import GPU, GPU_MEMORY, Buffer, Kind, Schedule, Task, TaskId
+from autohete.schedule import GPU, GPU_MEMORY, Buffer, BufferId, Kind, Schedule, Task, TaskId
 from autohete.units import format_bytes
 
 #: Group of what is alive only while a task runs.
@@ -293,10 +292,10 @@ class Scheduled:
             task.id: [buffer for buffer in task.allocates if buffer.memory == ledger.memory] for task in schedule.tasks
         }
         self._frees = {task.id: task.frees for task in schedule.tasks}
-        #: By name and iteration; what the first iteration frees for the one before is there from the beginning.
-        self._alive: dict[tuple[str, int], Reservation] = {}
-        earlier = {free.name for task in schedule.tasks for free in task.frees if free.back}
-        there = (buffer for buffers in self._allocates.values() for buffer in buffers if buffer.name in earlier)
+        #: By id and iteration; what the first iteration frees for the one before is there from the beginning.
+        self._alive: dict[tuple[BufferId, int], Reservation] = {}
+        earlier = {free.id for task in schedule.tasks for free in task.frees if free.back}
+        there = (buffer for buffers in self._allocates.values() for buffer in buffers if buffer.id in earlier)
         for buffer in (*(b for b in schedule.resident if b.memory == ledger.memory), *there):
             self._allocate(buffer, -1, "")
 
@@ -312,14 +311,14 @@ class Scheduled:
     def end(self, task: TaskId, iteration: int) -> None:
         """What the task frees is free."""
         for free in self._frees[task]:
-            self._alive.pop((free.name, iteration - free.back), None)  # another memory's is not here
+            self._alive.pop((free.id, iteration - free.back), None)  # another memory's is not here
 
     def clear(self) -> None:
         """Everything is free."""
         self._alive.clear()
 
     def _allocate(self, buffer: Buffer, iteration: int, task: str) -> None:
-        self._alive[buffer.name, iteration] = self._ledger.reserve(buffer.size_bytes, group_of(buffer.name), task)
+        self._alive[buffer.id, iteration] = self._ledger.reserve(buffer.size_bytes, buffer.id.group, task)
 
 
 class DeviceCount:

@@ -212,12 +212,12 @@ class LaneThreads:
     def updated(self, iteration: int) -> list[int]:
         """Blocks whose update of ``iteration``, or of a later one, has ended or failed midway. Call it after :meth:`drain`."""
         tasks = self._schedule.tasks
-        return sorted({tasks[i].id.block for i in self._updated if max(self._updated[i], self._broken.get(i, -1)) >= iteration})
+        return sorted({tasks[i].id.unit for i in self._updated if max(self._updated[i], self._broken.get(i, -1)) >= iteration})
 
     def state(self) -> str:
         """A sentence on which steps the blocks' parameters are of, once nothing runs; empty if nothing is updated."""
         updated, broken = (
-            {self._schedule.tasks[task].id.block: step for task, step in steps.items()}
+            {self._schedule.tasks[task].id.unit: step for task, step in steps.items()}
             for steps in (self._updated, self._broken)
         )
         return _state(updated, broken)

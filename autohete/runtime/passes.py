@@ -24,7 +24,7 @@ from autohete.runtime.model_state import Place, RandomState, buffers_of, tensors
 from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import BlockCall, ForwardPass, Partition, check_loss, hidden_of, with_hidden
 from autohete.runtime.states import States
-from autohete.schedule import Kind
+from autohete.schedule import HOST_MEMORY, Kind
 
 #: A block with such tasks needs in backward what may have moved since its forward.
 _MOVING = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD, Kind.OFFLOAD_ACTIVATIONS}
@@ -304,7 +304,14 @@ class Passes:
 
         return receive
 
-    def offload_activations(self, i: int) -> None:
+    def copy_activations(self, i: int, source: str, target: str) -> None:
+        """What backward needs, from one memory into new places in another."""
+        if target == HOST_MEMORY:
+            self._offload_activations(i)
+        else:
+            self._fetch_activations(i)
+
+    def _offload_activations(self, i: int) -> None:
         """What backward needs, to the host: each storage once, however many saved tensors lie in it."""
         block, memories = self.states.blocks[i], self.memories
         for saved in block.still_saved():
@@ -322,7 +329,7 @@ class Passes:
                 there.copy_(here, non_blocking=True)
             saved.value = MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def fetch_activations(self, i: int) -> None:
+    def _fetch_activations(self, i: int) -> None:
         """What backward needs, back to the device."""
         block, memories = self.states.blocks[i], self.memories
         memories.current.alive.append(block.moved)

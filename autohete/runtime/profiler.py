@@ -38,7 +38,7 @@ from autohete.runtime.plans import everything_resident
 from autohete.runtime.precision import DTYPES
 from autohete.runtime.training import Training
 from autohete.runtime.worker import check_stop
-from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, parse_schedule
+from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, Value, parse_schedule
 from autohete.trace import Clock
 from autohete.workload import Workload
 
@@ -146,7 +146,7 @@ def _with_handover(profile: Profile) -> Profile:
     return replace(profile, hardware=replace(profile.hardware, h2d=h2d, d2h=d2h), blocks=blocks, loss=loss)
 
 
-_LANES = "autohete-schedule 1\nlane gpu fifo\nlane h2d priority\nlane d2h priority\nlane cpu priority\n"
+_LANES = "autohete-schedule 2\nlane gpu fifo\nlane h2d priority\nlane d2h priority\nlane cpu priority\n"
 #: Tasks that do nothing: in the GPU's lane, and once around all lanes.
 _CHAIN = parse_schedule(f"{_LANES}task F0 gpu 0\ntask F1 gpu 0 after=F0\ntask F2 gpu 0 after=F1\ntask F3 gpu 0 after=F2\n")
 _RING = parse_schedule(
@@ -300,10 +300,10 @@ def _measured(
                 seconds[task.id].append(time.perf_counter() - begin)
                 left, handed_on = memory.used_bytes, _size(training.passes.in_transit)
                 base = before - brought
-                made = sum(buffer.size_bytes for buffer in task.allocates if buffer.name.startswith("gradients."))
+                made = sum(buffer.size_bytes for buffer in task.allocates if buffer.id.value is Value.GRADIENTS)
                 peak = max(memory.peak_bytes, before) - base
                 spent = median(seconds[task.id][1:] or [0])
-                keeps_output = training.passes.keeps(training.passes.in_transit, task.id.block)
+                keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
                 passes[task.id] = _Pass(spent, peak, left - handed_on - base, brought, handed_on, made, keeps_output)
     finally:
         training.close()

@@ -17,7 +17,7 @@ from autohete.errors import InputError, ScheduleError
 from autohete.runtime.blocks import Block, Memories, Side
 from autohete.runtime.nonfinite import UpdateGate
 from autohete.runtime.optimizer import Adam, AdamStates
-from autohete.schedule import KIND_MEANING, Kind, Schedule
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, KIND_MEANING, Kind, Schedule, Value
 
 #: What a saved state calls a parameter's values, and the gradient that a delayed update has not applied yet.
 VALUES, GRADIENT = "values", "gradient"
@@ -48,12 +48,14 @@ class States:
         self.kinds = _kinds_of_blocks(schedule, len(owned))
         #: A slot has room for the gradient, too: the schedule gives such a gradient no bytes of its own.
         self._gradients_in_slots = any(
-            buffer.name == f"gradients.{task.id.block}" and not buffer.size_bytes and self.kinds[task.id.block] & _PREFETCHES
+            (buffer.id.value, buffer.id.unit) == (Value.GRADIENTS, task.id.unit)
+            and not buffer.size_bytes
+            and self.kinds[task.id.unit] & _PREFETCHES
             for task in schedule.tasks
             for buffer in task.allocates
         )
         self._delayed = {
-            task.id.block
+            task.id.unit
             for task in schedule.tasks
             for edge in task.after
             if task.id.kind is Kind.CPU_UPDATE and edge.task.kind is Kind.OFFLOAD_GRADIENTS and edge.back
@@ -65,7 +67,7 @@ class States:
     def take_over(self) -> None:
         """Bring the states to where the first iteration expects them; the modules' own memory is free from here on."""
         self._slots = self._make_slots()
-        sizes = [buffer.size_bytes for buffer in self._schedule.resident if buffer.name == "policy_buffers"]
+        sizes = self._resident_bytes(Value.POLICY_BUFFERS)
         self._buffers = [self.memories.on_device(size, torch.uint8, "policy_buffers") for size in sizes]
         for i, block in enumerate(self.blocks):
             self._take_over(i, block)
@@ -152,7 +154,7 @@ class States:
         if self.blocks[i].device.parameters is not None:
             yield
             return
-        self.prefetch(i)
+        self.copy_parameters(i, HOST_MEMORY, GPU_MEMORY)
         try:
             yield
         finally:
@@ -210,9 +212,13 @@ class States:
 
     # --- room on the device
 
+    def _resident_bytes(self, value: Value) -> list[int]:
+        """Sizes of the buffers of ``value`` that are on the device all the time."""
+        return [b.size_bytes for b in self._schedule.resident if b.id.value is value and b.memory == GPU_MEMORY]
+
     def _make_slots(self) -> list[Tensor] | None:
         """Preallocated places for fetched parameters, each as large as the largest block that leaves."""
-        total = sum(buffer.size_bytes for buffer in self._schedule.resident if buffer.name == "parameter_slots")
+        total = sum(self._resident_bytes(Value.PARAMETER_SLOTS))
         if not total:
             return None
         leaving = [block for block, kinds in zip(self.blocks, self.kinds, strict=True) if kinds & _PREFETCHES]
@@ -333,36 +339,27 @@ class States:
 
     # --- copies
 
-    def prefetch(self, i: int) -> None:
-        """Parameters from the host into a new place on the device."""
+    def copy_parameters(self, i: int, source: str, target: str) -> None:
+        """From one memory into the place that they have in another, or into a new one on the device."""
         block = self.blocks[i]
-        assert block.host.parameters is not None
-        block.device.parameters = self._place_for(i).copy_(block.host.parameters, non_blocking=True)
+        there, here = block.side(source).parameters, block.side(target).parameters
+        assert there is not None
+        if here is not None:
+            here.copy_(there, non_blocking=True)
+            return
+        assert target == GPU_MEMORY
+        block.device.parameters = self._place_for(i).copy_(there, non_blocking=True)
         block.bind()
 
-    def refresh(self, i: int) -> None:
-        """Updated parameters into the place that they have on the device."""
-        block = self.blocks[i]
-        assert block.host.parameters is not None
-        assert block.device.parameters is not None
-        block.device.parameters.copy_(block.host.parameters, non_blocking=True)
-
-    def write_back(self, i: int) -> None:
-        """Parameters from the device into the host's copy."""
-        block = self.blocks[i]
-        assert block.host.parameters is not None
-        assert block.device.parameters is not None
-        block.host.parameters.copy_(block.device.parameters, non_blocking=True)
-
-    def offload_gradients(self, i: int) -> None:
-        """Gradients to the host."""
-        host, device = self.blocks[i].host, self.blocks[i].device
-        host.gradients = [
+    def copy_gradients(self, i: int, source: str, target: str) -> None:
+        """From one memory into their places in another; the first has none any more."""
+        there, here = self.blocks[i].side(source), self.blocks[i].side(target)
+        here.gradients = [
             None if gradient is None else place.copy_(gradient, non_blocking=True)
-            for place, gradient in zip(host.places, device.gradients, strict=True)
+            for place, gradient in zip(here.places, there.gradients, strict=True)
         ]
-        host.iteration = device.iteration
-        self._drop_gradients(device)
+        here.iteration = there.iteration
+        self._drop_gradients(there)
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -378,14 +375,14 @@ def _kinds_of_blocks(schedule: Schedule, blocks: int) -> list[set[Kind]]:
     """
     kinds: list[set[Kind]] = [set() for _ in range(blocks)]
     for task in schedule.tasks:
-        if task.id.block >= blocks:
+        if task.id.unit >= blocks:
             raise ScheduleError(
-                f"{task.id} is of block {task.id.block}, but the model has {blocks} blocks (embedding and head "
+                f"{task.id} is of block {task.id.unit}, but the model has {blocks} blocks (embedding and head "
                 "included): make the schedule for this model"
             )
         if task.id.kind not in Kind:
             raise ScheduleError(f"the runtime has no action for {KIND_MEANING[task.id.kind]}")
-        kinds[task.id.block].add(task.id.kind)
+        kinds[task.id.unit].add(task.id.kind)
     for i, found in enumerate(kinds):
         if Kind.FORWARD not in found:
             raise ScheduleError(f"the schedule has no forward of block {i}, but the model has {blocks} blocks")

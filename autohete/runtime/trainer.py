@@ -344,7 +344,7 @@ class Trainer:
         assert self.prediction is not None
         # A delayed update takes the gradients of the step before; that of a skipped step finds none.
         stale = {
-            task.id.block
+            task.id.unit
             for task in self.prediction.schedule.tasks
             if task.id.kind is Kind.CPU_UPDATE and any(e.back and e.task.kind is Kind.OFFLOAD_GRADIENTS for e in task.after)
         }

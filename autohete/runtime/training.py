@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -20,7 +20,7 @@ from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
 from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
-from autohete.schedule import GPU, Kind, Schedule, Task
+from autohete.schedule import COPIES, GPU, GPU_MEMORY, Buffer, Copy, Free, Kind, Schedule, Task, Value
 
 #: Blocks whose gradients get room before a task, whose gradients replace parameters after it, whose parameters leave then.
 _Room = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -103,15 +103,8 @@ class Training:
             Kind.RECOMPUTE: self.passes.recompute,
             Kind.BACKWARD: self.passes.backward,
             Kind.GPU_UPDATE: self.states.gpu_update,
-            Kind.PREFETCH_FORWARD: self.states.prefetch,
-            Kind.PREFETCH_BACKWARD: self.states.prefetch,
-            Kind.REFRESH: self.states.refresh,
-            Kind.FETCH_ACTIVATIONS: self.passes.fetch_activations,
-            Kind.OFFLOAD_ACTIVATIONS: self.passes.offload_activations,
-            Kind.WRITE_BACK_FORWARD: self.states.write_back,
-            Kind.WRITE_BACK_BACKWARD: self.states.write_back,
-            Kind.OFFLOAD_GRADIENTS: self.states.offload_gradients,
             Kind.CPU_UPDATE: self.states.cpu_update,
+            **{kind: partial(self._copy, copy) for kind, copy in COPIES.items()},
         }
         self._memories.settle()
 
@@ -156,7 +149,15 @@ class Training:
     def _act(self, task: Task, makes: tuple[int, ...]) -> None:
         for i in makes:
             self.states.make_gradients(i)
-        self._actions[task.id.kind](task.id.block)
+        self._actions[task.id.kind](task.id.unit)
+
+    def _copy(self, copy: Copy, i: int) -> None:
+        copies = {
+            Value.PARAMETERS: self.states.copy_parameters,
+            Value.GRADIENTS: self.states.copy_gradients,
+            Value.ACTIVATIONS: self.passes.copy_activations,
+        }
+        copies[copy.value](i, copy.source, copy.target)
 
     @property
     def count(self) -> DeviceCount | None:
@@ -229,7 +230,7 @@ class Training:
         """The group of what a pass leaves behind."""
         kind = task.id.kind
         if kind is Kind.FORWARD:
-            return "checkpoint" if Kind.RECOMPUTE in self.states.kinds[task.id.block] else "activations"
+            return "input" if Kind.RECOMPUTE in self.states.kinds[task.id.unit] else "activations"
         return {Kind.RECOMPUTE: "activations", Kind.LOSS: "logits_gradient"}.get(kind, "workspace")
 
 
@@ -245,15 +246,13 @@ def only_gpu_works(schedule: Schedule) -> bool:
 
 def _room(task: Task) -> _Room:
     """What ``task`` does with room on the device, beside its action."""
-    makes = tuple(_block(buffer.name) for buffer in task.allocates if buffer.name.startswith("gradients."))
-    freed = [(free.name.partition(".")[0], free.name) for free in task.frees]
-    replaces = tuple(_block(name) for group, name in freed if group == "gradients" and task.id.kind is Kind.BACKWARD)
-    releases = tuple(_block(name) for group, name in freed if group.startswith("parameters"))
-    return makes, replaces, releases
 
+    def units(value: Value, buffers: Iterable[Buffer | Free]) -> tuple[int, ...]:
+        ids = (buffer.id for buffer in buffers)
+        return tuple(b.unit for b in ids if b.value is value and b.memory == GPU_MEMORY and b.unit is not None)
 
-def _block(buffer: str) -> int:
-    return int(buffer.rpartition(".")[2])
+    replaces = units(Value.GRADIENTS, task.frees) if task.id.kind is Kind.BACKWARD else ()
+    return units(Value.GRADIENTS, task.allocates), replaces, units(Value.PARAMETERS, task.frees)
 
 
 def _moving_bytes(partition: Partition, device: torch.device) -> int:

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 
 from autohete.errors import InfeasibleError, InputError, ScheduleError
 from autohete.lowering import lower
-from autohete.memory import group_of, occupancy
+from autohete.memory import occupancy
 from autohete.plan import Activations, Placement, Plan, Processor
 from autohete.policy import Judge, Policy
 from autohete.profile import Profile
-from autohete.schedule import Buffer, Kind, Schedule, TaskId
+from autohete.schedule import GPU_MEMORY, Buffer, BufferId, Kind, Schedule, TaskId, Value
 from autohete.testing.list_scheduler import list_schedule
 from autohete.trace import Trace, check_trace
 from autohete.worst_case import worst_case
@@ -163,10 +163,10 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
     """Updates that may take gradients that are unfinished, not yet copied, already freed, or overwritten by the next ones."""
     paths = Paths(schedule)
     faults = [
-        f"{task.id} frees {free.name}, but they do not replace the parameters"
+        f"{task.id} frees {free.id}, but they do not replace the parameters"
         for task in schedule.tasks
         for free in task.frees
-        if group_of(free.name) == "gradients" and task.id.kind is Kind.BACKWARD and not plan.gradients_replace_parameters
+        if free.id.value is Value.GRADIENTS and task.id.kind is Kind.BACKWARD and not plan.gradients_replace_parameters
     ]
     for block, decisions in enumerate(plan.blocks):
         backward = TaskId(Kind.BACKWARD, block)
@@ -201,22 +201,22 @@ def memory_faults(schedule: Schedule) -> list[str]:
     """Buffers that are not allocated and freed once in an iteration, or that may be freed before their last user has ended;
     memories that may hold more and more, because nothing waits for a task that frees some.
 
-    Who uses a buffer is known for those that :func:`autohete.lowering.lower` makes, by their names; of others only whoever
+    Who uses a buffer is known for those that :func:`autohete.lowering.lower` makes, by their values; of others only whoever
     allocates and frees them.
     """
     paths = Paths(schedule)
-    allocated: dict[str, list[TaskId]] = {}
-    freed: dict[str, list[Instance]] = {}
+    allocated: dict[BufferId, list[TaskId]] = {}
+    freed: dict[BufferId, list[Instance]] = {}
     for task in schedule.tasks:
         for buffer in task.allocates:
-            allocated.setdefault(buffer.name, []).append(task.id)
+            allocated.setdefault(buffer.id, []).append(task.id)
         for free in task.frees:
-            freed.setdefault(free.name, []).append((task.id, free.back))
+            freed.setdefault(free.id, []).append((task.id, free.back))
     faults = [
-        f"{name} is {done} {len(places.get(name, ()))} times in an iteration instead of once"
+        f"{buffer} is {done} {len(places.get(buffer, ()))} times in an iteration instead of once"
         for done, places in (("allocated", allocated), ("freed", freed))
-        for name in dict.fromkeys([*allocated, *freed])
-        if len(places.get(name, ())) != 1
+        for buffer in dict.fromkeys([*allocated, *freed])
+        if len(places.get(buffer, ())) != 1
     ]
     if faults:
         return faults
@@ -224,14 +224,14 @@ def memory_faults(schedule: Schedule) -> list[str]:
     def late(before: Instance, after: Instance) -> bool:
         return before != after and bool(chain_faults(paths, before, after))
 
-    for name, ((end, back),) in freed.items():
-        (begin,) = allocated[name]
-        for user, later in [(begin, 0), *_users(name, begin, end, paths.tasks)]:
+    for buffer_id, ((end, back),) in freed.items():
+        (begin,) = allocated[buffer_id]
+        for user, later in [(begin, 0), *_users(buffer_id, begin, end, paths.tasks)]:
             if late((begin, 0), (user, later)):
-                faults.append(f"{user} uses {name} and does not wait for {begin}, which allocates it")
+                faults.append(f"{user} uses {buffer_id} and does not wait for {begin}, which allocates it")
             if late((user, later), (end, back)):
-                faults.append(f"{end} frees {name} and does not wait for {user}, which uses it")
-    crossing = {name for name, ((_, back),) in freed.items() if back}
+                faults.append(f"{end} frees {buffer_id} and does not wait for {user}, which uses it")
+    crossing = {buffer_id for buffer_id, ((_, back),) in freed.items() if back}
     return faults or [*_growth_faults(schedule), *_balance_faults(schedule, crossing)]
 
 
@@ -241,37 +241,36 @@ def trace_faults(trace: Trace) -> list[str]:
 
 
 _PARAMETERS_IN_BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.REFRESH)
-#: Kinds of task that use a buffer of the group, of the same block.
-_USERS: dict[str, tuple[Kind, ...]] = {
-    "input": (Kind.FORWARD, Kind.BACKWARD),
-    "checkpoint": (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD),
-    "activations": (Kind.BACKWARD,),
-    "host_activations": (Kind.FETCH_ACTIVATIONS,),
-    "activations_fetched": (Kind.BACKWARD,),
-    "logits": (Kind.LOSS,),
-    "logits_gradient": (Kind.BACKWARD,),
-    "input_gradient": (Kind.BACKWARD,),
-    "gradients": (Kind.BACKWARD, Kind.GPU_UPDATE, Kind.OFFLOAD_GRADIENTS),
-    "parameters_forward": (Kind.FORWARD, Kind.WRITE_BACK_FORWARD),
-    "parameters_backward": _PARAMETERS_IN_BACKWARD,
-    "parameters": (Kind.FORWARD, Kind.WRITE_BACK_FORWARD, *_PARAMETERS_IN_BACKWARD),
+#: Kinds of task that use a value on the GPU, of the same unit; where it is there for one kind of task only, with that.
+_USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
+    (Value.INPUT, None): (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD),
+    (Value.ACTIVATIONS, None): (Kind.BACKWARD,),
+    (Value.ACTIVATIONS, Kind.BACKWARD): (Kind.BACKWARD,),
+    (Value.LOGITS, None): (Kind.LOSS,),
+    (Value.LOGITS_GRADIENT, None): (Kind.BACKWARD,),
+    (Value.INPUT_GRADIENT, None): (Kind.BACKWARD,),
+    (Value.GRADIENTS, None): (Kind.BACKWARD, Kind.GPU_UPDATE, Kind.OFFLOAD_GRADIENTS),
+    (Value.PARAMETERS, Kind.FORWARD): (Kind.FORWARD, Kind.WRITE_BACK_FORWARD),
+    (Value.PARAMETERS, Kind.BACKWARD): _PARAMETERS_IN_BACKWARD,
+    (Value.PARAMETERS, None): (Kind.FORWARD, Kind.WRITE_BACK_FORWARD, *_PARAMETERS_IN_BACKWARD),
 }
 
 
-def _users(name: str, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> Iterator[Instance]:
+def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> Iterator[Instance]:
     """The tasks that use a buffer between ``begin``, which allocates it, and ``end``, and how many iterations later."""
-    group = group_of(name)
-    kinds = _USERS.get(group, ())
-    if group in ("activations", "input") and end.kind is Kind.OFFLOAD_ACTIVATIONS:
+    value, unit = buffer.value, buffer.unit
+    kinds = _USERS.get((value, buffer.use), ())
+    if unit is None or buffer.memory != GPU_MEMORY:
+        kinds = (Kind.FETCH_ACTIVATIONS,) if value is Value.ACTIVATIONS else ()
+    elif value in (Value.ACTIVATIONS, Value.INPUT) and end.kind is Kind.OFFLOAD_ACTIVATIONS:
         kinds = (Kind.FORWARD, end.kind)  # backward uses what is fetched again
-    if group == "logits" and end.kind is Kind.BACKWARD:
+    elif value is Value.LOGITS and end.kind is Kind.BACKWARD:
         kinds = (*kinds, Kind.BACKWARD)  # the model's output holds them until then
-    if group == "gradients" and end == begin:
+    elif value is Value.GRADIENTS and end == begin:
         kinds = ()  # they replace the parameters, in whose memory they live on
-    # The gradient of a block's input is for the block below.
-    block = int(name.rpartition(".")[2]) - (group == "input_gradient") if kinds else 0
     for kind in kinds:
-        user = TaskId(kind, block)
+        # The gradient of a unit's input is for the unit below.
+        user = TaskId(kind, (unit or 0) - (value is Value.INPUT_GRADIENT), buffer.micro_batch)
         if user in tasks:
             # What is fetched for backward and kept is there for the next forward.
             next_forward = begin.kind is Kind.PREFETCH_BACKWARD and kind in (Kind.FORWARD, Kind.WRITE_BACK_FORWARD)
@@ -286,10 +285,10 @@ def _growth_faults(schedule: Schedule) -> Iterator[str]:
             yield f"{found.task} may free {memory.name} memory later and later: no later allocation waits for it"
 
 
-def _balance_faults(schedule: Schedule, crossing: set[str]) -> Iterator[str]:
+def _balance_faults(schedule: Schedule, crossing: set[BufferId]) -> Iterator[str]:
     """Memories that hold more or less after some iterations than before them."""
     trace = list_schedule(schedule, _ITERATIONS)
-    buffers: list[Buffer] = [b for task in schedule.tasks for b in task.allocates if b.name in crossing]
+    buffers: list[Buffer] = [b for task in schedule.tasks for b in task.allocates if b.id in crossing]
     for memory in schedule.memories:
         before = sum(b.size_bytes for b in [*schedule.resident, *buffers] if b.memory == memory.name)
         after = int(occupancy(trace, memory.name).bytes_used[-1])

@@ -144,7 +144,7 @@ def list_schedule(schedule: Schedule, iterations: int) -> Trace:
 
 
 def _urgency(graph: Graph, iterations: int) -> tuple[list[int], list[int]]:
-    """Priority, iteration, block and kind in one integer: its part for each task, and the task of each rank.
+    """Priority, iteration and what else makes a task urgent in one integer: its part for each task, and the task of each rank.
 
     ``part + iteration * tasks`` is smaller for what is more urgent; modulo the number of tasks it is the rank.
     """

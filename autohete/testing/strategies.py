@@ -26,6 +26,7 @@ from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
 from autohete.schedule import (
     Buffer,
+    BufferId,
     Discipline,
     Edge,
     Flow,
@@ -37,6 +38,7 @@ from autohete.schedule import (
     SharedResource,
     Task,
     TaskId,
+    Value,
 )
 from autohete.workload import Kernels, Precision, Workload
 
@@ -250,7 +252,7 @@ def schedules(draw: Draw, sharing: bool = False, max_tasks: int = 12) -> Schedul
         duration = draw(st.integers(0, 6) if draw(st.booleans()) else st.just(draw(st.integers(0, 40))))
         tasks.append(Task(task, draw(st.sampled_from(names)), duration, tuple(edges), draw(st.integers(-2, 2))))
     memories = (Memory("gpu", 1000), Memory("host", 1000))
-    resident = tuple(Buffer(f"resident.{i}", "gpu", draw(st.integers(0, 9))) for i in range(draw(st.integers(0, 2))))
+    resident = tuple(Buffer(BufferId(Value.OTHER, "gpu", i), draw(st.integers(0, 9))) for i in range(draw(st.integers(0, 2))))
     flows: tuple[Flow, ...] = ()
     resources: tuple[SharedResource, ...] = ()
     if sharing:
@@ -278,11 +280,11 @@ def _with_buffers(draw: Draw, tasks: list[Task]) -> list[Task]:
     for number, task in enumerate(tasks):
         if not draw(st.booleans()):
             continue
-        name = f"buffer.{number}"
-        allocates[task.id].append(Buffer(name, draw(st.sampled_from(["gpu", "host"])), draw(st.integers(0, 9))))
+        buffer = BufferId(draw(st.sampled_from(Value)), draw(st.sampled_from(["gpu", "host"])), 9 + number)
+        allocates[task.id].append(Buffer(buffer, draw(st.integers(0, 9))))
         waiting = [(other.id, edge.back) for other in tasks for edge in other.after if edge.task == task.id]
         who, back = draw(st.sampled_from([(task.id, 0), *waiting]))
-        frees[who].append(Free(name, back))
+        frees[who].append(Free(buffer, back))
     return [
         Task(task.id, task.lane, task.duration_ns, task.after, task.priority, tuple(allocates[task.id]), tuple(frees[task.id]))
         for task in tasks
