@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from autohete.errors import ScheduleError
-from autohete.schedule import Discipline, Schedule
+from autohete.schedule import Discipline, Kind, Schedule
 from autohete.trace import Nanoseconds
 
 
@@ -50,6 +52,22 @@ def topological(tasks: int, edges: list[tuple[int, int, int]]) -> list[int]:
             if not missing:
                 found[stack.pop()] = None
     return list(found)
+
+
+def delayed_units(schedule: Schedule) -> set[int]:
+    """The units whose CPU update does not wait for the gradients of its own iteration."""
+    before = {task.id: [edge.task for edge in task.after if not edge.back] for task in schedule.tasks}
+    found: set[int] = set()
+    for update in before:
+        if update.kind is Kind.CPU_UPDATE:
+            seen, rest = {update}, [update]
+            while rest:
+                new = [task for task in before[rest.pop()] if task not in seen]
+                seen.update(new)
+                rest += new
+            if replace(update, kind=Kind.OFFLOAD_GRADIENTS) not in seen:
+                found.add(update.unit)
+    return found
 
 
 def ranks(schedule: Schedule, start: Nanoseconds, end: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:

@@ -66,6 +66,11 @@ class BlockPlan:
         if self.keep_after_forward and self.write_back_after_forward:
             raise InputError("parameters that stay on the GPU after forward are not written back then")
 
+    @property
+    def leaves(self) -> bool:
+        """Whether the block's parameters are ever away from the GPU."""
+        return self.parameters is Placement.OFFLOADED and not (self.keep_after_forward and self.keep_after_backward)
+
 
 @dataclass(frozen=True, slots=True)
 class PlanCounts:
@@ -211,6 +216,20 @@ class Plan:
     def updates_beside_gpu(self) -> bool:
         """Whether the CPU updates block by block while the GPU trains, instead of all at once while it waits."""
         return self.delayed or not (self.update_after_backward or self.serial_updates)
+
+    @property
+    def updated_on_cpu(self) -> tuple[int, ...]:
+        """The blocks that the CPU updates, in the order in which backward reaches them."""
+        return tuple(i for i in range(len(self.blocks) - 1, -1, -1) if self.blocks[i].optimizer is Processor.CPU)
+
+    @property
+    def refreshed(self) -> tuple[int, ...]:
+        """Those of them whose updated parameters go to a copy that stays on the GPU; others come with their next fetch."""
+        return tuple(i for i in self.updated_on_cpu if not self.blocks[i].leaves or self.blocks[i].keep_after_backward)
+
+    def copied_after_backward(self, block: int) -> bool:
+        """Whether the gradient's copy is a part of a serial update instead of following its backward."""
+        return self.serial_updates and (not self.blocks[block].leaves or self.blocks[block].keep_after_backward)
 
     @property
     def checkpointed_blocks(self) -> int:

@@ -41,6 +41,8 @@ class Kind(StrEnum):
     OFFLOAD_GRADIENTS = "G"
     CPU_UPDATE = "U"
 
+    __hash__ = str.__hash__  # an enumeration's own is a call of Python, for each of the ids that lowering looks up
+
 
 KIND_MEANING: dict[Kind, str] = {
     Kind.FORWARD: "forward",
@@ -138,6 +140,8 @@ class Value(StrEnum):
     POLICY_BUFFERS = "policy_buffers"
     OTHER = "other"
 
+    __hash__ = str.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -146,6 +150,9 @@ class Copy:
     value: Value
     source: str
     target: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 #: What the kinds of task do that copy.
@@ -178,6 +185,10 @@ class BufferId:
     unit: int | None = None
     use: Kind | None = None
     micro_batch: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.value) is not Value or not (self.use is None or type(self.use) is Kind):  # as for task ids
+            check_fields(self)
 
     @property
     def group(self) -> str:

@@ -15,6 +15,7 @@ from reference import Outcome, slowed, train_by_schedule, train_plainly
 from autohete.errors import AutoHeteError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
+from autohete.lowering.rules import rules_of
 from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
@@ -82,7 +83,7 @@ def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied:
 @settings(max_examples=60)
 @given(st.data())
 def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
-    """Whatever a plan moves, recomputes, delays and updates where: the bits are those of plain PyTorch."""
+    """Whatever a plan moves, recomputes, delays and updates where, with whichever of its rules: plain PyTorch's bits."""
     shape = data.draw(st.sampled_from([1, 2, 3]))
     workload = replace(
         SMALL,
@@ -93,7 +94,8 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
     profile = profile_of(workload)
     plan = data.draw(plans(profile))
     seed = data.draw(st.integers(0, 2**16))
-    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan), slowed(seed, 0.0005))
+    rules = [rule for rule in rules_of(plan) if data.draw(st.integers(0, 3))]
+    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan, rules).validate(), slowed(seed, 0.0005))
     assert outcome == plainly(workload, updated_on_cpu(plan) if plan.delayed else frozenset())
     assert check_trace(trace) == []
 

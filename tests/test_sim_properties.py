@@ -265,14 +265,26 @@ ALLOWED: dict[str, set[str]] = {
     "worst_case": _MODEL | {"schedule", "trace", "order", "memory"},
     "memory_waits": _MODEL | {"schedule", "trace", "order", "memory", "worst_case"},
     "executor": _MODEL | {"schedule", "trace"},
-    "lowering": _MODEL | {"workload", "hardware", "profile", "plan", "schedule"},
+    "lowering": _MODEL | {"workload", "hardware", "profile", "plan", "schedule", "order"},
     "planner": _MODEL | {"workload", "hardware", "profile", "plan", "policy", "schedule", "lowering", "worst_case"},
     "policies": _MODEL
     | {"workload", "hardware", "profile", "plan", "policy", "planner", "lowering", "memory_waits", "schedule"},
     "queues": _MODEL | {"schedule"},
     "sim": _MODEL | {"schedule", "sharing", "trace", "executor", "queues"},
     "runtime": _MODEL
-    | {"workload", "hardware", "profile", "schedule", "sharing", "trace", "executor", "memory", "queues", "worst_case"},
+    | {
+        "workload",
+        "hardware",
+        "profile",
+        "schedule",
+        "sharing",
+        "trace",
+        "executor",
+        "memory",
+        "order",
+        "queues",
+        "worst_case",
+    },
     # The front end of the runtime goes through the pipeline; what executes stays below it.
     "runtime.plans": _MODEL | {"plan", "profile"},
     "runtime.profiler": _MODEL | {"workload", "hardware", "profile", "plan", "schedule", "lowering", "trace"},

@@ -103,7 +103,7 @@ def test_the_worst_case_by_hand() -> None:
     waiting, free = (parse_schedule(COPIED.format(after)).validate() for after in ("after=AO0@-1 ", ""))
     found = worst_case(waiting, GPU_MEMORY)
     assert (found.peak_bytes, found.capacity_bytes, found.task, found.fits) == (37, 100, "F0", True)
-    assert found.holders == {"activations": 30, "weights": 7}
+    assert found.holders == {"activations": 30, "other": 7}
     lagging = worst_case(free, GPU_MEMORY)
     assert (lagging.peak_bytes, lagging.task, lagging.fits) == (None, "AO0", False)
     assert not worst_case(replace(waiting, memories=(replace(waiting.memories[0], capacity_bytes=36),)), GPU_MEMORY).fits

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autohete.order import delayed_units
 from autohete.schedule import Discipline, Kind, Schedule
 
 _UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
@@ -73,6 +74,7 @@ def updates_wait_for_backward(schedule: Schedule) -> bool:
     for before, after, back in graph.edges():
         onward[before].append((after, back))
     fifo = {lane.name for lane in schedule.lanes if lane.discipline is Discipline.FIFO}
+    delayed = delayed_units(schedule)
     backwards = [task for task in schedule.tasks if task.id.kind is Kind.BACKWARD]
     # The last one of a fifo lane has all others of it behind it.
     last = [task for task in backwards if task.lane not in fifo] + list(
@@ -90,7 +92,7 @@ def updates_wait_for_backward(schedule: Schedule) -> bool:
                     queue.append(after)
         for task in schedule.tasks:
             if task.id.kind in _UPDATES:
-                arrives = [edge.back for edge in task.after if edge.task.kind is Kind.OFFLOAD_GRADIENTS]
-                if least.get(graph.index[task.id], 2) > min(arrives, default=0):
+                arrives = int(task.id.kind is Kind.CPU_UPDATE and task.id.unit in delayed)
+                if least.get(graph.index[task.id], 2) > arrives:
                     return False
     return True

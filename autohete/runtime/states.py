@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autohete.errors import InputError, ScheduleError
+from autohete.order import delayed_units
 from autohete.runtime.blocks import Block, Memories, Side
 from autohete.runtime.nonfinite import UpdateGate
 from autohete.runtime.optimizer import Adam, AdamStates
@@ -54,12 +55,7 @@ class States:
             for task in schedule.tasks
             for buffer in task.allocates
         )
-        self._delayed = {
-            task.id.unit
-            for task in schedule.tasks
-            for edge in task.after
-            if task.id.kind is Kind.CPU_UPDATE and edge.task.kind is Kind.OFFLOAD_GRADIENTS and edge.back
-        }
+        self._delayed = delayed_units(schedule)
         self.blocks = [Block(parameters, memories.torch_device) for parameters in owned]
         self._slots: list[Tensor] | None = None
         self._buffers: list[Tensor] = []

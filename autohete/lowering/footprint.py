@@ -1,0 +1,85 @@
+"""What is there all the time: resident parameters and states, preallocated slots, buffers; and what lanes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autohete.hardware import Hardware
+from autohete.plan import Plan, Processor
+from autohete.profile import Profile
+from autohete.schedule import (
+    CPU,
+    D2H,
+    GPU,
+    GPU_MEMORY,
+    H2D,
+    HOST_MEMORY,
+    Buffer,
+    BufferId,
+    Flow,
+    SharedResource,
+    Value,
+)
+from autohete.units import rounded_when_pinned
+
+
+def slot_bytes(profile: Profile, plan: Plan) -> int:
+    """A place for the parameters of any unit that leaves, with room for its gradients where they are in slots."""
+    leaving = (profile.blocks[unit].parameters for unit, one in enumerate(plan.blocks) if one.leaves)
+    return max(leaving, default=0) * profile.element_bytes * (2 if plan.gradients_in_slots else 1)
+
+
+def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
+    """Buffers that live all the time."""
+    element, optimizer = profile.element_bytes, profile.optimizer_bytes
+    host_states = host_parameters = 0
+    updated: list[int] = []
+    for unit, decisions in enumerate(plan.blocks):
+        count = profile.blocks[unit].parameters
+        if not decisions.leaves:
+            yield Buffer(BufferId(Value.PARAMETERS, GPU_MEMORY, unit), count * element)
+        if decisions.optimizer is Processor.GPU:
+            yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, unit), count * optimizer)
+        else:
+            host_states += count * plan.host_optimizer_bytes
+            updated.append(count)
+        if decisions.leaves and not (plan.one_host_copy and decisions.optimizer is Processor.CPU):
+            host_parameters += count * plan.host_parameter_bytes
+    arrays = [sum(updated)] if plan.host_pinned_together else updated
+    host_pinned = sum(rounded_when_pinned(count * size) for count in arrays for size in plan.host_pinned_bytes)
+    for value, memory, size in (
+        (Value.PARAMETER_SLOTS, GPU_MEMORY, (plan.parameter_slots or 0) * slot_bytes(profile, plan)),
+        (Value.POLICY_BUFFERS, GPU_MEMORY, plan.gpu_buffer_bytes),
+        (Value.OPTIMIZER_STATES, HOST_MEMORY, host_states),
+        (Value.PINNED_STATES, HOST_MEMORY, host_pinned),
+        (Value.PARAMETERS, HOST_MEMORY, host_parameters),
+        (Value.POLICY_BUFFERS, HOST_MEMORY, plan.host_buffer_bytes),
+    ):
+        if size:
+            yield Buffer(BufferId(value, memory), size)
+
+
+def shared_bandwidth(hardware: Hardware, *, updates_beside_gpu: bool) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
+    """What the two directions of the link take from each other, and they and the CPU from host DRAM.
+
+    Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy
+    moves each byte through DRAM once; the CPU's demand is the traffic of its optimizer, and its weight makes it and the
+    copies slow down alike when DRAM is full, as memory controllers serve what is asked. Where the CPU stands for the device,
+    every lane is a thread on its cores as well.
+    """
+    h2d, d2h, cpu = hardware.h2d, hardware.d2h, hardware.cpu
+    update = cpu.update_bandwidth * (cpu.concurrent_share if updates_beside_gpu else 1.0)
+    flows = (
+        Flow(H2D, h2d.bandwidth, h2d.duplex_bandwidth),
+        Flow(D2H, d2h.bandwidth, d2h.duplex_bandwidth),
+        Flow(CPU, update, update),
+    )
+    usable = hardware.host.memory_bandwidth * hardware.host.usable_share
+    resources = (
+        SharedResource("link", max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
+        SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU)),
+    )
+    if hardware.shared_cores is None:
+        return flows, resources
+    cores = SharedResource("cores", hardware.shared_cores, (GPU, H2D, D2H, CPU), counts_lanes=True)
+    return (Flow(GPU, 1.0, 1.0), *flows), (*resources, cores)

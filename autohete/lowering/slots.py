@@ -1,0 +1,103 @@
+"""Preallocated places for parameters that come and go."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from autohete.errors import InputError
+from autohete.lowering.builder import Builder
+from autohete.schedule import GPU, TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Fetched parameters on the GPU: what brings them, places of their first and last user, what ends them, where and when."""
+
+    fetch: TaskId
+    begin: int
+    stop: int
+    end: TaskId
+    lane: str
+    back: int
+
+
+class Lives:
+    """Lives in the order of the passes. Each iteration has the same ones; places before it are negative."""
+
+    def __init__(self, lives: list[Life], passes: int) -> None:
+        self._passes = passes
+        self._begins, self._stops = sorted(life.begin for life in lives), sorted(life.stop for life in lives)
+        self._places = sorted(life.stop % passes for life in lives)
+        #: By their ends in two iterations, the last end first, and for each lane their indices in this list.
+        self._ends = sorted(lives, key=lambda life: (life.stop % passes, life.end), reverse=True) * 2
+        self._of_lane: dict[str, list[int]] = {}
+        for index, life in enumerate(self._ends):
+            self._of_lane.setdefault(life.lane, []).append(index)
+
+    def alive_at(self, place: int) -> int:
+        """How many blocks' parameters are on the GPU when the pass at ``place`` runs."""
+        begun = len(self._begins) + bisect_right(self._begins, place)  # of the iteration before, and of this one
+        return begun - bisect_left(self._stops, place + self._passes) - bisect_left(self._stops, place)
+
+    def over_before(self, place: int, spare: int, unordered: Collection[str]) -> list[tuple[int, Life]]:
+        """What must have ended before the pass at ``place``, all lives that are over by then but the ``spare`` last.
+
+        Returns:
+            (place of its end, life), the last end first; of a lane that ends lives in order, which is any but the
+            ``unordered``, the last of them alone.
+        """
+        count = len(self._places)
+        first = count - bisect_left(self._places, place)  # the last end before ``place``; that of each life is among ``count``
+        found: list[int] = []
+        for lane, indices in self._of_lane.items():
+            begin, stop = bisect_left(indices, first + spare), bisect_left(indices, first + count)
+            found += indices[begin : stop if lane in unordered else min(begin + 1, stop)]
+        return [
+            (self._ends[index].stop % self._passes - index // count * self._passes, self._ends[index])
+            for index in sorted(found)
+        ]
+
+
+def share_slots(builder: Builder, all_lives: list[Life], slots: int, *, fifo: bool) -> None:
+    """Let a fetch into preallocated slots wait until one is surely free.
+
+    In the order of the passes a life lasts from its first to its last user. Of the lives that are over by then when a fetch's
+    user runs, all must really have ended but as many as there are slots to spare.
+
+    Args:
+        builder: has the tasks.
+        all_lives: of one iteration.
+        slots: how many there are.
+        fifo: whether lanes end lives in the order in which they are issued.
+
+    Raises:
+        InputError: more parameters are there at a time.
+    """
+    passes = len(builder.passes)
+    lives = Lives(all_lives, passes)
+    unordered = frozenset() if fifo else frozenset(life.lane for life in all_lives if life.lane != GPU)
+    known: dict[str, int] = {}  # per fifo lane the latest place whose life an earlier fetch has seen end
+    for life in sorted(all_lives, key=lambda life: life.begin):
+        there = lives.alive_at(life.begin)
+        if there > slots:
+            raise InputError(
+                f"parameter_slots is {slots}, but {there} blocks have their parameters on the GPU when "
+                f"{builder.passes[life.begin]} runs: give at least {there}"
+            )
+        waits = builder.waits(life.fetch)
+        after = [builder.place[edge.task] - edge.back * passes for edge in waits if edge.task in builder.place]
+        seen = {**(known if fifo else {}), GPU: max(after, default=-2 * passes)}
+        for stop, other in lives.over_before(life.begin, slots - there, unordered):
+            if stop > seen.get(other.lane, -2 * passes):
+                builder.after(life.fetch, other.end, (other.stop - stop) // passes - other.back)
+                if other.lane not in unordered:
+                    seen[other.lane] = stop
+        known = seen
+
+
+def least_slots(all_lives: list[Life], passes: int) -> int:
+    """How many lives there are at most at a time; 0 if there are none."""
+    lives = Lives(all_lives, passes)
+    return max((lives.alive_at(life.begin) for life in all_lives), default=0)
