@@ -208,16 +208,16 @@ class Builder:
         for place, access in enumerate(accesses):
             if access.begins:
                 continue
-            readers: set[str] = set()
+            read = read_on_gpu = False
             for distance in range(1, count):
                 before = accesses[(place - distance) % count]
                 edge = (access.task, before.task, int(distance > place))
                 if before.writes:
-                    if before.task != access.task and not (access.writes and readers):
+                    if before.task != access.task and not (access.writes and read):
                         yield edge
                     break
-                lane = self._drafts[before.task].lane
-                if access.writes and before.task != access.task and lane not in readers:
-                    if lane == GPU:  # whose passes follow one another
-                        readers.add(lane)
-                    yield edge
+                if access.writes and before.task != access.task:
+                    on_gpu = self._drafts[before.task].lane == GPU
+                    if not (on_gpu and read_on_gpu):  # passes follow one another: the last of them is enough
+                        yield edge
+                    read, read_on_gpu = True, read_on_gpu or on_gpu

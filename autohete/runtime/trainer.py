@@ -341,14 +341,9 @@ class Trainer:
     def _changed_by(self, iteration: int) -> str:
         """What a step that had a loss, or gradients, that are not finite has changed all the same, once it has ended."""
         training, lanes = self._running()
-        assert self.prediction is not None
-        # A delayed update takes the gradients of the step before; that of a skipped step finds none.
-        stale = {
-            task.id.unit
-            for task in self.prediction.schedule.tasks
-            if task.id.kind is Kind.CPU_UPDATE and any(e.back and e.task.kind is Kind.OFFLOAD_GRADIENTS for e in task.after)
-        }
         updated = set(lanes.updated(iteration))
+        # A delayed update takes the gradients of the step before; that of a skipped step finds none.
+        stale = set(filter(training.states.delays, updated))
         by_this = updated - stale if iteration not in training.passes.skipped else set()
         by_last = updated & stale if iteration and iteration - 1 not in training.passes.skipped else set()
         if by_this:
