@@ -323,7 +323,7 @@ def plan(
     """
     from autohete.policies import parse_policy
     from autohete.report.write import write_text
-    from autohete.summary import answer, runs_of_equal_blocks
+    from autohete.summary import answer, runs_of_equal_units
 
     chosen = question.answerable()
     _check_outputs({"--schedule": schedule} if schedule is not None else {})
@@ -333,9 +333,10 @@ def plan(
             raise InputError(f"there is no schedule to write: {summary.explanation}")
         write_text(schedule, str(simulation.schedule))
     if json_:
-        runs = runs_of_equal_blocks(simulation.plan) if simulation else []
-        decisions = [{"first_block": first, "last_block": last} | asdict(block) for first, last, block in runs]
-        print(json.dumps(asdict(summary) | {"decisions": decisions}, indent=2, ensure_ascii=True))
+        runs = runs_of_equal_units(simulation.plan) if simulation else []
+        decisions = [{"first_block": first, "last_block": last} | asdict(unit) for first, last, unit in runs]
+        rules = [str(rule) for rule in simulation.plan.rules] if simulation else []
+        print(json.dumps(asdict(summary) | {"decisions": decisions, "rules": rules}, indent=2, ensure_ascii=True))
     else:
         from autohete.report.tables import print_plan
 

@@ -2,6 +2,7 @@
 
     AutoHeteError                what a person can understand and mend; the command line prints it, exit code 2
     ├── InputError               a value, name, file or flag that cannot be taken
+    │   └── RuleError                a rule of a plan contradicts another or what data need, or changes nothing
     ├── InfeasibleError          no plan fits the memory that is there; carries the smallest budget that works
     ├── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
     ├── NonFiniteError           a step's loss or gradient is NaN or infinite; says what the step has changed
@@ -19,17 +20,35 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import cache
 
 
 class AutoHeteError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. Survives pickling, so that an error in a worker process reaches its caller."""
+
+    def __reduce__(self) -> tuple[Callable[..., AutoHeteError], tuple[object, ...]]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(cls: type[AutoHeteError], args: tuple[object, ...], state: dict[str, object]) -> AutoHeteError:
+    """An error as it was, whatever its constructor asks for."""
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class InputError(AutoHeteError):
     """Something that a person gave cannot be taken."""
+
+
+class RuleError(InputError):
+    """A rule of a plan contradicts another or what data need, changes nothing, or says what another says: ``rule``."""
+
+    def __init__(self, message: str, rule: object) -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 class ScheduleError(AutoHeteError):

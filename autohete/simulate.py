@@ -125,7 +125,7 @@ def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None
 def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor: Executor | None = None) -> Simulation:
     """Execute ``schedule``, that of ``plan`` or one with more waits, in the simulator (or in ``executor``)."""
     executor = executor or SimExecutor()
-    first_try = _FIRST_TRY_WITH_BARRIER if plan.barrier else _FIRST_TRY
+    first_try = _FIRST_TRY_WITH_BARRIER if plan.has_barrier else _FIRST_TRY
     trace, steady = run_until_steady(schedule, executor, first_try)
     gpu, host = (occupancy(trace, memory) for memory in (GPU_MEMORY, HOST_MEMORY))
     return Simulation(profile, plan, schedule, trace, steady, gpu, host)

@@ -8,7 +8,7 @@ from autohete.analysis import Cause, usage
 from autohete.bounds import period_bounds
 from autohete.errors import InfeasibleError
 from autohete.hardware import Hardware
-from autohete.plan import BlockPlan, Plan, PlanCounts
+from autohete.plan import Plan, PlanCounts, UnitPlan
 from autohete.policies import NamedPolicy
 from autohete.policy import Verdict
 from autohete.profile import Profile
@@ -158,14 +158,14 @@ def answer(profile: Profile, policy: NamedPolicy) -> tuple[Summary, Simulation |
     return summarize(simulation, policy), simulation
 
 
-def runs_of_equal_blocks(plan: Plan) -> list[tuple[int, int, BlockPlan]]:
-    """First block, last block and decisions of each run of blocks that are planned alike; the embedding is its own."""
-    runs: list[tuple[int, int, BlockPlan]] = []
-    for number, block in enumerate(plan.blocks):
-        if number > 1 and runs[-1][2] == block:
-            runs[-1] = (runs[-1][0], number, block)
+def runs_of_equal_units(plan: Plan) -> list[tuple[int, int, UnitPlan]]:
+    """First unit, last unit and decisions of each run of units that are planned alike; the embedding is its own."""
+    runs: list[tuple[int, int, UnitPlan]] = []
+    for number, unit in enumerate(plan.units):
+        if number > 1 and runs[-1][2] == unit:
+            runs[-1] = (runs[-1][0], number, unit)
         else:
-            runs.append((number, number, block))
+            runs.append((number, number, unit))
     return runs
 
 

@@ -41,6 +41,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from autohete.cli import run_app
 from autohete.hardware import load_hardware
 from autohete.plan import Processor
+from autohete.plan.rules import BlockingCopies
 from autohete.policies import parse_policy, traffic
 from autohete.policy import Verdict
 from autohete.report.style import BLUE, ORANGE, save_figure, style
@@ -126,14 +127,14 @@ def phases(found: Simulation) -> dict[str, float]:
     begin = int(trace.start_ns[at, kinds[Kind.FORWARD]].min())
     turn = int(trace.end_ns[at, kinds[Kind.LOSS]].max())
     backward = list(kinds[Kind.BACKWARD])
-    if plan.blocking_gradients and not plan.serial_updates:
+    if BlockingCopies(Kind.OFFLOAD_GRADIENTS) in plan.rules:
         backward += kinds[Kind.OFFLOAD_GRADIENTS]
     back = int(trace.end_ns[at, backward].max())
     following = int(trace.start_ns[at + 1, kinds[Kind.FORWARD]].min())
     updated = sum(
         block.parameters
-        for block, decided in zip(profile.blocks, plan.blocks, strict=True)
-        if decided.optimizer is Processor.CPU
+        for block, decided in zip(profile.blocks, plan.units, strict=True)
+        if decided.update_on is Processor.CPU
     )
     cpu = profile.hardware.cpu
     unscale = updated * traffic.UNSCALE / (cpu.elementwise_bandwidth or cpu.update_bandwidth)

@@ -8,22 +8,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autohete.errors import ScheduleError
+from autohete.errors import RuleError
+from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.lowering.builder import Builder
-from autohete.lowering.rules import rules_of
-from autohete.plan import Plan
-from autohete.profile import Profile
-from autohete.schedule import CPU, D2H, GPU, H2D, HOST_MEMORY, Discipline, Kind, Lane, TaskId, Value
+from autohete.lowering.compute import on_gpu
+from autohete.lowering.waits import CycleError
+from autohete.plan import Plan, Processor, UnitPlan
+from autohete.plan.rules import (
+    Barrier,
+    BlockingCopies,
+    GpuUpdatesAfterBackward,
+    GradientSlots,
+    Rule,
+    UpdatesAfterBackward,
+    Window,
+)
+from autohete.profile import Profile, analytic_profile
+from autohete.schedule import CPU, D2H, GPU, H2D, HOST_MEMORY, Discipline, Kind, Lane, Schedule, TaskId, Value
 from autohete.testing import checks, strategies
 from autohete.testing.list_scheduler import list_schedule
+from autohete.workload import Workload
 
 FORWARD, BACKWARD = TaskId(Kind.FORWARD, 0), TaskId(Kind.BACKWARD, 0)
 
 
 def waits(builder: Builder) -> dict[str, list[str]]:
     """What each task waits for, as text."""
-    return {str(task.id): sorted(map(str, task.after)) for task in builder.tasks()}
+    order = builder.waits.order()
+    builder.waits.reduce(order)
+    return {str(task.id): sorted(map(str, task.after)) for task in builder.tasks(order)}
 
 
 def two_passes() -> Builder:
@@ -49,7 +63,7 @@ def test_what_is_made_anew_waits_for_nobody() -> None:
     builder = Builder([FORWARD, BACKWARD])
     fetch = builder.task(Kind.PREFETCH_FORWARD, 0, H2D, 1e-9)
     builder.read(fetch, Value.PARAMETERS, 0, HOST_MEMORY)
-    builder.make(fetch, Value.PARAMETERS, 0, 8)
+    builder.make(fetch, on_gpu(Value.PARAMETERS, 0), 8)
     for task in (FORWARD, BACKWARD):
         builder.task(task.kind, 0, GPU, 1e-9)
         builder.read(task, Value.PARAMETERS, 0)
@@ -67,9 +81,9 @@ def test_a_late_reader_is_waited_for_before_memory_is_freed() -> None:
     builder = Builder([FORWARD, BACKWARD])
     builder.task(Kind.FORWARD, 0, GPU, 1e-9)
     builder.read(FORWARD, Value.PARAMETERS, 0)
-    builder.free(FORWARD, Value.PARAMETERS, 0, back=1)
+    builder.free(FORWARD, on_gpu(Value.PARAMETERS, 0), back=1)
     fetch = builder.task(Kind.PREFETCH_BACKWARD, 0, H2D, 1e-9)
-    builder.make(fetch, Value.PARAMETERS, 0, 8)
+    builder.make(fetch, on_gpu(Value.PARAMETERS, 0), 8)
     builder.task(Kind.BACKWARD, 0, GPU, 1e-9)
     builder.read(BACKWARD, Value.PARAMETERS, 0)
     back = builder.task(Kind.WRITE_BACK_BACKWARD, 0, D2H, 1e-9)
@@ -99,44 +113,94 @@ def test_a_cycle_is_refused() -> None:
     """A rule may ask for what the data forbid."""
     builder = two_passes()
     builder.after(FORWARD, BACKWARD)
-    with pytest.raises(ScheduleError, match="wait for each other in a cycle"):
-        builder.tasks()
+    with pytest.raises(CycleError) as caught:
+        builder.waits.order()
+    assert sorted(caught.value.waits) == [(0, 1, 0), (1, 0, 0)]
+
+
+def test_of_tasks_that_may_be_issued_next_the_first_declared_is() -> None:
+    """A task that has to wait for a later one is issued right after it, and the rest keep their order."""
+    builder = two_passes()
+    first, second = (builder.task(Kind.REFRESH, unit, H2D, 1e-9) for unit in (1, 2))
+    builder.after(FORWARD, first)
+    order = builder.waits.order()
+    assert [str(builder.drafts[i].id) for i in order] == ["H1", "F0", "B0", "H2"]
+    builder.in_turn([second, first])
+    assert [str(builder.drafts[i].id) for i in builder.waits.order()] == ["H2", "H1", "F0", "B0"]
 
 
 @st.composite
-def with_fewer_rules(draw: st.DrawFn) -> tuple[Profile, Plan, list[int]]:
-    """A random plan, and some of its rules by their places."""
+def with_fewer_rules(draw: st.DrawFn) -> tuple[Profile, Plan, Plan]:
+    """A random plan, and the same with some of its rules."""
     profile = draw(strategies.profiles())
     plan = draw(strategies.plans(profile))
-    return profile, plan, [place for place, _ in enumerate(rules_of(plan)) if draw(st.booleans())]
+    return profile, plan, replace(plan, rules=tuple(rule for rule in plan.rules if draw(st.booleans())))
 
 
 @given(with_fewer_rules())
-def test_any_subset_of_rules_trains_the_same(drawn: tuple[Profile, Plan, list[int]]) -> None:
+def test_any_subset_of_rules_trains_the_same(drawn: tuple[Profile, Plan, Plan]) -> None:
     """What data need does not depend on rules: the schedule is valid, and nothing is read before it is there."""
-    profile, plan, kept = drawn
-    rules = list(rules_of(plan))
-    schedule = lower(profile, plan, [rules[place] for place in kept]).validate()
+    profile, _, plan = drawn
+    schedule = lower(profile, plan).validate()
     assert checks.parameter_faults(profile, plan, schedule) == []
     assert checks.gradient_faults(plan, schedule) == []
     assert checks.activation_faults(plan, schedule) == []
 
 
 @given(with_fewer_rules())
-def test_a_rule_never_makes_a_schedule_faster(drawn: tuple[Profile, Plan, list[int]]) -> None:
-    """Where lanes keep their order and share nothing, each task starts no later without a rule than with it."""
-    profile, plan, kept = drawn
-    rules = list(rules_of(plan))
+def test_a_rule_never_makes_a_schedule_faster(drawn: tuple[Profile, Plan, Plan]) -> None:
+    """Where tasks keep their order and durations and share nothing, each starts no later without a rule than with it."""
+    profile, plan, fewer = drawn
+    full, few = (lower(profile, one) for one in (plan, fewer))
+    place = {task.id: i for i, task in enumerate(full.tasks)}
+    lasting = {task.id: task.duration_ns for task in full.tasks}
 
-    def starts(schedule_rules: list[int]) -> list[list[int]]:
-        schedule = lower(profile, plan, [rules[place] for place in schedule_rules])
+    def starts(schedule: Schedule) -> list[list[int]]:
         lanes = tuple(Lane(lane.name, Discipline.FIFO) for lane in schedule.lanes)
-        fixed = replace(schedule, lanes=lanes, flows=(), resources=()).validate()
+        tasks = sorted((replace(task, duration_ns=lasting[task.id]) for task in schedule.tasks), key=lambda t: place[t.id])
+        fixed = replace(schedule, lanes=lanes, tasks=tuple(tasks), flows=(), resources=()).validate()
         found: list[list[int]] = list_schedule(fixed, 3).start_ns.tolist()
         return found
 
     assert all(
-        few <= all_of
-        for some, every in zip(starts(kept), starts(list(range(len(rules)))), strict=True)
-        for few, all_of in zip(some, every, strict=True)
+        early <= late
+        for some, every in zip(starts(few), starts(full), strict=True)
+        for early, late in zip(some, every, strict=True)
     )
+
+
+@given(with_fewer_rules(), st.integers(0, 5))
+def test_what_changes_nothing_is_refused_by_name(drawn: tuple[Profile, Plan, Plan], place: int) -> None:
+    """Every rule of a plan that is lowered changes something: a second time it does not, and is named."""
+    profile, plan, _ = drawn
+    if place < len(plan.rules):
+        again = plan.rules[place]
+        with pytest.raises(RuleError) as caught:
+            lower(profile, replace(plan, rules=(*plan.rules, again)))
+        assert caught.value.rule == again
+        assert str(again) in str(caught.value)
+
+
+SMALL = analytic_profile(
+    Workload("small", 64, 4, 2, vocabulary_size=500, sequence_length=64), load_hardware("rtx4090-workstation")
+)
+ON_CPU = Plan("by hand", (UnitPlan(update_on=Processor.CPU),) * 6, update_bytes=28)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ((Window(9),), r"Window\(size=9\) changes nothing in this plan"),
+        ((GpuUpdatesAfterBackward(),), r"GpuUpdatesAfterBackward\(\) changes nothing"),
+        ((BlockingCopies(Kind.WRITE_BACK_FORWARD),), "BlockingCopies.* changes nothing"),
+        ((GradientSlots(1), GradientSlots(2)), r"GradientSlots\(slots=2\) changes nothing"),
+        ((BlockingCopies(Kind.OFFLOAD_GRADIENTS), GradientSlots(1)), r"GradientSlots\(slots=1\) asks only for what Blocking"),
+        ((Window(1), UpdatesAfterBackward()), r"wait for each other: .* Leave out .*UpdatesAfterBackward\(\)"),
+        ((Barrier(), Barrier()), r"Barrier\(\) twice"),
+    ],
+    ids=str,
+)
+def test_rules_that_do_not_go_together(rules: tuple[Rule, ...], message: str) -> None:
+    """What contradicts, repeats or does not concern the plan is refused, with its name and what to do."""
+    with pytest.raises(RuleError, match=message):
+        lower(SMALL, replace(ON_CPU, rules=rules))

@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
+from plans import with_gradients_replacing
 
 import autohete.testing
 from autohete.errors import InfeasibleError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.memory import Occupancy, occupancy
-from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
+from autohete.plan import Activations, Footprint, Plan, Processor, Route, UnitPlan
+from autohete.plan.rules import ByPriority, Rule
 from autohete.policies import parse_policy
 from autohete.policy import Judge
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import (
     GPU_MEMORY,
+    HOST_MEMORY,
     Buffer,
     BufferId,
     Edge,
@@ -38,6 +41,7 @@ from autohete.schedule import (
 from autohete.simulate import judge_for
 from autohete.testing import checks, strategies
 from autohete.testing.list_scheduler import list_schedule
+from autohete.testing.strategies import without_idle_rules
 from autohete.trace import Trace
 from autohete.workload import Workload
 
@@ -49,17 +53,20 @@ def planned_by(policy: str) -> Plan:
     return parse_policy(policy).plan(PROFILE, judge_for(PROFILE))
 
 
-def plan_of(inner: BlockPlan) -> Plan:
-    """A plan of five blocks whose three inner ones are alike."""
-    outer = BlockPlan(optimizer=inner.optimizer)
-    return Plan("by hand", (outer, inner, inner, inner, outer), 2, 28, 2, 16, 2, priority=True)
+def plan_of(inner: UnitPlan, *rules: Rule) -> Plan:
+    """A plan of five units whose three inner ones are alike."""
+    outer = UnitPlan(update_on=inner.update_on)
+    return Plan("by hand", (outer, inner, inner, inner, outer), rules, update_bytes=28)
 
 
 def offloaded_in_every_way() -> list[Plan]:
     """Offloaded parameters that are kept, moved, updated and used with activations in every way."""
     switches = product((False, True), repeat=3)
     return [
-        plan_of(BlockPlan(activations, Placement.OFFLOADED, processor, forward, backward, moved))
+        without_idle_rules(
+            PROFILE,
+            plan_of(UnitPlan(activations, Route(HOST_MEMORY, forward, backward, moved), processor), ByPriority()),
+        )
         for activations, processor, (forward, backward, moved) in product(Activations, Processor, switches)
         if not (forward and moved)
     ]
@@ -70,7 +77,7 @@ PLANS = [
         planned_by, ["resident", "zero_offload", "zero_offload:paper,tile_overlap,delayed_update", "patrickstar:chunk_size=1"]
     ),
     *map(planned_by, ["stronghold:window=1", "stronghold:window=2,checkpointing=full", "autohete"]),
-    replace(planned_by("zero_offload:delayed_update"), gradients_replace_parameters=True),
+    with_gradients_replacing(planned_by("zero_offload:delayed_update")),
     *offloaded_in_every_way(),
 ]
 
@@ -112,7 +119,7 @@ def test_memory_of_any_schedule_balances(schedule: Schedule) -> None:
 
 def test_parameters_are_not_released_while_they_are_written_back() -> None:
     """Parameters that the GPU updates, and that leave after the next forward, stay until their write-back has ended."""
-    inner = BlockPlan(parameters=Placement.OFFLOADED, optimizer=Processor.GPU, keep_after_backward=True)
+    inner = UnitPlan(parameters=Route(HOST_MEMORY, stays_after_backward=True))
     assert checks.plan_faults(PROFILE, plan_of(inner)) == []
 
 
@@ -160,7 +167,7 @@ def test_a_missing_task_is_noticed() -> None:
 
 def test_a_fetch_of_what_is_there_is_noticed() -> None:
     """Against a plan that keeps parameters, a fetch of them is a fault."""
-    away, kept = (BlockPlan(parameters=placement, optimizer=Processor.CPU) for placement in reversed(Placement))
+    away, kept = (UnitPlan(parameters=Route(home), update_on=Processor.CPU) for home in (HOST_MEMORY, GPU_MEMORY))
     assert "PF1 fetches what is there" in checks.parameter_faults(PROFILE, plan_of(kept), lower(PROFILE, plan_of(away)))
 
 
@@ -245,8 +252,8 @@ def test_a_span_that_moves_is_noticed() -> None:
 def test_a_plan_for_another_model_is_a_fault() -> None:
     """What cannot be lowered is told in the words of the error."""
     plan = planned_by("resident")
-    assert checks.plan_faults(PROFILE, replace(plan, blocks=plan.blocks[1:])) == [
-        "the plan has 4 blocks, the profile 5: plan for this workload"
+    assert checks.plan_faults(PROFILE, replace(plan, units=plan.units[1:])) == [
+        "the plan has 4 units, the profile 5: plan for this workload"
     ]
 
 
@@ -260,7 +267,7 @@ class Fickle:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         self.asked += 1
-        return replace(plan_of(BlockPlan(optimizer=Processor.CPU)), host_buffer_bytes=self.asked)
+        return replace(plan_of(UnitPlan(update_on=Processor.CPU)), footprint=Footprint(host_buffer_bytes=self.asked))
 
 
 class Unable:
@@ -300,7 +307,7 @@ def test_the_example_works() -> None:
 
 def test_memory_that_may_grow_is_a_fault() -> None:
     """Where no later allocation waits for the copy that frees a buffer, the copy may fall behind without end."""
-    schedule = lower(PROFILE, plan_of(BlockPlan(Activations.OFFLOAD)))
+    schedule = lower(PROFILE, plan_of(UnitPlan(Activations.OFFLOAD)))
     assert checks.memory_faults(schedule) == []
     lanes = (*schedule.lanes, Lane("disk"))
     stray = (

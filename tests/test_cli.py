@@ -183,19 +183,21 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
     """``plan --json`` is the object of ``simulate --json`` and the decisions of all blocks; it takes the same options."""
     question = ["--policy", "autohete", "--json", "--gpu-memory", "1640MB", *SHAPED]
     simulated, planned = (json.loads(autohete(command, *question).stdout) for command in ("simulate", "plan"))
-    decisions = planned.pop("decisions")
+    decisions, rules = planned.pop("decisions"), planned.pop("rules")
     assert planned == simulated
+    assert rules == ["GradientSlots(slots=2)", "ByPriority()"]
     assert planned["verdict"] == "ok"
     assert [run["first_block"] for run in decisions] == [0, *(run["last_block"] + 1 for run in decisions[:-1])]
     assert decisions[-1]["last_block"] + 1 == planned["plan"]["blocks"] == 6
     sizes = [run["last_block"] + 1 - run["first_block"] for run in decisions]
-    for count, field, value in (
-        ("checkpointed_blocks", "activations", "recompute"),
-        ("offloaded_parameter_blocks", "parameters", "offloaded"),
-        ("offloaded_optimizer_blocks", "optimizer", "cpu"),
+    decided = [(run["activations"], run["parameters"]["home"], run["update_on"]) for run in decisions]
+    for place, value, count in (
+        (0, "recompute", "checkpointed_blocks"),
+        (1, "host", "offloaded_parameter_blocks"),
+        (2, "cpu", "offloaded_optimizer_blocks"),
     ):
-        counted = sum(size for run, size in zip(decisions, sizes, strict=True) if run[field] == value)
-        assert counted == planned["plan"][count], field
+        counted = sum(size for run, size in zip(decided, sizes, strict=True) if run[place] == value)
+        assert counted == planned["plan"][count], count
 
 
 def test_both_commands_have_the_options_of_a_question() -> None:

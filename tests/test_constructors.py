@@ -14,7 +14,8 @@ from test_runtime_exactness import SMALL
 
 import autohete
 from autohete.errors import InputError, check_member
-from autohete.plan import Activations, BlockPlan, Plan
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Route, UnitPlan
+from autohete.plan.rules import BlockingCopies, GradientSlots, Window
 from autohete.policies import POLICIES
 from autohete.policies.checkpointing import with_checkpointing
 from autohete.runtime.lanes import LaneThreads
@@ -87,14 +88,17 @@ def name_of(case: object) -> str | None:
 
 CHECKED = public_dataclasses()
 #: What a policy, or a person, decides.
-DECISIONS = [BlockPlan, Plan, SharedResource, *POLICIES.values()]
+DECISIONS = [
+    UnitPlan, Plan, Route, Format, Footprint, ParameterSlots, BlockingCopies, GradientSlots, Window, SharedResource,
+    *POLICIES.values(),
+]  # fmt: skip
 
 
 def test_the_walk_finds_what_there_is() -> None:
     """The walk reaches plans, schedules, profiles, policies and the runtime."""
     found = {f"{cls.__name__}.{field}" for cls, field, _ in fields_of(CHECKED, StrEnum)}
     assert found >= {
-        "BlockPlan.activations",
+        "BlockingCopies.kind",
         "BlockProfile.role",
         "Comparison.clock",
         "Judgement.verdict",
@@ -102,6 +106,7 @@ def test_the_walk_finds_what_there_is() -> None:
         "StrongHold.checkpointing",
         "TaskId.kind",
         "Trace.clock",
+        "UnitPlan.activations",
         "Workload.precision",
     }
 
@@ -141,7 +146,7 @@ def test_a_count_is_a_whole_number(cls: type, field: str, _: type, value: object
 def test_the_message_says_what_to_write() -> None:
     """The example that used to train with everything kept."""
     with pytest.raises(InputError) as caught:
-        BlockPlan(activations="recompute")  # type: ignore[arg-type]
+        UnitPlan(activations="recompute")  # type: ignore[arg-type]
     assert str(caught.value) == (
         "activations is 'recompute': give Activations.KEEP, Activations.RECOMPUTE or Activations.OFFLOAD"
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware, load_hardware, preset_names, read_hardware, uncertain_figures
-from autohete.plan import BlockPlan, Placement, Plan
+from autohete.plan import Plan, Route, UnitPlan
 from autohete.policies import POLICIES, parse_policy
 from autohete.units import UNITS, format_bytes, format_seconds, parse_quantity
 from autohete.workload import WORKLOADS, BlockRole, Precision, Workload, named_workload
@@ -312,18 +312,20 @@ def test_flags_are_read() -> None:
 
 def test_contradictory_plans_are_refused() -> None:
     """A plan checks itself once, in its constructor."""
-    with pytest.raises(InputError, match="only offloaded parameters"):
-        BlockPlan(keep_after_forward=True)
-    with pytest.raises(InputError, match="cannot be negative"):
-        BlockPlan(parameters=Placement.OFFLOADED, forward_prefetch_distance=-1)
-    valid = Plan("x", (BlockPlan(),) * 3, 2, 28, 2, 16, 2)
-    offloaded = BlockPlan(parameters=Placement.OFFLOADED)
+    with pytest.raises(InputError, match="only parameters whose home is the host"):
+        Route(stays_after_forward=True)
+    with pytest.raises(InputError, match="cannot be a negative number"):
+        Route("host", ahead_in_forward=-1)
+    with pytest.raises(InputError, match="cannot rest in 'disk'"):
+        Route("disk")
+    valid = Plan("x", (UnitPlan(),) * 3)
+    offloaded = UnitPlan(parameters=Route("host"))
     with pytest.raises(InputError, match="needs embedding"):
-        replace(valid, blocks=(BlockPlan(),))
+        replace(valid, units=(UnitPlan(),))
     with pytest.raises(InputError, match="embedding and head"):
-        replace(valid, blocks=(offloaded, offloaded, BlockPlan()))
-    with pytest.raises(InputError, match="excludes serial and windowed"):
-        replace(valid, blocks=(BlockPlan(), offloaded, BlockPlan()), delayed=True)
+        replace(valid, units=(offloaded, offloaded, UnitPlan()))
+    with pytest.raises(InputError, match="excludes offloaded parameters"):
+        replace(valid, units=(UnitPlan(), offloaded, UnitPlan()), delayed=True)
 
 
 def test_precisions_say_their_bytes() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -20,11 +21,12 @@ import autohete
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.plan import BlockPlan, Placement, Plan, Processor
+from autohete.plan import Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
+from autohete.plan.rules import GradientSlots, Rule, UpdatesAfterBackward, Window
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.policy import Verdict
 from autohete.profile import Profile, analytic_profile
-from autohete.schedule import Kind
+from autohete.schedule import HOST_MEMORY, Kind
 from autohete.simulate import judge_for, simulate_plan
 from autohete.testing import strategies
 from autohete.testing.checks import gradient_faults, parameter_faults, plan_faults
@@ -42,19 +44,10 @@ def small_profile() -> Profile:
     return analytic_profile(workload, load_hardware("rtx4090-workstation"))
 
 
-def plan_of(inner: BlockPlan, **flags: object) -> Plan:
-    """A plan of six blocks whose four inner ones are alike, all updated on the CPU unless ``inner`` says otherwise."""
-    outer = BlockPlan(optimizer=inner.optimizer)
-    plan = Plan(
-        policy="by hand",
-        blocks=(outer, inner, inner, inner, inner, outer),
-        gradient_bytes=2,
-        update_bytes=28,
-        refresh_bytes=2,
-        host_optimizer_bytes=16,
-        host_parameter_bytes=2,
-    )
-    return replace(plan, **flags)  # type: ignore[arg-type]
+def plan_of(inner: UnitPlan, *rules: Rule) -> Plan:
+    """A plan of six units whose four inner ones are alike, all updated where ``inner`` is."""
+    outer = UnitPlan(update_on=inner.update_on)
+    return Plan("by hand", (outer, inner, inner, inner, inner, outer), rules, update_bytes=28)
 
 
 @given(planned())
@@ -74,7 +67,7 @@ def test_forward_sees_the_update_before(case: tuple[Profile, Plan]) -> None:
 def test_backward_fetch_waits_for_the_write_back_of_the_update() -> None:
     """Parameters updated on the GPU that leave after forward are fetched from a host copy that has the update."""
     profile = small_profile()
-    plan = plan_of(BlockPlan(parameters=Placement.OFFLOADED, optimizer=Processor.GPU, keep_after_backward=True))
+    plan = plan_of(UnitPlan(parameters=Route(HOST_MEMORY, stays_after_backward=True)))
     assert parameter_faults(profile, plan, lower(profile, plan)) == []
 
 
@@ -88,7 +81,7 @@ def test_update_takes_finished_gradients(case: tuple[Profile, Plan]) -> None:
 @pytest.mark.parametrize("forgotten", [Kind.REFRESH, Kind.CPU_UPDATE, Kind.OFFLOAD_GRADIENTS])
 def test_search_for_paths_notices(forgotten: Kind) -> None:
     """With the waits for one kind of task taken away, the two tests above have something to say."""
-    profile, plan = small_profile(), plan_of(BlockPlan(optimizer=Processor.CPU))
+    profile, plan = small_profile(), plan_of(UnitPlan(update_on=Processor.CPU))
     schedule = lower(profile, plan)
     careless = replace(
         schedule,
@@ -98,57 +91,34 @@ def test_search_for_paths_notices(forgotten: Kind) -> None:
     assert parameter_faults(profile, plan, careless) + gradient_faults(plan, careless)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"serial_updates": True, "gradient_slots": 1},
-        {"serial_updates": True, "window": 1},
-        {"serial_updates": True, "update_after_backward": True},
-        {"serial_updates": True, "refresh_after_updates": True},
-        {"update_after_backward": True, "window": 1},
-        {"priority": True, "serial_updates": True},
-        {"priority": True, "update_after_backward": True},
-        {"priority": True, "refresh_after_updates": True},
-        {"delayed": True, "serial_updates": True},
-        {"delayed": True, "window": 1},
-    ],
-    ids="+".join,
-)
-def test_contradictory_plan_is_refused_early(flags: dict[str, object]) -> None:
-    """Decisions whose waits form a circle, or leave nothing to decide, are refused as a plan, and named."""
-    with pytest.raises(InputError) as caught:
-        plan_of(BlockPlan(optimizer=Processor.CPU), **flags)
-    assert any(flag in str(caught.value) for flag in flags)
-
-
 def test_gradient_slots_do_not_contradict_updates_after_backward() -> None:
     """The GPU may wait for the copies of gradients while the updates wait for all of backward."""
-    plan = plan_of(BlockPlan(optimizer=Processor.CPU), update_after_backward=True, gradient_slots=1)
+    plan = plan_of(UnitPlan(update_on=Processor.CPU), UpdatesAfterBackward(), GradientSlots(1))
     assert plan_faults(small_profile(), plan) == []
 
 
 @pytest.mark.parametrize(
-    "flag",
+    ("make", "named"),
     [
-        {"window": 0},
-        {"gradient_slots": 0},
-        {"parameter_slots": -1},
-        {"gpu_buffer_bytes": -1},
-        {"host_buffer_bytes": -1},
-        {"host_optimizer_bytes": -1},
-        {"host_parameter_bytes": -1},
-        {"gradient_bytes": -1},
-        {"refresh_bytes": -1},
-        {"update_bytes": -1.0},
-        {"update_bytes": float("nan")},
-        {"update_bytes": float("inf")},
+        (lambda: Window(0), "size is 0"),
+        (lambda: GradientSlots(0), "slots is 0"),
+        (lambda: ParameterSlots(-1), "count is -1"),
+        (lambda: Footprint(gpu_buffer_bytes=-1), "gpu_buffer_bytes is -1"),
+        (lambda: Footprint(host_buffer_bytes=-1), "host_buffer_bytes is -1"),
+        (lambda: Footprint(host_optimizer_bytes=-1), "host_optimizer_bytes is -1"),
+        (lambda: Footprint(host_parameter_bytes=-1), "host_parameter_bytes is -1"),
+        (lambda: Footprint(host_pinned_bytes=(4, -1)), "host_pinned_bytes is -1"),
+        (lambda: Format(-1), "element_bytes is -1"),
+        (lambda: replace(plan_of(UnitPlan()), update_bytes=-1.0), "update_bytes is -1.0"),
+        (lambda: replace(plan_of(UnitPlan()), update_bytes=float("nan")), "update_bytes is nan"),
+        (lambda: replace(plan_of(UnitPlan()), elementwise_bytes=float("inf")), "elementwise_bytes is inf"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_absurd_number_in_a_plan_is_refused(flag: dict[str, object]) -> None:
+def test_absurd_number_in_a_plan_is_refused(make: Callable[[], object], named: str) -> None:
     """A plan with a size below zero, no places at all, or no number is a typed error that names the field."""
-    with pytest.raises(InputError, match=next(iter(flag))):
-        plan_of(BlockPlan(), **flag)
+    with pytest.raises(InputError, match=named):
+        make()
 
 
 def calls_to_lower(transformer_blocks: int) -> int:
@@ -178,9 +148,9 @@ def test_lowering_grows_with_the_model() -> None:
 
 def test_plan_for_another_model_is_refused() -> None:
     """A plan with another number of blocks than the profile is a typed error with both numbers."""
-    profile, plan = small_profile(), plan_of(BlockPlan())
-    with pytest.raises(InputError, match="the plan has 5 blocks, the profile 6"):
-        lower(profile, replace(plan, blocks=plan.blocks[1:]))
+    profile, plan = small_profile(), plan_of(UnitPlan())
+    with pytest.raises(InputError, match="the plan has 5 units, the profile 6"):
+        lower(profile, replace(plan, units=plan.units[1:]))
 
 
 # --- policies -----------------------------------------------------------------------------------------------------
@@ -207,7 +177,7 @@ def test_every_policy_plans(name: str, data: st.DataObject) -> None:
     if plan is None:
         assert name == "autohete", "policies with fixed rules return their plan all the same"
         return
-    assert len(plan.blocks) == len(profile.blocks)
+    assert len(plan.units) == len(profile.blocks)
     assert plan.policy == policy.name
     assert plan_faults(profile, plan) == []
     if name == "autohete":

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from plans import with_gradients_replacing
 from reference import batches, model_for
 from test_device import MEDIUM
 from test_runtime_exactness import POLICIES, profile_of, reaches
@@ -185,8 +186,8 @@ def test_a_step_is_skipped_as_a_whole_or_not_at_all(policy: str, precision: Prec
     """Where all updates wait for the backward the step changes nothing and training goes on; elsewhere it stops."""
     plan, schedule = planned(policy, precision)
     replacing = not precision.element_bytes > 2
-    if replacing and not plan.gradients_in_slots:  # also with gradients in the place of the parameters
-        schedule = lower(profile_of(replace(MEDIUM, precision=precision)), replace(plan, gradients_replace_parameters=True))
+    if replacing and plan.slots is None:  # also with gradients in the place of the parameters
+        schedule = lower(profile_of(replace(MEDIUM, precision=precision)), with_gradients_replacing(plan))
     model = _ExplodingGPT(replace(MEDIUM, precision=precision))
     training = Training(partition(model), schedule, next_token_loss, skip_nonfinite=True, poison=True)
     try:
@@ -209,7 +210,7 @@ def test_waiting_for_backward_is_seen_in_the_edges(drawn: st.DataObject) -> None
     profile = profile_of(replace(MEDIUM, transformer_blocks=2))
     plan = drawn.draw(plans(profile))
     schedule = lower(profile, plan)
-    blocks = range(len(plan.blocks))
+    blocks = range(len(plan.units))
     expected = all(
         reaches(schedule, TaskId(Kind.BACKWARD, block), task.id, int(plan.delayed and task.id.kind is Kind.CPU_UPDATE))
         for task in schedule.tasks

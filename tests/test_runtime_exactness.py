@@ -10,17 +10,17 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import with_gradients_replacing
 from reference import Outcome, slowed, train_by_schedule, train_plainly
 
 from autohete.errors import AutoHeteError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.lowering.rules import rules_of
-from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
+from autohete.plan import Activations, Plan, Processor, Route, UnitPlan
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.lanes import Action
-from autohete.schedule import Kind, Schedule, Task, TaskId
+from autohete.schedule import HOST_MEMORY, Kind, Schedule, Task, TaskId
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
@@ -58,7 +58,7 @@ def plainly(workload: Workload, stale: frozenset[int] = frozenset()) -> Outcome:
 
 def updated_on_cpu(plan: Plan) -> frozenset[int]:
     """The blocks that a delayed update concerns."""
-    return frozenset(block for block, decisions in enumerate(plan.blocks) if decisions.optimizer is Processor.CPU)
+    return frozenset(i for i, unit in enumerate(plan.units) if unit.update_on is Processor.CPU)
 
 
 def profile_of(workload: Workload) -> Profile:
@@ -94,8 +94,8 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
     profile = profile_of(workload)
     plan = data.draw(plans(profile))
     seed = data.draw(st.integers(0, 2**16))
-    rules = [rule for rule in rules_of(plan) if data.draw(st.integers(0, 3))]
-    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan, rules).validate(), slowed(seed, 0.0005))
+    plan = replace(plan, rules=tuple(rule for rule in plan.rules if data.draw(st.integers(0, 3))))
+    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan).validate(), slowed(seed, 0.0005))
     assert outcome == plainly(workload, updated_on_cpu(plan) if plan.delayed else frozenset())
     assert check_trace(trace) == []
 
@@ -109,7 +109,7 @@ def test_delayed_updates_take_the_gradients_of_the_step_before(policy: str, prec
     profile = profile_of(workload)
     plan = parse_policy(policy).plan(profile, judge_for(profile))
     assert plan.delayed
-    assert updated_on_cpu(plan) == frozenset(range(len(plan.blocks)))
+    assert updated_on_cpu(plan) == frozenset(range(len(plan.units)))
     outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan))
     assert outcome == plainly(workload, updated_on_cpu(plan))
     assert outcome != plainly(workload)
@@ -127,8 +127,8 @@ def test_a_late_refresh_brings_no_newer_parameters() -> None:
 def test_parameters_stay_until_they_are_written_back() -> None:
     """Parameters that the GPU updated are not released by the next forward while their write-back still reads them."""
     profile = profile_of(SMALL)
-    inner = BlockPlan(parameters=Placement.OFFLOADED, keep_after_backward=True)
-    plan = Plan("by hand", (BlockPlan(), *[inner] * SMALL.transformer_blocks, BlockPlan()), 4, 28, 4, 16, 4)
+    inner = UnitPlan(parameters=Route(HOST_MEMORY, stays_after_backward=True))
+    plan = Plan("by hand", (UnitPlan(), *[inner] * SMALL.transformer_blocks, UnitPlan()))
     outcome, _ = train_by_schedule(SMALL, STEPS, lower(profile, plan), slow_kind(Kind.WRITE_BACK_BACKWARD))
     assert outcome == plainly(SMALL)
 
@@ -138,7 +138,7 @@ def test_gradients_in_the_place_of_parameters_stay_until_they_are_copied() -> No
     workload = replace(SMALL, precision=Precision.BF16)
     profile = profile_of(workload)
     plan = parse_policy("zero_offload:paper,tile_overlap,delayed_update").plan(profile, judge_for(profile))
-    plan = replace(plan, gradients_replace_parameters=True)
+    plan = with_gradients_replacing(plan)
     outcome, _ = train_by_schedule(workload, STEPS, lower(profile, plan), slow_kind(Kind.OFFLOAD_GRADIENTS))
     assert outcome == plainly(workload, updated_on_cpu(plan))
 
@@ -258,23 +258,23 @@ def trained(schedule: Schedule, around: Callable[[Action], Action]) -> Outcome |
         return None
 
 
-_AWAY = BlockPlan(parameters=Placement.OFFLOADED)
+_AWAY = UnitPlan(parameters=Route(HOST_MEMORY))
 #: For each kind of task what a block decides so that training cannot do without it.
-NEEDS: dict[Kind, BlockPlan] = {
-    Kind.FORWARD: BlockPlan(),
-    Kind.LOSS: BlockPlan(),
-    Kind.RECOMPUTE: BlockPlan(Activations.RECOMPUTE),
-    Kind.BACKWARD: BlockPlan(),
-    Kind.GPU_UPDATE: BlockPlan(),
+NEEDS: dict[Kind, UnitPlan] = {
+    Kind.FORWARD: UnitPlan(),
+    Kind.LOSS: UnitPlan(),
+    Kind.RECOMPUTE: UnitPlan(Activations.RECOMPUTE),
+    Kind.BACKWARD: UnitPlan(),
+    Kind.GPU_UPDATE: UnitPlan(),
     Kind.PREFETCH_FORWARD: _AWAY,
     Kind.PREFETCH_BACKWARD: _AWAY,
-    Kind.REFRESH: BlockPlan(optimizer=Processor.CPU),
-    Kind.FETCH_ACTIVATIONS: BlockPlan(Activations.OFFLOAD),
-    Kind.OFFLOAD_ACTIVATIONS: BlockPlan(Activations.OFFLOAD),
-    Kind.WRITE_BACK_FORWARD: replace(_AWAY, keep_after_backward=True, write_back_after_forward=True),
+    Kind.REFRESH: UnitPlan(update_on=Processor.CPU),
+    Kind.FETCH_ACTIVATIONS: UnitPlan(Activations.OFFLOAD),
+    Kind.OFFLOAD_ACTIVATIONS: UnitPlan(Activations.OFFLOAD),
+    Kind.WRITE_BACK_FORWARD: UnitPlan(parameters=Route(HOST_MEMORY, stays_after_backward=True, moves=True)),
     Kind.WRITE_BACK_BACKWARD: _AWAY,
-    Kind.OFFLOAD_GRADIENTS: BlockPlan(optimizer=Processor.CPU),
-    Kind.CPU_UPDATE: BlockPlan(optimizer=Processor.CPU),
+    Kind.OFFLOAD_GRADIENTS: UnitPlan(update_on=Processor.CPU),
+    Kind.CPU_UPDATE: UnitPlan(update_on=Processor.CPU),
 }
 
 
@@ -282,9 +282,8 @@ NEEDS: dict[Kind, BlockPlan] = {
 def test_every_kind_is_simulated_and_executed(kind: Kind) -> None:
     """Simulator and runtime execute tasks of every kind; if the runtime does nothing for one of them, that has consequences."""
     profile, inner = profile_of(SMALL), NEEDS[kind]
-    outer = BlockPlan(optimizer=inner.optimizer)
-    blocks = (outer, *[inner] * SMALL.transformer_blocks, outer)
-    schedule = lower(profile, Plan("by hand", blocks, 4, 28, 4, 16, 4))
+    outer = UnitPlan(update_on=inner.update_on)
+    schedule = lower(profile, Plan("by hand", (outer, *[inner] * SMALL.transformer_blocks, outer)))
     assert kind in {task.id.kind for task in schedule.tasks}
     simulated = SimExecutor().run(schedule, STEPS)
     outcome, measured = train_by_schedule(SMALL, STEPS, schedule)

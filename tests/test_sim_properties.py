@@ -255,7 +255,7 @@ ALLOWED: dict[str, set[str]] = {
     "hardware": _MODEL,
     "kernels": _MODEL | {"workload"},
     "profile": _MODEL | {"workload", "hardware", "kernels"},
-    "plan": _MODEL,
+    "plan": _MODEL | {"schedule"},
     "policy": _MODEL | {"plan", "profile"},
     "schedule": _MODEL,
     "sharing": _MODEL | {"schedule"},
@@ -265,7 +265,7 @@ ALLOWED: dict[str, set[str]] = {
     "worst_case": _MODEL | {"schedule", "trace", "order", "memory"},
     "memory_waits": _MODEL | {"schedule", "trace", "order", "memory", "worst_case"},
     "executor": _MODEL | {"schedule", "trace"},
-    "lowering": _MODEL | {"workload", "hardware", "profile", "plan", "schedule", "order"},
+    "lowering": _MODEL | {"workload", "hardware", "profile", "plan", "schedule"},
     "planner": _MODEL | {"workload", "hardware", "profile", "plan", "policy", "schedule", "lowering", "worst_case"},
     "policies": _MODEL
     | {"workload", "hardware", "profile", "plan", "policy", "planner", "lowering", "memory_waits", "schedule"},

@@ -83,7 +83,7 @@ def test_uploads_hide_behind_updates_in_fp16_up_to_0_8_3(version: DeepSpeed, pre
     profile, plan = planned(offloaded(version), precision)
     found = simulate_plan(profile, plan)
     column = {task.id: i for i, task in enumerate(found.schedule.tasks)}
-    first_refresh = found.trace.start_ns[1, column[TaskId(Kind.REFRESH, len(plan.blocks) - 1)]]
+    first_refresh = found.trace.start_ns[1, column[TaskId(Kind.REFRESH, len(plan.units) - 1)]]
     last_update = found.trace.end_ns[1, column[TaskId(Kind.CPU_UPDATE, 0)]]
     assert (first_refresh < last_update) == (version in TILES and precision is Precision.FP16)
 
@@ -174,7 +174,7 @@ def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
     """``fp32_upload``: 4 bytes up, 2 down, an Adam of 26 bytes per parameter without casts, and no 16-bit copy on the host."""
     profile, plan = planned("autohete:fp32_upload")
     found = simulate_plan(profile, plan)
-    on_cpu = [i for i, block in enumerate(plan.blocks) if block.optimizer is Processor.CPU]
+    on_cpu = [i for i, unit in enumerate(plan.units) if unit.update_on is Processor.CPU]
     updated = sum(profile.blocks[i].parameters for i in on_cpu)
     cpu = NODE.cpu
     assert work(found, Kind.CPU_UPDATE) == pytest.approx(updated * 26 / (cpu.update_bandwidth * cpu.concurrent_share), rel=1e-6)
@@ -211,12 +211,13 @@ def test_host_memory_counts_the_rounding() -> None:
     profile = analytic_profile(replace(named_workload("gpt-22b"), precision=Precision.FP16, kernels=Kernels.EAGER), NODE)
     judge = judge_for(profile)
     plan = parse_policy("autohete").plan(profile, judge)
+    held = plan.footprint
     exact = sum(
-        block.parameters * (plan.host_optimizer_bytes + sum(plan.host_pinned_bytes))
-        for block, decided in zip(profile.blocks, plan.blocks, strict=True)
-        if decided.optimizer is Processor.CPU
+        block.parameters * (held.host_optimizer_bytes + sum(held.host_pinned_bytes))
+        for block, unit in zip(profile.blocks, plan.units, strict=True)
+        if unit.update_on is Processor.CPU
     )
-    offloaded = plan.offloaded_parameter_blocks * profile.blocks[1].parameters * plan.host_parameter_bytes
+    offloaded = plan.offloaded_parameter_blocks * profile.blocks[1].parameters * held.host_parameter_bytes
     assert judge(plan).host_peak_bytes > (exact + offloaded) * 1.05
     small = replace(profile, hardware=replace(NODE, host=replace(NODE.host, memory_bytes=exact // 2)))
     with pytest.raises(InfeasibleError, match="host memory"):

@@ -1,23 +1,24 @@
 """From a plan to tasks: :func:`lower` is the only maker of tasks from plans.
 
-Read :func:`lower` as an iteration passes: what is fetched before a pass, the pass, what is released after it, where its
-gradient goes, who updates it and how the new parameters come back. Each task says what it reads and writes
-(``compute.py``, ``copies.py``); what waits for what follows from that (``builder.py``). What separates the published systems
-are rules, which only add order (``rules.py``).
+Read :func:`_tasks` as an iteration passes: what a pass needs is brought, the pass computes, what it leaves behind goes where it
+rests (``compute.py``, ``parameters.py``, ``activations.py``, ``updates.py``). Each task says what it reads and writes; what
+waits for what follows from that (``builder.py``, ``waits.py``). What separates the published systems are rules, which only add
+order (``autohete/plan/rules.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from autohete.errors import InputError
+from autohete.errors import InputError, RuleError
+from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
 from autohete.lowering.compute import Compute, passes_of
-from autohete.lowering.copies import Copies
 from autohete.lowering.footprint import resident_buffers, shared_bandwidth
-from autohete.lowering.rules import Rule, rules_of
-from autohete.lowering.slots import Life, least_slots, share_slots
-from autohete.plan import Plan
+from autohete.lowering.parameters import Parameters, Stay
+from autohete.lowering.slots import least_slots, lives_of, share_slots
+from autohete.lowering.updates import Updates
+from autohete.lowering.waits import CycleError, explained
+from autohete.plan import Plan, Processor
+from autohete.plan.rules import ByPriority, Rule
 from autohete.profile import Profile
 from autohete.schedule import (
     CPU,
@@ -27,45 +28,49 @@ from autohete.schedule import (
     H2D,
     HOST_MEMORY,
     Discipline,
+    Kind,
     Lane,
     Memory,
     Schedule,
+    TaskId,
 )
 from autohete.workload import Precision
 
 __all__ = ["least_parameter_slots", "lower"]
 
 
-def lower(profile: Profile, plan: Plan, rules: Iterable[Rule] | None = None) -> Schedule:
+def lower(profile: Profile, plan: Plan) -> Schedule:
     """The schedule of ``plan`` for the workload and hardware of ``profile``.
 
-    Args:
-        profile: what and where.
-        plan: what was decided.
-        rules: the order that is added to what data need; None: the plan's own.
-
     Raises:
-        InputError: the plan is for another number of blocks, or its gradients replace parameters that are still needed.
+        InputError: the plan is for another number of units, its gradients replace parameters that are still needed, its slots
+            are too few, or one of its rules contradicts another or what data need, changes nothing, or says what another says.
     """
-    if len(plan.blocks) != len(profile.blocks):
-        raise InputError(f"the plan has {len(plan.blocks)} blocks, the profile {len(profile.blocks)}: plan for this workload")
+    if len(plan.units) != len(profile.blocks):
+        raise InputError(f"the plan has {len(plan.units)} units, the profile {len(profile.blocks)}: plan for this workload")
     fp32 = profile.workload.precision is Precision.FP32
-    if plan.gradients_replace_parameters and fp32 and plan.offloaded_optimizer_blocks < len(plan.blocks):
+    if fp32 and any(unit.gradients_replace_parameters and unit.update_on is Processor.GPU for unit in plan.units):
         raise InputError(
             "gradients cannot replace fp32 parameters that the GPU updates: they are their own master weights; update on the "
             "CPU, or train in 16 bit"
         )
-    builder, lives = _tasks(profile, plan)
+    builder, stays = _tasks(profile, plan)
     builder.order_by_data()
-    if plan.parameter_slots is not None:
-        share_slots(builder, lives, plan.parameter_slots, fifo=not plan.priority)
-    for rule in rules_of(plan) if rules is None else rules:
-        rule.apply(builder)
-    discipline, hardware = Discipline.PRIORITY if plan.priority else Discipline.FIFO, profile.hardware
+    _apply(plan.rules, builder)
+    try:
+        order = builder.waits.order()
+        if plan.slots is not None:
+            share_slots(builder, lives_of(builder, stays, order), plan.slots.count)
+            order = builder.waits.order()
+    except CycleError as error:
+        raise explained(error, [draft.id for draft in builder.drafts], plan.rules) from None
+    builder.waits.reduce(order)
+    _check_rules(plan.rules, builder)
+    discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
     flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu)
     return Schedule(
         lanes=(Lane(GPU), *(Lane(name, discipline) for name in (H2D, D2H, CPU))),
-        tasks=builder.tasks(),
+        tasks=builder.tasks(order),
         memories=(Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)),
         resident=tuple(resident_buffers(profile, plan)),
         flows=flows,
@@ -74,42 +79,65 @@ def lower(profile: Profile, plan: Plan, rules: Iterable[Rule] | None = None) -> 
 
 
 def least_parameter_slots(profile: Profile, plan: Plan) -> int:
-    """The fewest ``parameter_slots`` with which ``plan`` can be lowered; 0 if no block's parameters leave."""
-    builder, lives = _tasks(profile, plan)
-    return least_slots(lives, len(builder.passes))
+    """The fewest slots for parameters with which ``plan`` can be lowered; 0 if no unit's parameters leave the GPU.
+
+    It depends on whether slots have room for gradients, but not on how many ``plan.slots`` has.
+    """
+    builder, stays = _tasks(profile, plan)
+    builder.order_by_data()
+    _apply(plan.rules, builder)
+    return least_slots(lives_of(builder, stays, builder.waits.order()), len(builder.passes))
 
 
-def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Life]]:
-    """The tasks of an iteration as a program would issue them, and the lives of parameters that come and go."""
-    builder = Builder(passes_of(plan))
-    compute, copies = Compute(builder, profile, plan), Copies(builder, profile, plan)
-    units = range(len(plan.blocks))
-    for unit in units:
-        copies.fetch_for_forward(unit)
-        compute.forward(unit)
-        copies.after_forward(unit)
-        copies.offload_activations(unit)
-    compute.loss()
-    for unit in reversed(units):
-        copies.fetch_for_backward(unit)
-        copies.fetch_activations(unit)
-        compute.backward(unit)
-        if not plan.gpu_update_after_backward:
-            copies.gpu_update(unit)
-        if not plan.serial_updates:
-            copies.update_on_cpu(unit)
-        elif not plan.copied_after_backward(unit):
-            copies.offload_gradients(unit)
-    for unit in reversed(units):
-        if plan.gpu_update_after_backward:
-            copies.gpu_update(unit)
-    for unit in reversed(units):
-        if plan.serial_updates and plan.copied_after_backward(unit):
-            copies.offload_gradients(unit)
-        if plan.serial_updates:
-            copies.cpu_update(unit)
+def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
+    """The tasks of an iteration as a program would issue them, and the stays of parameters that come and go."""
+    micro_batches = 1
+    builder = Builder(passes_of(plan, micro_batches), gradients_back=int(plan.delayed))
+    compute, updates = Compute(builder, profile, plan), Updates(builder, profile, plan)
+    parameters, activations = Parameters(builder, profile, plan), OffloadedActivations(builder, profile, plan)
+    units = range(len(plan.units))
+    for m in range(micro_batches):
+        for unit in units:
+            parameters.bring(TaskId(Kind.FORWARD, unit, m))
+            compute.forward(unit, m)
+            parameters.after_forward(unit, m)
+            activations.after_forward(unit, m)
+        compute.loss(m)
+        for unit in reversed(units):
+            parameters.bring(builder.first_backward(unit, m))
+            activations.bring(TaskId(Kind.BACKWARD, unit, m))
+            compute.backward(unit, m)
+            if m + 1 == micro_batches:
+                updates.after_backward(unit)
+                parameters.after_update(unit)
+            else:
+                parameters.after_backward(unit)
     # Refreshes last: on a fifo lane one that waits for its update must not hold up what backward needs.
-    copies.refresh_all()
-    for unit in units:
-        copies.after_backward(unit)
-    return builder, copies.lives
+    parameters.refresh_all()
+    return builder, parameters.stays
+
+
+def _apply(rules: tuple[Rule, ...], builder: Builder) -> None:
+    """Which task comes first is known to the others when lanes know what is urgent."""
+    for author, rule in sorted(enumerate(rules, start=1), key=lambda item: not isinstance(item[1], ByPriority)):
+        builder.waits.author = author
+        rule.apply(builder)
+    builder.waits.author = 0
+
+
+def _check_rules(rules: tuple[Rule, ...], builder: Builder) -> None:
+    """Refuse what changes nothing, and what another rule says already."""
+    needed = builder.waits.authors()
+    for author, rule in enumerate(rules, start=1):
+        if rule in rules[: author - 1]:
+            raise RuleError(f"the plan has {rule} twice: give it once", rule)
+        if author in needed or (isinstance(rule, ByPriority) and builder.has_choice()):
+            continue
+        others = [rules[other - 1] for claimant, other in builder.waits.claims if claimant == author and other]
+        if others:
+            raise RuleError(f"{rule} asks only for what {others[0]} asks for: leave one of them out", rule)
+        raise RuleError(
+            f"{rule} changes nothing in this plan: what it asks for follows from what data need and from the other rules, or "
+            "there are no tasks that it is about; leave it out",
+            rule,
+        )

@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from autohete.errors import InputError
-from autohete.order import topological
+from autohete.lowering.waits import Waits
 from autohete.schedule import GPU, GPU_MEMORY, KIND_MEANING, Buffer, BufferId, Edge, Free, Kind, Task, TaskId, Value
 
 #: A year and a half. Some thousands of such tasks in a row still fit 64-bit nanoseconds.
 _LONGEST_TASK_SECONDS = 5e7
 
-#: Where a value is: what, of which unit, in which memory.
-Place = tuple[Value, int, str]
+#: Where a value is: what, of which unit, in which memory, of which micro-batch.
+Place = tuple[Value, int | None, str, int]
+
+#: What every micro-batch has of its own.
+_OF_MICRO_BATCHES = frozenset(
+    {Value.ACTIVATIONS, Value.INPUT, Value.INPUT_GRADIENT, Value.LOGITS, Value.LOGITS_GRADIENT, Value.WORKSPACE}
+)
+
+
+def _place(value: Value, unit: int | None, memory: str, micro_batch: int) -> Place:
+    return value, unit, memory, micro_batch if value in _OF_MICRO_BATCHES else 0
+
+
+def _place_of(buffer: BufferId) -> Place:
+    """Of a value that micro-batches share, the buffer's tells only apart memory which they have in turn."""
+    return _place(buffer.value, buffer.unit, buffer.memory, buffer.micro_batch)
 
 
 @dataclass(frozen=True, slots=True)
 class _Access:
     """What a task does at a place: it only reads, it changes what is there, or it begins anew in memory of its own."""
 
-    task: TaskId
+    task: int
     writes: bool = False
     begins: bool = False
 
 
-class _Draft:
-    """A task that still collects its edges."""
+@dataclass(slots=True)
+class Draft:
+    """A task that still collects what it brings and ends, and the place of the last pass that was declared before it."""
 
-    def __init__(self, task: TaskId, lane: str, seconds: float, priority: int) -> None:
-        self.id, self.lane, self.priority = task, lane, priority
-        if not seconds < _LONGEST_TASK_SECONDS:
-            raise InputError(
-                f"{task} ({KIND_MEANING[task.kind]}) would last {seconds:.3g} s: the workload is too large for this hardware, "
-                f"or a rate too low; a task may last {_LONGEST_TASK_SECONDS:.0e} s"
-            )
-        self.duration_ns = round(seconds * 1e9)
-        self.after: dict[Edge, None] = {}
-        self.allocates: list[Buffer] = []
-        self.frees: list[Free] = []
+    id: TaskId
+    lane: str
+    duration_ns: int
+    priority: int
+    follows: int
+    allocates: list[Buffer] = field(default_factory=list)
+    frees: list[Free] = field(default_factory=list)
 
 
 class Builder:
@@ -46,40 +57,73 @@ class Builder:
 
     Args:
         passes: what the GPU computes, in order; they follow one another.
+        gradients_back: how many iterations ago the gradients were made that an update on the CPU takes.
 
     Attributes:
         place: of each pass among them.
+        drafts: the tasks so far.
+        waits: what waits for what, by their places among the drafts.
+        by_priority: copies and CPU updates take the most urgent task that is ready.
     """
 
-    def __init__(self, passes: Sequence[TaskId]) -> None:
-        self.passes = passes
+    def __init__(self, passes: Sequence[TaskId], gradients_back: int = 0) -> None:
+        self.passes, self.gradients_back, self.by_priority = passes, gradients_back, False
         self.place = {task: place for place, task in enumerate(passes)}
-        self._drafts: dict[TaskId, _Draft] = {}
+        self.waits = Waits()
+        self.drafts: list[Draft] = []
+        self._index: dict[TaskId, int] = {}
         self._accesses: dict[Place, list[_Access]] = {}
-        self._freed: list[tuple[TaskId, Place]] = []
+        self._freed: list[tuple[int, Place]] = []
         #: Fetches that are as synchronous as the pass that they are for.
         self._synchronous: dict[TaskId, list[TaskId]] = {}
+        #: Waits for passes of the iteration before, which are declared later.
+        self._undeclared: list[tuple[TaskId, TaskId, int]] = []
+        self._passed = -1  # the place of the last pass so far
 
     # --- tasks
 
-    def task(self, kind: Kind, unit: int, lane: str, seconds: float, priority: int = 0) -> TaskId:
+    def task(self, kind: Kind, unit: int, lane: str, seconds: float, priority: int = 0, micro_batch: int = 0) -> TaskId:
         """Add a task; a pass waits for the pass before it."""
-        task = TaskId(kind, unit)
-        self._drafts[task] = _Draft(task, lane, seconds, priority)
-        place = self.place.get(task, 0)
+        task = TaskId(kind, unit, micro_batch)
+        if not seconds < _LONGEST_TASK_SECONDS:
+            raise InputError(
+                f"{task} ({KIND_MEANING[task.kind]}) would last {seconds:.3g} s: the workload is too large for this hardware, "
+                f"or a rate too low; a task may last {_LONGEST_TASK_SECONDS:.0e} s"
+            )
+        self._index[task] = len(self.drafts)
+        place = self.place.get(task)
+        if place is not None:
+            self._passed = place
+        self.drafts.append(Draft(task, lane, round(seconds * 1e9), priority, self._passed))
+        self.waits.add_task()
         if place:
             self.after(task, self.passes[place - 1])
         return task
 
-    def find(self, kind: Kind, unit: int) -> TaskId | None:
-        """The task, if there is one."""
-        task = TaskId(kind, unit)
-        return task if task in self._drafts else None
+    def of(self, kind: Kind) -> list[TaskId]:
+        """The tasks of a kind, in issue order."""
+        return [draft.id for draft in self.drafts if draft.id.kind is kind]
 
-    def first_backward(self, unit: int) -> TaskId:
+    def find(self, kind: Kind, unit: int, micro_batch: int = 0) -> TaskId | None:
+        """The task, if there is one."""
+        task = TaskId(kind, unit, micro_batch)
+        return task if task in self._index else None
+
+    def has_choice(self) -> bool:
+        """Whether any lane but the GPU's has tasks of different urgency."""
+        urgencies: dict[str, set[int]] = {}
+        for draft in self.drafts:
+            urgencies.setdefault(draft.lane, set()).add(draft.priority)
+        return any(len(found) > 1 for lane, found in urgencies.items() if lane != GPU)
+
+    def first_backward(self, unit: int, micro_batch: int = 0) -> TaskId:
         """The pass that needs the unit's parameters first in backward."""
-        recompute = TaskId(Kind.RECOMPUTE, unit)
-        return recompute if recompute in self.place else TaskId(Kind.BACKWARD, unit)
+        recompute = TaskId(Kind.RECOMPUTE, unit, micro_batch)
+        return recompute if recompute in self.place else TaskId(Kind.BACKWARD, unit, micro_batch)
+
+    def index(self, task: TaskId) -> int:
+        """Its place among the drafts."""
+        return self._index[task]
 
     # --- values
 
@@ -87,123 +131,98 @@ class Builder:
         """``task`` needs what is there, as those before it in the order of declarations have left it, in this or the last
         iteration.
         """
-        self._accesses.setdefault((value, unit, memory), []).append(_Access(task))
+        self._access(task, _place(value, unit, memory, task.micro_batch))
 
     def write(self, task: TaskId, value: Value, unit: int, memory: str = GPU_MEMORY) -> None:
         """``task`` changes what is there, when nobody needs what was there any more."""
-        self._accesses.setdefault((value, unit, memory), []).append(_Access(task, writes=True))
+        self._access(task, _place(value, unit, memory, task.micro_batch), writes=True)
 
-    def make(
-        self, task: TaskId, value: Value, unit: int, size_bytes: int, memory: str = GPU_MEMORY, use: Kind | None = None
-    ) -> None:
+    def make(self, task: TaskId, buffer: BufferId, size_bytes: int) -> None:
         """``task`` makes it anew, in memory that it allocates."""
-        self._accesses.setdefault((value, unit, memory), []).append(_Access(task, writes=True, begins=True))
-        self.allocate(task, value, unit, size_bytes, memory, use)
+        self._access(task, _place_of(buffer), writes=True, begins=True)
+        self.allocate(task, buffer, size_bytes)
 
-    def allocate(
-        self, task: TaskId, value: Value, unit: int | None, size_bytes: int, memory: str = GPU_MEMORY, use: Kind | None = None
-    ) -> None:
+    def _access(self, task: TaskId, place: Place, *, writes: bool = False, begins: bool = False) -> None:
+        self._accesses.setdefault(place, []).append(_Access(self._index[task], writes, begins))
+
+    def last_access(self, buffer: BufferId) -> TaskId:
+        """Who was declared last of those that read or write the value of ``buffer``."""
+        return self.drafts[self._accesses[_place_of(buffer)][-1].task].id
+
+    def allocate(self, task: TaskId, buffer: BufferId, size_bytes: int) -> None:
         """Bytes from the start of ``task`` on."""
-        self._drafts[task].allocates.append(Buffer(BufferId(value, memory, unit, use), size_bytes))
+        self.drafts[self._index[task]].allocates.append(Buffer(buffer, size_bytes))
 
-    def free(
-        self, task: TaskId, value: Value, unit: int | None, memory: str = GPU_MEMORY, use: Kind | None = None, back: int = 0
-    ) -> None:
+    def free(self, task: TaskId, buffer: BufferId, back: int = 0) -> None:
         """Free when ``task`` ends, of this iteration or of the one before."""
-        self._drafts[task].frees.append(Free(BufferId(value, memory, unit, use), back))
-        if unit is not None:
-            self._freed.append((task, (value, unit, memory)))
+        index = self._index[task]
+        self.drafts[index].frees.append(Free(buffer, back))
+        if buffer.unit is not None:
+            self._freed.append((index, _place_of(buffer)))
 
     def workspace(self, task: TaskId, size_bytes: int) -> None:
         """Bytes while ``task`` runs."""
         if size_bytes:
-            self.allocate(task, Value.WORKSPACE, task.unit, size_bytes, use=task.kind)
-            self.free(task, Value.WORKSPACE, task.unit, use=task.kind)
+            buffer = BufferId(Value.WORKSPACE, GPU_MEMORY, task.unit, task.kind, task.micro_batch)
+            self.allocate(task, buffer, size_bytes)
+            self.free(task, buffer)
 
     # --- order
 
     def after(self, task: TaskId, before: TaskId | None, back: int = 0) -> None:
         """``task`` waits for ``before`` of this iteration or of the one before; for nothing if there is no such task."""
-        if before is not None:
-            self._drafts[task].after[Edge(before, back)] = None
+        if before in self._index:
+            self.waits.add(self._index[task], self._index[before], back)
+        elif before is not None:
+            self._undeclared.append((task, before, back))
 
-    def beside(self, fetch: TaskId, user: TaskId, distance: int) -> None:
-        """Let ``fetch`` start when all passes but the ``distance`` last before the pass ``user`` have ended."""
+    def in_turn(self, tasks: Sequence[TaskId]) -> None:
+        """``tasks`` of one lane run in this order, whatever the lane's discipline; a fifo lane does so by itself."""
+        for before, task in zip(tasks, tasks[1:], strict=False):
+            if self.by_priority:
+                self.after(task, before)
+            else:
+                self.waits.issue(self._index[task], self._index[before])
+
+    def take_most_urgent(self) -> None:
+        """Lanes of copies and of the CPU take the most urgent task that is ready."""
+        self.by_priority = True
+
+    def starts_early(self, task: TaskId) -> bool:
+        """Whether all that it waits for is of the iteration before."""
+        return all(back for _, back in self.waits.of(self._index[task]))
+
+    def beside(self, fetch: TaskId, user: TaskId, distance: int, source: TaskId | None = None) -> None:
+        """Let ``fetch`` start when all passes but the ``distance`` last before the pass ``user`` have ended.
+
+        Args:
+            source: a pass that must have ended in any case: what forward still reads is not fetched a second time.
+        """
         place = self.place[user] - 1 - min(distance, len(self.passes) - 1)
-        if user.kind is not Kind.FORWARD:  # what forward still reads is not fetched a second time
-            place = max(place, self.place[TaskId(Kind.FORWARD, user.unit)])
+        if source is not None:
+            place = max(place, self.place[source])
         self.after(fetch, self.passes[place % len(self.passes)], back=int(place < 0))
         if distance == 0:
             self._synchronous.setdefault(user, []).append(fetch)
 
-    def hold_up(self, done: TaskId, blocker: TaskId) -> None:
-        """The pass after ``done``, and what it fetches synchronously, waits for ``blocker``."""
-        place = self.place[done] + 1
+    def hold_up(self, blocker: TaskId) -> None:
+        """The next pass after the one that ``blocker`` follows, and what it fetches synchronously, waits for ``blocker``."""
+        place = self.drafts[self._index[blocker]].follows + 1
         if place < len(self.passes):
             for task in (self.passes[place], *self._synchronous.get(self.passes[place], ())):
                 self.after(task, blocker)
 
-    def waits(self, task: TaskId) -> list[Edge]:
-        """What ``task`` waits for by what has been said so far, without what its data need."""
-        return list(self._drafts[task].after)
-
-    def lane(self, task: TaskId) -> str:
-        """Where it runs."""
-        return self._drafts[task].lane
-
     def order_by_data(self) -> None:
         """Let every task wait for what it reads, and before it overwrites or frees for whoever still reads."""
+        for task, before, back in self._undeclared:
+            self.waits.add(self._index[task], self._index[before], back)
         for accesses in self._accesses.values():
-            for task, before, back in self._data_edges(accesses):
-                self.after(task, before, back)
-        for task, place in self._freed:
-            for before, back in self._last_readers(task, self._accesses.get(place, [])):
-                self.after(task, before, back)
+            self._order_accesses(accesses)
+        for freed_by, place in self._freed:
+            self._wait_for_readers(freed_by, self._accesses.get(place, []))
 
-    def tasks(self) -> tuple[Task, ...]:
-        """All tasks, as they were added; each with the waits that no other of its waits implies.
-
-        Raises:
-            ScheduleError: tasks wait for each other.
-        """
-        return tuple(
-            Task(d.id, d.lane, d.duration_ns, after, d.priority, tuple(d.allocates), tuple(d.frees))
-            for d, after in zip(self._drafts.values(), self._needed_waits(), strict=True)
-        )
-
-    def _needed_waits(self) -> list[tuple[Edge, ...]]:
-        """Of each task, without those that follow from others; sets are bits of integers."""
-        place = {task: i for i, task in enumerate(self._drafts)}
-        waits = [[(edge, place[edge.task]) for edge in draft.after] for draft in self._drafts.values()]
-        edges = [(other, i, edge.back) for i, some in enumerate(waits) for edge, other in some]
-        #: What has ended when a task begins, of this iteration and of the one before; and what other waits of it say of these.
-        ended, implied = ([[0, 0] for _ in waits] for _ in range(2))
-        order = topological(len(waits), edges)
-        for back in (0, 1):
-            for i in order:
-                through, to = 0, 0
-                for edge, other in waits[i]:
-                    if edge.back == back:
-                        through |= ended[other][0]
-                        to |= 1 << other
-                    elif back:
-                        through |= ended[other][1]
-                implied[i][back], ended[i][back] = through, through | to
-        return [tuple(edge for edge, other in some if not implied[i][edge.back] >> other & 1) for i, some in enumerate(waits)]
-
-    def _last_readers(self, task: TaskId, accesses: list[_Access]) -> Iterator[tuple[TaskId, int]]:
-        """Who reads last what ``task`` frees, on other lanes than the GPU's, whose passes follow one another."""
-        count = len(accesses)
-        place = max((i for i, access in enumerate(accesses) if access.task == task), default=count)
-        for distance in range(1, count + 1):
-            before = accesses[(place - distance) % count]
-            if before.begins or before.task == task:
-                break
-            if not before.writes and self._drafts[before.task].lane != GPU:
-                yield before.task, int(distance > place)
-
-    def _data_edges(self, accesses: list[_Access]) -> Iterator[tuple[TaskId, TaskId, int]]:
-        """(task, what it waits for, iterations back) by what is done at one place, iteration after iteration."""
+    def _order_accesses(self, accesses: list[_Access]) -> None:
+        """What is done at one place, iteration after iteration."""
         count = len(accesses)
         for place, access in enumerate(accesses):
             if access.begins:
@@ -211,13 +230,42 @@ class Builder:
             read = read_on_gpu = False
             for distance in range(1, count):
                 before = accesses[(place - distance) % count]
-                edge = (access.task, before.task, int(distance > place))
                 if before.writes:
                     if before.task != access.task and not (access.writes and read):
-                        yield edge
+                        self.waits.add(access.task, before.task, int(distance > place))
                     break
                 if access.writes and before.task != access.task:
-                    on_gpu = self._drafts[before.task].lane == GPU
+                    on_gpu = self.drafts[before.task].lane == GPU
                     if not (on_gpu and read_on_gpu):  # passes follow one another: the last of them is enough
-                        yield edge
+                        self.waits.add(access.task, before.task, int(distance > place))
                     read, read_on_gpu = True, read_on_gpu or on_gpu
+
+    def _wait_for_readers(self, task: int, accesses: list[_Access]) -> None:
+        """Whoever else reads last what ``task`` frees."""
+        count = len(accesses)
+        place = max((i for i, access in enumerate(accesses) if access.task == task), default=count)
+        read_on_gpu = self.drafts[task].lane == GPU
+        for distance in range(1, count + 1):
+            before = accesses[(place - distance) % count]
+            if before.begins or before.task == task:
+                break
+            on_gpu = self.drafts[before.task].lane == GPU
+            if not before.writes and not (on_gpu and read_on_gpu):
+                self.waits.add(task, before.task, int(distance > place))
+                read_on_gpu = read_on_gpu or on_gpu
+
+    def tasks(self, order: Sequence[int]) -> tuple[Task, ...]:
+        """All tasks in this order, each with the waits that are needed."""
+        ids = [draft.id for draft in self.drafts]
+        return tuple(
+            Task(
+                (d := self.drafts[i]).id,
+                d.lane,
+                d.duration_ns,
+                tuple(Edge(ids[before], back) for before, back in self.waits.needed(i)),
+                d.priority if self.by_priority else 0,
+                tuple(d.allocates),
+                tuple(d.frees),
+            )
+            for i in order
+        )

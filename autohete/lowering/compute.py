@@ -5,17 +5,20 @@ from __future__ import annotations
 from autohete.lowering.builder import Builder
 from autohete.plan import Activations, Plan
 from autohete.profile import Profile
-from autohete.schedule import GPU, Kind, TaskId, Value
+from autohete.schedule import GPU, GPU_MEMORY, BufferId, Kind, TaskId, Value
 
 
-def passes_of(plan: Plan) -> list[TaskId]:
+def passes_of(plan: Plan, micro_batches: int) -> list[TaskId]:
     """The GPU's passes in order."""
-    last = len(plan.blocks) - 1
-    passes = [*(TaskId(Kind.FORWARD, unit) for unit in range(last + 1)), TaskId(Kind.LOSS, last)]
-    for unit in range(last, -1, -1):
-        if plan.blocks[unit].activations is Activations.RECOMPUTE:
-            passes.append(TaskId(Kind.RECOMPUTE, unit))
-        passes.append(TaskId(Kind.BACKWARD, unit))
+    last = len(plan.units) - 1
+    passes: list[TaskId] = []
+    for m in range(micro_batches):
+        passes += (TaskId(Kind.FORWARD, unit, m) for unit in range(last + 1))
+        passes.append(TaskId(Kind.LOSS, last, m))
+        for unit in range(last, -1, -1):
+            if plan.units[unit].activations is Activations.RECOMPUTE:
+                passes.append(TaskId(Kind.RECOMPUTE, unit, m))
+            passes.append(TaskId(Kind.BACKWARD, unit, m))
     return passes
 
 
@@ -30,83 +33,91 @@ class Compute:
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
         self._builder, self._profile, self._plan = builder, profile, plan
-        self._last = len(plan.blocks) - 1
+        self._last = len(plan.units) - 1
         self._tied = profile.workload.tied_embeddings
 
-    def _reads_parameters(self, task: TaskId) -> None:
-        self._builder.read(task, Value.PARAMETERS, task.unit)
-        if self._tied and task.unit == self._last:
+    def _pass(self, kind: Kind, unit: int, micro_batch: int, seconds: float) -> TaskId:
+        task = self._builder.task(kind, unit, GPU, seconds, micro_batch=micro_batch)
+        self._builder.read(task, Value.PARAMETERS, unit)
+        if self._tied and unit == self._last:
             self._builder.read(task, Value.PARAMETERS, 0)
+        return task
 
-    def forward(self, unit: int) -> None:
+    def forward(self, unit: int, micro_batch: int) -> None:
         """Activations, or only the output."""
         b, times = self._builder, self._profile.blocks[unit]
-        task = b.task(Kind.FORWARD, unit, GPU, times.forward_seconds)
-        self._reads_parameters(task)
-        if self._plan.blocks[unit].activations is Activations.RECOMPUTE:
+        task = self._pass(Kind.FORWARD, unit, micro_batch, times.forward_seconds)
+        if self._plan.units[unit].activations is Activations.RECOMPUTE:
             b.workspace(task, times.checkpointed_workspace_bytes)
         else:
             # Nobody hands the first unit its input over.
-            b.make(task, Value.ACTIVATIONS, unit, times.activation_bytes if unit == 0 else times.kept_bytes)
+            size = times.activation_bytes if unit == 0 else times.kept_bytes
+            b.make(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch), size)
             b.workspace(task, times.forward_workspace_bytes)
         if unit < self._last:
-            b.allocate(task, Value.INPUT, unit + 1, self._profile.blocks[unit + 1].input_bytes)
+            b.allocate(task, on_gpu(Value.INPUT, unit + 1, micro_batch), self._profile.blocks[unit + 1].input_bytes)
         else:
-            b.allocate(task, Value.LOGITS, unit, self._profile.loss.logits_bytes)
+            b.allocate(task, on_gpu(Value.LOGITS, unit, micro_batch), self._profile.loss.logits_bytes)
 
-    def loss(self) -> None:
+    def loss(self, micro_batch: int) -> None:
         """The loss, and the gradient of its logits."""
         b, loss = self._builder, self._profile.loss
-        task = b.task(Kind.LOSS, self._last, GPU, loss.seconds)
-        b.allocate(task, Value.LOGITS_GRADIENT, self._last, loss.logits_bytes)
+        task = b.task(Kind.LOSS, self._last, GPU, loss.seconds, micro_batch=micro_batch)
+        b.allocate(task, on_gpu(Value.LOGITS_GRADIENT, self._last, micro_batch), loss.logits_bytes)
         if not loss.keeps_logits:
-            b.free(task, Value.LOGITS, self._last)
+            b.free(task, on_gpu(Value.LOGITS, self._last, micro_batch))
         b.workspace(task, loss.workspace_bytes)
 
-    def _recompute(self, unit: int) -> None:
+    def _recompute(self, unit: int, micro_batch: int) -> None:
         """Forward again, for its activations."""
         b, times = self._builder, self._profile.blocks[unit]
-        task = b.task(Kind.RECOMPUTE, unit, GPU, times.forward_seconds)
-        self._reads_parameters(task)
-        b.make(task, Value.ACTIVATIONS, unit, times.kept_bytes)
+        task = self._pass(Kind.RECOMPUTE, unit, micro_batch, times.forward_seconds)
+        b.make(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch), times.kept_bytes)
         # Its output is of no use a second time.
         b.workspace(task, times.forward_workspace_bytes + self._profile.blocks[unit + 1].input_bytes)
 
-    def backward(self, unit: int) -> None:
+    def backward(self, unit: int, micro_batch: int) -> None:
         """Gradients of the parameters and of the input."""
-        b, times, last = self._builder, self._profile.blocks[unit], unit == self._last
-        if self._plan.blocks[unit].activations is Activations.RECOMPUTE:
-            self._recompute(unit)
-        task = b.task(Kind.BACKWARD, unit, GPU, times.backward_seconds)
-        self._reads_parameters(task)
+        b, times, activations = self._builder, self._profile.blocks[unit], self._plan.units[unit].activations
+        if activations is Activations.RECOMPUTE:
+            self._recompute(unit, micro_batch)
+        task = self._pass(Kind.BACKWARD, unit, micro_batch, times.backward_seconds)
         b.read(task, Value.ACTIVATIONS, unit)
-        offloaded = self._plan.blocks[unit].activations is Activations.OFFLOAD
+        offloaded = activations is Activations.OFFLOAD
         if unit and not offloaded:
-            b.free(task, Value.INPUT, unit)
-        b.free(task, Value.ACTIVATIONS, unit, use=Kind.BACKWARD if offloaded else None)
-        if last:
-            b.free(task, Value.LOGITS_GRADIENT, unit)
+            b.free(task, on_gpu(Value.INPUT, unit, micro_batch))
+        b.free(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch, Kind.BACKWARD if offloaded else None))
+        if unit == self._last:
+            b.free(task, on_gpu(Value.LOGITS_GRADIENT, unit, micro_batch))
         else:
-            b.free(task, Value.INPUT_GRADIENT, unit + 1)
+            b.free(task, on_gpu(Value.INPUT_GRADIENT, unit + 1, micro_batch))
         if unit:
-            b.allocate(task, Value.INPUT_GRADIENT, unit, times.input_bytes)
+            b.allocate(task, on_gpu(Value.INPUT_GRADIENT, unit, micro_batch), times.input_bytes)
         elif self._profile.loss.keeps_logits:
-            b.free(task, Value.LOGITS, self._last)
+            b.free(task, on_gpu(Value.LOGITS, self._last, micro_batch))
         b.workspace(task, times.backward_workspace_bytes)
         self._gradients(task)
 
     def _gradients(self, task: TaskId) -> None:
-        """The gradient of a tied embedding begins to exist with the head's."""
-        b, plan, unit = self._builder, self._plan, task.unit
-        tied = self._tied and unit in (0, self._last)
-        for owned in [0, unit] if tied and unit else [] if tied else [unit]:
-            in_slot = plan.gradients_in_slots and plan.blocks[owned].leaves
-            size = self._profile.blocks[owned].parameters * self._profile.element_bytes
-            b.make(task, Value.GRADIENTS, owned, 0 if in_slot else size)
-            if plan.gradients_replace_parameters:
-                b.write(task, Value.PARAMETERS, owned)
-                b.free(task, Value.GRADIENTS, owned)
-        if tied and not unit:
-            b.write(task, Value.GRADIENTS, 0)
-            if plan.gradients_replace_parameters:
-                b.write(task, Value.PARAMETERS, 0)
+        """Made by the first micro-batch, added to by the others; those of a tied embedding begin to exist with the head's."""
+        tied = self._tied and task.unit in (0, self._last)
+        for unit in sorted({0, task.unit}) if tied else [task.unit]:
+            if task.micro_batch or (tied and not task.unit):
+                self._builder.write(task, Value.GRADIENTS, unit)
+            else:
+                self._make_gradients(task, unit)
+            if self._plan.units[unit].gradients_replace_parameters:
+                self._builder.write(task, Value.PARAMETERS, unit)
+
+    def _make_gradients(self, task: TaskId, unit: int) -> None:
+        slots, plan = self._plan.slots, self._plan.units[unit]
+        in_slot = slots is not None and slots.with_gradients and plan.parameters.leaves
+        size = self._profile.blocks[unit].parameters * self._profile.element_bytes
+        self._builder.make(task, on_gpu(Value.GRADIENTS, unit), 0 if in_slot else size)
+        if plan.gradients_replace_parameters:
+            self._builder.free(task, on_gpu(Value.GRADIENTS, unit))
+
+
+def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | None = None) -> BufferId:
+    """A buffer in the GPU's memory."""
+    return BufferId(value, GPU_MEMORY, unit, use, micro_batch)

@@ -24,36 +24,38 @@ from autohete.units import rounded_when_pinned
 
 
 def slot_bytes(profile: Profile, plan: Plan) -> int:
-    """A place for the parameters of any unit that leaves, with room for its gradients where they are in slots."""
-    leaving = (profile.blocks[unit].parameters for unit, one in enumerate(plan.blocks) if one.leaves)
-    return max(leaving, default=0) * profile.element_bytes * (2 if plan.gradients_in_slots else 1)
+    """A place for the parameters of any unit that leaves, with room for its gradients where they are in slots; 0: no slots."""
+    if plan.slots is None:
+        return 0
+    leaving = (profile.blocks[i].parameters for i, unit in enumerate(plan.units) if unit.parameters.leaves)
+    return max(leaving, default=0) * profile.element_bytes * (2 if plan.slots.with_gradients else 1)
 
 
 def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
     """Buffers that live all the time."""
-    element, optimizer = profile.element_bytes, profile.optimizer_bytes
+    element, optimizer, held = profile.element_bytes, profile.optimizer_bytes, plan.footprint
     host_states = host_parameters = 0
     updated: list[int] = []
-    for unit, decisions in enumerate(plan.blocks):
-        count = profile.blocks[unit].parameters
-        if not decisions.leaves:
-            yield Buffer(BufferId(Value.PARAMETERS, GPU_MEMORY, unit), count * element)
-        if decisions.optimizer is Processor.GPU:
-            yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, unit), count * optimizer)
-        else:
-            host_states += count * plan.host_optimizer_bytes
+    for i, unit in enumerate(plan.units):
+        count, on_cpu = profile.blocks[i].parameters, unit.update_on is Processor.CPU
+        if not unit.parameters.leaves:
+            yield Buffer(BufferId(Value.PARAMETERS, GPU_MEMORY, i), count * element)
+        if on_cpu:
+            host_states += count * held.host_optimizer_bytes
             updated.append(count)
-        if decisions.leaves and not (plan.one_host_copy and decisions.optimizer is Processor.CPU):
-            host_parameters += count * plan.host_parameter_bytes
-    arrays = [sum(updated)] if plan.host_pinned_together else updated
-    host_pinned = sum(rounded_when_pinned(count * size) for count in arrays for size in plan.host_pinned_bytes)
+        else:
+            yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), count * optimizer)
+        if unit.parameters.leaves and not (held.one_host_copy and on_cpu):
+            host_parameters += count * held.host_parameter_bytes
+    arrays = [sum(updated)] if held.host_pinned_together else updated
+    host_pinned = sum(rounded_when_pinned(count * size) for count in arrays for size in held.host_pinned_bytes)
     for value, memory, size in (
-        (Value.PARAMETER_SLOTS, GPU_MEMORY, (plan.parameter_slots or 0) * slot_bytes(profile, plan)),
-        (Value.POLICY_BUFFERS, GPU_MEMORY, plan.gpu_buffer_bytes),
+        (Value.PARAMETER_SLOTS, GPU_MEMORY, slot_bytes(profile, plan) * (plan.slots.count if plan.slots else 0)),
+        (Value.POLICY_BUFFERS, GPU_MEMORY, held.gpu_buffer_bytes),
         (Value.OPTIMIZER_STATES, HOST_MEMORY, host_states),
         (Value.PINNED_STATES, HOST_MEMORY, host_pinned),
         (Value.PARAMETERS, HOST_MEMORY, host_parameters),
-        (Value.POLICY_BUFFERS, HOST_MEMORY, plan.host_buffer_bytes),
+        (Value.POLICY_BUFFERS, HOST_MEMORY, held.host_buffer_bytes),
     ):
         if size:
             yield Buffer(BufferId(value, memory), size)

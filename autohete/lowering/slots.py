@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from autohete.errors import InputError
 from autohete.lowering.builder import Builder
+from autohete.lowering.parameters import Stay
 from autohete.schedule import GPU, TaskId
 
 
@@ -60,7 +61,27 @@ class Lives:
         ]
 
 
-def share_slots(builder: Builder, all_lives: list[Life], slots: int, *, fifo: bool) -> None:
+def lives_of(builder: Builder, stays: Iterable[Stay], order: Sequence[int]) -> list[Life]:
+    """Fetched parameters in the order of the passes: each lasts to the last pass that surely precedes what ends it.
+
+    Args:
+        builder: has the tasks, and knows what waits for what.
+        stays: of fetched parameters.
+        order: of the tasks.
+    """
+    count = len(builder.passes)
+    places = {builder.index(task): place for place, task in enumerate(builder.passes)}
+    latest = builder.waits.latest(order, places, count)
+    found = []
+    for stay in stays:
+        assert stay.end is not None, "parameters that come and go are freed"
+        end = builder.index(stay.end)
+        stop = latest[end] + stay.back * count
+        found.append(Life(stay.fetch, builder.place[stay.user], stop, stay.end, builder.drafts[end].lane, stay.back))
+    return found
+
+
+def share_slots(builder: Builder, all_lives: list[Life], slots: int) -> None:
     """Let a fetch into preallocated slots wait until one is surely free.
 
     In the order of the passes a life lasts from its first to its last user. Of the lives that are over by then when a fetch's
@@ -70,12 +91,11 @@ def share_slots(builder: Builder, all_lives: list[Life], slots: int, *, fifo: bo
         builder: has the tasks.
         all_lives: of one iteration.
         slots: how many there are.
-        fifo: whether lanes end lives in the order in which they are issued.
 
     Raises:
         InputError: more parameters are there at a time.
     """
-    passes = len(builder.passes)
+    passes, fifo = len(builder.passes), not builder.by_priority  # fifo lanes end lives in the order in which they are issued
     lives = Lives(all_lives, passes)
     unordered = frozenset() if fifo else frozenset(life.lane for life in all_lives if life.lane != GPU)
     known: dict[str, int] = {}  # per fifo lane the latest place whose life an earlier fetch has seen end
@@ -83,11 +103,12 @@ def share_slots(builder: Builder, all_lives: list[Life], slots: int, *, fifo: bo
         there = lives.alive_at(life.begin)
         if there > slots:
             raise InputError(
-                f"parameter_slots is {slots}, but {there} blocks have their parameters on the GPU when "
+                f"there are {slots} slots for parameters, but {there} units have their parameters on the GPU when "
                 f"{builder.passes[life.begin]} runs: give at least {there}"
             )
-        waits = builder.waits(life.fetch)
-        after = [builder.place[edge.task] - edge.back * passes for edge in waits if edge.task in builder.place]
+        waits = builder.waits.of(builder.index(life.fetch))
+        passed = [(builder.place.get(builder.drafts[before].id), back) for before, back in waits]
+        after = [place - back * passes for place, back in passed if place is not None]
         seen = {**(known if fifo else {}), GPU: max(after, default=-2 * passes)}
         for stop, other in lives.over_before(life.begin, slots - there, unordered):
             if stop > seen.get(other.lane, -2 * passes):

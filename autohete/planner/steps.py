@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
+from autohete.plan import Activations, Format, Plan, Processor, Route, UnitPlan
 from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY
 from autohete.units import rounded_when_pinned
 
 #: Gradients that may wait on the GPU for their copy, the one being made included.
@@ -26,16 +27,23 @@ class Counts:
     offloaded: int
     cpu_updated: int
 
-    def blocks(self, total: int) -> tuple[BlockPlan, ...]:
-        """The decisions for each of ``total`` blocks."""
+    @property
+    def moves_several(self) -> bool:
+        """Whether any engine beside the GPU has more than one thing to do, and so a choice."""
+        return self.offloaded > 0 or self.cpu_updated > 1
+
+    def units(self, total: int, gradients: Format, upload: Format) -> tuple[UnitPlan, ...]:
+        """The decisions for each of ``total`` units, and the formats in which gradients and what the CPU updates cross."""
         plans = []
-        for block in range(total):
-            inner = 0 < block < total - 1
+        for unit in range(total):
+            inner = 0 < unit < total - 1
             plans.append(
-                BlockPlan(
-                    activations=Activations.RECOMPUTE if inner and block <= self.checkpointed else Activations.KEEP,
-                    parameters=Placement.OFFLOADED if inner and block <= self.offloaded else Placement.RESIDENT,
-                    optimizer=Processor.CPU if block >= total - self.cpu_updated else Processor.GPU,
+                UnitPlan(
+                    activations=Activations.RECOMPUTE if inner and unit <= self.checkpointed else Activations.KEEP,
+                    parameters=Route(HOST_MEMORY, fetched=upload) if inner and unit <= self.offloaded else Route(),
+                    update_on=Processor.CPU if unit >= total - self.cpu_updated else Processor.GPU,
+                    gradients=gradients,
+                    refresh=upload,
                 )
             )
         return tuple(plans)
@@ -69,20 +77,25 @@ class BlockCosts:
             for i in range(self.count)
         ]
         self.weights = [count * profile.element_bytes for count in counts]
-        self.gradients = [profile.d2h_seconds(count * plan.gradient_bytes) for count in counts]
-        self.parameters = [profile.h2d_seconds(count * plan.refresh_bytes) for count in counts]
+        element, held = profile.element_bytes, plan.footprint
+        self.gradients = [
+            profile.d2h_seconds(unit.gradients.bytes_of(count, element)) for unit, count in zip(plan.units, counts, strict=True)
+        ]
+        self.parameters = [
+            profile.h2d_seconds(unit.refresh.bytes_of(count, element)) for unit, count in zip(plan.units, counts, strict=True)
+        ]
         self.fetches = [profile.h2d_seconds(size) for size in self.weights]
         self.states = [count * profile.optimizer_bytes for count in counts]
         self.input = [block.input_bytes for block in blocks]
         self.activations = [block.activation_bytes for block in blocks]
         self.workspace = [block.backward_workspace_bytes for block in blocks]
         self.host_updated = [
-            count * plan.host_optimizer_bytes + sum(rounded_when_pinned(count * size) for size in plan.host_pinned_bytes)
+            count * held.host_optimizer_bytes + sum(rounded_when_pinned(count * size) for size in held.host_pinned_bytes)
             for count in counts
         ]
-        self.host_offloaded = [count * plan.host_parameter_bytes for count in counts]
+        self.host_offloaded = [count * held.host_parameter_bytes for count in counts]
         #: Offloaded parameters that the CPU updates are counted with what it updates.
-        self.one_host_copy = plan.one_host_copy
+        self.one_host_copy = held.one_host_copy
         self.loss = profile.loss
         #: The gradient of a tied embedding begins to exist with the head's backward.
         self.long_gradient = self.weights[0] if profile.workload.tied_embeddings else 0

@@ -11,19 +11,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autohete.lowering import lower
-from autohete.plan import BlockPlan, Placement, Plan
+from autohete.plan import Plan, UnitPlan
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, Kind, Schedule, Task, TaskId
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, Task, TaskId
 
 _PREFETCHES = (Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD)
 _PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
-def tune_prefetches(profile: Profile, plan: Plan) -> tuple[BlockPlan, ...]:
-    """The plan's blocks with prefetch distances as large as memory surely allows and as time asks for."""
+def tune_prefetches(profile: Profile, plan: Plan) -> tuple[UnitPlan, ...]:
+    """The plan's units with prefetch distances as large as memory surely allows and as time asks for."""
     if not plan.offloaded_parameter_blocks:
-        return plan.blocks
-    return _Tuning(profile, plan).blocks()
+        return plan.units
+    return _Tuning(profile, plan).units()
 
 
 class _Tuning:
@@ -36,22 +36,22 @@ class _Tuning:
         self.seconds = {task.id: task.duration_ns * 1e-9 for task in schedule.tasks}
         self.used = bytes_at_steps(schedule, self.steps)
 
-    def blocks(self) -> tuple[BlockPlan, ...]:
-        """Backward first, from the last block down, as the copies happen; then forward, from the first block up."""
-        blocks = list(self.plan.blocks)
-        offloaded = [i for i, block in enumerate(blocks) if block.parameters is Placement.OFFLOADED]
+    def units(self) -> tuple[UnitPlan, ...]:
+        """Backward first, from the last unit down, as the copies happen; then forward, from the first unit up."""
+        units = list(self.plan.units)
+        offloaded = [i for i, unit in enumerate(units) if unit.parameters.home == HOST_MEMORY]
         for i in reversed(offloaded):
-            user = TaskId(Kind.RECOMPUTE, i)
+            user, route = TaskId(Kind.RECOMPUTE, i), units[i].parameters
             start = self.place[user if user in self.place else TaskId(Kind.BACKWARD, i)]
             floor = self.place[TaskId(Kind.FORWARD, i)] + 1
-            distance = self.widened(i, start, blocks[i].backward_prefetch_distance, floor)
-            blocks[i] = replace(blocks[i], backward_prefetch_distance=distance)
+            ahead = self.widened(i, start, route.ahead_in_backward, floor)
+            units[i] = replace(units[i], parameters=replace(route, ahead_in_backward=ahead))
         for i in offloaded:
-            start = self.place[TaskId(Kind.FORWARD, i)]
+            start, route = self.place[TaskId(Kind.FORWARD, i)], units[i].parameters
             floor = self.place[TaskId(Kind.BACKWARD, i)] + 1 - len(self.steps)
-            distance = self.widened(i, start, blocks[i].forward_prefetch_distance, floor)
-            blocks[i] = replace(blocks[i], forward_prefetch_distance=distance)
-        return tuple(blocks)
+            ahead = self.widened(i, start, route.ahead_in_forward, floor)
+            units[i] = replace(units[i], parameters=replace(route, ahead_in_forward=ahead))
+        return tuple(units)
 
     def widened(self, block: int, start: int, distance: int, floor: int) -> int:
         """The distance of a prefetch whose user is step ``start`` and that may run in steps from ``floor`` on."""

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from autohete.errors import InfeasibleError, InputError, check_fields
 from autohete.lowering import lower
 from autohete.memory_waits import least_bytes
-from autohete.plan import Plan
+from autohete.plan import Footprint, Format, Plan
+from autohete.plan.rules import ByPriority, GradientSlots, Rule
 from autohete.planner.program import Objective, Program
 from autohete.planner.search import best_counts, least_memory
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
@@ -89,28 +90,32 @@ class AutoHete:
         plan = self._untuned(profile, counts)
         if not self.prefetch_tuning:
             return plan
-        return replace(plan, blocks=tune_prefetches(profile, plan))
+        return replace(plan, units=tune_prefetches(profile, plan))
 
     def _untuned(self, profile: Profile, counts: Counts) -> Plan:
         """The plan of given counts; each prefetch runs beside the pass before its own."""
         element = profile.element_bytes
         upload = 4 if self.fp32_upload else element
         kernel_bytes, elementwise_bytes = self._traffic(profile)
+        units = counts.units(len(profile.blocks), gradients=Format(element), upload=Format(upload))
+        rules: list[Rule] = []
+        if counts.cpu_updated and len(units) > GRADIENT_SLOTS:
+            rules.append(GradientSlots(GRADIENT_SLOTS))
+        if self.priority and counts.moves_several:
+            rules.append(ByPriority())
         return Plan(
             policy="autohete",
-            blocks=counts.blocks(len(profile.blocks)),
-            gradient_bytes=element,
-            gradient_slots=GRADIENT_SLOTS,
+            units=units,
+            rules=tuple(rules),
             update_bytes=kernel_bytes,
             elementwise_bytes=elementwise_bytes,
-            refresh_bytes=upload,
-            fetch_bytes=upload,
-            priority=self.priority,
             # Pinned are the gradient, and what goes up: the updated parameter's staging buffer, or the fp32 master itself.
-            host_optimizer_bytes=profile.optimizer_bytes - (4 if self.fp32_upload and traffic.is_mixed(profile) else 0),
-            host_pinned_bytes=(element, upload),
-            host_parameter_bytes=upload,
-            one_host_copy=self.fp32_upload,
+            footprint=Footprint(
+                host_optimizer_bytes=profile.optimizer_bytes - (4 if self.fp32_upload and traffic.is_mixed(profile) else 0),
+                host_pinned_bytes=(element, upload),
+                host_parameter_bytes=upload,
+                one_host_copy=self.fp32_upload,
+            ),
         )
 
     def _frugal(self, profile: Profile, program: Program) -> Counts:

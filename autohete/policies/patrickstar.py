@@ -17,13 +17,15 @@ Model states live in chunks that *move* between host and GPU; a chunk is in one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan
+from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policy import Judge
 from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY, Kind
 from autohete.workload import Precision
 
 #: ``utils/memory_monitor`` / ``core/memtracer.py``: share of the margin that optimizer chunks may take.
@@ -67,41 +69,47 @@ class PatrickStar:
 
         def plan_for(kept: int, on_gpu: int) -> Plan:
             """``kept`` transformer blocks fit on the GPU at a time; the first ``on_gpu`` blocks have their optimizer there."""
-            outer = BlockPlan(optimizer=Processor.GPU if on_gpu else Processor.CPU)
-            blocks = [outer]
-            for block in transformer:
-                optimizer = Processor.GPU if block < on_gpu else Processor.CPU
-                if kept >= len(transformer):
-                    blocks.append(BlockPlan(activations, optimizer=optimizer))
-                    continue
-                keep_forward, keep_backward = block > len(transformer) - kept, block <= kept
-                blocks.append(
-                    BlockPlan(
-                        activations,
-                        Placement.OFFLOADED,
-                        optimizer,
-                        keep_after_forward=keep_forward,
-                        keep_after_backward=keep_backward,
-                        write_back_after_forward=not keep_forward,
-                        forward_prefetch_distance=int(self.async_move),
-                        backward_prefetch_distance=int(self.async_move),
-                    )
-                )
+            # The system trains in 16 bit only. In fp32 the parameters are their own master weights, not to be overwritten.
+            replaced = profile.workload.precision is not Precision.FP32
+            common = UnitPlan(refresh=Format(4), gradients_replace_parameters=replaced)
+            units = []
+            for block in range(len(parameters)):
+                unit = replace(common, update_on=Processor.GPU if block < on_gpu else Processor.CPU)
+                if block in transformer:
+                    unit = replace(unit, activations=activations, parameters=route(block, kept))
+                units.append(unit)
+            copied_late = tuple(i for i, unit in enumerate(units) if unit.refreshed)
+            leaving = tuple(i for i, unit in enumerate(units) if unit.update_on is Processor.CPU and not unit.refreshed)
+            moving = not self.async_move and any(unit.parameters.moves for unit in units)
             return Plan(
                 policy="patrickstar",
-                blocks=(*blocks, BlockPlan(optimizer=Processor.CPU)),
-                gradient_bytes=element,
-                blocking_gradients=True,
-                # The system trains in 16 bit only. In fp32 the parameters are their own master weights, not to be overwritten.
-                gradients_replace_parameters=profile.workload.precision is not Precision.FP32,
-                serial_updates=True,
+                units=tuple(units),
+                rules=(
+                    *([BlockingCopies(Kind.WRITE_BACK_FORWARD)] if moving else []),
+                    *([BlockingCopies(Kind.OFFLOAD_GRADIENTS, leaving)] if leaving else []),
+                    SerialUpdates(with_copies=copied_late),  # ends with the first block, which the next forward waits for
+                    *([GpuUpdatesAfterBackward()] if on_gpu > 1 else []),  # that of the first block follows the last backward
+                    *([Barrier()] if on_gpu else []),
+                ),
                 update_bytes=24 + element,
-                refresh_bytes=4,
-                barrier=True,
-                gpu_update_after_backward=True,
-                gpu_buffer_bytes=self.chunk_size * 2**20 * element,
-                host_optimizer_bytes=profile.optimizer_bytes,
-                host_parameter_bytes=element,
+                footprint=Footprint(
+                    gpu_buffer_bytes=self.chunk_size * 2**20 * element,
+                    host_optimizer_bytes=profile.optimizer_bytes,
+                    host_parameter_bytes=element,
+                ),
+            )
+
+        def route(block: int, kept: int) -> Route:
+            if kept >= len(transformer):
+                return Route()
+            stays_after_forward = block > len(transformer) - kept
+            return Route(
+                HOST_MEMORY,
+                stays_after_forward=stays_after_forward,
+                stays_after_backward=block <= kept,
+                moves=not stays_after_forward,
+                ahead_in_forward=int(self.async_move),
+                ahead_in_backward=int(self.async_move),
             )
 
         # The warm-up iteration: what a training needs beside its chunks.

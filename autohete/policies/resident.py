@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autohete.errors import check_fields
-from autohete.plan import Activations, BlockPlan, Plan
+from autohete.plan import Activations, Plan, UnitPlan
+from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policy import Judge
 from autohete.profile import Profile
@@ -28,16 +29,8 @@ class Resident:
         """See :class:`autohete.policy.Policy`."""
 
         def plan_for(activations: Activations) -> Plan:
-            inner = BlockPlan(activations)
-            return Plan(
-                policy="resident",
-                blocks=(BlockPlan(), *[inner] * (len(profile.blocks) - 2), BlockPlan()),
-                gradient_bytes=profile.element_bytes,
-                update_bytes=0,
-                refresh_bytes=profile.element_bytes,
-                host_optimizer_bytes=0,
-                host_parameter_bytes=0,
-                gpu_update_after_backward=True,
-            )
+            inner = UnitPlan(activations)
+            units = (UnitPlan(), *[inner] * (len(profile.blocks) - 2), UnitPlan())
+            return Plan(policy="resident", units=units, rules=(GpuUpdatesAfterBackward(),))
 
         return with_checkpointing(self.checkpointing, plan_for, judge)

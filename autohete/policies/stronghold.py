@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
+from autohete.plan.rules import Barrier, Window
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policy import Judge, Verdict, better
 from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY
 
 
 class WindowOptimizer(StrEnum):
@@ -93,35 +95,38 @@ class StrongHold:
 def _plan(profile: Profile, activations: Activations, window: int, window_optimizer: Processor) -> Plan:
     element = profile.element_bytes
     transformer = len(profile.blocks) - 2
-    outer = BlockPlan(optimizer=window_optimizer)
+    gradients = Format(2 * element)  # the layer's parameters go with its gradients
+    outer = UnitPlan(update_on=window_optimizer, gradients=gradients)
     inner = [
-        BlockPlan(
+        UnitPlan(
             activations,
-            Placement.OFFLOADED,
+            Route(
+                HOST_MEMORY,
+                stays_after_forward=block > transformer - window,
+                stays_after_backward=block <= window,
+                moves=block <= transformer - window,
+                ahead_in_forward=window,
+                # "When backward of block i begins": a recomputed block makes two passes on its way down.
+                ahead_in_backward=window * (2 if activations is Activations.RECOMPUTE else 1),
+            ),
             window_optimizer if block <= window else Processor.CPU,
-            keep_after_forward=block > transformer - window,
-            keep_after_backward=block <= window,
-            write_back_after_forward=block <= transformer - window,
-            forward_prefetch_distance=window,
-            # "When backward of block i begins": a recomputed block makes two passes on its way down.
-            backward_prefetch_distance=window * (2 if activations is Activations.RECOMPUTE else 1),
+            gradients,
         )
         for block in range(1, transformer + 1)
     ]
+    slides = window < transformer or window_optimizer is Processor.CPU  # else there is nobody whose place is taken
     return Plan(
         policy="stronghold",
-        blocks=(outer, *inner, outer),
-        gradient_bytes=2 * element,  # the layer's parameters go with its gradients
-        window=window,
+        units=(outer, *inner, outer),
+        rules=(*([Window(window)] if slides else []), Barrier()),
+        # The cache of min(2 w, L) units, less those whose block never leaves.
+        slots=ParameterSlots(max(1, min(2 * window, transformer) - max(0, 2 * window - transformer)), with_gradients=True),
         update_bytes=traffic.ADAM_KERNEL,
         elementwise_bytes=traffic.casts(profile),
-        refresh_bytes=element,
-        barrier=True,
-        # The cache of min(2 w, L) units, less those whose block never leaves.
-        parameter_slots=max(1, min(2 * window, transformer) - max(0, 2 * window - transformer)),
-        gradients_in_slots=True,
-        host_optimizer_bytes=profile.optimizer_bytes,
-        host_pinned_bytes=(element, element),
-        host_parameter_bytes=2 * element,
-        one_host_copy=True,
+        footprint=Footprint(
+            host_optimizer_bytes=profile.optimizer_bytes,
+            host_pinned_bytes=(element, element),
+            host_parameter_bytes=2 * element,
+            one_host_copy=True,
+        ),
     )

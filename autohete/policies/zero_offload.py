@@ -20,15 +20,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, BlockPlan, Plan, Processor
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, UnitPlan
+from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterBackward, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policy import Judge
 from autohete.profile import Profile
+from autohete.schedule import Kind
 from autohete.workload import Precision
 
 _MIB = 2**20
@@ -123,28 +125,34 @@ class ZeroOffload:
         largest_tensor = workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size)
         # Master, gradient and both moments, 4 bytes each; which of them is pinned depends on the version.
         arrays = [4] * (pinned + master) + [element] * (pinned and staged)
-        outer, inner = BlockPlan(optimizer=Processor.CPU), BlockPlan(activations, optimizer=Processor.CPU)
+        gradients = Format(element if self.paper else 4, pinned)
+        refresh = Format(
+            4 if tiles or master else element,
+            pinned=tiles or master or (pinned and version.upload == "staging"),
+            staged=master,
+        )
+        outer = UnitPlan(update_on=Processor.CPU, gradients=gradients, refresh=refresh)
         return Plan(
             policy="zero_offload",
-            blocks=(outer, *[inner] * (len(profile.blocks) - 2), outer),
-            gradient_bytes=element if self.paper else 4,
-            gradients_pinned=pinned,
-            blocking_gradients=not overlap,
-            update_after_backward=True,
+            units=(outer, *[replace(outer, activations=activations)] * (len(profile.blocks) - 2), outer),
+            rules=(
+                *([] if overlap else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
+                UpdatesAfterBackward(),
+                *([] if tiles or self.tile_overlap else [RefreshAfterUpdates()]),
+                *([RefreshAfterBackward()] if self.delayed_update else []),
+                # One buffer for all that goes up is a barrier by itself.
+                *([] if self.delayed_update or master else [Barrier()]),
+            ),
             update_bytes=traffic.ADAM_KERNEL + (traffic.TILE_BUFFER if tiles else 0),
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if cast else 0),
-            refresh_bytes=4 if tiles or master else element,
-            refresh_pinned=tiles or master or (pinned and version.upload == "staging"),
-            refresh_after_updates=not (tiles or self.tile_overlap),
-            refresh_through_buffer=master,
-            barrier=not self.delayed_update,
             delayed=self.delayed_update,
-            gpu_buffer_bytes=round(buckets + largest_tensor) * element,
-            host_optimizer_bytes=16 - 4 * (pinned + master) + (element if staged and not pinned else 0),
-            host_pinned_bytes=tuple(arrays),
-            host_pinned_together=True,
-            host_parameter_bytes=0,
-            host_buffer_bytes=version.tiles_bytes or 0,
+            footprint=Footprint(
+                gpu_buffer_bytes=round(buckets + largest_tensor) * element,
+                host_optimizer_bytes=16 - 4 * (pinned + master) + (element if staged and not pinned else 0),
+                host_pinned_bytes=tuple(arrays),
+                host_pinned_together=True,
+                host_buffer_bytes=version.tiles_bytes or 0,
+            ),
         )
 
     def _pinned(self) -> bool:

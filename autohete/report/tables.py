@@ -15,12 +15,12 @@ from rich.text import Text
 
 from autohete.analysis import Cause
 from autohete.hardware import preset_names, read_hardware
-from autohete.plan import Placement, PlanCounts
+from autohete.plan import PlanCounts
 from autohete.policies import POLICIES
 from autohete.policy import Verdict
-from autohete.schedule import CPU, GPU
+from autohete.schedule import CPU, GPU, HOST_MEMORY
 from autohete.simulate import Simulation
-from autohete.summary import Summary, runs_of_equal_blocks
+from autohete.summary import Summary, runs_of_equal_units
 from autohete.units import format_bytes, format_seconds
 from autohete.workload import WORKLOADS, Workload
 
@@ -177,17 +177,19 @@ def _print_decisions(out: Console, found: Simulation) -> None:
         left=4,
         elsewhere=IN_JSON,
     )
-    for first, last, block in runs_of_equal_blocks(plan):
-        offloaded = block.parameters is Placement.OFFLOADED
+    for first, last, unit in runs_of_equal_units(plan):
+        route = unit.parameters
         shown.add_row(
             str(first) if first == last else f"{first} to {last}",
-            block.activations,
-            block.parameters,
-            block.optimizer,
-            _passes(block.forward_prefetch_distance) if offloaded else "-",
-            _passes(block.backward_prefetch_distance) if offloaded else "-",
+            unit.activations,
+            "offloaded" if route.home == HOST_MEMORY else "resident",
+            unit.update_on,
+            _passes(route.ahead_in_forward) if route.home == HOST_MEMORY else "-",
+            _passes(route.ahead_in_backward) if route.home == HOST_MEMORY else "-",
         )
     out.print(shown)
+    if plan.rules:
+        say(out, f"rules: {', '.join(map(str, plan.rules))}")
 
 
 def _passes(distance: int) -> str:

@@ -43,6 +43,10 @@ _BETWEEN = (
     "the model computes something between two of its blocks; put it into a block, so that it can be recomputed and its "
     "parameters can move with them"
 )
+#: What stands where a tensor was let go; made in advance, so that no task is charged for it.
+_NAN = {
+    dtype: torch.full((), torch.nan, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 _ONCE = "each must be called once, in order"
 _OWN_HOOKS = "a block has hooks of its own for what backward needs"
@@ -569,7 +573,7 @@ class ForwardPass:
     def let_go(self) -> None:
         """Free the input of the block that is called: the model's own code holds it until it is resumed."""
         if self._given is not None:
-            self._given.data = torch.full((), torch.nan, dtype=self._given.dtype).expand(self._given.shape)
+            self._given.data = _NAN[self._given.dtype].expand(self._given.shape)
 
     def finish(self, result: Any) -> Tensor:
         """Let the last block return ``result``, and run to the logits."""

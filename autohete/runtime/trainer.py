@@ -324,7 +324,7 @@ class Trainer:
             training.states.adam_at.pop(iteration - _HISTORY, None)
             training.passes.batches[iteration] = checked
             lanes.admit()
-        lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.blocks) - 1), iteration)
+        lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.units) - 1), iteration)
         loss = training.passes.losses.pop(iteration)
         if not math.isfinite(loss) and self._on_nonfinite is NonFinite.STOP:
             lanes.drain()

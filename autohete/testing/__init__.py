@@ -4,7 +4,7 @@ scheduler to compare with (``list_scheduler``).
 A policy is tested on small and extreme inputs of every kind, and each fault is told in words::
 
     from hypothesis import given
-    from autohete.plan import BlockPlan, Plan, Processor
+    from autohete.plan import Plan, Processor, UnitPlan
     from autohete.simulate import judge_for
     from autohete.testing import checks, strategies
 
@@ -12,9 +12,8 @@ A policy is tested on small and extreme inputs of every kind, and each fault is 
         name = "head_on_the_cpu"
 
         def plan(self, profile, judge):
-            blocks = (*[BlockPlan()] * (len(profile.blocks) - 1), BlockPlan(optimizer=Processor.CPU))
-            return Plan(self.name, blocks, gradient_bytes=4, update_bytes=28, refresh_bytes=4,
-                        host_optimizer_bytes=16, host_parameter_bytes=4)
+            units = (*[UnitPlan()] * (len(profile.blocks) - 1), UnitPlan(update_on=Processor.CPU))
+            return Plan(self.name, units, update_bytes=28)
 
     @given(strategies.profiles())
     def test_no_wait_is_missing_and_memory_balances(profile):

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from autohete.errors import InfeasibleError, InputError, ScheduleError
 from autohete.lowering import lower
 from autohete.memory import occupancy
-from autohete.plan import Activations, Placement, Plan, Processor
+from autohete.plan import Activations, Plan, Processor
 from autohete.policy import Judge, Policy
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, Buffer, BufferId, Kind, Schedule, TaskId, Value
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Buffer, BufferId, Kind, Schedule, TaskId, Value
 from autohete.testing.list_scheduler import list_schedule
 from autohete.trace import Trace, check_trace
 from autohete.worst_case import worst_case
@@ -116,18 +116,19 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         plan: says who updates each block and where its parameters stay.
         schedule: of this plan.
     """
-    paths, last = Paths(schedule), len(plan.blocks) - 1
+    paths, last = Paths(schedule), len(plan.units) - 1
     faults: list[str] = []
-    for block, decisions in enumerate(plan.blocks):
-        on_cpu = decisions.optimizer is Processor.CPU
-        leaves = decisions.parameters is Placement.OFFLOADED
+    for block, decisions in enumerate(plan.units):
+        on_cpu = decisions.update_on is Processor.CPU
+        route = decisions.parameters
+        leaves = route.home == HOST_MEMORY
         forward, backward = TaskId(Kind.FORWARD, block), TaskId(Kind.BACKWARD, block)
         update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, block)
         refresh = TaskId(Kind.REFRESH, block)
         moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, block), TaskId(Kind.WRITE_BACK_BACKWARD, block)
         fetches = {
-            TaskId(Kind.PREFETCH_FORWARD, block): leaves and not decisions.keep_after_backward,
-            TaskId(Kind.PREFETCH_BACKWARD, block): leaves and not decisions.keep_after_forward,
+            TaskId(Kind.PREFETCH_FORWARD, block): leaves and not route.stays_after_backward,
+            TaskId(Kind.PREFETCH_BACKWARD, block): leaves and not route.stays_after_forward,
         }
         (fetch_forward, stays_not), (fetch_backward, returns) = fetches.items()
         faults += [f"{fetch} fetches what is there" for fetch, wanted in fetches.items() if fetch in paths.tasks and not wanted]
@@ -148,11 +149,11 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
 
         # Backward fetches what is on the host: by then the host has the last update.
         if returns:
-            carried_by = (moved, 1) if decisions.write_back_after_forward else (written_back, 0)
+            carried_by = (moved, 1) if route.moves else (written_back, 0)
             user = TaskId(Kind.RECOMPUTE, block) if decisions.activations is Activations.RECOMPUTE else backward
             faults += chain_faults(paths, (update, 0) if on_cpu else carried_by, (fetch_backward, 1), (user, 1))
         # What was on the GPU before the update does not overwrite it on the host, nor is it overwritten while it is read.
-        if decisions.write_back_after_forward:
+        if route.moves:
             faults += chain_faults(paths, (forward, 0), (moved, 0), (update, 0))
         if on_cpu:
             faults += [fault for f, wanted in fetches.items() if wanted for fault in chain_faults(paths, (f, 0), (update, 0))]
@@ -166,28 +167,29 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
         f"{task.id} frees {free.id}, but they do not replace the parameters"
         for task in schedule.tasks
         for free in task.frees
-        if free.id.value is Value.GRADIENTS and task.id.kind is Kind.BACKWARD and not plan.gradients_replace_parameters
+        if free.id.value is Value.GRADIENTS and task.id.kind is Kind.BACKWARD
+        if free.id.unit is not None and not plan.units[free.id.unit].gradients_replace_parameters
     ]
-    for block, decisions in enumerate(plan.blocks):
+    for block, decisions in enumerate(plan.units):
         backward = TaskId(Kind.BACKWARD, block)
-        if decisions.optimizer is Processor.GPU:
+        if decisions.update_on is Processor.GPU:
             faults += chain_faults(paths, (backward, 0), (TaskId(Kind.GPU_UPDATE, block), 0))
             continue
         copy, update = TaskId(Kind.OFFLOAD_GRADIENTS, block), TaskId(Kind.CPU_UPDATE, block)
         faults += chain_faults(paths, (backward, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
         refresh = TaskId(Kind.REFRESH, block)
-        if plan.gradients_replace_parameters and refresh in paths.tasks:
+        if decisions.gradients_replace_parameters and refresh in paths.tasks:
             faults += chain_faults(paths, (copy, 0), (refresh, 0))  # which overwrites the gradients
     return faults
 
 
 def activation_faults(plan: Plan, schedule: Schedule) -> list[str]:
     """Passes that may overtake one another, and backwards that may find no activations."""
-    paths, last = Paths(schedule), len(plan.blocks) - 1
+    paths, last = Paths(schedule), len(plan.units) - 1
     passes = [TaskId(Kind.FORWARD, block) for block in range(last + 1)] + [TaskId(Kind.LOSS, last)]
     faults: list[str] = []
     for block in range(last, -1, -1):
-        activations = plan.blocks[block].activations
+        activations = plan.units[block].activations
         if activations is Activations.RECOMPUTE:
             passes.append(TaskId(Kind.RECOMPUTE, block))
         passes.append(TaskId(Kind.BACKWARD, block))

@@ -18,13 +18,27 @@ from functools import cache
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from autohete.errors import InputError
+from autohete.errors import InputError, RuleError
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Link
-from autohete.lowering import least_parameter_slots
-from autohete.plan import Activations, BlockPlan, Placement, Plan, Processor
+from autohete.lowering import least_parameter_slots, lower
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
+from autohete.plan.rules import (
+    Barrier,
+    BlockingCopies,
+    ByPriority,
+    GpuUpdatesAfterBackward,
+    GradientSlots,
+    RefreshAfterBackward,
+    RefreshAfterUpdates,
+    Rule,
+    SerialUpdates,
+    UpdatesAfterBackward,
+    Window,
+)
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
 from autohete.schedule import (
+    HOST_MEMORY,
     Buffer,
     BufferId,
     Discipline,
@@ -141,67 +155,88 @@ def profiles() -> st.SearchStrategy[Profile]:
 
 @st.composite
 def plans(draw: Draw, profile: Profile) -> Plan:
-    """Plans for ``profile`` with every combination of decisions that makes sense.
-
-    What all wait for each other at the end of the iteration (``serial_updates``, ``update_after_backward``) goes with no
-    wait in its middle for one of them (``window``, ``gradient_slots``), which would be a wait for oneself.
-    """
-    serial, whole = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
-    priority = draw(st.booleans()) and not (serial or whole)
-    delayed = draw(st.booleans()) and not serial
-    small = st.integers(1, 4)
-    inner = [draw(_block_plans(may_leave=not delayed)) for _ in range(len(profile.blocks) - 2)]
-    outer = [BlockPlan(optimizer=draw(st.sampled_from(Processor))) for _ in range(2)]
+    """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing."""
+    delayed = draw(st.booleans())
+    gradients = Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans()))
+    refresh = Format(draw(st.sampled_from([2, 4])), draw(st.booleans()), draw(st.booleans()))
+    fetched = Format(draw(st.sampled_from([None, 4])))
+    replaced = profile.workload.precision is not Precision.FP32 and draw(st.booleans())
+    common = UnitPlan(gradients=gradients, refresh=refresh, gradients_replace_parameters=replaced)
+    units = [replace(common, update_on=draw(st.sampled_from(Processor))) for _ in profile.blocks]
+    for i in range(1, len(units) - 1):
+        route = draw(_routes(may_leave=not delayed))
+        units[i] = replace(units[i], activations=draw(st.sampled_from(Activations)), parameters=replace(route, fetched=fetched))
     plan = Plan(
         policy="random",
-        blocks=(outer[0], *inner, outer[1]),
-        gradient_bytes=draw(st.sampled_from([2, 4, 8])),
+        units=tuple(units),
+        rules=tuple(draw(st.lists(_rules(len(units)), unique=True, max_size=6))),
         update_bytes=draw(st.sampled_from([0, 28.0, 40.5])),
         elementwise_bytes=draw(st.sampled_from([0, 14.0])),
-        fetch_bytes=draw(st.sampled_from([None, 4])),
-        gradients_pinned=draw(st.booleans()),
-        refresh_pinned=draw(st.booleans()),
-        refresh_bytes=draw(st.sampled_from([2, 4])),
-        host_optimizer_bytes=draw(st.integers(0, 18)),
-        host_parameter_bytes=draw(st.integers(0, 4)),
-        blocking_gradients=draw(st.booleans()),
-        gradients_replace_parameters=profile.workload.precision is not Precision.FP32 and draw(st.booleans()),
-        gradient_slots=None if serial else draw(st.none() | small),
-        update_after_backward=whole,
-        window=None if serial or whole or delayed else draw(st.none() | small),
-        gpu_update_after_backward=draw(st.booleans()),
-        serial_updates=serial,
-        refresh_after_updates=not serial and not priority and draw(st.booleans()),
-        barrier=draw(st.booleans()),
         delayed=delayed,
-        priority=priority,
-        refresh_through_buffer=draw(st.booleans()),
-        host_pinned_bytes=tuple(draw(st.lists(st.integers(0, 4), max_size=2))),
-        host_pinned_together=draw(st.booleans()),
-        gpu_buffer_bytes=draw(st.integers(0, 10**6)),
-        host_buffer_bytes=draw(st.integers(0, 10**6)),
+        footprint=Footprint(
+            gpu_buffer_bytes=draw(st.integers(0, 10**6)),
+            host_buffer_bytes=draw(st.integers(0, 10**6)),
+            host_optimizer_bytes=draw(st.integers(0, 18)),
+            host_pinned_bytes=tuple(draw(st.lists(st.integers(0, 4), max_size=2))),
+            host_pinned_together=draw(st.booleans()),
+            host_parameter_bytes=draw(st.integers(0, 4)),
+            one_host_copy=draw(st.booleans()),
+        ),
     )
+    plan = without_idle_rules(profile, plan)
     if draw(st.booleans()):
         return plan
-    slots = max(1, least_parameter_slots(profile, plan) + draw(st.integers(0, 2)))
-    return replace(plan, parameter_slots=slots, gradients_in_slots=draw(st.booleans()))
+    slots = ParameterSlots(1, draw(st.booleans()))
+    least = least_parameter_slots(profile, replace(plan, slots=slots))
+    return without_idle_rules(profile, replace(plan, slots=replace(slots, count=max(1, least + draw(st.integers(0, 2))))))
+
+
+def without_idle_rules(profile: Profile, plan: Plan) -> Plan:
+    """The plan without the rules for which :func:`autohete.lowering.lower` would refuse it."""
+    while True:
+        try:
+            lower(profile, plan)
+        except RuleError as error:
+            plan = replace(plan, rules=tuple(rule for rule in plan.rules if rule is not error.rule))
+        else:
+            return plan
+
+
+def _rules(units: int) -> st.SearchStrategy[Rule]:
+    """Any rule, for a plan of so many units."""
+    small = st.integers(1, 4)
+    some = st.lists(st.integers(0, units - 1), unique=True).map(lambda found: tuple(sorted(found)))
+    following = st.sampled_from([Kind.OFFLOAD_GRADIENTS, Kind.WRITE_BACK_FORWARD, Kind.OFFLOAD_ACTIVATIONS])
+    return st.one_of(
+        st.sampled_from(
+            [
+                ByPriority(),
+                UpdatesAfterBackward(),
+                GpuUpdatesAfterBackward(),
+                RefreshAfterBackward(),
+                RefreshAfterUpdates(),
+                Barrier(),
+            ]
+        ),
+        st.builds(BlockingCopies, following, st.none() | some),
+        st.builds(Window, small),
+        st.builds(GradientSlots, small),
+        st.builds(SerialUpdates, some),
+    )
 
 
 @st.composite
-def _block_plans(draw: Draw, may_leave: bool) -> BlockPlan:
-    activations, optimizer = draw(st.sampled_from(Activations)), draw(st.sampled_from(Processor))
+def _routes(draw: Draw, may_leave: bool) -> Route:
     if not (may_leave and draw(st.booleans())):
-        return BlockPlan(activations, optimizer=optimizer, backward_prefetch_distance=draw(st.integers(0, 4)))
-    keep_after_forward = draw(st.booleans())
-    return BlockPlan(
-        activations,
-        Placement.OFFLOADED,
-        optimizer,
-        keep_after_forward=keep_after_forward,
-        keep_after_backward=draw(st.booleans()),
-        write_back_after_forward=not keep_after_forward and draw(st.booleans()),
-        forward_prefetch_distance=draw(st.integers(0, 20)),
-        backward_prefetch_distance=draw(st.integers(0, 20)),
+        return Route(ahead_in_backward=draw(st.integers(0, 4)))  # of offloaded activations
+    stays_after_forward = draw(st.booleans())
+    return Route(
+        HOST_MEMORY,
+        stays_after_forward,
+        stays_after_backward=draw(st.booleans()),
+        moves=not stays_after_forward and draw(st.booleans()),
+        ahead_in_forward=draw(st.integers(0, 20)),
+        ahead_in_backward=draw(st.integers(0, 20)),
     )
 
 

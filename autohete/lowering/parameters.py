@@ -1,0 +1,145 @@
+"""The way of each unit's parameters through an iteration: fetched for use, released after it, brought home when they change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete.lowering.builder import Builder
+from autohete.lowering.compute import on_gpu
+from autohete.plan import Plan, Processor
+from autohete.profile import Profile
+from autohete.schedule import D2H, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Fetched parameters on the GPU.
+
+    Args:
+        fetch: what brought them.
+        user: the pass that it brought them for.
+        back: 1 if that was in the iteration before.
+        end: the task that frees them; None: they are still there.
+    """
+
+    fetch: TaskId
+    user: TaskId
+    back: int = 0
+    end: TaskId | None = None
+
+
+class Parameters:
+    """Adds the copies of parameters to a builder.
+
+    Args:
+        builder: collects them.
+        profile: how long they last.
+        plan: the routes.
+
+    Attributes:
+        stays: of fetched parameters that have been freed.
+    """
+
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
+        self._builder, self._profile, self._plan = builder, profile, plan
+        self.stays: list[Stay] = []
+        last = builder.passes[-1].micro_batch
+        #: Of units that leave, while they are on the GPU.
+        self._here = {
+            unit: Stay(TaskId(Kind.PREFETCH_BACKWARD, unit, last), builder.first_backward(unit, last), back=1)
+            for unit, one in enumerate(plan.units)
+            if one.parameters.leaves and one.parameters.stays_after_backward
+        }
+
+    def bring(self, user: TaskId) -> None:
+        """Fetch the parameters that the pass ``user`` needs, if they are not there."""
+        b, unit = self._builder, user.unit
+        plan = self._plan.units[unit]
+        if not plan.parameters.leaves or unit in self._here:
+            return
+        for_forward = user.kind is Kind.FORWARD
+        kind = Kind.PREFETCH_FORWARD if for_forward else Kind.PREFETCH_BACKWARD
+        count, element = self._profile.blocks[unit].parameters, self._profile.element_bytes
+        # The 16-bit parameters that the GPU updates are what there is of them on the host.
+        carried = plan.parameters.fetched.bytes_of(count, element) if plan.update_on is Processor.CPU else count * element
+        seconds = self._profile.h2d_seconds(carried, pinned=plan.parameters.fetched.pinned)
+        # For backward urgent before anything that the next forward needs, and the higher unit is needed first.
+        fetch = b.task(kind, unit, H2D, seconds, unit if for_forward else -1 - unit, user.micro_batch)
+        b.read(fetch, Value.PARAMETERS, unit, HOST_MEMORY)
+        b.make(fetch, self._buffer(fetch), count * element if self._plan.slots is None else 0)
+        forward = None if for_forward else TaskId(Kind.FORWARD, unit, user.micro_batch)
+        b.beside(fetch, user, plan.parameters.ahead_in_forward if for_forward else plan.parameters.ahead_in_backward, forward)
+        self._here[unit] = Stay(fetch, user)
+
+    def after_forward(self, unit: int, micro_batch: int) -> None:
+        """Home, if they move; released, if they do not stay."""
+        route = self._plan.units[unit].parameters
+        if route.moves:
+            self._copy_home(Kind.WRITE_BACK_FORWARD, unit, micro_batch, priority=0)
+        if route.leaves and not route.stays_after_forward:
+            self._release(unit)
+
+    def after_update(self, unit: int) -> None:
+        """Home, if the GPU has changed them; released, if they do not stay."""
+        plan = self._plan.units[unit]
+        # What is moved after every forward is not brought home before it, too.
+        moved_later = plan.parameters.stays_after_backward and plan.parameters.moves
+        if plan.parameters.leaves and plan.update_on is Processor.GPU and not moved_later:
+            self._copy_home(Kind.WRITE_BACK_BACKWARD, unit, 0, priority=unit)
+        self.after_backward(unit)
+
+    def after_backward(self, unit: int) -> None:
+        """Released, if they do not stay."""
+        route = self._plan.units[unit].parameters
+        if route.leaves and not route.stays_after_backward:
+            self._release(unit)
+
+    def refresh_all(self) -> None:
+        """What the CPU has updated, to the copies that stay on the GPU; others come with their next fetch."""
+        b = self._builder
+        refreshes = [self._refresh(unit) for unit in reversed(range(len(self._plan.units))) if self._plan.units[unit].refreshed]
+        staged = [refresh for refresh in refreshes if self._plan.units[refresh.unit].refresh.staged]
+        if staged:
+            buffer = on_gpu(Value.PARAMETERS, None, use=Kind.REFRESH)
+            b.allocate(staged[0], buffer, sum(self._refresh_bytes(refresh.unit) for refresh in staged))
+            b.free(staged[-1], buffer)
+            for refresh in staged[:-1]:
+                b.after(staged[-1], refresh)
+
+    def _refresh_bytes(self, unit: int) -> int:
+        return self._plan.units[unit].refresh.bytes_of(self._profile.blocks[unit].parameters, self._profile.element_bytes)
+
+    def _refresh(self, unit: int) -> TaskId:
+        b = self._builder
+        seconds = self._profile.h2d_seconds(self._refresh_bytes(unit), pinned=self._plan.units[unit].refresh.pinned)
+        refresh = b.task(Kind.REFRESH, unit, H2D, seconds, unit)
+        b.read(refresh, Value.PARAMETERS, unit, HOST_MEMORY)
+        b.write(refresh, Value.PARAMETERS, unit)
+        return refresh
+
+    def _copy_home(self, kind: Kind, unit: int, micro_batch: int, priority: int) -> None:
+        b, size = self._builder, self._profile.blocks[unit].parameters * self._profile.element_bytes
+        copy = b.task(kind, unit, D2H, self._profile.d2h_seconds(size), priority, micro_batch)
+        if kind is Kind.WRITE_BACK_FORWARD:
+            b.after(copy, TaskId(Kind.FORWARD, unit, micro_batch))
+        b.read(copy, Value.PARAMETERS, unit)
+        b.write(copy, Value.PARAMETERS, unit, HOST_MEMORY)
+
+    def _release(self, unit: int) -> None:
+        """When their last user has ended."""
+        b, stay = self._builder, self._here.pop(unit)
+        buffer = self._buffer(stay.fetch)
+        end = b.last_access(buffer)
+        b.free(end, buffer, stay.back)
+        self.stays.append(Stay(stay.fetch, stay.user, stay.back, end))
+
+    def _buffer(self, fetch: TaskId) -> BufferId:
+        """The use tells apart what is fetched twice in a micro-batch."""
+        route = self._plan.units[fetch.unit].parameters
+        use = Kind.FORWARD if fetch.kind is Kind.PREFETCH_FORWARD else Kind.BACKWARD
+        return on_gpu(
+            Value.PARAMETERS,
+            fetch.unit,
+            fetch.micro_batch,
+            None if route.stays_after_forward or route.stays_after_backward else use,
+        )

@@ -1,0 +1,70 @@
+"""Who updates a unit, and the way of its gradients to there."""
+
+from __future__ import annotations
+
+from autohete.lowering.builder import Builder
+from autohete.lowering.compute import on_gpu
+from autohete.plan import Plan, Processor
+from autohete.profile import Profile
+from autohete.schedule import CPU, D2H, GPU, HOST_MEMORY, Kind, TaskId, Value
+
+
+class Updates:
+    """Adds the updates of ``plan``, and copies of gradients, to a builder.
+
+    Args:
+        builder: collects them.
+        profile: how long they last.
+        plan: who updates.
+    """
+
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
+        self._builder, self._profile, self._plan = builder, profile, plan
+
+    def after_backward(self, unit: int) -> None:
+        """The gradients are complete: update, on the CPU when they are there.
+
+        A delayed update takes those that are there from the iteration before.
+        """
+        if self._plan.units[unit].update_on is Processor.GPU:
+            self._gpu_update(unit)
+        elif self._plan.delayed:
+            self._cpu_update(unit)
+            self._offload_gradients(unit)
+        else:
+            self._offload_gradients(unit)
+            self._cpu_update(unit)
+
+    def _gpu_update(self, unit: int) -> None:
+        b, times = self._builder, self._profile.blocks[unit]
+        update = b.task(Kind.GPU_UPDATE, unit, GPU, times.gpu_update_seconds)
+        self._takes_gradients(update)
+        b.write(update, Value.PARAMETERS, unit)
+        b.workspace(update, times.gpu_update_workspace_bytes)
+
+    def _offload_gradients(self, unit: int) -> None:
+        gradients, times = self._plan.units[unit].gradients, self._profile.blocks[unit]
+        size = gradients.bytes_of(times.parameters, self._profile.element_bytes)
+        seconds = self._profile.d2h_seconds(size, pinned=gradients.pinned)
+        copy = self._builder.task(Kind.OFFLOAD_GRADIENTS, unit, D2H, seconds, unit)
+        self._takes_gradients(copy)
+        self._builder.write(copy, Value.GRADIENTS, unit, HOST_MEMORY)
+
+    def _cpu_update(self, unit: int) -> None:
+        plan, b = self._plan, self._builder
+        seconds = self._profile.cpu_update_seconds(
+            unit, plan.update_bytes, plan.elementwise_bytes, beside_gpu=plan.updates_beside_gpu
+        )
+        update = b.task(Kind.CPU_UPDATE, unit, CPU, seconds, unit)
+        b.read(update, Value.GRADIENTS, unit, HOST_MEMORY)
+        b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
+
+    def _takes_gradients(self, task: TaskId) -> None:
+        """``task`` is the last to read the unit's gradients on the GPU, which may lie where its parameters do."""
+        b, unit, slots = self._builder, self._plan.units[task.unit], self._plan.slots
+        b.read(task, Value.GRADIENTS, task.unit)
+        in_slot = slots is not None and slots.with_gradients and unit.parameters.leaves
+        if in_slot or unit.gradients_replace_parameters:
+            b.read(task, Value.PARAMETERS, task.unit)
+        if not unit.gradients_replace_parameters:
+            b.free(task, on_gpu(Value.GRADIENTS, task.unit))

@@ -1,0 +1,171 @@
+"""What waits for what, by numbers of tasks: who asked for it, which waits follow from others, and an order that keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+from autohete.errors import InputError, RuleError
+from autohete.schedule import TaskId
+
+#: Before any iteration that a task may have waited for.
+NEVER = -(2**40)
+
+
+class Waits:
+    """The waits of the tasks of an iteration, numbered as they were declared; each for a task and a number of iterations back.
+
+    Attributes:
+        author: who adds waits now: 0 the data, else a rule, by its place counted from 1.
+        claims: (rule, rule or data): the second had asked before for what the first asks.
+    """
+
+    def __init__(self) -> None:
+        self.author = 0
+        self.claims: set[tuple[int, int]] = set()
+        #: Of some tasks one that is issued before them.
+        self._issued_before: dict[int, int] = {}
+        #: Of each task: what it waits for, as 2 * task + back, and who asked first.
+        self._after: list[dict[int, int]] = []
+        #: Of each task what it waits for, without what follows from it; after :meth:`reduce`.
+        self._needed: list[list[int]] = []
+
+    def add_task(self) -> None:
+        """A task that waits for nothing."""
+        self._after.append({})
+
+    def add(self, task: int, before: int, back: int) -> None:
+        """``task`` waits for ``before``, so many iterations back."""
+        first = self._after[task].setdefault(2 * before + back, self.author)
+        if first != self.author:
+            self.claims.add((self.author, first))
+
+    def issue(self, task: int, before: int) -> None:
+        """Issue ``task`` later than ``before``, for which it need not wait by itself: they are on one fifo lane."""
+        self._issued_before[task] = before
+
+    def of(self, task: int) -> list[tuple[int, int]]:
+        """What ``task`` waits for, and how many iterations back."""
+        return [(code >> 1, code & 1) for code in self._after[task]]
+
+    def needed(self, task: int) -> list[tuple[int, int]]:
+        """The same, without what follows from the rest."""
+        return [(code >> 1, code & 1) for code in sorted(self._needed[task])]
+
+    def authors(self) -> set[int]:
+        """Who has asked for a wait that does not follow from others."""
+        return {after[code] for after, codes in zip(self._after, self._needed, strict=True) for code in codes}
+
+    def order(self) -> list[int]:
+        """All tasks, each issued after those of its iteration that it waits for; of several that may be next the first
+        declared.
+
+        Raises:
+            CycleError: tasks wait for each other.
+        """
+        before = [[code >> 1 for code in after if not code & 1] for after in self._after]
+        for task, u in self._issued_before.items():
+            if u not in before[task]:
+                before[task].append(u)
+        if all(u < task for task, some in enumerate(before) for u in some):
+            return list(range(len(before)))
+        followers: list[list[int]] = [[] for _ in before]
+        missing = [len(some) for some in before]
+        for task, some in enumerate(before):
+            for u in some:
+                followers[u].append(task)
+        ready = [task for task, count in enumerate(missing) if not count]
+        heapify(ready)
+        found = []
+        while ready:
+            found.append(task := heappop(ready))
+            for follower in followers[task]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    heappush(ready, follower)
+        if len(found) < len(before):
+            raise CycleError(self._cycle(before, missing))
+        return found
+
+    def _cycle(self, before: list[list[int]], missing: list[int]) -> list[tuple[int, int, int]]:
+        """(task, what it waits for, who asked) around a cycle, which is among the tasks of which something is missing."""
+        task = next(task for task, count in enumerate(missing) if count)
+        way = [task]
+        while True:
+            task = next(u for u in before[task] if missing[u])
+            if task in way:
+                way = [*way[way.index(task) :], task]
+                return [(a, b, self._after[a].get(2 * b, 0)) for a, b in zip(way, way[1:], strict=False)]
+            way.append(task)
+
+    def reduce(self, order: Sequence[int]) -> None:
+        """Find which waits do not follow from others; sets of tasks are bits of integers.
+
+        Args:
+            order: of :meth:`order`.
+        """
+        count = len(self._after)
+        #: What has ended when a task begins, of this iteration and of the one before; and what its other waits say of that.
+        now, then = [0] * count, [0] * count
+        implied_now, implied_then = [0] * count, [0] * count
+        for task in order:
+            through = to = 0
+            for code in self._after[task]:
+                if not code & 1:
+                    through |= now[code >> 1]
+                    to |= 1 << (code >> 1)
+            implied_now[task], now[task] = through, through | to
+        for task in order:
+            through = to = 0
+            for code in self._after[task]:
+                if code & 1:
+                    through |= now[code >> 1]
+                    to |= 1 << (code >> 1)
+                else:
+                    through |= then[code >> 1]
+            implied_then[task], then[task] = through, through | to
+        self._needed = [
+            [code for code in after if not ((implied_then if code & 1 else implied_now)[task] >> (code >> 1)) & 1]
+            for task, after in enumerate(self._after)
+        ]
+
+    def latest(self, order: Sequence[int], places: dict[int, int], count: int) -> list[int]:
+        """Of each task the last of some others that has surely ended when it does, itself included.
+
+        Args:
+            order: of :meth:`order`.
+            places: those others, which follow one another, and the place of each.
+            count: how many they are; places in the iteration before are that much lower.
+
+        Returns:
+            a place for each task, :data:`NEVER` where it waits for none of them in this iteration or the one before.
+        """
+        found = [NEVER] * len(self._after)
+        for rounds in range(2):  # what a task waited for in the iteration before may have waited for another
+            for task in order:
+                here = places.get(task, found[task] if rounds else NEVER)
+                for code in self._after[task]:
+                    here = max(here, found[code >> 1] - (count if code & 1 else 0))
+                found[task] = here
+        return found
+
+
+class CycleError(Exception):
+    """Tasks wait for each other; ``waits`` are (task, what it waits for, who asked) around the cycle."""
+
+    def __init__(self, waits: list[tuple[int, int, int]]) -> None:
+        super().__init__(waits)
+        self.waits = waits
+
+
+def explained(error: CycleError, names: Sequence[TaskId], rules: Sequence[object]) -> InputError:
+    """The same for people: the tasks by name, and the rules that cannot all hold."""
+    asked = [rules[author - 1] for _, _, author in error.waits if author]
+    steps = ", ".join(
+        f"{names[task]} waits for {names[before]} ({rules[author - 1] if author else 'data'})"
+        for task, before, author in error.waits
+    )
+    told = f"the plan cannot be carried out, because tasks would wait for each other: {steps}"
+    if not asked:
+        return InputError(f"{told}. Change its routes")
+    return RuleError(f"{told}. Leave out {' or '.join(dict.fromkeys(map(str, asked)))}", asked[0])

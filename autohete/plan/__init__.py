@@ -1,0 +1,161 @@
+"""What was decided: a policy's answer, as data. :func:`autohete.lowering.lower` alone turns it into tasks.
+
+Routes (``routes.py``) say where values rest and how they travel, rules (``rules.py``) add order to that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from autohete.errors import InputError, check_fields
+from autohete.plan.routes import Activations, Format, Processor, Route, UnitPlan
+from autohete.plan.rules import Barrier, Rule, SerialUpdates, UpdatesAfterBackward
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY
+
+__all__ = ["Activations", "Footprint", "Format", "ParameterSlots", "Plan", "PlanCounts", "Processor", "Route", "UnitPlan"]
+
+
+def _check_size(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise InputError(f"{name} is {value}: it must be a finite number of bytes, 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCounts:
+    """A plan in three counts and a total; as text ``24c 10p 26o of 26``."""
+
+    checkpointed_blocks: int
+    offloaded_parameter_blocks: int
+    offloaded_optimizer_blocks: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.checkpointed_blocks}c {self.offloaded_parameter_blocks}p {self.offloaded_optimizer_blocks}o "
+            f"of {self.blocks}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlots:
+    """Fetched parameters live in preallocated slots, each as large as the largest unit that leaves the GPU.
+
+    Args:
+        count: how many slots.
+        with_gradients: a slot has room for the unit's gradient, too.
+    """
+
+    count: int
+    with_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.count < 1:
+            raise InputError(f"ParameterSlots: count is {self.count}: give at least 1, or no slots for no limit")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a system holds beside the values on their routes, and how much its copies on the host take.
+
+    Args:
+        gpu_buffer_bytes: GPU memory that it holds all the time (buckets, caches).
+        host_buffer_bytes: other host memory.
+        host_optimizer_bytes: pageable host bytes per parameter updated on the CPU (states, gradient, staging).
+        host_pinned_bytes: pinned arrays for what the CPU updates, bytes per parameter of each. PyTorch rounds a pinned
+            allocation up to a power of two: one for each unit, or with ``host_pinned_together`` one for all units.
+        host_parameter_bytes: host bytes per parameter whose home is the host.
+        one_host_copy: what the CPU updates is the host's copy of such parameters itself: none of their own is counted.
+    """
+
+    gpu_buffer_bytes: int = 0
+    host_buffer_bytes: int = 0
+    host_optimizer_bytes: int = 0
+    host_pinned_bytes: tuple[int, ...] = ()
+    host_pinned_together: bool = False
+    host_parameter_bytes: int = 0
+    one_host_copy: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("gpu_buffer_bytes", "host_buffer_bytes", "host_optimizer_bytes", "host_parameter_bytes"):
+            _check_size(name, getattr(self, name))
+        for size in self.host_pinned_bytes:
+            _check_size("a size in host_pinned_bytes", size)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One policy's decisions for one workload.
+
+    Args:
+        policy: name and flags, as given.
+        units: one entry per unit, embedding first, head last. Embedding and head have their parameters on the GPU.
+        rules: what order the system adds to what data need; each changes something, and no two say the same.
+        slots: where fetched parameters live; None: each is allocated when its fetch starts.
+        update_bytes: DRAM traffic per parameter of the Adam kernel on the CPU.
+        elementwise_bytes: DRAM traffic per parameter of the elementwise kernels of a CPU update: unscaling, casts.
+        footprint: what memory it takes beside.
+        delayed: a CPU update takes the gradients of the iteration before (stale; changes the mathematics).
+        memory_waits: the plan fits only with more waits, at a cost in time; :func:`autohete.simulate.simulate_plan` adds them.
+        bound_seconds: no plan that the policy could have chosen has a shorter iteration, as its planner proved; None: it does
+            not search. Says how good the plan is, not what it is: plans are equal without it.
+    """
+
+    policy: str
+    units: tuple[UnitPlan, ...]
+    rules: tuple[Rule, ...] = ()
+    slots: ParameterSlots | None = None
+    update_bytes: float = 0
+    elementwise_bytes: float = 0
+    footprint: Footprint = Footprint()
+    delayed: bool = False
+    memory_waits: bool = False
+    bound_seconds: float | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if len(self.units) < 3:
+            raise InputError(f"a plan needs embedding, transformer blocks and head: got {len(self.units)} units")
+        for unit in (self.units[0], self.units[-1]):
+            if unit.parameters.home != GPU_MEMORY or unit.activations is not Activations.KEEP:
+                raise InputError("embedding and head keep parameters and activations on the GPU: plan them so")
+        if self.delayed and self.offloaded_parameter_blocks:
+            raise InputError(
+                "a delayed update writes the host's parameters during the next iteration: it excludes offloaded parameters"
+            )
+        _check_size("update_bytes", self.update_bytes)
+        _check_size("elementwise_bytes", self.elementwise_bytes)
+
+    @property
+    def updates_beside_gpu(self) -> bool:
+        """Whether the CPU updates unit by unit while the GPU trains, instead of all at once while it waits."""
+        return self.delayed or not any(isinstance(rule, UpdatesAfterBackward | SerialUpdates) for rule in self.rules)
+
+    @property
+    def has_barrier(self) -> bool:
+        """Whether no work crosses the end of an iteration."""
+        return any(isinstance(rule, Barrier) for rule in self.rules)
+
+    @property
+    def checkpointed_blocks(self) -> int:
+        """Units that recompute their activations."""
+        return sum(unit.activations is Activations.RECOMPUTE for unit in self.units)
+
+    @property
+    def offloaded_parameter_blocks(self) -> int:
+        """Units whose parameters are offloaded."""
+        return sum(unit.parameters.home == HOST_MEMORY for unit in self.units)
+
+    @property
+    def offloaded_optimizer_blocks(self) -> int:
+        """Units that the CPU updates."""
+        return sum(unit.update_on is Processor.CPU for unit in self.units)
+
+    @property
+    def counts(self) -> PlanCounts:
+        """The three counts, for tables and files."""
+        return PlanCounts(
+            self.checkpointed_blocks, self.offloaded_parameter_blocks, self.offloaded_optimizer_blocks, len(self.units)
+        )

@@ -1,0 +1,121 @@
+"""How a unit's values travel: where each rests between its uses, how early it is fetched, and in which format it is carried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autohete.errors import InputError, check_fields
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY
+
+
+class Activations(StrEnum):
+    """What becomes of a unit's activations between forward and backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+class Processor(StrEnum):
+    """Who updates a unit's parameters and holds their optimizer states."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a copy carries elements.
+
+    Args:
+        element_bytes: bytes of each on the way; None: as the GPU computes with them.
+        pinned: the host's end is in pinned memory; pageable memory is slower.
+        staged: it lands in a buffer on the GPU, from which it is cast. The staged copies of an iteration share one buffer,
+            which is there until the last of them has ended.
+    """
+
+    element_bytes: int | None = None
+    pinned: bool = True
+    staged: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.element_bytes is not None and not 0 <= self.element_bytes <= 64:
+            raise InputError(f"element_bytes is {self.element_bytes}: give 0 to 64 bytes, or None for those of the precision")
+
+    def bytes_of(self, elements: int, computed_bytes: int) -> int:
+        """Bytes on the way, of elements that take ``computed_bytes`` each where the GPU computes with them."""
+        return elements * (computed_bytes if self.element_bytes is None else self.element_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where parameters rest between their uses, and how they come to the GPU.
+
+    A use away from ``home`` fetches them, a change away from home is copied back, and what is away from home is released after
+    its use unless it stays.
+
+    Args:
+        home: ``gpu`` or ``host``.
+        stays_after_forward: fetched parameters stay on the GPU from forward to backward.
+        stays_after_backward: they stay from backward to the next forward.
+        moves: they go home after forward though they have not changed (systems that *move* instead of copy).
+        ahead_in_forward: the fetch for forward may run beside this many GPU passes before the unit's own; 0: synchronous.
+        ahead_in_backward: likewise for backward.
+        fetched: how a fetch carries them.
+    """
+
+    home: str = GPU_MEMORY
+    stays_after_forward: bool = False
+    stays_after_backward: bool = False
+    moves: bool = False
+    ahead_in_forward: int = 1
+    ahead_in_backward: int = 1
+    fetched: Format = Format()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.home not in (GPU_MEMORY, HOST_MEMORY):
+            raise InputError(f"parameters cannot rest in {self.home!r}: their home is {GPU_MEMORY!r} or {HOST_MEMORY!r}")
+        if min(self.ahead_in_forward, self.ahead_in_backward) < 0:
+            raise InputError("a fetch cannot be a negative number of passes ahead: 0 means synchronous, 1 one pass ahead")
+        if self.home == GPU_MEMORY and (self.stays_after_forward or self.stays_after_backward or self.moves):
+            raise InputError("only parameters whose home is the host stay or move: others never leave the GPU")
+        if self.stays_after_forward and self.moves:
+            raise InputError("parameters that stay on the GPU after forward do not move then")
+
+    @property
+    def leaves(self) -> bool:
+        """Whether they are ever away from the GPU."""
+        return self.home != GPU_MEMORY and not (self.stays_after_forward and self.stays_after_backward)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """The decisions for one unit.
+
+    Args:
+        activations: keep, recompute or offload.
+        parameters: where they rest and how they come.
+        update_on: who updates, and holds the optimizer states.
+        gradients: how they cross to the host, where the CPU updates.
+        refresh: how updated parameters cross to a copy that stays on the GPU.
+        gradients_replace_parameters: a finished gradient takes the place of the 16-bit parameters on the GPU.
+    """
+
+    activations: Activations = Activations.KEEP
+    parameters: Route = Route()
+    update_on: Processor = Processor.GPU
+    gradients: Format = Format()
+    refresh: Format = Format()
+    gradients_replace_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def refreshed(self) -> bool:
+        """Whether the GPU has a copy of parameters that the CPU updates; others come with their next fetch."""
+        stays = not self.parameters.leaves or self.parameters.stays_after_backward
+        return self.update_on is Processor.CPU and stays

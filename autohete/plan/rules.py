@@ -1,0 +1,223 @@
+"""What separates the published systems: rules, each of which only adds order to the tasks of an iteration.
+
+So a rule can make a schedule slower, never wrong. Which tasks there are, and what they wait for because of their data, is not
+a rule's business.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autohete.errors import InputError, check_fields
+from autohete.schedule import Kind, TaskId
+
+#: Tasks whose end completes an optimizer step.
+_ENDS = (Kind.CPU_UPDATE, Kind.REFRESH, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD)
+
+
+class Tasks(Protocol):
+    """The tasks of an iteration as a rule sees them: it may ask, and add order.
+
+    Attributes:
+        passes: what the GPU computes, in order.
+        gradients_back: how many iterations ago the gradients were made that an update on the CPU takes.
+    """
+
+    @property
+    def passes(self) -> Sequence[TaskId]: ...
+    @property
+    def gradients_back(self) -> int: ...
+
+    def of(self, kind: Kind) -> list[TaskId]:
+        """The tasks of a kind, in issue order."""
+
+    def find(self, kind: Kind, unit: int, micro_batch: int = 0) -> TaskId | None:
+        """The task, if there is one."""
+
+    def first_backward(self, unit: int, micro_batch: int = 0) -> TaskId:
+        """The pass that needs the unit's parameters first in backward."""
+
+    def starts_early(self, task: TaskId) -> bool:
+        """Whether all that it waits for is of the iteration before."""
+
+    def after(self, task: TaskId, before: TaskId | None, back: int = 0) -> None:
+        """``task`` waits for ``before`` of this iteration or of the one before; for nothing if there is no such task."""
+
+    def in_turn(self, tasks: Sequence[TaskId]) -> None:
+        """``tasks`` of one lane run in this order, whatever the lane's discipline."""
+
+    def hold_up(self, blocker: TaskId) -> None:
+        """The next pass after the one that ``blocker`` follows, and what it fetches synchronously, waits for ``blocker``."""
+
+    def take_most_urgent(self) -> None:
+        """Lanes of copies and of the CPU take the most urgent task that is ready."""
+
+
+class Rule(ABC):
+    """Adds order. A frozen dataclass; its text is how it is named in messages."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def apply(self, tasks: Tasks) -> None:
+        """Let tasks wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByPriority(Rule):
+    """Copies and CPU updates take the most urgent ready unit instead of the first come (AutoHete)."""
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        tasks.take_most_urgent()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockingCopies(Rule):
+    """The GPU waits for each copy of a kind, as if it ran on the compute stream.
+
+    Args:
+        kind: a copy that follows a pass, such as ``Kind.OFFLOAD_GRADIENTS``.
+        units: whose; None: of all units.
+    """
+
+    kind: Kind
+    units: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        for copy in tasks.of(self.kind):
+            if self.units is None or copy.unit in self.units:
+                tasks.hold_up(copy)
+
+
+@dataclass(frozen=True, slots=True)
+class Window(Rule):
+    """Units share ``size`` places: a forward waits for the write-back, a backward for the update, of the unit whose place it
+    takes (StrongHold).
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "size", self.size)
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        for moved in tasks.of(Kind.WRITE_BACK_FORWARD):
+            follower = tasks.find(Kind.FORWARD, moved.unit + self.size, moved.micro_batch)
+            if follower is not None:
+                tasks.after(follower, moved)
+        for update in tasks.of(Kind.CPU_UPDATE):
+            if update.unit >= self.size:
+                tasks.after(tasks.first_backward(update.unit - self.size, tasks.passes[-1].micro_batch), update)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSlots(Rule):
+    """Gradients of at most ``slots`` units wait on the GPU for their copy: backward waits for the copy of the unit that many
+    above it.
+    """
+
+    slots: int
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "slots", self.slots)
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        for copy in tasks.of(Kind.OFFLOAD_GRADIENTS):
+            if copy.unit >= self.slots:
+                tasks.after(TaskId(Kind.BACKWARD, copy.unit - self.slots, copy.micro_batch), copy)
+
+
+@dataclass(frozen=True, slots=True)
+class SerialUpdates(Rule):
+    """After backward, the update of one unit and its refresh end before the next unit's begin (PatrickStar).
+
+    Args:
+        with_copies: the units whose gradient is copied as a part of that, instead of during backward.
+    """
+
+    with_copies: tuple[int, ...] = ()
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        previous: TaskId | None = None
+        for update in tasks.of(Kind.CPU_UPDATE):
+            copy = tasks.find(Kind.OFFLOAD_GRADIENTS, update.unit, tasks.passes[-1].micro_batch)
+            begin = copy if copy is not None and update.unit in self.with_copies else update
+            tasks.after(begin, tasks.passes[-1])
+            tasks.after(begin, previous)
+            previous = tasks.find(Kind.REFRESH, update.unit) or update
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatesAfterBackward(Rule):
+    """CPU updates begin, one after another, when every gradient is on the host (clipping, overflow check)."""
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        updates = tasks.of(Kind.CPU_UPDATE)
+        for before in (tasks.passes[-1], *tasks.of(Kind.OFFLOAD_GRADIENTS)) if updates else ():
+            tasks.after(updates[0], before, tasks.gradients_back)
+        tasks.in_turn(updates)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUpdatesAfterBackward(Rule):
+    """GPU updates wait for the last backward."""
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        for update in tasks.of(Kind.GPU_UPDATE):
+            tasks.after(update, tasks.passes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshAfterBackward(Rule):
+    """Refreshes wait for the last backward."""
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        for refresh in tasks.of(Kind.REFRESH):
+            tasks.after(refresh, tasks.passes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshAfterUpdates(Rule):
+    """Refreshes begin, one after another, when the last CPU update has ended."""
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        refreshes, updates = tasks.of(Kind.REFRESH), tasks.of(Kind.CPU_UPDATE)
+        if refreshes:
+            tasks.after(refreshes[0], updates[-1])
+        tasks.in_turn(updates)
+        tasks.in_turn(refreshes)
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier(Rule):
+    """The next forward waits for every update, refresh and write-back of an update."""
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        ends = [task for kind in _ENDS for task in tasks.of(kind)]
+        # A fetch that does not wait for a pass of its own iteration must not slip past the barrier.
+        early = [fetch for fetch in tasks.of(Kind.PREFETCH_FORWARD) if tasks.starts_early(fetch)]
+        for task in (tasks.passes[0], *early):
+            for end in ends:
+                tasks.after(task, end, back=1)
+
+
+def _at_least_one(rule: Rule, name: str, value: int) -> None:
+    check_fields(rule)
+    if value < 1:
+        raise InputError(f"{rule}: {name} is {value}: give at least 1, or leave the rule out where there is no limit")
