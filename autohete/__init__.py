@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autohete.runtime.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "__version__"]
+
+__version__ = "0.1.0"  # the only place; pyproject.toml reads it here
 
 
 def __getattr__(name: str) -> Any:

@@ -138,7 +138,7 @@ def test_intervals_of_a_known_dependence() -> None:
             assert (interval.low, interval.high) == (interval.figures_low, interval.figures_high)
 
 
-#: What is off by more than a quarter, or on the other side of a limit; the README says why.
+#: What is off by more than a quarter, or on the other side of a limit; docs/results.md says why.
 DISAGREE = {
     ("AutoHete, memory limits", "ZeRO-Offload, gpt-4b, batch 8, 16GiB", "fits"),
     ("Deep Optimizer States", "gradients flushed asynchronously", "backward"),
