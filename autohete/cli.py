@@ -48,7 +48,7 @@ def simulate(
     Parameters
     ----------
     policy:
-        NAME[:flag,flag=value]; repeat to compare. Without it: all.
+        NAME[:flag,flag=value], or MODULE:CLASS[,flag=value] of your own; repeat to compare. Without it: the paper's systems.
     trace:
         Write the timeline for ui.perfetto.dev and `autohete compare` to this file (one policy).
     gantt:
@@ -58,13 +58,13 @@ def simulate(
     json_:
         Print JSON: one object, or a list of them for several policies.
     """
-    from autohete.policies import POLICIES, parse_policy
+    from autohete.policies import COMPARED, parse_policy
     from autohete.summary import answer
 
     chosen = question.answerable()
     files = {"--trace": trace, "--gantt": gantt, "--memory": memory}
     outputs = {option: path for option, path in files.items() if path is not None}
-    policies = [parse_policy(text) for text in policy or POLICIES]
+    policies = [parse_policy(text) for text in policy or COMPARED]
     if outputs and len(policies) > 1:
         raise InputError(f"{' and '.join(outputs)} show one policy, not {len(policies)}: choose it with --policy")
     _check_outputs(outputs)

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from autohete.errors import InputError
 from autohete.hardware import Hardware, load_hardware, preset_names, read_hardware, uncertain_figures
 from autohete.plan import Plan, Route, UnitPlan
-from autohete.policies import POLICIES, parse_policy
+from autohete.policies import parse_policy
+from autohete.policies.autohete import AutoHete
+from autohete.policies.checkpointing import Checkpointing
+from autohete.policies.stronghold import StrongHold
 from autohete.units import UNITS, format_bytes, format_seconds, parse_quantity
 from autohete.workload import WORKLOADS, BlockRole, Precision, Workload, named_workload
 
@@ -306,8 +309,8 @@ def test_flags_are_read() -> None:
     """Switches take on and off, numbers and choices their values; the name keeps what was asked for."""
     policy = parse_policy(" stronghold:window=8,checkpointing=full ")
     assert policy.name == "stronghold:window=8,checkpointing=full"
-    assert policy.system == POLICIES["stronghold"](window=8, checkpointing=policy.system.checkpointing)  # type: ignore[call-arg,union-attr]
-    assert parse_policy("autohete:priority=off,fused_casts").system == POLICIES["autohete"](priority=False, fused_casts=True)  # type: ignore[call-arg]
+    assert policy.system == StrongHold(window=8, checkpointing=Checkpointing.FULL)
+    assert parse_policy("autohete:priority=off,fused_casts").system == AutoHete(priority=False, fused_casts=True)
 
 
 def test_contradictory_plans_are_refused() -> None:

@@ -1,40 +1,62 @@
-"""Published systems, one file each, by name: ``zero_offload``, ``zero_offload:paper,tile_overlap``, ``stronghold:window=8``."""
+"""Policies by name: ``zero_offload``, ``zero_offload:paper,tile_overlap``, ``my.module:MyPolicy,flag=value``.
+
+A published system is a module of this folder with a dataclass ``SYSTEM``: its name is the module's, its fields are the flags.
+Other packages add theirs by an entry point of the group ``autohete.policies``; any other is named by its module and class.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.metadata
+import os
+import pkgutil
+import re
+import sys
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from autohete.errors import InputError, unknown_name
+from autohete.errors import AutoHeteError, InputError, unknown_name
 from autohete.plan import Plan
-from autohete.policies.autohete import AutoHete
-from autohete.policies.patrickstar import PatrickStar
-from autohete.policies.resident import Resident
-from autohete.policies.stronghold import StrongHold
-from autohete.policies.zero_offload import ZeroOffload
 from autohete.policy import Judge
 from autohete.profile import Profile
 
-_System = Resident | ZeroOffload | PatrickStar | StrongHold | AutoHete
+#: Group of entry points by which other packages name their policies.
+ENTRY_POINTS = "autohete.policies"
 
-POLICIES: dict[str, type[_System]] = {
-    "resident": Resident,
-    "zero_offload": ZeroOffload,
-    "patrickstar": PatrickStar,
-    "stronghold": StrongHold,
-    "autohete": AutoHete,
-}
+
+class System(typing.Protocol):
+    """A dataclass that plans; its fields are flags: switches, choices (enumerations) or whole numbers."""
+
+    __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field[typing.Any]]]
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`; whatever the plan calls itself, it gets the name that was asked for."""
+        ...
+
+
+def _shipped() -> Iterator[tuple[str, type[System]]]:
+    for module in pkgutil.iter_modules(__path__):
+        system = getattr(importlib.import_module(f"{__name__}.{module.name}"), "SYSTEM", None)
+        if system is not None:
+            yield module.name, system
+
+
+#: The systems of this folder.
+POLICIES: dict[str, type[System]] = dict(_shipped())
+#: What is compared if nothing else is asked for: the systems that the AutoHete paper compares, and ordinary training.
+COMPARED = ("resident", "zero_offload", "patrickstar", "stronghold", "autohete")
 
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """A published system with its flags; implements :class:`autohete.policy.Policy`."""
+    """A system with its flags; implements :class:`autohete.policy.Policy`."""
 
     name: str
-    system: _System
+    system: System
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """The system's plan, under the name that was asked for."""
@@ -42,25 +64,53 @@ class NamedPolicy:
 
 
 def parse_policy(text: str) -> NamedPolicy:
-    """Read ``NAME[:flag,flag=value]``.
+    """Read ``NAME[:flag,flag=value]`` or ``MODULE:CLASS[,flag,flag=value]``.
 
     Raises:
         InputError: no such policy, no such flag, or a value the flag does not take.
     """
-    name, _, flags = text.strip().partition(":")
-    if name not in POLICIES:
-        raise unknown_name("policy", name, POLICIES)
-    system = POLICIES[name]
+    name, _, rest = text.strip().partition(":")
+    flags = [item.strip() for item in rest.split(",") if item.strip()]
+    if name in POLICIES:
+        system = POLICIES[name]
+    elif name in (others := importlib.metadata.entry_points(group=ENTRY_POINTS)).names:
+        system = _imported(*others[name].value.split(":"))
+    elif flags and re.fullmatch(r"[A-Z]\w*", flags[0]):
+        system = _imported(name, flags.pop(0))
+    else:
+        raise unknown_name("policy", name, [*POLICIES, *others.names])
     types_of = typing.get_type_hints(system)
     values: dict[str, object] = {}
-    for item in filter(None, (item.strip() for item in flags.split(","))):
+    for item in flags:
         flag, given, value = item.partition("=")
         if flag not in types_of:
             raise unknown_name(f"flag of {name}", flag, types_of)
         if flag in values:
             raise InputError(f"{name}:{flag} is given twice: say it once")
         values[flag] = _flag_value(f"{name}:{flag}", types_of[flag], value if given else None)
-    return NamedPolicy(text.strip(), system(**values))  # type: ignore[arg-type]
+    return NamedPolicy(text.strip(), system(**values))
+
+
+def _imported(module: str, name: str) -> type[System]:
+    """A class of an installed module, or of one in the current folder."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except AutoHeteError:
+        raise
+    except Exception as error:  # whatever a module of somebody else raises
+        raise InputError(
+            f"the policy's module {module!r} cannot be imported: {type(error).__name__}: {error}. Looked among the installed "
+            f"packages and in {here}"
+        ) from error
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and callable(getattr(found, "plan", None))):
+        raise InputError(
+            f"{module}:{name} is no policy: name a class such as my.module:MyPolicy, a dataclass with a method "
+            "plan(profile, judge) whose fields are its flags"
+        )
+    return typing.cast("type[System]", found)
 
 
 _SWITCH = {"on": True, "off": False}
@@ -78,7 +128,8 @@ def _flag_value(flag: str, wanted: object, text: str | None) -> object:
         if text in choices:
             return wanted(text)
         raise InputError(f"{flag}={text or ''}: choose one of {', '.join(choices)}")
-    assert wanted is int or isinstance(wanted, types.UnionType), "flags are switches, choices or numbers"
+    if not (wanted is int or (isinstance(wanted, types.UnionType) and int in wanted.__args__)):
+        raise InputError(f"{flag} cannot be given in words: only switches, choices and whole numbers can")
     if text is None or not text.isdecimal() or len(text) > 9:
         raise InputError(f"{flag}={text or ''} takes a whole number, such as {flag}=8")
     return int(text)

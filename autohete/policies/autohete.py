@@ -162,3 +162,6 @@ class AutoHete:
         if self.fp32_upload:
             return traffic.upcast_kernel(profile), 0
         return traffic.ADAM_KERNEL, traffic.casts(profile)
+
+
+SYSTEM = AutoHete

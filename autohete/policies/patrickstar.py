@@ -129,3 +129,6 @@ class PatrickStar:
         room -= (parameters[0] + parameters[-1]) * element
         kept = int(room // (max(parameters[1:-1]) * element))
         return plan_for(max(kept, 1), 0)
+
+
+SYSTEM = PatrickStar

@@ -34,3 +34,6 @@ class Resident:
             return Plan(policy="resident", units=units, rules=(GpuUpdatesAfterBackward(),))
 
         return with_checkpointing(self.checkpointing, plan_for, judge)
+
+
+SYSTEM = Resident

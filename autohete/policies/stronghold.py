@@ -130,3 +130,6 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
             one_host_copy=True,
         ),
     )
+
+
+SYSTEM = StrongHold

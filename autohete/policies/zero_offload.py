@@ -161,3 +161,6 @@ class ZeroOffload:
         if default is None or self.paper:
             return True
         return default if self.pin_memory is None else self.pin_memory
+
+
+SYSTEM = ZeroOffload
