@@ -40,6 +40,8 @@ class Kind(StrEnum):
     WRITE_BACK_BACKWARD = "WB"
     OFFLOAD_GRADIENTS = "G"
     CPU_UPDATE = "U"
+    FETCH_STATES = "SF"
+    WRITE_BACK_STATES = "SB"
 
     __hash__ = str.__hash__  # an enumeration's own is a call of Python, for each of the ids that lowering looks up
 
@@ -59,6 +61,8 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.WRITE_BACK_BACKWARD: "write-back of parameters after their update",
     Kind.OFFLOAD_GRADIENTS: "offload of gradients",
     Kind.CPU_UPDATE: "CPU update",
+    Kind.FETCH_STATES: "fetch of optimizer states",
+    Kind.WRITE_BACK_STATES: "write-back of optimizer states",
 }
 _MNEMONICS = frozenset(kind.value for kind in Kind)
 KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
@@ -165,6 +169,8 @@ COPIES = {
     Kind.OFFLOAD_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY),
     Kind.OFFLOAD_ACTIVATIONS: Copy(Value.ACTIVATIONS, GPU_MEMORY, HOST_MEMORY),
     Kind.FETCH_ACTIVATIONS: Copy(Value.ACTIVATIONS, HOST_MEMORY, GPU_MEMORY),
+    Kind.FETCH_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, GPU_MEMORY),
+    Kind.WRITE_BACK_STATES: Copy(Value.OPTIMIZER_STATES, GPU_MEMORY, HOST_MEMORY),
 }
 
 

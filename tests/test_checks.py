@@ -18,7 +18,7 @@ from autohete.errors import InfeasibleError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.memory import Occupancy, occupancy
-from autohete.plan import Activations, Footprint, Plan, Processor, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import ByPriority, Rule
 from autohete.policies import parse_policy
 from autohete.policy import Judge
@@ -65,9 +65,25 @@ def offloaded_in_every_way() -> list[Plan]:
     return [
         without_idle_rules(
             PROFILE,
-            plan_of(UnitPlan(activations, Route(HOST_MEMORY, forward, backward, moved), processor), ByPriority()),
+            plan_of(
+                UnitPlan(
+                    activations,
+                    Route(HOST_MEMORY, forward, backward, moved),
+                    processor,
+                    kept=Rest(home),
+                    states=Rest(home if processor is Processor.GPU else GPU_MEMORY),
+                ),
+                ByPriority(),
+            ),
         )
-        for activations, processor, (forward, backward, moved) in product(Activations, Processor, switches)
+        for (activations, home), processor, (forward, backward, moved) in product(
+            (
+                *zip(Activations, (GPU_MEMORY, HOST_MEMORY), strict=True),
+                *zip(Activations, (HOST_MEMORY, GPU_MEMORY), strict=True),
+            ),
+            Processor,
+            switches,
+        )
         if not (forward and moved)
     ]
 
@@ -307,7 +323,7 @@ def test_the_example_works() -> None:
 
 def test_memory_that_may_grow_is_a_fault() -> None:
     """Where no later allocation waits for the copy that frees a buffer, the copy may fall behind without end."""
-    schedule = lower(PROFILE, plan_of(UnitPlan(Activations.OFFLOAD)))
+    schedule = lower(PROFILE, plan_of(UnitPlan(kept=Rest(HOST_MEMORY))))
     assert checks.memory_faults(schedule) == []
     lanes = (*schedule.lanes, Lane("disk"))
     stray = (

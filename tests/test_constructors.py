@@ -14,7 +14,7 @@ from test_runtime_exactness import SMALL
 
 import autohete
 from autohete.errors import InputError, check_member
-from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Rest, Route, UnitPlan
 from autohete.plan.rules import BlockingCopies, GradientSlots, Window
 from autohete.policies import POLICIES
 from autohete.policies.checkpointing import with_checkpointing
@@ -89,7 +89,7 @@ def name_of(case: object) -> str | None:
 CHECKED = public_dataclasses()
 #: What a policy, or a person, decides.
 DECISIONS = [
-    UnitPlan, Plan, Route, Format, Footprint, ParameterSlots, BlockingCopies, GradientSlots, Window, SharedResource,
+    UnitPlan, Plan, Route, Rest, Format, Footprint, ParameterSlots, BlockingCopies, GradientSlots, Window, SharedResource,
     *POLICIES.values(),
 ]  # fmt: skip
 
@@ -147,9 +147,7 @@ def test_the_message_says_what_to_write() -> None:
     """The example that used to train with everything kept."""
     with pytest.raises(InputError) as caught:
         UnitPlan(activations="recompute")  # type: ignore[arg-type]
-    assert str(caught.value) == (
-        "activations is 'recompute': give Activations.KEEP, Activations.RECOMPUTE or Activations.OFFLOAD"
-    )
+    assert str(caught.value) == ("activations is 'recompute': give Activations.KEEP or Activations.RECOMPUTE")
     check_member("activations", Activations.KEEP, Activations)
 
 

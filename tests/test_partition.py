@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from autohete.errors import InputError, TaskError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.plan import Activations, Plan, UnitPlan
+from autohete.plan import Plan, Rest, UnitPlan
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.batch import Batch
@@ -943,7 +943,7 @@ def test_what_is_not_the_blocks_own_stays_on_the_device(model: Callable[[], Net]
     net = model()
     cut = partition(net).by_use(batches()[0][0])
     profile = profile_for(cut)
-    moving = UnitPlan(Activations.OFFLOAD)
+    moving = UnitPlan(kept=Rest("host"))
     schedule = lower(profile, Plan("by hand", (UnitPlan(), moving, moving, moving, UnitPlan())))
     training = Training(cut, schedule, next_token_loss, poison=True)
     torch.manual_seed(2)

@@ -16,7 +16,7 @@ from reference import Outcome, slowed, train_by_schedule, train_plainly
 from autohete.errors import AutoHeteError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.plan import Activations, Plan, Processor, Route, UnitPlan
+from autohete.plan import Activations, Plan, Processor, Rest, Route, UnitPlan
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.lanes import Action
@@ -269,12 +269,14 @@ NEEDS: dict[Kind, UnitPlan] = {
     Kind.PREFETCH_FORWARD: _AWAY,
     Kind.PREFETCH_BACKWARD: _AWAY,
     Kind.REFRESH: UnitPlan(update_on=Processor.CPU),
-    Kind.FETCH_ACTIVATIONS: UnitPlan(Activations.OFFLOAD),
-    Kind.OFFLOAD_ACTIVATIONS: UnitPlan(Activations.OFFLOAD),
+    Kind.FETCH_ACTIVATIONS: UnitPlan(kept=Rest(HOST_MEMORY)),
+    Kind.OFFLOAD_ACTIVATIONS: UnitPlan(kept=Rest(HOST_MEMORY)),
     Kind.WRITE_BACK_FORWARD: UnitPlan(parameters=Route(HOST_MEMORY, stays_after_backward=True, moves=True)),
     Kind.WRITE_BACK_BACKWARD: _AWAY,
     Kind.OFFLOAD_GRADIENTS: UnitPlan(update_on=Processor.CPU),
     Kind.CPU_UPDATE: UnitPlan(update_on=Processor.CPU),
+    Kind.FETCH_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
+    Kind.WRITE_BACK_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
 }
 
 

@@ -105,7 +105,7 @@ def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
         compute.loss(m)
         for unit in reversed(units):
             parameters.bring(builder.first_backward(unit, m))
-            activations.bring(TaskId(Kind.BACKWARD, unit, m))
+            activations.bring(builder.first_backward(unit, m))
             compute.backward(unit, m)
             if m + 1 == micro_batches:
                 updates.after_backward(unit)

@@ -1,4 +1,4 @@
-"""The way of offloaded activations: to the host after their forward, and back for their backward."""
+"""The way of what backward needs and what does not rest on the GPU: to the host after forward, and back for backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autohete.schedule import D2H, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Val
 
 
 class OffloadedActivations:
-    """Adds the copies of activations to a builder.
+    """Adds the copies of activations, or of inputs where they are recomputed, to a builder.
 
     Args:
         builder: collects them.
@@ -23,23 +23,38 @@ class OffloadedActivations:
 
     def after_forward(self, unit: int, micro_batch: int) -> None:
         """To the host."""
-        if self._plan.units[unit].activations is not Activations.OFFLOAD:
+        if not self._plan.units[unit].kept.leaves:
             return
-        b, size = self._builder, self._profile.blocks[unit].activation_bytes
+        b, value, size = self._builder, self._value(unit), self._bytes(unit)
         away = b.task(Kind.OFFLOAD_ACTIVATIONS, unit, D2H, self._profile.d2h_seconds(size), -1 - unit, micro_batch)
-        b.read(away, Value.ACTIVATIONS, unit)
-        b.make(away, BufferId(Value.ACTIVATIONS, HOST_MEMORY, unit, None, micro_batch), size)
+        b.after(away, TaskId(Kind.FORWARD, unit, micro_batch))
+        b.read(away, value, unit)
+        b.make(away, _on_host(value, unit, micro_batch), size)
         b.free(away, on_gpu(Value.INPUT, unit, micro_batch))
-        b.free(away, on_gpu(Value.ACTIVATIONS, unit, micro_batch))
+        if value is Value.ACTIVATIONS:
+            b.free(away, on_gpu(Value.ACTIVATIONS, unit, micro_batch))
 
     def bring(self, user: TaskId) -> None:
         """Back for the pass ``user``."""
         unit, micro_batch = user.unit, user.micro_batch
-        if self._plan.units[unit].activations is not Activations.OFFLOAD:
+        kept = self._plan.units[unit].kept
+        if not kept.leaves:
             return
-        b, size = self._builder, self._profile.blocks[unit].activation_bytes
+        b, value, size = self._builder, self._value(unit), self._bytes(unit)
         fetch = b.task(Kind.FETCH_ACTIVATIONS, unit, H2D, self._profile.h2d_seconds(size), -1 - unit, micro_batch)
-        b.read(fetch, Value.ACTIVATIONS, unit, HOST_MEMORY)
-        b.make(fetch, on_gpu(Value.ACTIVATIONS, unit, micro_batch, Kind.BACKWARD), size)
-        b.free(fetch, BufferId(Value.ACTIVATIONS, HOST_MEMORY, unit, None, micro_batch))
-        b.beside(fetch, user, self._plan.units[unit].parameters.ahead_in_backward, TaskId(Kind.FORWARD, unit, micro_batch))
+        b.read(fetch, value, unit, HOST_MEMORY)
+        b.make(fetch, on_gpu(value, unit, micro_batch, Kind.BACKWARD), size)
+        b.free(fetch, _on_host(value, unit, micro_batch))
+        b.beside(fetch, user, kept.ahead, TaskId(Kind.FORWARD, unit, micro_batch))
+
+    def _value(self, unit: int) -> Value:
+        recomputed = self._plan.units[unit].activations is Activations.RECOMPUTE
+        return Value.INPUT if recomputed else Value.ACTIVATIONS
+
+    def _bytes(self, unit: int) -> int:
+        times = self._profile.blocks[unit]
+        return times.input_bytes if self._value(unit) is Value.INPUT else times.activation_bytes
+
+
+def _on_host(value: Value, unit: int, micro_batch: int) -> BufferId:
+    return BufferId(value, HOST_MEMORY, unit, None, micro_batch)

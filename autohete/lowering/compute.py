@@ -43,10 +43,17 @@ class Compute:
             self._builder.read(task, Value.PARAMETERS, 0)
         return task
 
+    def _input_leaves(self, unit: int) -> bool:
+        """Whether the unit's input alone is kept for backward, and not on the GPU."""
+        plan = self._plan.units[unit]
+        return plan.activations is Activations.RECOMPUTE and plan.kept.leaves
+
     def forward(self, unit: int, micro_batch: int) -> None:
         """Activations, or only the output."""
         b, times = self._builder, self._profile.blocks[unit]
         task = self._pass(Kind.FORWARD, unit, micro_batch, times.forward_seconds)
+        if self._input_leaves(unit):
+            b.read(task, Value.INPUT, unit)
         if self._plan.units[unit].activations is Activations.RECOMPUTE:
             b.workspace(task, times.checkpointed_workspace_bytes)
         else:
@@ -55,7 +62,8 @@ class Compute:
             b.make(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch), size)
             b.workspace(task, times.forward_workspace_bytes)
         if unit < self._last:
-            b.allocate(task, on_gpu(Value.INPUT, unit + 1, micro_batch), self._profile.blocks[unit + 1].input_bytes)
+            make = b.make if self._input_leaves(unit + 1) else b.allocate
+            make(task, on_gpu(Value.INPUT, unit + 1, micro_batch), self._profile.blocks[unit + 1].input_bytes)
         else:
             b.allocate(task, on_gpu(Value.LOGITS, unit, micro_batch), self._profile.loss.logits_bytes)
 
@@ -72,21 +80,25 @@ class Compute:
         """Forward again, for its activations."""
         b, times = self._builder, self._profile.blocks[unit]
         task = self._pass(Kind.RECOMPUTE, unit, micro_batch, times.forward_seconds)
+        if self._input_leaves(unit):
+            b.read(task, Value.INPUT, unit)
         b.make(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch), times.kept_bytes)
         # Its output is of no use a second time.
         b.workspace(task, times.forward_workspace_bytes + self._profile.blocks[unit + 1].input_bytes)
 
     def backward(self, unit: int, micro_batch: int) -> None:
         """Gradients of the parameters and of the input."""
-        b, times, activations = self._builder, self._profile.blocks[unit], self._plan.units[unit].activations
-        if activations is Activations.RECOMPUTE:
+        b, times, plan = self._builder, self._profile.blocks[unit], self._plan.units[unit]
+        recomputed, fetched = plan.activations is Activations.RECOMPUTE, Kind.BACKWARD if plan.kept.leaves else None
+        if recomputed:
             self._recompute(unit, micro_batch)
         task = self._pass(Kind.BACKWARD, unit, micro_batch, times.backward_seconds)
         b.read(task, Value.ACTIVATIONS, unit)
-        offloaded = activations is Activations.OFFLOAD
-        if unit and not offloaded:
-            b.free(task, on_gpu(Value.INPUT, unit, micro_batch))
-        b.free(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch, Kind.BACKWARD if offloaded else None))
+        if self._input_leaves(unit):
+            b.read(task, Value.INPUT, unit)
+        if unit and (recomputed or not fetched):  # else it is among the activations that were fetched
+            b.free(task, on_gpu(Value.INPUT, unit, micro_batch, fetched))
+        b.free(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch, None if recomputed else fetched))
         if unit == self._last:
             b.free(task, on_gpu(Value.LOGITS_GRADIENT, unit, micro_batch))
         else:

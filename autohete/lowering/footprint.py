@@ -43,6 +43,8 @@ def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
         if on_cpu:
             host_states += count * held.host_optimizer_bytes
             updated.append(count)
+        elif unit.states.leaves:
+            host_states += count * optimizer
         else:
             yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), count * optimizer)
         if unit.parameters.leaves and not (held.one_host_copy and on_cpu):

@@ -6,7 +6,7 @@ from autohete.lowering.builder import Builder
 from autohete.lowering.compute import on_gpu
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
-from autohete.schedule import CPU, D2H, GPU, HOST_MEMORY, Kind, TaskId, Value
+from autohete.schedule import CPU, D2H, GPU, H2D, HOST_MEMORY, Kind, TaskId, Value
 
 
 class Updates:
@@ -20,6 +20,8 @@ class Updates:
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
         self._builder, self._profile, self._plan = builder, profile, plan
+        #: Whose states rest on the host while the GPU updates them, in the order of the updates.
+        self._visiting = [i for i in reversed(range(len(plan.units))) if plan.units[i].states.leaves]
 
     def after_backward(self, unit: int) -> None:
         """The gradients are complete: update, on the CPU when they are there.
@@ -36,11 +38,37 @@ class Updates:
             self._cpu_update(unit)
 
     def _gpu_update(self, unit: int) -> None:
-        b, times = self._builder, self._profile.blocks[unit]
+        b, times, visiting = self._builder, self._profile.blocks[unit], self._plan.units[unit].states.leaves
+        if visiting:
+            self._fetch_states(unit)
         update = b.task(Kind.GPU_UPDATE, unit, GPU, times.gpu_update_seconds)
         self._takes_gradients(update)
         b.write(update, Value.PARAMETERS, unit)
         b.workspace(update, times.gpu_update_workspace_bytes)
+        if visiting:
+            b.write(update, Value.OPTIMIZER_STATES, unit)
+            self._write_back_states(unit)
+
+    def _state_bytes(self, unit: int) -> int:
+        return self._profile.blocks[unit].parameters * self._profile.optimizer_bytes
+
+    def _fetch_states(self, unit: int) -> None:
+        """No earlier than the unit's gradients are on their way, and when those have left whose place they take."""
+        b, size, ahead = self._builder, self._state_bytes(unit), self._plan.units[unit].states.ahead
+        fetch = b.task(Kind.FETCH_STATES, unit, H2D, self._profile.h2d_seconds(size), unit)
+        b.read(fetch, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
+        b.make(fetch, on_gpu(Value.OPTIMIZER_STATES, unit), size)
+        b.beside(fetch, TaskId(Kind.BACKWARD, unit, b.passes[-1].micro_batch), 1)
+        place = self._visiting.index(unit) - 1 - ahead
+        if len(self._visiting) > ahead + 1:
+            b.after(fetch, TaskId(Kind.WRITE_BACK_STATES, self._visiting[place]), back=int(place < 0))
+
+    def _write_back_states(self, unit: int) -> None:
+        b = self._builder
+        back = b.task(Kind.WRITE_BACK_STATES, unit, D2H, self._profile.d2h_seconds(self._state_bytes(unit)), unit)
+        b.read(back, Value.OPTIMIZER_STATES, unit)
+        b.write(back, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
+        b.free(back, on_gpu(Value.OPTIMIZER_STATES, unit))
 
     def _offload_gradients(self, unit: int) -> None:
         gradients, times = self._plan.units[unit].gradients, self._profile.blocks[unit]

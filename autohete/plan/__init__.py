@@ -9,11 +9,22 @@ import math
 from dataclasses import dataclass, field
 
 from autohete.errors import InputError, check_fields
-from autohete.plan.routes import Activations, Format, Processor, Route, UnitPlan
+from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import Barrier, Rule, SerialUpdates, UpdatesAfterBackward
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
-__all__ = ["Activations", "Footprint", "Format", "ParameterSlots", "Plan", "PlanCounts", "Processor", "Route", "UnitPlan"]
+__all__ = [
+    "Activations",
+    "Footprint",
+    "Format",
+    "ParameterSlots",
+    "Plan",
+    "PlanCounts",
+    "Processor",
+    "Rest",
+    "Route",
+    "UnitPlan",
+]
 
 
 def _check_size(name: str, value: float) -> None:
@@ -119,7 +130,7 @@ class Plan:
         if len(self.units) < 3:
             raise InputError(f"a plan needs embedding, transformer blocks and head: got {len(self.units)} units")
         for unit in (self.units[0], self.units[-1]):
-            if unit.parameters.home != GPU_MEMORY or unit.activations is not Activations.KEEP:
+            if unit.parameters.home != GPU_MEMORY or unit.activations is not Activations.KEEP or unit.kept.leaves:
                 raise InputError("embedding and head keep parameters and activations on the GPU: plan them so")
         if self.delayed and self.offloaded_parameter_blocks:
             raise InputError(

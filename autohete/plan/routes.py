@@ -10,15 +10,14 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
 
 class Activations(StrEnum):
-    """What becomes of a unit's activations between forward and backward."""
+    """What forward keeps for backward: all that it needs, or the input alone, from which it is computed again."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
-    OFFLOAD = "offload"
 
 
 class Processor(StrEnum):
-    """Who updates a unit's parameters and holds their optimizer states."""
+    """Who updates a unit's parameters."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -47,6 +46,32 @@ class Format:
     def bytes_of(self, elements: int, computed_bytes: int) -> int:
         """Bytes on the way, of elements that take ``computed_bytes`` each where the GPU computes with them."""
         return elements * (computed_bytes if self.element_bytes is None else self.element_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Where a value that the GPU makes and uses rests between two uses.
+
+    Args:
+        home: ``gpu`` or ``host``; there it is sent after a use, and fetched from for the next.
+        ahead: how early it may be fetched. What backward needs: beside so many GPU passes before the unit's own; 0:
+            synchronous. Optimizer states: while so many other units have theirs on the GPU.
+    """
+
+    home: str = GPU_MEMORY
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.home not in (GPU_MEMORY, HOST_MEMORY):
+            raise InputError(f"nothing can rest in {self.home!r}: a home is {GPU_MEMORY!r} or {HOST_MEMORY!r}")
+        if self.ahead < 0:
+            raise InputError(f"ahead is {self.ahead}: a fetch cannot be less than 0 ahead, which is synchronous")
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it is ever away from the GPU."""
+        return self.home != GPU_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +121,14 @@ class UnitPlan:
     """The decisions for one unit.
 
     Args:
-        activations: keep, recompute or offload.
+        activations: keep all that backward needs, or recompute it.
         parameters: where they rest and how they come.
-        update_on: who updates, and holds the optimizer states.
+        update_on: who updates.
         gradients: how they cross to the host, where the CPU updates.
         refresh: how updated parameters cross to a copy that stays on the GPU.
         gradients_replace_parameters: a finished gradient takes the place of the 16-bit parameters on the GPU.
+        kept: where that rests which forward keeps: activations, or with recomputation the input.
+        states: where the optimizer states rest which the GPU updates; those that the CPU updates rest on the host.
     """
 
     activations: Activations = Activations.KEEP
@@ -110,9 +137,16 @@ class UnitPlan:
     gradients: Format = Format()
     refresh: Format = Format()
     gradients_replace_parameters: bool = False
+    kept: Rest = Rest()
+    states: Rest = Rest()
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.update_on is Processor.CPU and self.states != Rest():
+            raise InputError(
+                f"states rest with {self.states}, but the CPU updates them: they are on the host, so leave that out, or "
+                "update on the GPU"
+            )
 
     @property
     def refreshed(self) -> bool:

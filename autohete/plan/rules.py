@@ -15,7 +15,7 @@ from autohete.errors import InputError, check_fields
 from autohete.schedule import Kind, TaskId
 
 #: Tasks whose end completes an optimizer step.
-_ENDS = (Kind.CPU_UPDATE, Kind.REFRESH, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD)
+_ENDS = (Kind.CPU_UPDATE, Kind.REFRESH, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.WRITE_BACK_STATES)
 
 
 class Tasks(Protocol):
@@ -172,12 +172,12 @@ class UpdatesAfterBackward(Rule):
 
 @dataclass(frozen=True, slots=True)
 class GpuUpdatesAfterBackward(Rule):
-    """GPU updates wait for the last backward."""
+    """GPU updates, and fetches of the states that they need, wait for the last backward."""
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
-        for update in tasks.of(Kind.GPU_UPDATE):
-            tasks.after(update, tasks.passes[-1])
+        for task in (*tasks.of(Kind.FETCH_STATES), *tasks.of(Kind.GPU_UPDATE)):
+            tasks.after(task, tasks.passes[-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ class Look:
         return matplotlib.colors.to_hex(((1 + red) / 2, (1 + green) / 2, (1 + blue) / 2))
 
 
-#: Colour says what is computed or moved (parameters green, activations purple, gradients blue, updates grey), the hatch
-#: what for. Kinds that share a lane also differ in lightness or hatch, so that a print in grey shows them apart, and no
+#: Colour says what is computed or moved (parameters green, activations purple, gradients blue, updates and states grey), the
+#: hatch what for. Kinds that share a lane also differ in lightness or hatch, so that a print in grey shows them apart, and no
 #: pale colour looks like another's full one: backward is not a second blue, which pale would be taken for forward.
 LOOKS: dict[Kind, Look] = {
     Kind.FORWARD: Look(SKY),
@@ -50,6 +50,8 @@ LOOKS: dict[Kind, Look] = {
     Kind.WRITE_BACK_BACKWARD: Look(GREEN, "xxxxxx"),
     Kind.OFFLOAD_GRADIENTS: Look(BLUE),
     Kind.CPU_UPDATE: Look(GREY),
+    Kind.FETCH_STATES: Look(GREY, "......"),
+    Kind.WRITE_BACK_STATES: Look(GREY, "//////"),
 }
 
 

@@ -111,6 +111,7 @@ class Side:
         places: where gradients are copied to; empty where they stay in the tensors that autograd has made.
         reserved: counts the gradients that stay there, as long as it lives.
         optimizer: moments, step counts, master weights.
+        resting: where the optimizer's tensors rest on the host, while copies of them are on the device.
     """
 
     parameters: Tensor | None = None
@@ -120,6 +121,7 @@ class Side:
     places: list[Tensor] = field(default_factory=list)
     reserved: Reservation | None = None
     optimizer: AdamStates | None = None
+    resting: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -159,6 +161,8 @@ class Block:
     host: Side = field(default_factory=Side)
     #: Its call, if it will be recomputed, and the random state that it drew from; None if it drew nothing.
     checkpoint: tuple[BlockCall, RandomState | None] | None = None
+    #: The input in it, while that is not on the device.
+    input: Saved | None = None
     #: Where backward begins, and where the gradient of the input arrives.
     root: GradientEdge | None = None
     arrived: list[Tensor] = field(default_factory=list)
@@ -201,4 +205,4 @@ class Block:
 
     def forget_passes(self) -> None:
         """Let go of what lives between the passes."""
-        self.checkpoint, self.root, self.saved, self.moved = None, None, [], {}
+        self.checkpoint, self.input, self.root, self.saved, self.moved = None, None, None, [], {}

@@ -93,6 +93,12 @@ class AdamStates:
         """What occupies memory."""
         return [self.moments] if self.master is None else [self.moments, self.master]
 
+    def use(self, tensors: Sequence[Tensor]) -> None:
+        """Work with other tensors from now on, which have the values of :attr:`tensors`: their copies in another memory."""
+        self.moments = tensors[0]
+        self.master = tensors[1] if len(tensors) > 1 else None
+        self._pieces_of_moments = [torch.split(moment, self._sizes) for moment in self.moments]
+
     def scratch(self) -> Tensor:
         """Room for a piece of gradients in fp32, which an update of 16-bit parameters needs."""
         return torch.empty(self._scratch_elements, dtype=torch.float32, device=self.moments.device)

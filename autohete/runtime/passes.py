@@ -314,7 +314,11 @@ class Passes:
     def _offload_activations(self, i: int) -> None:
         """What backward needs, to the host: each storage once, however many saved tensors lie in it."""
         block, memories = self.states.blocks[i], self.memories
-        for saved in block.still_saved():
+        if block.checkpoint is not None:
+            call, random = block.checkpoint
+            block.input = Saved(call.hidden)
+            block.checkpoint = (replace(call, hidden=call.hidden.new_empty(0)), random)
+        for saved in [*block.still_saved(), *([block.input] if block.input else [])]:
             tensor = saved.value
             assert isinstance(tensor, Tensor)
             if tensor.device.type != memories.torch_device.type:
@@ -336,7 +340,7 @@ class Passes:
         back: dict[int, Tensor] = {}
         for key, there in block.moved.items():
             back[key] = memories.on_device(len(there), torch.uint8, "activations").copy_(there, non_blocking=True)
-        for saved in block.still_saved():
+        for saved in [*block.still_saved(), *([block.input] if block.input else [])]:
             moved = saved.value
             if not isinstance(moved, MovedStorage):
                 continue
@@ -344,6 +348,10 @@ class Passes:
             tensor = torch.empty(0, dtype=moved.dtype, device=memories.torch_device)
             saved.value = tensor.set_(storage, moved.offset, moved.size, moved.stride)
         block.moved = {}
+        if block.checkpoint is not None and block.input is not None:
+            call, random = block.checkpoint
+            assert isinstance(block.input.value, Tensor)
+            block.checkpoint, block.input = (replace(call, hidden=block.input.value), random), None
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:

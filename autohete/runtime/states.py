@@ -178,10 +178,11 @@ class States:
     def _place_states(self, i: int, block: Block, flat: Tensor) -> None:
         kinds, memories = self.kinds[i], self.memories
         on_cpu = Kind.CPU_UPDATE in kinds
-        states = AdamStates(self.adam, flat if on_cpu else flat.to(memories.torch_device), block.sizes)
+        on_host = on_cpu or Kind.FETCH_STATES in kinds
+        states = AdamStates(self.adam, flat if on_host else flat.to(memories.torch_device), block.sizes)
         self._updating_side(i).optimizer = states
         for tensor in states.tensors:
-            memories.claim_host(tensor, "optimizer_states") if on_cpu else memories.claim(tensor, "optimizer_states")
+            memories.claim_host(tensor, "optimizer_states") if on_host else memories.claim(tensor, "optimizer_states")
         if on_cpu:
             block.host.places = block.views(memories.on_host(block.elements, block.dtype, "gradients"))
         if on_cpu or kinds & _PREFETCHES:
@@ -313,7 +314,13 @@ class States:
     # --- updates
 
     def gpu_update(self, i: int) -> None:
-        """AdamW on the device's states."""
+        """AdamW on the device's states.
+
+        Raises:
+            ScheduleError: they are still on the host.
+        """
+        if Kind.FETCH_STATES in self.kinds[i] and not self.blocks[i].device.resting:
+            raise ScheduleError(f"{self.memories.current.task} updates with states that the schedule has not fetched before it")
         self._update(i, self.blocks[i].device, self.memories.claim)
         self._drop_gradients(self.blocks[i].device)
 
@@ -346,6 +353,31 @@ class States:
         assert target == GPU_MEMORY
         block.device.parameters = self._place_for(i).copy_(there, non_blocking=True)
         block.bind()
+
+    def copy_states(self, i: int, source: str, target: str) -> None:
+        """The optimizer's, from one memory into new places on the device, or from there to where they rest.
+
+        Raises:
+            ScheduleError: they are where they are copied to.
+        """
+        side = self.blocks[i].device
+        assert side.optimizer is not None
+        if bool(side.resting) is (target == GPU_MEMORY):
+            raise ScheduleError(f"{self.memories.current.task} copies states that are in {target} memory already")
+        if target == GPU_MEMORY:
+            side.resting = side.optimizer.tensors
+            fetched = [self._copied(tensor) for tensor in side.resting]
+            side.optimizer.use(fetched)
+            return
+        for there, here in zip(side.optimizer.tensors, side.resting, strict=True):
+            here.copy_(there, non_blocking=True)
+        self.memories.current.alive.append(side.optimizer.tensors)
+        side.optimizer.use(side.resting)
+        side.resting = []
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        flat = self.memories.on_device(tensor.numel(), tensor.dtype, "optimizer_states")
+        return flat.view(tensor.shape).copy_(tensor, non_blocking=True)
 
     def copy_gradients(self, i: int, source: str, target: str) -> None:
         """From one memory into their places in another; the first has none any more."""

@@ -156,6 +156,7 @@ class Training:
             Value.PARAMETERS: self.states.copy_parameters,
             Value.GRADIENTS: self.states.copy_gradients,
             Value.ACTIVATIONS: self.passes.copy_activations,
+            Value.OPTIMIZER_STATES: self.states.copy_states,
         }
         copies[copy.value](i, copy.source, copy.target)
 

@@ -173,7 +173,11 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
     for block, decisions in enumerate(plan.units):
         backward = TaskId(Kind.BACKWARD, block)
         if decisions.update_on is Processor.GPU:
-            faults += chain_faults(paths, (backward, 0), (TaskId(Kind.GPU_UPDATE, block), 0))
+            update = TaskId(Kind.GPU_UPDATE, block)
+            faults += chain_faults(paths, (backward, 0), (update, 0))
+            if decisions.states.leaves:
+                fetch, written_back = TaskId(Kind.FETCH_STATES, block), TaskId(Kind.WRITE_BACK_STATES, block)
+                faults += chain_faults(paths, (fetch, 0), (update, 0), (written_back, 0), (fetch, 1))
             continue
         copy, update = TaskId(Kind.OFFLOAD_GRADIENTS, block), TaskId(Kind.CPU_UPDATE, block)
         faults += chain_faults(paths, (backward, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
@@ -189,12 +193,13 @@ def activation_faults(plan: Plan, schedule: Schedule) -> list[str]:
     passes = [TaskId(Kind.FORWARD, block) for block in range(last + 1)] + [TaskId(Kind.LOSS, last)]
     faults: list[str] = []
     for block in range(last, -1, -1):
-        activations = plan.units[block].activations
-        if activations is Activations.RECOMPUTE:
+        recomputed = plan.units[block].activations is Activations.RECOMPUTE
+        if recomputed:
             passes.append(TaskId(Kind.RECOMPUTE, block))
         passes.append(TaskId(Kind.BACKWARD, block))
-        if activations is Activations.OFFLOAD:
-            way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, Kind.BACKWARD)
+        if plan.units[block].kept.leaves:
+            user = Kind.RECOMPUTE if recomputed else Kind.BACKWARD
+            way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, user)
             faults += chain_faults(paths, *((TaskId(kind, block), 0) for kind in way))
     return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults]
 
@@ -246,6 +251,8 @@ _PARAMETERS_IN_BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.GPU_UPDATE, Kind.
 #: Kinds of task that use a value on the GPU, of the same unit; where it is there for one kind of task only, with that.
 _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
     (Value.INPUT, None): (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD),
+    (Value.INPUT, Kind.BACKWARD): (Kind.RECOMPUTE, Kind.BACKWARD),
+    (Value.OPTIMIZER_STATES, None): (Kind.GPU_UPDATE, Kind.WRITE_BACK_STATES),
     (Value.ACTIVATIONS, None): (Kind.BACKWARD,),
     (Value.ACTIVATIONS, Kind.BACKWARD): (Kind.BACKWARD,),
     (Value.LOGITS, None): (Kind.LOSS,),
@@ -263,7 +270,7 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
     value, unit = buffer.value, buffer.unit
     kinds = _USERS.get((value, buffer.use), ())
     if unit is None or buffer.memory != GPU_MEMORY:
-        kinds = (Kind.FETCH_ACTIVATIONS,) if value is Value.ACTIVATIONS else ()
+        kinds = (Kind.FETCH_ACTIVATIONS,) if value in (Value.ACTIVATIONS, Value.INPUT) else ()
     elif value in (Value.ACTIVATIONS, Value.INPUT) and end.kind is Kind.OFFLOAD_ACTIVATIONS:
         kinds = (Kind.FORWARD, end.kind)  # backward uses what is fetched again
     elif value is Value.LOGITS and end.kind is Kind.BACKWARD:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from autohete.errors import InputError, RuleError
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Link
 from autohete.lowering import least_parameter_slots, lower
-from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import (
     Barrier,
     BlockingCopies,
@@ -162,10 +162,15 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     fetched = Format(draw(st.sampled_from([None, 4])))
     replaced = profile.workload.precision is not Precision.FP32 and draw(st.booleans())
     common = UnitPlan(gradients=gradients, refresh=refresh, gradients_replace_parameters=replaced)
-    units = [replace(common, update_on=draw(st.sampled_from(Processor))) for _ in profile.blocks]
+    units = [draw(_updated(common)) for _ in profile.blocks]
     for i in range(1, len(units) - 1):
         route = draw(_routes(may_leave=not delayed))
-        units[i] = replace(units[i], activations=draw(st.sampled_from(Activations)), parameters=replace(route, fetched=fetched))
+        units[i] = replace(
+            units[i],
+            activations=draw(st.sampled_from(Activations)),
+            parameters=replace(route, fetched=fetched),
+            kept=draw(st.sampled_from([Rest(), Rest(HOST_MEMORY, draw(st.integers(0, 4)))])),
+        )
     plan = Plan(
         policy="random",
         units=tuple(units),
@@ -226,9 +231,16 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
 
 
 @st.composite
+def _updated(draw: Draw, unit: UnitPlan) -> UnitPlan:
+    """The CPU updates it, or the GPU, with states that rest there or on the host."""
+    states = draw(st.none() | st.sampled_from([Rest(), Rest(HOST_MEMORY, 0), Rest(HOST_MEMORY, 1), Rest(HOST_MEMORY, 3)]))
+    return replace(unit, update_on=Processor.CPU) if states is None else replace(unit, states=states)
+
+
+@st.composite
 def _routes(draw: Draw, may_leave: bool) -> Route:
     if not (may_leave and draw(st.booleans())):
-        return Route(ahead_in_backward=draw(st.integers(0, 4)))  # of offloaded activations
+        return Route()
     stays_after_forward = draw(st.booleans())
     return Route(
         HOST_MEMORY,
