@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware, load_hardware, preset_names, read_hardware, uncertain_figures
-from autohete.plan import Plan, Route, UnitPlan
+from autohete.plan import Activations, Plan, Route, UnitPlan
 from autohete.policies import parse_policy
 from autohete.policies.autohete import AutoHete
 from autohete.policies.checkpointing import Checkpointing
@@ -326,7 +326,7 @@ def test_contradictory_plans_are_refused() -> None:
     with pytest.raises(InputError, match="needs embedding"):
         replace(valid, units=(UnitPlan(),))
     with pytest.raises(InputError, match="embedding and head"):
-        replace(valid, units=(offloaded, offloaded, UnitPlan()))
+        replace(valid, units=(UnitPlan(Activations.RECOMPUTE), offloaded, UnitPlan()))
     with pytest.raises(InputError, match="excludes offloaded parameters"):
         replace(valid, units=(UnitPlan(), offloaded, UnitPlan()), delayed=True)
 

@@ -54,6 +54,8 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
             "gradients cannot replace fp32 parameters that the GPU updates: they are their own master weights; update on the "
             "CPU, or train in 16 bit"
         )
+    if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
+        raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
     builder, stays = _tasks(profile, plan)
     builder.order_by_data()
     _apply(plan.rules, builder)

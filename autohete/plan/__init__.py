@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from autohete.errors import InputError, check_fields
 from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import Barrier, Rule, SerialUpdates, UpdatesAfterBackward
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY
+from autohete.schedule import HOST_MEMORY
 
 __all__ = [
     "Activations",
@@ -102,7 +102,7 @@ class Plan:
 
     Args:
         policy: name and flags, as given.
-        units: one entry per unit, embedding first, head last. Embedding and head have their parameters on the GPU.
+        units: one entry per unit, embedding first, head last.
         rules: what order the system adds to what data need; each changes something, and no two say the same.
         slots: where fetched parameters live; None: each is allocated when its fetch starts.
         update_bytes: DRAM traffic per parameter of the Adam kernel on the CPU.
@@ -130,8 +130,8 @@ class Plan:
         if len(self.units) < 3:
             raise InputError(f"a plan needs embedding, transformer blocks and head: got {len(self.units)} units")
         for unit in (self.units[0], self.units[-1]):
-            if unit.parameters.home != GPU_MEMORY or unit.activations is not Activations.KEEP or unit.kept.leaves:
-                raise InputError("embedding and head keep parameters and activations on the GPU: plan them so")
+            if unit.activations is not Activations.KEEP or unit.kept.leaves:
+                raise InputError("embedding and head keep their activations on the GPU: plan them so")
         if self.delayed and self.offloaded_parameter_blocks:
             raise InputError(
                 "a delayed update writes the host's parameters during the next iteration: it excludes offloaded parameters"

@@ -163,14 +163,13 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     replaced = profile.workload.precision is not Precision.FP32 and draw(st.booleans())
     common = UnitPlan(gradients=gradients, refresh=refresh, gradients_replace_parameters=replaced)
     units = [draw(_updated(common)) for _ in profile.blocks]
-    for i in range(1, len(units) - 1):
-        route = draw(_routes(may_leave=not delayed))
-        units[i] = replace(
-            units[i],
-            activations=draw(st.sampled_from(Activations)),
-            parameters=replace(route, fetched=fetched),
-            kept=draw(st.sampled_from([Rest(), Rest(HOST_MEMORY, draw(st.integers(0, 4)))])),
-        )
+    for i, unit in enumerate(units):
+        shared = i == 0 and profile.workload.tied_embeddings
+        unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
+        if 0 < i < len(units) - 1:
+            kept = draw(st.sampled_from([Rest(), Rest(HOST_MEMORY, draw(st.integers(0, 4)))]))
+            unit = replace(unit, activations=draw(st.sampled_from(Activations)), kept=kept)
+        units[i] = unit
     plan = Plan(
         policy="random",
         units=tuple(units),
