@@ -142,6 +142,12 @@ class Profile:
         seconds = kernel_bytes / cpu.update_bandwidth + elementwise_bytes / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
         return self.blocks[block].parameters * seconds / (cpu.concurrent_share if beside_gpu else 1.0)
 
+    def elementwise_seconds(self, traffic_bytes: float, *, beside_gpu: bool = False) -> float:
+        """An elementwise kernel on the CPU with so much DRAM traffic; ``beside_gpu`` as for an update."""
+        cpu = self.hardware.cpu
+        rate = (cpu.elementwise_bandwidth or cpu.update_bandwidth) * (cpu.concurrent_share if beside_gpu else 1.0)
+        return traffic_bytes / rate
+
 
 def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:
     bandwidth = link.bandwidth if pinned else link.pageable_bandwidth or link.bandwidth

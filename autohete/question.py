@@ -34,7 +34,9 @@ class Shape:
     sequence_length:
         Tokens of a sequence.
     batch_size:
-        Sequences per iteration on the GPU.
+        Sequences that the GPU computes with at a time.
+    micro_batches:
+        Batches per iteration, whose gradients are accumulated before the update.
     precision:
         bf16 and fp16 are mixed precision with fp32 master weights.
     tied_embeddings:
@@ -50,6 +52,7 @@ class Shape:
     vocabulary_size: Annotated[int | None, Parameter(name="--vocabulary")] = None
     sequence_length: int | None = None
     batch_size: int | None = None
+    micro_batches: int | None = None
     precision: Precision | None = None
     tied_embeddings: bool | None = None
     kernels: Kernels | None = None

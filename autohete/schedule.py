@@ -42,6 +42,7 @@ class Kind(StrEnum):
     CPU_UPDATE = "U"
     FETCH_STATES = "SF"
     WRITE_BACK_STATES = "SB"
+    ACCUMULATE = "A"
 
     __hash__ = str.__hash__  # an enumeration's own is a call of Python, for each of the ids that lowering looks up
 
@@ -63,6 +64,7 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.CPU_UPDATE: "CPU update",
     Kind.FETCH_STATES: "fetch of optimizer states",
     Kind.WRITE_BACK_STATES: "write-back of optimizer states",
+    Kind.ACCUMULATE: "accumulation of gradients on the host",
 }
 _MNEMONICS = frozenset(kind.value for kind in Kind)
 KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
@@ -132,6 +134,7 @@ class Value(StrEnum):
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
+    ARRIVED_GRADIENTS = "arrived_gradients"
     OPTIMIZER_STATES = "optimizer_states"
     PINNED_STATES = "pinned_states"
     ACTIVATIONS = "activations"

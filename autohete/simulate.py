@@ -54,12 +54,12 @@ class Simulation:
     @property
     def samples_per_second(self) -> float:
         """Sequences per second on one GPU."""
-        return self.profile.workload.batch_size / self.iteration_seconds
+        return self.profile.workload.samples / self.iteration_seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second on one GPU."""
-        return self.profile.workload.tokens / self.iteration_seconds
+        return self.profile.workload.samples * self.profile.workload.sequence_length / self.iteration_seconds
 
     @property
     def tflops_per_gpu(self) -> float:

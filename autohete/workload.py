@@ -60,6 +60,7 @@ _LIMITS = {
     "vocabulary_size": 100_000_000,
     "sequence_length": 100_000_000,
     "batch_size": 1_000_000,
+    "micro_batches": 1_000,
 }
 
 
@@ -74,10 +75,11 @@ class Workload:
         heads: attention heads ``a``.
         vocabulary_size: ``V``, rows of the embedding.
         sequence_length: ``s`` tokens.
-        batch_size: ``b`` sequences in one iteration of one GPU.
+        batch_size: ``b`` sequences that one GPU computes with at a time.
         precision: see :class:`Precision`.
         tied_embeddings: the LM head multiplies by the embedding's own matrix, as in GPT-2.
         kernels: see :class:`Kernels`.
+        micro_batches: batches in one iteration, whose gradients are accumulated before the update.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Workload:
     precision: Precision = Precision.BF16
     tied_embeddings: bool = True
     kernels: Kernels = Kernels.FUSED
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         for field, limit in _LIMITS.items():
@@ -116,8 +119,13 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens in one iteration of one GPU."""
+        """Tokens that one GPU computes with at a time: those of one micro-batch."""
         return self.batch_size * self.sequence_length
+
+    @property
+    def samples(self) -> int:
+        """Sequences in one iteration of one GPU."""
+        return self.batch_size * self.micro_batches
 
     def block_parameters(self, role: BlockRole) -> int:
         """Parameters that a block of ``role`` owns.
@@ -144,7 +152,7 @@ class Workload:
         Matrix products and full (not causal) attention, ``3 * (24 b s h^2 + 4 b s^2 h) L + 6 b s h V``
         (Narayanan et al. 2021, section 5.1, without its recomputation).
         """
-        b, s, h = self.batch_size, self.sequence_length, self.hidden_size
+        b, s, h = self.samples, self.sequence_length, self.hidden_size
         block = 24 * b * s * h * h + 4 * b * s * s * h
         return 3 * (block * self.transformer_blocks + 2 * b * s * h * self.vocabulary_size)
 

@@ -88,7 +88,7 @@ def executor_loop(
 
     def run() -> None:
         for _ in range(STEPS):
-            training.passes.batches[lanes.admitted] = Batch(ids, targets)
+            training.passes.give(lanes.admitted, Batch(ids, targets))
             iteration = lanes.admit()
         lanes.wait(last, iteration)
 

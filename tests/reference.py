@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -88,14 +89,19 @@ def train_plainly(workload: Workload, steps: int, stale: frozenset[int] = frozen
     )
     losses = []
     torch.manual_seed(2)
-    for ids, targets in batches(workload, steps):
-        loss = next_token_loss(model(ids), targets)
-        losses.append(loss.item())
-        gradients = torch.autograd.grad(loss, parameters)
+    drawn = iter(batches(workload, steps * workload.micro_batches))
+    for _ in range(steps):
+        losses.append(0.0)
+        gradients: list[Tensor] = []
+        for ids, targets in itertools.islice(drawn, workload.micro_batches):
+            loss = next_token_loss(model(ids), targets)
+            losses[-1] += loss.item() / workload.micro_batches
+            found = torch.autograd.grad(loss / workload.micro_batches, parameters)
+            gradients = [a + b for a, b in zip(gradients, found, strict=True)] if gradients else list(found)
         for place, master in enumerate(masters):
             gradient = before[place] if id(parameters[place]) in late else gradients[place]
             master.grad = None if gradient is None else gradient.float()
-        before = list(gradients)
+        before = [*gradients]
         optimizer.step()
         if not full:
             for parameter, master in zip(parameters, masters, strict=True):
@@ -116,8 +122,9 @@ def train_by_schedule(
     torch.manual_seed(2)
     try:
         with LaneThreads(schedule, around(training.perform), Clock.MEASURED_CPU) as lanes:
-            for step, (ids, targets) in enumerate(batches(workload, steps)):
-                training.passes.batches[step] = Batch(ids, targets)
+            drawn = iter(batches(workload, steps * workload.micro_batches))
+            for step in range(steps):
+                training.passes.give(step, *(Batch(*pair) for pair in itertools.islice(drawn, workload.micro_batches)))
                 lanes.admit()
         losses = [training.passes.losses[step] for step in range(steps)]
         return Outcome(losses, training.parameters(), host.peak_bytes), lanes.trace()

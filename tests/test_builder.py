@@ -132,7 +132,7 @@ def test_of_tasks_that_may_be_issued_next_the_first_declared_is() -> None:
 @st.composite
 def with_fewer_rules(draw: st.DrawFn) -> tuple[Profile, Plan, Plan]:
     """A random plan, and the same with some of its rules."""
-    profile = draw(strategies.profiles())
+    profile = draw(strategies.profiles(max_micro_batches=3))
     plan = draw(strategies.plans(profile))
     return profile, plan, replace(plan, rules=tuple(rule for rule in plan.rules if draw(st.booleans())))
 

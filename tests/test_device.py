@@ -294,7 +294,7 @@ def training_of(simulation: Simulation, ledger: Ledger, counting: Counting, *, p
 def run(training: Training, schedule: Schedule, first: int, steps: int) -> None:
     """Some iterations, one task after another."""
     for iteration, pair in enumerate(batches(MEDIUM, first + steps)[first:], first):
-        training.passes.batches[iteration] = Batch(*pair)
+        training.passes.give(iteration, Batch(*pair))
         for task in schedule.tasks:
             training.perform(task, iteration)
 

@@ -42,11 +42,11 @@ ITERATIONS = 3
 PLENTY = 10**12
 
 
-def profile_with(gpu_bytes: int) -> Profile:
+def profile_with(gpu_bytes: int, micro_batches: int) -> Profile:
     """The model above on a node with ``gpu_bytes`` for tensors; nothing there slows anything else down."""
     workload = Workload(
         "paper", hidden_size=1, transformer_blocks=3, heads=1, vocabulary_size=1, sequence_length=1, batch_size=1,
-        precision=Precision.FP32, tied_embeddings=False,
+        precision=Precision.FP32, tied_embeddings=False, micro_batches=micro_batches,
     )  # fmt: skip
     link = Link(bandwidth=4e9, duplex_bandwidth=4e9, latency_seconds=0.0)
     hardware = Hardware(
@@ -74,12 +74,13 @@ class Case:
     """A golden file: what is asked, the period worked out on paper, and all that was written below that.
 
     The head of the file is written by hand, in comments: ``policy``, ``gpu bytes`` (few, where that makes it offload),
-    ``period ns`` as a sum, and where the sum comes from.
+    ``period ns`` as a sum, and where the sum comes from; ``micro-batches`` where there are several.
     """
 
     name: str
     policy: str
     gpu_bytes: int
+    micro_batches: int
     period_ns: int
     head: str
     told: str
@@ -92,7 +93,8 @@ def case(path: Path) -> Case:
     given = {key: value for key, _, value in (line[2:].partition(": ") for line in head.splitlines())}
     period = given["period ns"]
     assert re.fullmatch(r"[\d +*()-]+", period), f"{path.name}: a period is a sum of whole numbers"
-    return Case(path.stem, given["policy"], int(given["gpu bytes"]), eval(period), head, text[len(head) :])
+    micro_batches = int(given.get("micro-batches", 1))
+    return Case(path.stem, given["policy"], int(given["gpu bytes"]), micro_batches, eval(period), head, text[len(head) :])
 
 
 CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
@@ -100,7 +102,7 @@ CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
 
 def simulated(name: str) -> Simulation:
     asked = CASES[name]
-    profile = profile_with(asked.gpu_bytes)
+    profile = profile_with(asked.gpu_bytes, asked.micro_batches)
     return simulate_plan(profile, parse_policy(asked.policy).plan(profile, judge_for(profile)))
 
 

@@ -35,7 +35,7 @@ from autohete.workload import Workload
 
 @st.composite
 def planned(draw: st.DrawFn) -> tuple[Profile, Plan]:
-    profile = draw(strategies.profiles())
+    profile = draw(strategies.profiles(max_micro_batches=3))
     return profile, draw(strategies.plans(profile))
 
 

@@ -136,7 +136,7 @@ def train(training: Training, schedule: Schedule, steps: int) -> None:
     torch.manual_seed(2)
     with LaneThreads(schedule, training.perform, Clock.MEASURED_CPU) as lanes:
         for step, (ids, targets) in enumerate(data(MEDIUM)[:steps]):
-            training.passes.batches[step] = Batch(ids, targets)
+            training.passes.give(step, Batch(ids, targets))
             lanes.admit()
 
 

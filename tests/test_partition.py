@@ -101,7 +101,7 @@ def train_by_policy(model: nn.Module, policy: str, profile: Profile | None = Non
     try:
         with LaneThreads(schedule, training.perform, Clock.MEASURED_CPU) as lanes:
             for step, batch in enumerate(batches()):
-                training.passes.batches[step] = Batch(*batch)
+                training.passes.give(step, Batch(*batch))
                 lanes.admit()
         owned = [id(parameter) for block in cut.owned for parameter in block]
         masters = dict(zip(owned, training.parameters(), strict=True))
@@ -950,7 +950,7 @@ def test_what_is_not_the_blocks_own_stays_on_the_device(model: Callable[[], Net]
     copied = []
     try:
         for step, batch in enumerate(batches()):
-            training.passes.batches[step] = Batch(*batch)
+            training.passes.give(step, Batch(*batch))
             for task in schedule.tasks:
                 training.perform(task, step)
                 if task.id.kind is Kind.OFFLOAD_ACTIVATIONS:

@@ -40,7 +40,7 @@ def needs(schedule: Schedule, model: nn.Module, batch: tuple[Tensor, Tensor]) ->
     found = []
     try:
         for iteration in range(ITERATIONS):
-            training.passes.batches[iteration] = Batch(*batch)
+            training.passes.give(iteration, Batch(*batch))
             for task in schedule.tasks:
                 alive |= {(b.id, iteration): sizes[b.id] for b in task.allocates}
                 said = sum(alive.values())

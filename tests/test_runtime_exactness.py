@@ -90,6 +90,7 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
         transformer_blocks=shape,
         precision=data.draw(st.sampled_from([Precision.FP32, Precision.BF16])),
         tied_embeddings=data.draw(st.booleans()),
+        micro_batches=data.draw(st.sampled_from([1, 1, 2, 3])),
     )
     profile = profile_of(workload)
     plan = data.draw(plans(profile))
@@ -250,10 +251,10 @@ def notices(mutant: Schedule, slow: TaskId) -> bool:
     return outcome is None or outcome != plainly(SMALL)
 
 
-def trained(schedule: Schedule, around: Callable[[Action], Action]) -> Outcome | None:
+def trained(schedule: Schedule, around: Callable[[Action], Action], workload: Workload = SMALL) -> Outcome | None:
     """What training by ``schedule`` gives, with every action wrapped by ``around``; None if it fails."""
     try:
-        return train_by_schedule(SMALL, STEPS, schedule, around)[0]
+        return train_by_schedule(workload, STEPS, schedule, around)[0]
     except (AutoHeteError, KeyError):  # a loss that was not computed is missing
         return None
 
@@ -275,6 +276,7 @@ NEEDS: dict[Kind, UnitPlan] = {
     Kind.WRITE_BACK_BACKWARD: _AWAY,
     Kind.OFFLOAD_GRADIENTS: UnitPlan(update_on=Processor.CPU),
     Kind.CPU_UPDATE: UnitPlan(update_on=Processor.CPU),
+    Kind.ACCUMULATE: UnitPlan(update_on=Processor.CPU),
     Kind.FETCH_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
     Kind.WRITE_BACK_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
 }
@@ -283,14 +285,15 @@ NEEDS: dict[Kind, UnitPlan] = {
 @pytest.mark.parametrize("kind", Kind)
 def test_every_kind_is_simulated_and_executed(kind: Kind) -> None:
     """Simulator and runtime execute tasks of every kind; if the runtime does nothing for one of them, that has consequences."""
-    profile, inner = profile_of(SMALL), NEEDS[kind]
+    workload = replace(SMALL, micro_batches=2) if kind is Kind.ACCUMULATE else SMALL
+    profile, inner = profile_of(workload), NEEDS[kind]
     outer = UnitPlan(update_on=inner.update_on)
     schedule = lower(profile, Plan("by hand", (outer, *[inner] * SMALL.transformer_blocks, outer)))
     assert kind in {task.id.kind for task in schedule.tasks}
     simulated = SimExecutor().run(schedule, STEPS)
-    outcome, measured = train_by_schedule(SMALL, STEPS, schedule)
+    outcome, measured = train_by_schedule(workload, STEPS, schedule)
     assert check_trace(simulated) == check_trace(measured) == []
-    assert outcome == plainly(SMALL)
+    assert outcome == plainly(workload)
 
     def around(action: Action) -> Action:
         def perform(task: Task, iteration: int) -> None:
@@ -299,6 +302,6 @@ def test_every_kind_is_simulated_and_executed(kind: Kind) -> None:
 
         return perform
 
-    without = trained(schedule, around)
+    without = trained(schedule, around, workload)
     # Activations that are not offloaded are still there.
     assert without is None or without != outcome or without.host_peak_bytes < outcome.host_peak_bytes

@@ -363,6 +363,6 @@ def test_too_few_batches_are_refused() -> None:
     """Running out of data is an error that says how much there was, and ends the lanes."""
     profile = profile_of(SMALL)
     schedule = lower(profile, parse_policy("resident").plan(profile, judge_for(profile)))
-    with pytest.raises(InputError, match="3 iterations need as many batches, but there are 1"):
+    with pytest.raises(InputError, match="3 iterations need 3 batches, but there are 1"):
         TorchExecutor(model_for(SMALL), iter(batches(SMALL, 1)), next_token_loss).run(schedule, 3)
     assert lanes_alive() == []

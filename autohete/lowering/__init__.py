@@ -54,6 +54,8 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
             "gradients cannot replace fp32 parameters that the GPU updates: they are their own master weights; update on the "
             "CPU, or train in 16 bit"
         )
+    if profile.workload.micro_batches > 1:
+        _check_accumulation(plan)
     if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
     builder, stays = _tasks(profile, plan)
@@ -80,6 +82,22 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     )
 
 
+def _check_accumulation(plan: Plan) -> None:
+    if plan.delayed:
+        raise InputError("a delayed update takes gradients while the next are accumulated: use one micro-batch, or delay none")
+    for i, unit in enumerate(plan.units):
+        if unit.gradients_replace_parameters:
+            raise InputError(
+                f"gradients of unit {i} would replace parameters that the next micro-batch needs: use one micro-batch, or let "
+                "gradients have memory of their own"
+            )
+        if plan.in_slot(i) and not unit.accumulates_on_host:
+            raise InputError(
+                f"gradients of unit {i} are to be accumulated on the GPU, but live in a slot with parameters that leave it: "
+                "accumulate on the host, use one micro-batch, or slots without gradients"
+            )
+
+
 def least_parameter_slots(profile: Profile, plan: Plan) -> int:
     """The fewest slots for parameters with which ``plan`` can be lowered; 0 if no unit's parameters leave the GPU.
 
@@ -93,7 +111,7 @@ def least_parameter_slots(profile: Profile, plan: Plan) -> int:
 
 def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
     """The tasks of an iteration as a program would issue them, and the stays of parameters that come and go."""
-    micro_batches = 1
+    micro_batches = profile.workload.micro_batches
     builder = Builder(passes_of(plan, micro_batches), gradients_back=int(plan.delayed))
     compute, updates = Compute(builder, profile, plan), Updates(builder, profile, plan)
     parameters, activations = Parameters(builder, profile, plan), OffloadedActivations(builder, profile, plan)
@@ -113,6 +131,7 @@ def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
                 updates.after_backward(unit)
                 parameters.after_update(unit)
             else:
+                updates.between(unit, m)
                 parameters.after_backward(unit)
     # Refreshes last: on a fifo lane one that waits for its update must not hold up what backward needs.
     parameters.refresh_all()

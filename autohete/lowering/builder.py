@@ -17,7 +17,15 @@ Place = tuple[Value, int | None, str, int]
 
 #: What every micro-batch has of its own.
 _OF_MICRO_BATCHES = frozenset(
-    {Value.ACTIVATIONS, Value.INPUT, Value.INPUT_GRADIENT, Value.LOGITS, Value.LOGITS_GRADIENT, Value.WORKSPACE}
+    {
+        Value.ACTIVATIONS,
+        Value.INPUT,
+        Value.INPUT_GRADIENT,
+        Value.LOGITS,
+        Value.LOGITS_GRADIENT,
+        Value.ARRIVED_GRADIENTS,
+        Value.WORKSPACE,
+    }
 )
 
 

@@ -111,23 +111,29 @@ class Compute:
         self._gradients(task)
 
     def _gradients(self, task: TaskId) -> None:
-        """Made by the first micro-batch, added to by the others; those of a tied embedding begin to exist with the head's."""
+        """Of the unit's parameters; those of a tied embedding begin to exist with the head's, and end with its own."""
         tied = self._tied and task.unit in (0, self._last)
         for unit in sorted({0, task.unit}) if tied else [task.unit]:
-            if task.micro_batch or (tied and not task.unit):
-                self._builder.write(task, Value.GRADIENTS, unit)
-            else:
-                self._make_gradients(task, unit)
-            if self._plan.units[unit].gradients_replace_parameters:
-                self._builder.write(task, Value.PARAMETERS, unit)
+            begins, complete = not (tied and not task.unit), not (tied and task.unit and not unit)
+            self._gradients_of(task, unit, begins, complete)
 
-    def _make_gradients(self, task: TaskId, unit: int) -> None:
-        slots, plan = self._plan.slots, self._plan.units[unit]
-        in_slot = slots is not None and slots.with_gradients and plan.parameters.leaves
-        size = self._profile.blocks[unit].parameters * self._profile.element_bytes
-        self._builder.make(task, on_gpu(Value.GRADIENTS, unit), 0 if in_slot else size)
+    def _gradients_of(self, task: TaskId, unit: int, begins: bool, complete: bool) -> None:
+        """Each micro-batch has its own: the first one's live on, or on the GPU the others' are added to them."""
+        b, plan, gradients = self._builder, self._plan.units[unit], on_gpu(Value.GRADIENTS, unit, task.micro_batch)
+        if begins:
+            size = 0 if self._plan.in_slot(unit) else self._profile.blocks[unit].parameters * self._profile.element_bytes
+            if task.micro_batch and not plan.accumulates_on_host:
+                b.allocate(task, gradients, size)
+            else:
+                b.make(task, gradients, size)
+            if plan.gradients_replace_parameters:
+                b.free(task, gradients)
+        if not begins or (task.micro_batch and not plan.accumulates_on_host):
+            b.write(task, Value.GRADIENTS, unit)
+        if complete and task.micro_batch and not plan.accumulates_on_host:
+            b.free(task, gradients)
         if plan.gradients_replace_parameters:
-            self._builder.free(task, on_gpu(Value.GRADIENTS, unit))
+            b.write(task, Value.PARAMETERS, unit)
 
 
 def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | None = None) -> BufferId:

@@ -43,6 +43,8 @@ class Parameters:
     def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
         self._builder, self._profile, self._plan = builder, profile, plan
         self.stays: list[Stay] = []
+        #: Who has released the parameters of a unit last.
+        self._last_end: dict[int, TaskId] = {}
         last = builder.passes[-1].micro_batch
         #: Of units that leave, while they are on the GPU.
         self._here = {
@@ -69,6 +71,7 @@ class Parameters:
         b.make(fetch, self._buffer(fetch), count * element if self._plan.slots is None else 0)
         forward = None if for_forward else TaskId(Kind.FORWARD, unit, user.micro_batch)
         b.beside(fetch, user, plan.parameters.ahead_in_forward if for_forward else plan.parameters.ahead_in_backward, forward)
+        b.after(fetch, self._last_end.get(unit))  # not a second copy of them
         self._here[unit] = Stay(fetch, user)
 
     def after_forward(self, unit: int, micro_batch: int) -> None:
@@ -131,6 +134,7 @@ class Parameters:
         buffer = self._buffer(stay.fetch)
         end = b.last_access(buffer)
         b.free(end, buffer, stay.back)
+        self._last_end[unit] = end
         self.stays.append(Stay(stay.fetch, stay.user, stay.back, end))
 
     def _buffer(self, fetch: TaskId) -> BufferId:

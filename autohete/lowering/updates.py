@@ -6,7 +6,7 @@ from autohete.lowering.builder import Builder
 from autohete.lowering.compute import on_gpu
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
-from autohete.schedule import CPU, D2H, GPU, H2D, HOST_MEMORY, Kind, TaskId, Value
+from autohete.schedule import CPU, D2H, GPU, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Value
 
 
 class Updates:
@@ -28,14 +28,20 @@ class Updates:
 
         A delayed update takes those that are there from the iteration before.
         """
+        last = self._builder.passes[-1].micro_batch
         if self._plan.units[unit].update_on is Processor.GPU:
             self._gpu_update(unit)
         elif self._plan.delayed:
             self._cpu_update(unit)
-            self._offload_gradients(unit)
+            self._offload_gradients(unit, last)
         else:
-            self._offload_gradients(unit)
+            self._offload_gradients(unit, last)
             self._cpu_update(unit)
+
+    def between(self, unit: int, micro_batch: int) -> None:
+        """A micro-batch that is not the last has found its gradients."""
+        if self._plan.units[unit].accumulates_on_host:
+            self._offload_gradients(unit, micro_batch)
 
     def _gpu_update(self, unit: int) -> None:
         b, times, visiting = self._builder, self._profile.blocks[unit], self._plan.units[unit].states.leaves
@@ -70,13 +76,24 @@ class Updates:
         b.write(back, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
         b.free(back, on_gpu(Value.OPTIMIZER_STATES, unit))
 
-    def _offload_gradients(self, unit: int) -> None:
-        gradients, times = self._plan.units[unit].gradients, self._profile.blocks[unit]
-        size = gradients.bytes_of(times.parameters, self._profile.element_bytes)
-        seconds = self._profile.d2h_seconds(size, pinned=gradients.pinned)
-        copy = self._builder.task(Kind.OFFLOAD_GRADIENTS, unit, D2H, seconds, unit)
+    def _offload_gradients(self, unit: int, micro_batch: int) -> None:
+        """Into their place on the host; those of later micro-batches beside it, from where the CPU adds them."""
+        b, plan = self._builder, self._plan.units[unit]
+        size = plan.gradients.bytes_of(self._profile.blocks[unit].parameters, self._profile.element_bytes)
+        seconds = self._profile.d2h_seconds(size, pinned=plan.gradients.pinned)
+        copy = b.task(Kind.OFFLOAD_GRADIENTS, unit, D2H, seconds, unit, micro_batch)
         self._takes_gradients(copy)
-        self._builder.write(copy, Value.GRADIENTS, unit, HOST_MEMORY)
+        if not (micro_batch and plan.accumulates_on_host):
+            b.write(copy, Value.GRADIENTS, unit, HOST_MEMORY)
+            return
+        arrived = BufferId(Value.ARRIVED_GRADIENTS, HOST_MEMORY, unit, None, micro_batch)
+        b.make(copy, arrived, size)
+        # Adding reads both and writes one.
+        seconds = self._profile.elementwise_seconds(3 * size, beside_gpu=True)
+        add = b.task(Kind.ACCUMULATE, unit, CPU, seconds, unit, micro_batch)
+        b.read(add, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
+        b.write(add, Value.GRADIENTS, unit, HOST_MEMORY)
+        b.free(add, arrived)
 
     def _cpu_update(self, unit: int) -> None:
         plan, b = self._plan, self._builder
@@ -89,10 +106,10 @@ class Updates:
 
     def _takes_gradients(self, task: TaskId) -> None:
         """``task`` is the last to read the unit's gradients on the GPU, which may lie where its parameters do."""
-        b, unit, slots = self._builder, self._plan.units[task.unit], self._plan.slots
+        b, unit = self._builder, self._plan.units[task.unit]
         b.read(task, Value.GRADIENTS, task.unit)
-        in_slot = slots is not None and slots.with_gradients and unit.parameters.leaves
-        if in_slot or unit.gradients_replace_parameters:
+        if self._plan.in_slot(task.unit) or unit.gradients_replace_parameters:
             b.read(task, Value.PARAMETERS, task.unit)
         if not unit.gradients_replace_parameters:
-            b.free(task, on_gpu(Value.GRADIENTS, task.unit))
+            made_by = task.micro_batch if unit.accumulates_on_host else 0
+            b.free(task, on_gpu(Value.GRADIENTS, task.unit, made_by))

@@ -139,6 +139,10 @@ class Plan:
         _check_size("update_bytes", self.update_bytes)
         _check_size("elementwise_bytes", self.elementwise_bytes)
 
+    def in_slot(self, unit: int) -> bool:
+        """Whether the gradients of ``unit`` live in a slot with its parameters."""
+        return self.slots is not None and self.slots.with_gradients and self.units[unit].parameters.leaves
+
     @property
     def updates_beside_gpu(self) -> bool:
         """Whether the CPU updates unit by unit while the GPU trains, instead of all at once while it waits."""

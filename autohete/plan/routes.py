@@ -129,6 +129,8 @@ class UnitPlan:
         gradients_replace_parameters: a finished gradient takes the place of the 16-bit parameters on the GPU.
         kept: where that rests which forward keeps: activations, or with recomputation the input.
         states: where the optimizer states rest which the GPU updates; those that the CPU updates rest on the host.
+        accumulate_on: where the gradients of several micro-batches are added up; None: where they are used. On the host each
+            micro-batch's are copied there; on the GPU they stay until the last has been added.
     """
 
     activations: Activations = Activations.KEEP
@@ -139,6 +141,7 @@ class UnitPlan:
     gradients_replace_parameters: bool = False
     kept: Rest = Rest()
     states: Rest = Rest()
+    accumulate_on: Processor | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -147,6 +150,14 @@ class UnitPlan:
                 f"states rest with {self.states}, but the CPU updates them: they are on the host, so leave that out, or "
                 "update on the GPU"
             )
+
+        if self.update_on is Processor.GPU and self.accumulate_on is Processor.CPU:
+            raise InputError("what the GPU updates with is accumulated there: leave accumulate_on out, or update on the CPU")
+
+    @property
+    def accumulates_on_host(self) -> bool:
+        """Whether the gradients of each micro-batch are copied to the host."""
+        return self.update_on is Processor.CPU and self.accumulate_on is not Processor.GPU
 
     @property
     def refreshed(self) -> bool:

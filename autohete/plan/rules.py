@@ -165,7 +165,8 @@ class UpdatesAfterBackward(Rule):
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
         updates = tasks.of(Kind.CPU_UPDATE)
-        for before in (tasks.passes[-1], *tasks.of(Kind.OFFLOAD_GRADIENTS)) if updates else ():
+        gradients = [*tasks.of(Kind.OFFLOAD_GRADIENTS), *tasks.of(Kind.ACCUMULATE)]
+        for before in (tasks.passes[-1], *gradients) if updates else ():
             tasks.after(updates[0], before, tasks.gradients_back)
         tasks.in_turn(updates)
 

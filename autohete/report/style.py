@@ -52,6 +52,7 @@ LOOKS: dict[Kind, Look] = {
     Kind.CPU_UPDATE: Look(GREY),
     Kind.FETCH_STATES: Look(GREY, "......"),
     Kind.WRITE_BACK_STATES: Look(GREY, "//////"),
+    Kind.ACCUMULATE: Look(BLUE, "......"),
 }
 
 

@@ -192,6 +192,11 @@ def _print_decisions(out: Console, found: Simulation) -> None:
         say(out, f"rules: {', '.join(map(str, plan.rules))}")
 
 
+def _batch(workload: Workload) -> str:
+    times = f"{workload.micro_batches} x " if workload.micro_batches > 1 else ""
+    return f"{times}{workload.batch_size} x {workload.sequence_length}"
+
+
 def _passes(distance: int) -> str:
     return f"{distance} pass{'' if distance == 1 else 'es'} ahead"
 
@@ -200,7 +205,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     """The comparison of policies, why each is as fast as it is, and what does not fit."""
     out = console()
     first = summaries[0]
-    shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {workload.batch_size} x {workload.sequence_length} tokens"
+    shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens"
     title = f"{first.workload} ({shape}) on {first.hardware}, {first.clock}"
     columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", "GPU peak", "host peak", "plan"]
     give_way = ["tokens/s", "TFLOP/s", "host peak", "samples/s", "plan"]

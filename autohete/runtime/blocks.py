@@ -24,12 +24,12 @@ class Current(threading.local):
 
     Attributes:
         task: the instance's name, such as ``F3@1``; empty before the first.
-        iteration: its iteration.
+        iteration, micro_batch: which it is of.
         alive: what must live until the work of the task is done.
     """
 
     def __init__(self) -> None:
-        self.task, self.iteration = "", 0
+        self.task, self.iteration, self.micro_batch = "", 0, 0
         self.alive: list[object] = []
 
 
@@ -110,6 +110,8 @@ class Side:
         iteration: whose gradients they are.
         places: where gradients are copied to; empty where they stay in the tensors that autograd has made.
         reserved: counts the gradients that stay there, as long as it lives.
+        sums: gradients of the micro-batches before, and what counts them, while those of another are found.
+        arrived: by micro-batch, gradients on the host that have not been added yet.
         optimizer: moments, step counts, master weights.
         resting: where the optimizer's tensors rest on the host, while copies of them are on the device.
     """
@@ -120,6 +122,8 @@ class Side:
     iteration: int = -1
     places: list[Tensor] = field(default_factory=list)
     reserved: Reservation | None = None
+    sums: tuple[list[Tensor | None], Reservation | None] | None = None
+    arrived: dict[int, list[Tensor | None]] = field(default_factory=dict)
     optimizer: AdamStates | None = None
     resting: list[Tensor] = field(default_factory=list)
 

@@ -27,8 +27,8 @@ class TorchExecutor:
 
     Args:
         model: whose blocks are in an ``nn.ModuleList``; has the trained parameters after each run.
-        batches: token ids and targets, each (batch, sequence), one pair per iteration; or the arguments of the model's forward
-            by name, with ``targets`` or ``labels``.
+        batches: token ids and targets, each (batch, sequence), one pair per micro-batch; or the arguments of the model's
+            forward by name, with ``targets`` or ``labels``.
         loss: of logits and targets.
         adam: the optimizer's settings.
         blocks: name of the block list, where it is not clear.
@@ -86,9 +86,12 @@ class TorchExecutor:
             claim.release()
 
     def _run(self, schedule: Schedule, iterations: int) -> Trace:
-        model, given = self._partition.model, list(itertools.islice(self._batches, iterations))
-        if len(given) < iterations:
-            raise InputError(f"{iterations} iterations need as many batches, but there are {len(given)}: give more data")
+        micro_batches = 1 + max((task.id.micro_batch for task in schedule.tasks), default=0)
+        wanted = iterations * micro_batches
+        model, given = self._partition.model, list(itertools.islice(self._batches, wanted))
+        if len(given) < wanted:
+            each = f" of {micro_batches} micro-batches" if micro_batches > 1 else ""
+            raise InputError(f"{iterations} iterations{each} need {wanted} batches, but there are {len(given)}: give more data")
         batches = [Batch.of(batch, model) for batch in given]
         self._partition, form = observed(self._partition, batches[0], self._loss)
         for batch in batches[1:]:
@@ -109,8 +112,8 @@ class TorchExecutor:
             clock = Clock.EMULATED if self._paced else Clock.MEASURED_CPU
             with LaneThreads(schedule, training.perform, clock, paced=self._paced) as lanes:
                 training.guard.wait = lanes.drain
-                for iteration, batch in enumerate(batches):
-                    training.passes.batches[iteration] = batch
+                for iteration in range(iterations):
+                    training.passes.give(iteration, *batches[iteration * micro_batches : (iteration + 1) * micro_batches])
                     lanes.admit()
             self.losses = [training.passes.losses[iteration] for iteration in range(iterations)]
             self.parameters, self.late = training.parameters(), lanes.late

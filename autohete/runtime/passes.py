@@ -112,15 +112,16 @@ class Passes:
         memories: where tensors live.
 
     Attributes:
-        batches: by iteration, to be given before it begins.
-        losses: by iteration, as they become known.
+        batches: by iteration and micro-batch, to be given before it begins.
+        losses: by iteration, as they become known; of several micro-batches the mean.
         skipped: iterations whose loss or gradients were not finite, with where that was seen first; they update nothing more.
         skips_gradients: go on after gradients that are not finite; only where all updates wait for the whole backward.
     """
 
     def __init__(self, partition: Partition, states: States, loss: Loss, memories: Memories) -> None:
         self.partition, self.states, self.loss, self.memories = partition, states, loss, memories
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[tuple[int, int], Batch] = {}
+        self.micro_batches = 1 + max((task.id.micro_batch for task in states.schedule.tasks), default=0)
         self.losses: dict[int, float] = {}
         self.skipped = states.gate.skipped
         self.skips_gradients = False
@@ -160,6 +161,11 @@ class Passes:
             if Kind.RECOMPUTE in kinds:
                 self._kept[i].make_copies()
 
+    def give(self, iteration: int, *batches: Batch) -> None:
+        """The batches of an iteration, one for each micro-batch."""
+        assert len(batches) == self.micro_batches, "a batch for each micro-batch"
+        self.batches |= {(iteration, micro_batch): batch for micro_batch, batch in enumerate(batches)}
+
     def forget(self) -> None:
         """Let go of what is under way."""
         self._transit = _Transit()
@@ -175,7 +181,7 @@ class Passes:
         if i == 0:
             self._forwards = self._interception.enter_context(self.partition.intercepted())
             transit.forward = ForwardPass(self.partition.model)
-            inputs = on_device(self.batches[self._iteration].inputs, self.memories.torch_device, copy=True)
+            inputs = on_device(self.batches[self._turn].inputs, self.memories.torch_device, copy=True)
             with torch.enable_grad(), self._saving(0):
                 first = transit.forward.start(inputs)
             block.root = _edge(first.hidden)
@@ -224,20 +230,21 @@ class Passes:
         self._leave_out(i)
 
     def compute_loss(self, i: int) -> None:
-        """Loss of the iteration and the gradient of its logits."""
-        batch = self.batches.pop(self._iteration)
+        """Loss of a micro-batch, and the gradient of the iteration's loss, which is the mean, by its logits."""
+        batch = self.batches.pop(self._turn)
         assert self._transit.logits is not None
         logits, self._transit.logits = self._transit.logits.requires_grad_(), None
         with torch.enable_grad():
             loss = self.loss(logits, batch.targets.to(self.memories.torch_device, non_blocking=True, copy=True))
         check_loss(loss, logits, self.partition.model)
         with torch.autograd.set_multithreading_enabled(False):
-            (self._transit.gradient,) = torch.autograd.grad(loss, logits)
+            share = loss if self.micro_batches == 1 else loss / self.micro_batches
+            (self._transit.gradient,) = torch.autograd.grad(share, logits)
         value = loss.item()
         if not math.isfinite(value):
             with torch._C.DisableTorchFunctionSubclass():  # what a graph keeps may be a parameter, which a loss must not use
                 self.skipped[self._iteration] = self._first_not_finite()
-        self.losses[self._iteration] = value
+        self.losses[self._iteration] = self.losses.get(self._iteration, 0.0) + value / self.micro_batches
 
     def backward(self, i: int) -> None:
         """Gradients of the block's parameters, and of its input for the block below.
@@ -366,6 +373,11 @@ class Passes:
                 if i + 1 < last:
                     call = forward.resume(result)
             return forward.finish(result)
+
+    @property
+    def _turn(self) -> tuple[int, int]:
+        """Iteration and micro-batch."""
+        return self.memories.current.iteration, self.memories.current.micro_batch
 
     @property
     def _iteration(self) -> int:

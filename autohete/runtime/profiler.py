@@ -286,7 +286,7 @@ def _measured(
     passes: dict[TaskId, _Pass] = {}
     try:
         for iteration in range(1 + repeats):
-            training.passes.batches[iteration] = Batch(padded(batch.inputs), batch.targets)
+            training.passes.give(iteration, Batch(padded(batch.inputs), batch.targets))
             for task in schedule.tasks:
                 check_stop()
                 before, brought = memory.used_bytes, _size(training.passes.in_transit)

@@ -36,6 +36,7 @@ class States:
         poison: overwrite what is released with NaN, so that a schedule that still reads it is noticed.
 
     Attributes:
+        schedule: as given.
         gate: asked before each update, with the iteration whose gradients it takes.
     """
 
@@ -45,7 +46,7 @@ class States:
         self.adam, self.memories, self.gate = adam, memories, UpdateGate()
         #: Settings of single iterations, where they are others.
         self.adam_at: dict[int, Adam] = {}
-        self._schedule, self._poison = schedule, poison
+        self.schedule, self._poison = schedule, poison
         self.kinds = _kinds_of_blocks(schedule, len(owned))
         #: A slot has room for the gradient, too: the schedule gives such a gradient no bytes of its own.
         self._gradients_in_slots = any(
@@ -211,7 +212,7 @@ class States:
 
     def _resident_bytes(self, value: Value) -> list[int]:
         """Sizes of the buffers of ``value`` that are on the device all the time."""
-        return [b.size_bytes for b in self._schedule.resident if b.id.value is value and b.memory == GPU_MEMORY]
+        return [b.size_bytes for b in self.schedule.resident if b.id.value is value and b.memory == GPU_MEMORY]
 
     def _make_slots(self) -> list[Tensor] | None:
         """Preallocated places for fetched parameters, each as large as the largest block that leaves."""
@@ -255,6 +256,8 @@ class States:
         """Make room on the device for the gradients of block ``i``: in its slot, or wherever autograd makes them."""
         block = self.blocks[i]
         side = block.device
+        if side.gradients:  # those of the micro-batch before
+            side.sums = side.gradients, side.reserved
         side.gradients = [None] * len(block.parameters)
         if self._gradients_in_slots and self.kinds[i] & _PREFETCHES:
             assert side.parameters is not None
@@ -299,6 +302,27 @@ class States:
     def _drop_gradients(self, side: Side) -> None:
         self.memories.current.alive += [side.gradients, side.reserved]
         side.gradients, side.places, side.reserved = [], [], None
+
+    def add_gradients(self, i: int) -> None:
+        """Add the finished gradients of a micro-batch to those of the ones before, in the order in which PyTorch does."""
+        side = self.blocks[i].device
+        assert side.sums is not None
+        sums, reserved = side.sums
+        _add(sums, side.gradients)
+        self.memories.current.alive += [side.gradients, side.reserved]
+        side.gradients, side.reserved, side.sums = sums, reserved, None
+
+    def add_arrived(self, i: int) -> None:
+        """Likewise on the host."""
+        side = self.blocks[i].host
+        if self.memories.current.micro_batch not in side.arrived:
+            raise ScheduleError(f"{self.memories.current.task} adds gradients that have not been copied to the host")
+        arrived = side.arrived.pop(self.memories.current.micro_batch)
+        for place, gradient in enumerate(arrived):
+            if gradient is not None and side.gradients[place] is None:
+                side.gradients[place] = side.places[place].copy_(gradient)
+                arrived[place] = None
+        _add(side.gradients, arrived)
 
     def replace_parameters(self, i: int) -> None:
         """Let the finished gradients of block ``i`` take the place of its parameters."""
@@ -380,14 +404,32 @@ class States:
         return flat.view(tensor.shape).copy_(tensor, non_blocking=True)
 
     def copy_gradients(self, i: int, source: str, target: str) -> None:
-        """From one memory into their places in another; the first has none any more."""
-        there, here = self.blocks[i].side(source), self.blocks[i].side(target)
-        here.gradients = [
+        """From one memory into their places in another, or beside those that others are to be added to; the first has none
+        any more.
+        """
+        block, micro_batch = self.blocks[i], self.memories.current.micro_batch
+        there, here = block.side(source), block.side(target)
+        beside = Kind.ACCUMULATE in self.kinds[i] and micro_batch > 0
+        places = block.views(self.memories.on_host(block.elements, block.dtype, "arrived_gradients")) if beside else here.places
+        copied = [
             None if gradient is None else place.copy_(gradient, non_blocking=True)
-            for place, gradient in zip(here.places, there.gradients, strict=True)
+            for place, gradient in zip(places, there.gradients, strict=True)
         ]
+        if beside:
+            here.arrived[micro_batch] = copied
+        else:
+            here.gradients = copied
         here.iteration = there.iteration
         self._drop_gradients(there)
+
+
+def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+    for place, gradient in enumerate(gradients):
+        held = sums[place]
+        if held is None:
+            sums[place] = gradient
+        elif gradient is not None:
+            held.add_(gradient)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -322,7 +322,7 @@ class Trainer:
             iteration = lanes.admitted
             training.states.adam_at[iteration] = self._adam
             training.states.adam_at.pop(iteration - _HISTORY, None)
-            training.passes.batches[iteration] = checked
+            training.passes.give(iteration, checked)
             lanes.admit()
         lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.units) - 1), iteration)
         loss = training.passes.losses.pop(iteration)

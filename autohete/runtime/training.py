@@ -22,8 +22,9 @@ from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
 from autohete.schedule import COPIES, GPU, GPU_MEMORY, Buffer, Copy, Free, Kind, Schedule, Task, Value
 
-#: Blocks whose gradients get room before a task, whose gradients replace parameters after it, whose parameters leave then.
-_Room = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+#: Blocks whose gradients get room before a task, whose gradients replace parameters after it, whose gradients are added to
+#: those of the micro-batches before, whose parameters leave then.
+_Room = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Training:
@@ -104,6 +105,7 @@ class Training:
             Kind.BACKWARD: self.passes.backward,
             Kind.GPU_UPDATE: self.states.gpu_update,
             Kind.CPU_UPDATE: self.states.cpu_update,
+            Kind.ACCUMULATE: self.states.add_arrived,
             **{kind: partial(self._copy, copy) for kind, copy in COPIES.items()},
         }
         self._memories.settle()
@@ -120,7 +122,8 @@ class Training:
     def _perform(self, task: Task, iteration: int) -> None:
         current, states = self._current, self.states
         current.task, current.iteration, current.alive = task.id.at(iteration), iteration, []
-        makes, replaces, releases = self._rooms[task.id]
+        current.micro_batch = task.id.micro_batch
+        makes, replaces, adds, releases = self._rooms[task.id]
         count = self._memories.count
         ledger = None if count is None else count.begin(task, iteration)
         try:
@@ -132,6 +135,8 @@ class Training:
                     self._act(task, makes)
             for i in replaces:
                 states.replace_parameters(i)
+            for i in adds:
+                states.add_gradients(i)
             for i in releases:
                 states.poison(i)
         except torch.OutOfMemoryError as error:
@@ -252,8 +257,9 @@ def _room(task: Task) -> _Room:
         ids = (buffer.id for buffer in buffers)
         return tuple(b.unit for b in ids if b.value is value and b.memory == GPU_MEMORY and b.unit is not None)
 
-    replaces = units(Value.GRADIENTS, task.frees) if task.id.kind is Kind.BACKWARD else ()
-    return units(Value.GRADIENTS, task.allocates), replaces, units(Value.PARAMETERS, task.frees)
+    ended = units(Value.GRADIENTS, task.frees) if task.id.kind is Kind.BACKWARD else ()
+    replaces, adds = ((), ended) if task.id.micro_batch else (ended, ())
+    return units(Value.GRADIENTS, task.allocates), replaces, adds, units(Value.PARAMETERS, task.frees)
 
 
 def _moving_bytes(partition: Partition, device: torch.device) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from autohete.errors import InfeasibleError, InputError, ScheduleError
 from autohete.lowering import lower
@@ -118,11 +119,12 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
     """
     paths, last = Paths(schedule), len(plan.units) - 1
     faults: list[str] = []
+    end = profile.workload.micro_batches - 1  # the last micro-batch, whose backward the update follows
     for block, decisions in enumerate(plan.units):
         on_cpu = decisions.update_on is Processor.CPU
         route = decisions.parameters
         leaves = route.home == HOST_MEMORY
-        forward, backward = TaskId(Kind.FORWARD, block), TaskId(Kind.BACKWARD, block)
+        forward, backward = TaskId(Kind.FORWARD, block), TaskId(Kind.BACKWARD, block, end)
         update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, block)
         refresh = TaskId(Kind.REFRESH, block)
         moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, block), TaskId(Kind.WRITE_BACK_BACKWARD, block)
@@ -150,28 +152,32 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         # Backward fetches what is on the host: by then the host has the last update.
         if returns:
             carried_by = (moved, 1) if route.moves else (written_back, 0)
-            user = TaskId(Kind.RECOMPUTE, block) if decisions.activations is Activations.RECOMPUTE else backward
+            user = TaskId(Kind.RECOMPUTE if decisions.activations is Activations.RECOMPUTE else Kind.BACKWARD, block)
             faults += chain_faults(paths, (update, 0) if on_cpu else carried_by, (fetch_backward, 1), (user, 1))
         # What was on the GPU before the update does not overwrite it on the host, nor is it overwritten while it is read.
         if route.moves:
-            faults += chain_faults(paths, (forward, 0), (moved, 0), (update, 0))
+            last_moved = TaskId(Kind.WRITE_BACK_FORWARD, block, end)
+            faults += chain_faults(paths, (TaskId(Kind.FORWARD, block, end), 0), (last_moved, 0), (update, 0))
         if on_cpu:
-            faults += [fault for f, wanted in fetches.items() if wanted for fault in chain_faults(paths, (f, 0), (update, 0))]
+            fetched = [TaskId(fetch.kind, block, end) for fetch, wanted in fetches.items() if wanted]
+            faults += [fault for fetch in fetched for fault in chain_faults(paths, (fetch, 0), (update, 0))]
     return faults
 
 
 def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
     """Updates that may take gradients that are unfinished, not yet copied, already freed, or overwritten by the next ones."""
-    paths = Paths(schedule)
+    paths, micro_batches = Paths(schedule), _micro_batches(schedule)
     faults = [
         f"{task.id} frees {free.id}, but they do not replace the parameters"
         for task in schedule.tasks
         for free in task.frees
         if free.id.value is Value.GRADIENTS and task.id.kind is Kind.BACKWARD
-        if free.id.unit is not None and not plan.units[free.id.unit].gradients_replace_parameters
+        if free.id.unit is not None and not free.id.micro_batch  # those of others are added to the first's
+        if not plan.units[free.id.unit].gradients_replace_parameters
     ]
     for block, decisions in enumerate(plan.units):
-        backward = TaskId(Kind.BACKWARD, block)
+        backwards = [TaskId(Kind.BACKWARD, block, m) for m in range(micro_batches)]
+        backward = backwards[-1]
         if decisions.update_on is Processor.GPU:
             update = TaskId(Kind.GPU_UPDATE, block)
             faults += chain_faults(paths, (backward, 0), (update, 0))
@@ -179,8 +185,14 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
                 fetch, written_back = TaskId(Kind.FETCH_STATES, block), TaskId(Kind.WRITE_BACK_STATES, block)
                 faults += chain_faults(paths, (fetch, 0), (update, 0), (written_back, 0), (fetch, 1))
             continue
-        copy, update = TaskId(Kind.OFFLOAD_GRADIENTS, block), TaskId(Kind.CPU_UPDATE, block)
-        faults += chain_faults(paths, (backward, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
+        update = TaskId(Kind.CPU_UPDATE, block)
+        first, *others = backwards if decisions.accumulates_on_host else backwards[-1:]
+        copy, *added = (replace(task, kind=Kind.OFFLOAD_GRADIENTS) for task in (first, *others))
+        faults += chain_faults(paths, (first, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
+        for found, arrived in zip(others, added, strict=True):
+            addition = replace(found, kind=Kind.ACCUMULATE)
+            faults += chain_faults(paths, (found, 0), (arrived, 0), (addition, 0), (update, 0))
+            faults += chain_faults(paths, (copy, 0), (addition, 0))
         refresh = TaskId(Kind.REFRESH, block)
         if decisions.gradients_replace_parameters and refresh in paths.tasks:
             faults += chain_faults(paths, (copy, 0), (refresh, 0))  # which overwrites the gradients
@@ -190,18 +202,24 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
 def activation_faults(plan: Plan, schedule: Schedule) -> list[str]:
     """Passes that may overtake one another, and backwards that may find no activations."""
     paths, last = Paths(schedule), len(plan.units) - 1
-    passes = [TaskId(Kind.FORWARD, block) for block in range(last + 1)] + [TaskId(Kind.LOSS, last)]
+    passes: list[TaskId] = []
     faults: list[str] = []
-    for block in range(last, -1, -1):
-        recomputed = plan.units[block].activations is Activations.RECOMPUTE
-        if recomputed:
-            passes.append(TaskId(Kind.RECOMPUTE, block))
-        passes.append(TaskId(Kind.BACKWARD, block))
-        if plan.units[block].kept.leaves:
-            user = Kind.RECOMPUTE if recomputed else Kind.BACKWARD
-            way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, user)
-            faults += chain_faults(paths, *((TaskId(kind, block), 0) for kind in way))
+    for m in range(_micro_batches(schedule)):
+        passes += [*(TaskId(Kind.FORWARD, block, m) for block in range(last + 1)), TaskId(Kind.LOSS, last, m)]
+        for block in range(last, -1, -1):
+            recomputed = plan.units[block].activations is Activations.RECOMPUTE
+            if recomputed:
+                passes.append(TaskId(Kind.RECOMPUTE, block, m))
+            passes.append(TaskId(Kind.BACKWARD, block, m))
+            if plan.units[block].kept.leaves:
+                user = Kind.RECOMPUTE if recomputed else Kind.BACKWARD
+                way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, user)
+                faults += chain_faults(paths, *((TaskId(kind, block, m), 0) for kind in way))
     return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults]
+
+
+def _micro_batches(schedule: Schedule) -> int:
+    return 1 + max((task.id.micro_batch for task in schedule.tasks), default=0)
 
 
 def memory_faults(schedule: Schedule) -> list[str]:
@@ -247,7 +265,8 @@ def trace_faults(trace: Trace) -> list[str]:
     return check_trace(trace)
 
 
-_PARAMETERS_IN_BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.REFRESH)
+_AFTER_BACKWARD = (Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.REFRESH)
+_PARAMETERS_IN_BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD, *_AFTER_BACKWARD)
 #: Kinds of task that use a value on the GPU, of the same unit; where it is there for one kind of task only, with that.
 _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
     (Value.INPUT, None): (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD),
@@ -275,15 +294,22 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
         kinds = (Kind.FORWARD, end.kind)  # backward uses what is fetched again
     elif value is Value.LOGITS and end.kind is Kind.BACKWARD:
         kinds = (*kinds, Kind.BACKWARD)  # the model's output holds them until then
-    elif value is Value.GRADIENTS and end == begin:
-        kinds = ()  # they replace the parameters, in whose memory they live on
+    elif value is Value.GRADIENTS and end.kind is Kind.BACKWARD:
+        kinds = ()  # they replace the parameters, in whose memory they live on, or are added to others
+    last = max(task.micro_batch for task in tasks)
     for kind in kinds:
-        # The gradient of a unit's input is for the unit below.
-        user = TaskId(kind, (unit or 0) - (value is Value.INPUT_GRADIENT), buffer.micro_batch)
-        if user in tasks:
+        micro_batch, later = buffer.micro_batch, 0
+        if begin.kind is Kind.PREFETCH_BACKWARD and kind in (Kind.FORWARD, Kind.WRITE_BACK_FORWARD):
             # What is fetched for backward and kept is there for the next forward.
-            next_forward = begin.kind is Kind.PREFETCH_BACKWARD and kind in (Kind.FORWARD, Kind.WRITE_BACK_FORWARD)
-            yield user, int(next_forward)
+            micro_batch, later = (0, 1) if micro_batch == last else (micro_batch + 1, 0)
+        elif value is Value.PARAMETERS and kind in _AFTER_BACKWARD:
+            if micro_batch != last:
+                continue  # updates follow the last micro-batch
+            micro_batch = 0
+        # The gradient of a unit's input is for the unit below.
+        user = TaskId(kind, (unit or 0) - (value is Value.INPUT_GRADIENT), micro_batch)
+        if user in tasks:
+            yield user, later
 
 
 def _growth_faults(schedule: Schedule) -> Iterator[str]:

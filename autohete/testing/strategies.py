@@ -60,7 +60,7 @@ Draw = st.DrawFn
 
 
 @st.composite
-def workloads(draw: Draw, max_transformer_blocks: int = 6) -> Workload:
+def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> Workload:
     """Small GPT shapes in all precisions, tied or not, with fused attention or without."""
     heads = draw(st.integers(1, 4))
     return Workload(
@@ -74,6 +74,7 @@ def workloads(draw: Draw, max_transformer_blocks: int = 6) -> Workload:
         precision=draw(st.sampled_from(Precision)),
         tied_embeddings=draw(st.booleans()),
         kernels=draw(st.sampled_from(Kernels)),
+        micro_batches=draw(st.integers(1, max_micro_batches)),
     )
 
 
@@ -121,9 +122,9 @@ def hardware(draw: Draw) -> Hardware:
 
 
 @st.composite
-def synthetic_profiles(draw: Draw) -> Profile:
+def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
     """Blocks with any times and sizes, zero included, that no roofline would give."""
-    workload = draw(workloads())
+    workload = draw(workloads(max_micro_batches=max_micro_batches))
     seconds = st.one_of(st.just(0.0), st.integers(0, 9).map(lambda x: x * 1e-9), _decades(-8, 0))
     sizes = st.one_of(st.integers(0, 9), st.integers(0, 10**8))
 
@@ -148,19 +149,21 @@ def synthetic_profiles(draw: Draw) -> Profile:
     )
 
 
-def profiles() -> st.SearchStrategy[Profile]:
-    """Analytic and synthetic profiles."""
-    return st.one_of(st.builds(analytic_profile, workloads(), hardware()), synthetic_profiles())
+def profiles(max_micro_batches: int = 1) -> st.SearchStrategy[Profile]:
+    """Analytic and synthetic profiles, of iterations of at most so many micro-batches."""
+    analytic = st.builds(analytic_profile, workloads(max_micro_batches=max_micro_batches), hardware())
+    return st.one_of(analytic, synthetic_profiles(max_micro_batches=max_micro_batches))
 
 
 @st.composite
 def plans(draw: Draw, profile: Profile) -> Plan:
     """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing."""
-    delayed = draw(st.booleans())
+    accumulates = profile.workload.micro_batches > 1
+    delayed = draw(st.booleans()) and not accumulates
     gradients = Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans()))
     refresh = Format(draw(st.sampled_from([2, 4])), draw(st.booleans()), draw(st.booleans()))
     fetched = Format(draw(st.sampled_from([None, 4])))
-    replaced = profile.workload.precision is not Precision.FP32 and draw(st.booleans())
+    replaced = profile.workload.precision is not Precision.FP32 and not accumulates and draw(st.booleans())
     common = UnitPlan(gradients=gradients, refresh=refresh, gradients_replace_parameters=replaced)
     units = [draw(_updated(common)) for _ in profile.blocks]
     for i, unit in enumerate(units):
@@ -190,7 +193,8 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     plan = without_idle_rules(profile, plan)
     if draw(st.booleans()):
         return plan
-    slots = ParameterSlots(1, draw(st.booleans()))
+    in_slots = draw(st.booleans()) and not (accumulates and any(not unit.accumulates_on_host for unit in units))
+    slots = ParameterSlots(1, in_slots)
     least = least_parameter_slots(profile, replace(plan, slots=slots))
     return without_idle_rules(profile, replace(plan, slots=replace(slots, count=max(1, least + draw(st.integers(0, 2))))))
 
@@ -233,7 +237,9 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
 def _updated(draw: Draw, unit: UnitPlan) -> UnitPlan:
     """The CPU updates it, or the GPU, with states that rest there or on the host."""
     states = draw(st.none() | st.sampled_from([Rest(), Rest(HOST_MEMORY, 0), Rest(HOST_MEMORY, 1), Rest(HOST_MEMORY, 3)]))
-    return replace(unit, update_on=Processor.CPU) if states is None else replace(unit, states=states)
+    if states is not None:
+        return replace(unit, states=states)
+    return replace(unit, update_on=Processor.CPU, accumulate_on=draw(st.none() | st.sampled_from(Processor)))
 
 
 @st.composite
