@@ -63,8 +63,11 @@ class StrongHold:
         def plan_for(activations: Activations) -> Plan:
             return better([self._windowed(profile, activations, processor, judge) for processor in processors], judge)
 
-        best = self.window_optimizer is WindowOptimizer.BEST
-        processors = list(Processor) if best else [Processor(self.window_optimizer)]
+        processors = (
+            [Processor(self.window_optimizer)] if self.window_optimizer is not WindowOptimizer.BEST else list(Processor)
+        )
+        if self.window_optimizer is WindowOptimizer.BEST and profile.workload.micro_batches > 1:
+            processors = [Processor.CPU]  # a place in the window cannot hold sums of gradients while its block is away
         return with_checkpointing(self.checkpointing, plan_for, judge)
 
     def _windowed(self, profile: Profile, activations: Activations, processor: Processor, judge: Judge) -> Plan:
