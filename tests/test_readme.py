@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results.md"
 TRAINING = ROOT / "docs" / "training.md"
+POLICY_PAGE = ROOT / "docs" / "policies.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 
 #: What a reader follows step by step: everything in their code blocks is looked at.
@@ -32,6 +33,8 @@ PRINTS = {
     README: [r"zero_offload +ok .* s  .* GiB  .*\nautohete +ok .* s  .* GiB  .*\n"],
     TRAINING: [r"loss \d\.\d\d, device peak \d+\.\d MiB\n"],
 }
+#: What the files of the page on policies print.
+FILES_PRINT = {"my_policy.py": r"", "train.py": r"plan \S+ \S+ \S+ of 6, loss \d\.\d\d\n"}
 
 
 def name(page: Path) -> str:
@@ -51,7 +54,13 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def scenarios() -> list[str]:
     """Each shell block of the pages with an ``autohete`` command, once."""
-    found = [block for page in PAGES for block in blocks(page, "sh") if re.search(r"^autohete ", block, re.MULTILINE)]
+    found = [
+        block
+        for page in PAGES
+        if page != POLICY_PAGE  # runs as a whole
+        for block in blocks(page, "sh")
+        if re.search(r"^autohete ", block, re.MULTILINE)
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -90,7 +99,25 @@ def test_every_command_works(block: str, tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.iterdir()} == there, command
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_page_on_policies_works(tmp_path: Path) -> None:
+    """Its files are written and run, and its commands, one after another in one folder."""
+    ran = []
+    for language, code in re.findall(r"^```(sh|python)\n(.*?)^```", POLICY_PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        if language == "sh":
+            for command in code.splitlines():
+                assert "my_policy:Spill" in run(sys.executable, "-m", *shlex.split(command), cwd=tmp_path)
+            continue
+        file = code.splitlines()[0].removeprefix("# ")
+        (tmp_path / file).write_text(code)
+        if file.startswith("test_"):
+            assert "1 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, cwd=tmp_path)
+        else:
+            assert re.fullmatch(FILES_PRINT[file], run(sys.executable, file, cwd=tmp_path)), file
+        ran.append(file)
+    assert ran == ["my_policy.py", "test_my_policy.py", "train.py"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != POLICY_PAGE], ids=name)
 def test_every_python_example_works(page: Path, tmp_path: Path) -> None:
     """The Python of a page runs as it stands and prints what it promises."""
     for code, printed in zip(blocks(page, "python"), PRINTS.get(page, []), strict=True):
@@ -144,7 +171,7 @@ def test_the_files_exist(page: Path) -> None:
     """Every file or folder of the repository that a document names in code is there."""
     folders = "autohete|benchmarks|docs|experiments|paper_figs|tests"
     named = re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./*-]*|test_\w+\.py)", page.read_text())
-    for path in named:
+    for path in set(named) - set(re.findall(r"^# (test_\w+\.py)$", page.read_text(), re.MULTILINE)):  # what a page writes
         assert list(ROOT.glob(f"tests/{path}" if path.startswith("test_") else path.rstrip("/."))), path
 
 
