@@ -1,0 +1,140 @@
+"""PyTorch's FSDP2, ``fully_shard`` with ``CPUOffloadPolicy``, on one GPU.
+
+Read in ``torch/distributed/fsdp/_fully_shard/`` of torch 2.13.0:
+
+- Parameters rest on the host in fp32. A unit's are copied in fp32 and cast on the GPU, tensor by tensor
+  (``_fsdp_param.py:834``, ``all_gather_inputs``), for forward and again for backward, and released after each use.
+- With one GPU there is nothing to gather, and the copy is made when it is waited for, on the compute stream, whatever is
+  prefetched (``_fsdp_param_group.py:392`` and ``:437``, pull 160135 of August 2025): nothing overlaps with it. Up to 2.8, as
+  with several GPUs still, it has a stream of its own. In forward it waits for the parameters of the unit before the last; in
+  backward the unit below comes beside the one that is computed (``_backward_prefetch``).
+- Gradients are cast to fp32 on the GPU and copied on the reduce-scatter stream (``_fsdp_collectives.py:711-741``). Backward
+  waits for the reduction of the unit above, and so for the copy of the unit above that (``_fsdp_param_group.py:647``): three
+  units' gradients are there at most. Without pinned memory each copy holds up the thread that launches backward.
+- The user's optimizer steps on the CPU when all gradients are there (``finalize_backward``). ``torch.optim.AdamW`` takes
+  neither the fused nor the foreach kernel on the CPU unless it is told to (``optim/optimizer.py:161``): its loop over tensors
+  passes over the data eight times.
+
+Embedding, each block, and head with the last norm are units of their own, and the last is not released after forward, as in
+pytorch/torchtitan at 018740b7 (``models/llama3/infra/parallelize.py``, ``apply_fsdp``). With tied embeddings the first and the
+last are one unit (torchtitan pull 2522), which is on the GPU from the start of forward to the end of backward: it is planned as
+resident and refreshed after the updates, which takes as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autohete.errors import check_fields
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan
+from autohete.plan.rules import Barrier, BlockingCopies, GradientSlots, RefreshAfterUpdates, Rule, UpdatesAfterBackward
+from autohete.policies import traffic
+from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policy import Judge
+from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY, Kind
+
+#: ``_single_tensor_adam`` in fp32: decay of the weights 8, ``lerp_`` 12, ``mul_`` 8, ``addcmul_`` 12, ``sqrt`` 8, division 8,
+#: ``add_`` 8, ``addcdiv_`` 16 bytes per parameter. That ``sqrt`` and division take new memory each time is not counted.
+_LOOP = 80
+#: ``torch._fused_adamw_`` reads parameter, gradient and both moments (16) and writes all but the gradient (12).
+_FUSED = 28
+
+
+class Torch(StrEnum):
+    """Versions between which copies of parameters on one GPU changed."""
+
+    V2_8 = "2.8"  # up to 2.8
+    V2026 = "2026"  # 2.9 and later
+
+
+@dataclass(frozen=True, slots=True)
+class Fsdp2Offload:
+    """FSDP2 with parameters, gradients and optimizer on the host.
+
+    Args:
+        checkpointing: full, none, or the better of both.
+        torch: the version whose behaviour is modelled.
+        pin_memory: ``CPUOffloadPolicy.pin_memory``.
+        fused: the optimizer is made with ``fused=True``.
+    """
+
+    checkpointing: Checkpointing = Checkpointing.BEST
+    torch: Torch = Torch.V2026
+    pin_memory: bool = True
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`."""
+        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), judge)
+
+    def _plan(self, profile: Profile, activations: Activations) -> Plan:
+        tied, fp32, last = profile.workload.tied_embeddings, Format(4, self.pin_memory), len(profile.blocks) - 1
+
+        def unit(block: int) -> UnitPlan:
+            outer = block in (0, last)
+            if outer and tied:
+                return UnitPlan(update_on=Processor.CPU, gradients=fp32, refresh=fp32)
+            in_forward, in_backward = self._ahead(activations if block + 1 < last else Activations.KEEP)
+            return UnitPlan(
+                Activations.KEEP if outer else activations,
+                Route(
+                    HOST_MEMORY,
+                    stays_after_forward=block == last,
+                    ahead_in_forward=in_forward,
+                    ahead_in_backward=in_backward,
+                    fetched=fp32,
+                ),
+                Processor.CPU,
+                fp32,
+            )
+
+        return Plan(
+            policy="fsdp2_offload",
+            units=tuple(unit(block) for block in range(last + 1)),
+            rules=(
+                *self._waits_for_gradients(last),
+                UpdatesAfterBackward(),
+                *([RefreshAfterUpdates()] if tied else []),
+                Barrier(),
+            ),
+            update_bytes=_FUSED if self.fused else 0,
+            elementwise_bytes=0 if self.fused else _LOOP,
+            footprint=Footprint(
+                gpu_buffer_bytes=self._buffer_bytes(profile),
+                host_optimizer_bytes=8 if self.pin_memory else 16,
+                host_pinned_bytes=(4, 4) if self.pin_memory else (),
+                one_host_copy=True,
+            ),
+        )
+
+    def _ahead(self, activations_above: Activations) -> tuple[int, int]:
+        """How many passes before its own a unit's parameters may come, in forward and in backward."""
+        if self.torch is Torch.V2026:
+            return 0, 0
+        if not self.pin_memory:  # the thread that launches is held up: before backward of the unit above, but after its forward
+            return 1, 0
+        return 2, 2 if activations_above is Activations.RECOMPUTE else 1
+
+    def _waits_for_gradients(self, last: int) -> tuple[Rule, ...]:
+        slots = 3
+        if not self.pin_memory:
+            return (BlockingCopies(Kind.OFFLOAD_GRADIENTS),)
+        return (GradientSlots(slots),) if last >= slots else ()
+
+    def _buffer_bytes(self, profile: Profile) -> int:
+        """What copies of the largest unit take on the GPU beside its parameters and its gradients."""
+        element, workload = profile.element_bytes, profile.workload
+        master = 4 if traffic.is_mixed(profile) else 0
+        unit = max(block.parameters for block in profile.blocks)
+        tensor = min(unit, workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size))
+        # Up: fp32 and its cast, of a tensor; or of a unit, and gathered.
+        fetched = tensor * (element + master) if self.torch is Torch.V2026 else unit * (2 * element + master)
+        return fetched + unit * (element + master)  # down: what is reduced, and in fp32
+
+
+SYSTEM = Fsdp2Offload

@@ -1,0 +1,123 @@
+"""L2L, layer to layer (Pudipeddi et al. 2020, arXiv 2002.05645): one transformer block on the GPU at a time.
+
+By default as the artifact of StrongHold runs it, github strongh2/sc22-ae at f1842755, ``L2L/megatron`` (fp32):
+
+- Hooks move a block to the GPU before its forward and back to pageable host memory after it, though it has not changed, and
+  the GPU waits for both (``training.py:244-272``). Embedding and head stay on the GPU.
+- Every block is checkpointed; its input stays on the GPU. The hook before its recomputation first moves the block above home.
+- Gradients of the whole model lie in one buffer on the GPU (``model/distributed.py``, ``MemoryBuffer``). After backward they
+  are copied to pageable memory where the parameters are there (``optimizer/optimizer.py:1083-1098``). Here they go home with
+  the block's parameters: the same bytes, for which the GPU waits as well.
+- Then CPUAdam updates one tensor after another, from copies in host memory (``optimizer/cpp/ds/cpu_adam.cpp:363``). What is on
+  the GPU by then, embedding, head and the first block, never gets its update. That is a mistake of the artifact; here
+  embedding and head are sent back, and the first block is treated like the others.
+
+``paper`` follows the abstract, and github TezRomacH/layer-to-layer-pytorch at 0688cc65 (``l2l.py``), which implements it;
+the text of the paper was not read:
+
+- Blocks are copied for each use, not moved, and a gradient is copied home after its backward. The GPU waits for both. The
+  implementation copies from pageable memory; here it is pinned.
+- "By running the optimizer in the host": the host updates a block as soon as it has its gradient, beside the GPU.
+- Inputs of blocks (the "stash") may rest on the host: the "constant memory variation".
+- Micro-batches inside a layer are not modelled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autohete.errors import InputError, check_fields
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, UpdatesAfterBackward
+from autohete.policies import traffic
+from autohete.policy import Judge
+from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class L2L:
+    """L2L.
+
+    Args:
+        paper: as the paper describes it, instead of the artifact.
+        host_stash: inputs of blocks rest on the host (in the paper).
+        update_on: who updates; with ``gpu`` and ``paper`` the states of one unit at a time come from the host for that, which
+            neither the abstract nor the artifact does.
+    """
+
+    paper: bool = False
+    host_stash: bool = False
+    update_on: Processor = Processor.CPU
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.host_stash and not self.paper:
+            raise InputError("l2l:host_stash=on is not in the artifact, whose inputs stay on the GPU: give paper, too, or off")
+        if self.update_on is Processor.GPU and not self.paper:
+            raise InputError(f"l2l:update_on={self.update_on} is not in the artifact: give paper, too, or update_on=cpu")
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`."""
+        return self._paper(profile) if self.paper else _artifact(profile)
+
+    def _paper(self, profile: Profile) -> Plan:
+        on_gpu, element = self.update_on is Processor.GPU, profile.element_bytes
+        kept, states = (Rest(HOST_MEMORY, ahead=0) if host else Rest() for host in (self.host_stash, on_gpu))
+        outer = UnitPlan(update_on=self.update_on, states=states)
+        inner = replace(outer, activations=Activations.RECOMPUTE, parameters=_one_at_a_time(pinned=True), kept=kept)
+        after_update = (Kind.WRITE_BACK_STATES, Kind.WRITE_BACK_BACKWARD)
+        waited_for = (
+            *([Kind.OFFLOAD_ACTIVATIONS] if self.host_stash else []),
+            *(after_update if on_gpu else [Kind.OFFLOAD_GRADIENTS]),
+        )
+        return Plan(
+            policy="l2l",
+            units=_units(profile, outer, inner),
+            rules=tuple(BlockingCopies(kind) for kind in waited_for),
+            update_bytes=0 if on_gpu else traffic.ADAM_KERNEL,
+            elementwise_bytes=0 if on_gpu else traffic.casts(profile),
+            footprint=Footprint(
+                host_optimizer_bytes=profile.optimizer_bytes,
+                host_pinned_bytes=(element,),
+                host_parameter_bytes=element,
+            ),
+        )
+
+
+def _artifact(profile: Profile) -> Plan:
+    element = profile.element_bytes
+    # A block's parameters go home with its gradients; those of embedding and head are copied for the update.
+    outer = UnitPlan(
+        update_on=Processor.CPU, gradients=Format(2 * element, pinned=False), refresh=Format(element, pinned=False)
+    )
+    route = replace(_one_at_a_time(pinned=False), moves=True)
+    return Plan(
+        policy="l2l",
+        units=_units(profile, outer, replace(outer, activations=Activations.RECOMPUTE, parameters=route)),
+        rules=(
+            BlockingCopies(Kind.WRITE_BACK_FORWARD),
+            BlockingCopies(Kind.OFFLOAD_GRADIENTS),
+            UpdatesAfterBackward(),
+            RefreshAfterUpdates(),
+            Barrier(),
+        ),
+        update_bytes=traffic.ADAM_KERNEL,
+        elementwise_bytes=traffic.casts(profile),
+        footprint=Footprint(
+            gpu_buffer_bytes=sum(block.parameters for block in profile.blocks) * element,
+            host_optimizer_bytes=profile.optimizer_bytes + element,
+            host_parameter_bytes=element,
+        ),
+    )
+
+
+def _one_at_a_time(*, pinned: bool) -> Route:
+    return Route(HOST_MEMORY, ahead_in_forward=0, ahead_in_backward=0, fetched=Format(pinned=pinned))
+
+
+def _units(profile: Profile, outer: UnitPlan, inner: UnitPlan) -> tuple[UnitPlan, ...]:
+    return (outer, *[inner] * (len(profile.blocks) - 2), outer)
+
+
+SYSTEM = L2L

@@ -1,0 +1,126 @@
+"""Twin-Flow, of ZeRO-Offload++: DeepSpeed's ZeRO stage 3 updates a part of the parameters on the CPU, the rest on the GPU.
+
+Read in DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and ``blogs/deepspeed-offloadpp``; since 0.12.3
+(pull 4636). ``offload_optimizer.ratio`` is the share of the optimizer's sub-groups on the CPU, 1.0 by default:
+
+- The *last* sub-groups go to the CPU (line 1055), though the blog says the first. They are of ``sub_group_size`` elements, a
+  billion by default; here a unit is a sub-group, and the split is the one nearest to the ratio.
+- Parameters stay on the GPU: with one GPU a gathered parameter is its own partition (``partition_parameters.py``,
+  ``NoGatherHandle``).
+- A gradient is copied to the host twice, as it is and in fp32 (lines 1905 and 1407), on a stream of its own beside backward.
+  Not modelled: in between it is copied back, gradients that the GPU takes go to the host and back, too, and copies begin only
+  when the bucket is full. ``pin_memory`` off is the default up to 0.19.4 (pull 8207): copies hold up backward.
+- ``step`` takes one sub-group after the other (line 2629): unscales the gradient, updates, copies the parameters where they are
+  used. The first are updated on the GPU, which works while CPUAdam updates the others; each of those is cast on the CPU into a
+  pageable temporary and copied before the next begins. So the time of a step is linear in the ratio.
+- Sub-groups on the GPU have their fp32 master and gradient there all the time, in fp32 training as well. Their optimizer is
+  ``torch.optim.AdamW`` (line 312), not fused; here its time is that of the fused one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+from autohete.errors import InputError, check_fields
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, UnitPlan
+from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, Rule, SerialUpdates, UpdatesAfterBackward
+from autohete.policies import traffic
+from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policy import Judge, Verdict
+from autohete.profile import Profile
+from autohete.schedule import Kind
+from autohete.units import rounded_when_pinned
+
+
+@dataclass(frozen=True, slots=True)
+class TwinFlow:
+    """Twin-Flow.
+
+    Args:
+        checkpointing: full, none, or the better of both.
+        ratio: percent of the parameters that the CPU updates; None: the least with which the GPU's memory suffices, which the
+            blog advises. The code's default is 100.
+        pin_memory: ``offload_optimizer.pin_memory``.
+        bucket_size: ``reduce_bucket_size`` in millions of elements.
+    """
+
+    checkpointing: Checkpointing = Checkpointing.BEST
+    ratio: int | None = None
+    pin_memory: bool = True
+    bucket_size: int = 500
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.ratio is not None and not 0 <= self.ratio <= 100:
+            raise InputError(f"twin_flow:ratio={self.ratio} must be between 0 and 100 percent of the parameters")
+        if not 1 <= self.bucket_size <= 100_000:
+            raise InputError(f"twin_flow:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`."""
+
+        def plan_for(activations: Activations) -> Plan:
+            if self.ratio is not None:
+                return self._plan(profile, activations, _nearest(profile, self.ratio))
+
+            def too_many(on_gpu: int) -> bool:  # memory grows with them
+                return judge(self._plan(profile, activations, on_gpu)).verdict is Verdict.GPU_OUT_OF_MEMORY
+
+            return self._plan(profile, activations, bisect_left(range(1, len(profile.blocks) + 1), True, key=too_many))
+
+        return with_checkpointing(self.checkpointing, plan_for, judge)
+
+    def _plan(self, profile: Profile, activations: Activations, on_gpu: int) -> Plan:
+        """The GPU updates the first ``on_gpu`` units."""
+        element, mixed = profile.element_bytes, traffic.is_mixed(profile)
+        parameters = [block.parameters for block in profile.blocks]
+        units = []
+        for block in range(len(parameters)):
+            inner = 0 < block < len(parameters) - 1
+            unit = UnitPlan(activations if inner else Activations.KEEP)
+            if block >= on_gpu:
+                # As it is, and in fp32.
+                gradients, refresh = Format(element + 4, self.pin_memory), Format(element, pinned=False)
+                unit = replace(unit, update_on=Processor.CPU, gradients=gradients, refresh=refresh)
+            units.append(unit)
+        bucket = round(1e6 * self.bucket_size) * element
+        all_gradients = sum(parameters) * element  # of both sides, as they are
+        return Plan(
+            policy="twin_flow",
+            units=tuple(units),
+            rules=self._rules(on_gpu, len(parameters) - on_gpu),
+            update_bytes=traffic.ADAM_KERNEL,
+            elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),
+            footprint=Footprint(
+                # Beside the states: the gradient in fp32, and in fp32 training a master of its own.
+                gpu_buffer_bytes=bucket + sum(parameters[:on_gpu]) * (16 - profile.optimizer_bytes),
+                host_buffer_bytes=rounded_when_pinned(all_gradients) if self.pin_memory else all_gradients,
+                host_optimizer_bytes=12 if self.pin_memory else 16,
+                host_pinned_bytes=(4,) if self.pin_memory else (),
+                host_pinned_together=True,
+            ),
+        )
+
+    def _rules(self, on_gpu: int, on_cpu: int) -> tuple[Rule, ...]:
+        # Whether updates wait for more copies than their own: those that hold up backward have ended with it, but the last.
+        wait_for_all = on_cpu > 1 if self.pin_memory else not on_gpu
+        return (
+            *([BlockingCopies(Kind.OFFLOAD_GRADIENTS)] if on_cpu and not self.pin_memory else []),
+            *([SerialUpdates()] if on_cpu else []),
+            *([UpdatesAfterBackward()] if wait_for_all else []),
+            *([GpuUpdatesAfterBackward()] if on_gpu > 1 else []),  # that of the first unit follows the last backward
+            *([Barrier()] if on_cpu and on_gpu else []),  # else the update of the first unit ends the step
+        )
+
+
+def _nearest(profile: Profile, ratio: int) -> int:
+    """How many units the GPU updates, so that the share of the others is nearest to ``ratio`` percent; of two the fewer."""
+    parameters = [block.parameters for block in profile.blocks]
+    return min(
+        range(len(parameters) + 1),
+        key=lambda on_gpu: abs(100 * sum(parameters[on_gpu:]) - ratio * sum(parameters)),
+    )
+
+
+SYSTEM = TwinFlow
