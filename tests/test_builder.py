@@ -35,7 +35,7 @@ FORWARD, BACKWARD = TaskId(Kind.FORWARD, 0), TaskId(Kind.BACKWARD, 0)
 
 def waits(builder: Builder) -> dict[str, list[str]]:
     """What each task waits for, as text."""
-    order = builder.waits.order()
+    order = builder.order()
     builder.waits.reduce(order)
     return {str(task.id): sorted(map(str, task.after)) for task in builder.tasks(order)}
 
@@ -114,7 +114,7 @@ def test_a_cycle_is_refused() -> None:
     builder = two_passes()
     builder.after(FORWARD, BACKWARD)
     with pytest.raises(CycleError) as caught:
-        builder.waits.order()
+        builder.order()
     assert sorted(caught.value.waits) == [(0, 1, 0), (1, 0, 0)]
 
 
@@ -123,10 +123,10 @@ def test_of_tasks_that_may_be_issued_next_the_first_declared_is() -> None:
     builder = two_passes()
     first, second = (builder.task(Kind.REFRESH, unit, H2D, 1e-9) for unit in (1, 2))
     builder.after(FORWARD, first)
-    order = builder.waits.order()
+    order = builder.order()
     assert [str(builder.drafts[i].id) for i in order] == ["H1", "F0", "B0", "H2"]
     builder.in_turn([second, first])
-    assert [str(builder.drafts[i].id) for i in builder.waits.order()] == ["H2", "H1", "F0", "B0"]
+    assert [str(builder.drafts[i].id) for i in builder.order()] == ["H2", "H1", "F0", "B0"]
 
 
 @st.composite

@@ -62,10 +62,10 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     builder.order_by_data()
     _apply(plan.rules, builder)
     try:
-        order = builder.waits.order()
+        order = builder.order()
         if plan.slots is not None:
             share_slots(builder, lives_of(builder, stays, order), plan.slots.count)
-            order = builder.waits.order()
+            order = builder.order()
     except CycleError as error:
         raise explained(error, [draft.id for draft in builder.drafts], plan.rules) from None
     builder.waits.reduce(order)
@@ -106,7 +106,7 @@ def least_parameter_slots(profile: Profile, plan: Plan) -> int:
     builder, stays = _tasks(profile, plan)
     builder.order_by_data()
     _apply(plan.rules, builder)
-    return least_slots(lives_of(builder, stays, builder.waits.order()), len(builder.passes))
+    return least_slots(lives_of(builder, stays, builder.order()), len(builder.passes))
 
 
 def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
@@ -133,7 +133,6 @@ def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
             else:
                 updates.between(unit, m)
                 parameters.after_backward(unit)
-    # Refreshes last: on a fifo lane one that waits for its update must not hold up what backward needs.
     parameters.refresh_all()
     return builder, parameters.stays
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autohete.errors import InputError
-from autohete.lowering.waits import Waits
+from autohete.lowering.waits import Turn, Waits
 from autohete.schedule import GPU, GPU_MEMORY, KIND_MEANING, Buffer, BufferId, Edge, Free, Kind, Task, TaskId, Value
 
 #: A year and a half. Some thousands of such tasks in a row still fit 64-bit nanoseconds.
@@ -29,6 +29,18 @@ _OF_MICRO_BATCHES = frozenset(
 )
 
 
+#: When updates wait for the whole backward, the last gradients leave before what moves for an update; refreshes come last,
+#: because on a fifo lane one that waits for its update must not hold up what is needed before.
+_PHASES = {
+    Kind.GPU_UPDATE: 1,
+    Kind.CPU_UPDATE: 1,
+    Kind.FETCH_STATES: 1,
+    Kind.WRITE_BACK_STATES: 1,
+    Kind.WRITE_BACK_BACKWARD: 1,
+    Kind.REFRESH: 2,
+}
+
+
 def _place(value: Value, unit: int | None, memory: str, micro_batch: int) -> Place:
     return value, unit, memory, micro_batch if value in _OF_MICRO_BATCHES else 0
 
@@ -49,13 +61,13 @@ class _Access:
 
 @dataclass(slots=True)
 class Draft:
-    """A task that still collects what it brings and ends, and the place of the last pass that was declared before it."""
+    """A task that still collects what it brings and ends."""
 
     id: TaskId
     lane: str
     duration_ns: int
     priority: int
-    follows: int
+    turn: Turn
     allocates: list[Buffer] = field(default_factory=list)
     frees: list[Free] = field(default_factory=list)
 
@@ -99,12 +111,13 @@ class Builder:
                 f"or a rate too low; a task may last {_LONGEST_TASK_SECONDS:.0e} s"
             )
         self._index[task] = len(self.drafts)
-        place = self.place.get(task)
-        if place is not None:
+        place = self.place.get(task, -1)
+        if place >= 0:
             self._passed = place
-        self.drafts.append(Draft(task, lane, round(seconds * 1e9), priority, self._passed))
+        turn = Turn(place, self._passed, _PHASES.get(kind, 0))
+        self.drafts.append(Draft(task, lane, round(seconds * 1e9), priority, turn))
         self.waits.add_task()
-        if place:
+        if place > 0:
             self.after(task, self.passes[place - 1])
         return task
 
@@ -215,7 +228,7 @@ class Builder:
 
     def hold_up(self, blocker: TaskId) -> None:
         """The next pass after the one that ``blocker`` follows, and what it fetches synchronously, waits for ``blocker``."""
-        place = self.drafts[self._index[blocker]].follows + 1
+        place = self.drafts[self._index[blocker]].turn.follows + 1
         if place < len(self.passes):
             for task in (self.passes[place], *self._synchronous.get(self.passes[place], ())):
                 self.after(task, blocker)
@@ -261,6 +274,10 @@ class Builder:
             if not before.writes and not (on_gpu and read_on_gpu):
                 self.waits.add(task, before.task, int(distance > place))
                 read_on_gpu = read_on_gpu or on_gpu
+
+    def order(self) -> list[int]:
+        """The tasks in issue order, by their places among the drafts; see :meth:`Waits.order`."""
+        return self.waits.order([draft.turn for draft in self.drafts])
 
     def tasks(self, order: Sequence[int]) -> tuple[Task, ...]:
         """All tasks in this order, each with the waits that are needed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from autohete.errors import InputError, RuleError
@@ -10,6 +11,22 @@ from autohete.schedule import TaskId
 
 #: Before any iteration that a task may have waited for.
 NEVER = -(2**40)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When a program would issue a task.
+
+    Args:
+        place: of a pass, in the order of the passes; -1 for other tasks.
+        follows: the place of the pass after which it was declared, or of the pass itself.
+        phase: of several that follow the same pass: 0 for what passes need and leave, 1 for the optimizer's step, 2 for what
+            brings its result back.
+    """
+
+    place: int
+    follows: int
+    phase: int
 
 
 class Waits:
@@ -56,9 +73,14 @@ class Waits:
         """Who has asked for a wait that does not follow from others."""
         return {after[code] for after, codes in zip(self._after, self._needed, strict=True) for code in codes}
 
-    def order(self) -> list[int]:
-        """All tasks, each issued after those of its iteration that it waits for; of several that may be next the first
+    def order(self, turns: Sequence[Turn]) -> list[int]:
+        """All tasks, each issued after those of its iteration that it waits for.
+
+        Of several that may be next: what has to follow the earlier pass, as data and rules say; then by phase; then the first
         declared.
+
+        Args:
+            turns: of each task.
 
         Raises:
             CycleError: tasks wait for each other.
@@ -74,15 +96,20 @@ class Waits:
         for task, some in enumerate(before):
             for u in some:
                 followers[u].append(task)
-        ready = [task for task, count in enumerate(missing) if not count]
+        #: The last pass that each has to follow, as far as is known.
+        passed = [turn.follows for turn in turns]
+        ready = [(passed[task], turns[task].phase, task) for task, count in enumerate(missing) if not count]
         heapify(ready)
         found = []
         while ready:
-            found.append(task := heappop(ready))
+            _, _, task = heappop(ready)
+            found.append(task)
+            here = max(passed[task], turns[task].place)
             for follower in followers[task]:
+                passed[follower] = max(passed[follower], here)
                 missing[follower] -= 1
                 if not missing[follower]:
-                    heappush(ready, follower)
+                    heappush(ready, (passed[follower], turns[follower].phase, follower))
         if len(found) < len(before):
             raise CycleError(self._cycle(before, missing))
         return found

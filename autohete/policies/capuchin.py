@@ -1,0 +1,146 @@
+"""Capuchin (Peng et al., ASPLOS 2020): swap or recompute, decided per tensor by what it costs. No public code; after the paper.
+
+Parameters, gradients and optimizer states stay on the GPU. A first iteration measures when tensors are accessed; then:
+
+- Swapping comes first, because a copy can hide. A tensor's *free time* is what is left between its last use in forward and its
+  first in backward when a copy to the host and one back have been taken off. Tensors with the most of it are swapped first,
+  as long as their copies, of which only one is under way at a time in each direction, hide.
+- A fetch is triggered by the tensor access that leaves it just enough time (*in-trigger*): here by the end of a pass, and of
+  forward at the earliest, up to which memory fills.
+- When no more copies hide, tensors are recomputed, first those that save most memory per second of recomputation.
+- It stops when the rest fits.
+- The GPU waits for a copy to the host only when it runs out of memory ("decoupled computation and swapping").
+
+The paper decides for single tensors, this for transformer blocks: all that a block keeps, or all but its input. Where a copy
+does not hide, the paper weighs what it costs against recomputation; here the block is recomputed. Updates follow backward, as
+clipping needs it. Not published, and decided here: where all that does not suffice, what is swapped is recomputed instead,
+the last chosen first, for a block that comes back takes memory while the one above it still has its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+
+from autohete.errors import check_fields
+from autohete.plan import Activations, Plan, Rest, UnitPlan
+from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.policy import Judge, Verdict, better
+from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY
+
+
+class Method(StrEnum):
+    """What may be done with a block: both, or one of them, as in the paper's breakdown."""
+
+    BOTH = "both"
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Capuchin:
+    """Capuchin.
+
+    Args:
+        method: swap and recompute, or one of them alone.
+    """
+
+    method: Method = Method.BOTH
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`; where nothing fits, that which saves most."""
+        timeline, blocks = _Timeline(profile), range(1, len(profile.blocks) - 1)
+        swapped = [] if self.method is Method.RECOMPUTE else timeline.swapped(only_hidden=self.method is Method.BOTH)
+        decisions = [(block, UnitPlan(kept=Rest(HOST_MEMORY, ahead))) for block, ahead in swapped]
+        if self.method is not Method.SWAP:
+            left = sorted(set(blocks) - {block for block, _ in swapped}, key=lambda block: -_saved_per_second(profile, block))
+            instead = [block for block, _ in reversed(swapped)]
+            decisions += [(block, UnitPlan(Activations.RECOMPUTE)) for block in [*left, *instead]]
+
+        def plan_for(made: int) -> Plan:
+            units = [UnitPlan() for _ in profile.blocks]
+            for block, unit in decisions[:made]:
+                units[block] = unit
+            return Plan(policy="capuchin", units=tuple(units), rules=(GpuUpdatesAfterBackward(),))
+
+        def fits(made: int) -> bool:
+            return judge(plan_for(made)).verdict is not Verdict.GPU_OUT_OF_MEMORY
+
+        count = len(decisions) + 1
+        made = bisect_left(range(count), True, key=fits)
+        return plan_for(made) if made < count else better(map(plan_for, range(count)), judge)
+
+
+def _saved_per_second(profile: Profile, block: int) -> float:
+    """The paper's MSPS."""
+    times = profile.blocks[block]
+    return times.kept_bytes / times.forward_seconds if times.forward_seconds else float("inf")
+
+
+class _Timeline:
+    """An iteration in which nothing moves, and the copies of what is swapped in it."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile, self._last = profile, len(profile.blocks) - 1
+        forward = [block.forward_seconds for block in profile.blocks]
+        backward = [block.backward_seconds for block in reversed(profile.blocks)]
+        self._ends = list(accumulate([*forward, profile.loss.seconds, *backward]))
+
+    def _made(self, block: int) -> float:
+        """When forward of ``block`` has ended."""
+        return self._ends[block]
+
+    def _needed(self, block: int) -> float:
+        """When backward of ``block`` begins."""
+        return self._ends[self._place(block) - 1]
+
+    def _place(self, block: int) -> int:
+        """Of backward among the passes."""
+        return 2 * self._last + 2 - block
+
+    def _free_seconds(self, block: int) -> float:
+        size = self._profile.blocks[block].activation_bytes
+        both = self._profile.d2h_seconds(size) + self._profile.h2d_seconds(size)
+        return self._needed(block) - self._made(block) - both
+
+    def swapped(self, *, only_hidden: bool) -> list[tuple[int, int]]:
+        """Blocks in the order in which they are chosen, and how many passes ahead each is fetched."""
+        found: list[int] = []
+        starts: dict[int, float] = {}
+        for block in sorted(range(1, self._last), key=lambda block: (-self._free_seconds(block), block)):
+            latest = self._fetches(sorted([*found, block]))
+            if latest is None and only_hidden:
+                break
+            found.append(block)
+            starts = latest or {}
+        return [(block, self._ahead(block, starts.get(block, 0.0))) for block in found]
+
+    def _fetches(self, blocks: list[int]) -> dict[int, float] | None:
+        """The latest starts with which fetches of ``blocks`` end in time; None if not all copies to the host do before them."""
+        profile = self._profile
+        sent, away = 0.0, {}
+        for block in blocks:
+            sent = max(sent, self._made(block)) + profile.d2h_seconds(profile.blocks[block].activation_bytes)
+            away[block] = sent
+        starts: dict[int, float] = {}
+        start = float("inf")
+        for block in blocks:  # what is needed last first
+            start = min(start, self._needed(block)) - profile.h2d_seconds(profile.blocks[block].activation_bytes)
+            if start < max(away[block], self._ends[self._last]):
+                return None
+            starts[block] = start
+        return starts
+
+    def _ahead(self, block: int, start: float) -> int:
+        """Passes before backward of ``block`` that a fetch runs beside which begins by ``start``, but after forward."""
+        ended = max(bisect_right(self._ends, start), self._last + 1)  # so many passes have
+        return self._place(block) - ended
+
+
+SYSTEM = Capuchin

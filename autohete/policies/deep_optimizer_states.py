@@ -1,0 +1,120 @@
+"""Deep Optimizer States (Maurya et al. 2024, arXiv 2410.21316): updates on CPU and GPU in turn, as the code runs them: github
+DataStates/DeepSpeed, branch ``deep-optimizer-states`` at d18d6f81, ``deepspeed/runtime/zero/stage3.py``.
+
+Optimizer states are on the host, in sub-groups, of which every k-th is updated on the GPU. A sub-group is a unit here.
+
+- ``get_opt_update_device``: the last of every ``prefetch_optimizer_gap`` sub-groups is the GPU's.
+- Gradients of the GPU's sub-groups stay there. Others go to fp32 buffers on the host, with ``part_grads_async`` without waiting
+  (``partition_grads``); PyTorch casts on the GPU for such a copy, so 4 bytes cross. A copy that is waited for crosses in 16
+  bit and is cast on the CPU.
+- The step begins when the GPU has ended (``step``). ``opt_transfers``: fp32 parameter and both moments of a sub-group come
+  while the CPU updates others; the GPU updates when they are there, and they leave while the CPU is at the next. There is one
+  buffer for them, so that the next fetch waits for that.
+- On the CPU: unscaling in place, then CPUAdam. A thread of its own casts to 16 bit and copies that to a pinned buffer
+  (``downsample_fp32_fp16``), which goes to the GPU beside the next updates. The step ends with all copies.
+- Gradients, states and parameters have streams of their own, so that a copy waits only for what it needs: lanes take what is
+  ready.
+- All arrays are pinned; CPUAdam has moments of its own beside the pinned ones, which are allocated for every sub-group.
+
+Not modelled: that the GPU's update waits for those of the CPU before it, and refreshes for the others of their gap. Sub-groups
+are counted in the order of updates, which here is that of backward. The paper chooses the stride by a performance model of
+which the code has no trace; without ``stride`` it is what keeps CPU and link equally busy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from autohete.errors import InputError, check_fields
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, UnitPlan
+from autohete.plan.rules import Barrier, BlockingCopies, ByPriority, GpuUpdatesAfterBackward, UpdatesAfterBackward
+from autohete.policies import traffic
+from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policy import Judge
+from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY, Kind
+
+#: The copy of 16-bit parameters to the pinned buffer: reads 2, writes 2.
+_TO_PINNED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DeepOptimizerStates:
+    """Deep Optimizer States.
+
+    Args:
+        checkpointing: full, none, or the better of both.
+        stride: every so many units one is updated on the GPU (``prefetch_optimizer_gap``); without it, as many as keep the CPU
+            busy while that one's states come and go.
+        async_gradients: gradients are copied beside backward (``part_grads_async``, off in the code unless it is asked for).
+    """
+
+    checkpointing: Checkpointing = Checkpointing.BEST
+    stride: int | None = None
+    async_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.stride is not None and self.stride < 2:
+            raise InputError(
+                f"deep_optimizer_states:stride={self.stride} must be at least 2, for the CPU to update some; streamed_states "
+                "updates all on the GPU"
+            )
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`."""
+        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), judge)
+
+    def _plan(self, profile: Profile, activations: Activations) -> Plan:
+        mixed, count = traffic.is_mixed(profile), len(profile.blocks)
+        elementwise_bytes = traffic.UNSCALE
+        if mixed:
+            elementwise_bytes += traffic.CAST + _TO_PINNED + (0 if self.async_gradients else traffic.CAST)
+        stride = self.stride or _balanced(profile, elementwise_bytes)
+        on_gpu = [unit for unit in range(count) if (count - unit) % stride == 0]
+        cpu = UnitPlan(
+            update_on=Processor.CPU,
+            gradients=Format(4) if self.async_gradients else Format(pinned=not mixed),
+        )
+        gpu = UnitPlan(states=Rest(HOST_MEMORY, ahead=0))
+        units = [gpu if unit in on_gpu else cpu for unit in range(count)]
+        units[1:-1] = [replace(unit, activations=activations) for unit in units[1:-1]]
+        largest = max((profile.blocks[unit].parameters for unit in on_gpu), default=0)
+        unused = 4 * sum(profile.blocks[unit].parameters for unit in on_gpu)  # gradients that stay on the GPU
+        staged = 2 * max(block.parameters for block in profile.blocks) * (min(stride, count) - 1) if mixed else 0
+        return Plan(
+            policy="deep_optimizer_states",
+            units=tuple(units),
+            rules=(
+                *([] if self.async_gradients else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
+                UpdatesAfterBackward(),
+                *([GpuUpdatesAfterBackward()] if on_gpu else []),
+                Barrier(),
+                ByPriority(),
+            ),
+            update_bytes=traffic.ADAM_KERNEL,
+            elementwise_bytes=elementwise_bytes,
+            footprint=Footprint(
+                # The buffers for states are there all the time.
+                gpu_buffer_bytes=largest * profile.optimizer_bytes,
+                # fp32 parameter, gradient and moments; the CPU's own moments.
+                host_pinned_bytes=(4, 4, 4, 4),
+                host_optimizer_bytes=8,
+                host_buffer_bytes=unused + staged,
+            ),
+        )
+
+
+def _balanced(profile: Profile, elementwise_bytes: int) -> int:
+    """The stride at which the CPU updates the others while the states of one transformer block come, are updated and leave."""
+    block = 1
+    times = profile.blocks[block]
+    states = times.parameters * profile.optimizer_bytes
+    away = profile.h2d_seconds(states) + times.gpu_update_seconds + profile.d2h_seconds(states)
+    on_cpu = profile.cpu_update_seconds(block, traffic.ADAM_KERNEL, elementwise_bytes)
+    count = len(profile.blocks)
+    return 1 + (count if away >= count * on_cpu else max(1, math.ceil(away / on_cpu)))
+
+
+SYSTEM = DeepOptimizerStates

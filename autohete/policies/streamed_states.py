@@ -1,0 +1,100 @@
+"""Optimizer states on the host that stream through the GPU, as LLMQ runs them (arXiv 2512.15306): github IST-DASLab/llmq at
+b77d9691.
+
+Adam runs on the GPU. What it needs lies in pinned host memory and comes by blocks.
+
+- ``--offload-opt-m``, ``--offload-opt-v``, ``--offload-master``: the update of a block waits for the fetch of its states into
+  one of two buffers, and they are sent back behind it on another stream, for which the next fetch into that buffer waits
+  (``src/training/adamw_optimizer.cpp``, ``fetch_block`` and ``store_block``; masters likewise in
+  ``src/models/llama_weights.cpp``). Fetches wait for the last backward (``begin_optimizer``), which the clipped norm needs.
+- ``--shard-weights`` with masters on the host, on one GPU: weights come by blocks into two buffers, that of the next block
+  while one computes (``gather_block`` in ``src/models/llama_model.cpp``). The last two blocks are there still when backward
+  begins, as is the head. Gradients stay on the GPU until the step.
+- ``--offload-residual``: the input of each block goes to the host behind forward, and comes back while backward is at the
+  block above (``src/models/llama_run_state.cpp``, ``put_res_ffn`` and ``fetch_res_ffn``). What else backward needs is
+  recomputed with ``--recompute-block``.
+
+Not modelled: moments and masters in 16 bit, with which its benchmarks run (states have the size of the profile's); that an
+update of the states of embedding and head reads them in place, over the link; that blocks are updated upwards, for here they
+are updated in the order of backward; that forward waits for the copy of an input whose buffer, of two, it takes; that
+backward of the embedding needs no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autohete.errors import InputError, check_fields
+from autohete.plan import Activations, Footprint, Plan, Rest, Route, UnitPlan
+from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policy import Judge
+from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY
+from autohete.workload import Precision
+
+#: Buffers for the weights of blocks, for their states, and for their inputs.
+_BUFFERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedStates:
+    """Streamed optimizer states.
+
+    Args:
+        checkpointing: full, none, or the better of both.
+        weights: weights rest on the host, too (``--shard-weights`` with ``--offload-master``).
+        inputs: so do the inputs of blocks, from which they are recomputed (``--offload-residual``).
+    """
+
+    checkpointing: Checkpointing = Checkpointing.BEST
+    weights: bool = False
+    inputs: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.inputs and self.checkpointing is Checkpointing.NONE:
+            raise InputError(
+                "streamed_states:inputs sends to the host what recomputation begins with, and checkpointing=none recomputes "
+                "nothing: leave one of them out, or give checkpointing=full"
+            )
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`."""
+        checkpointing = Checkpointing.FULL if self.inputs else self.checkpointing
+        return with_checkpointing(checkpointing, lambda activations: self._plan(profile, activations), judge)
+
+    def _plan(self, profile: Profile, activations: Activations) -> Plan:
+        last = len(profile.blocks) - 1
+        passes = 2 if activations is Activations.RECOMPUTE else 1  # that backward makes of a block
+        # Gradients stay until the step, and weights do not: with both in one place the GPU holds as much as it does there. In
+        # fp32 the update needs the weights themselves.
+        in_one_place = self.weights and profile.workload.precision is not Precision.FP32
+        resident = UnitPlan(states=Rest(HOST_MEMORY, ahead=_BUFFERS - 1))
+        leaving = replace(
+            resident,
+            parameters=Route(HOST_MEMORY, ahead_in_backward=passes),
+            gradients_replace_parameters=in_one_place,
+        )
+        cached = replace(leaving, parameters=replace(leaving.parameters, stays_after_forward=True))
+        tied = profile.workload.tied_embeddings
+
+        def unit_of(block: int) -> UnitPlan:
+            if not self.weights or (tied and block in (0, last)):
+                return resident
+            return cached if block >= max(1, last - _BUFFERS) else leaving
+
+        kept = Rest(HOST_MEMORY, ahead=passes) if self.inputs else Rest()
+        units = [
+            replace(unit_of(block), activations=activations, kept=kept) if 0 < block < last else unit_of(block)
+            for block in range(last + 1)
+        ]
+        return Plan(
+            policy="streamed_states",
+            units=tuple(units),
+            rules=(GpuUpdatesAfterBackward(),),
+            footprint=Footprint(host_parameter_bytes=profile.element_bytes),
+        )
+
+
+SYSTEM = StreamedStates
