@@ -95,12 +95,28 @@ class Cpu:
 
 
 @dataclass(frozen=True, slots=True)
+class Nvme:
+    """Drives on the host, as one.
+
+    Args:
+        capacity_bytes: what they hold.
+        read_bandwidth, write_bandwidth: bytes/s of large sequential accesses.
+        latency_seconds: fixed cost of one access.
+    """
+
+    capacity_bytes: int
+    read_bandwidth: float
+    write_bandwidth: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """One GPU and the host behind it, in SI units. Made by :func:`load_hardware`.
 
     ``shared_cores`` is None for a real GPU. Where the CPU stands for the device, all lanes together get as much done as so many
     of them alone: less than the number of cores where two of these are threads of one. ``notes`` name the figures that were
-    changed, and why.
+    changed, and why. ``nvme`` is None where there are no drives to use.
     """
 
     name: str
@@ -111,6 +127,7 @@ class Hardware:
     cpu: Cpu
     shared_cores: float | None = None
     notes: tuple[str, ...] = ()
+    nvme: Nvme | None = None
 
     @property
     def gpu_capacity_bytes(self) -> int:
@@ -205,6 +222,14 @@ class CpuFigures(_Table):
     launch: Figure[_Time] | None = None
 
 
+class NvmeFigures(_Table):
+    model: str
+    capacity: Figure[_Size]
+    read_bandwidth: Figure[_Bandwidth]
+    write_bandwidth: Figure[_Bandwidth]
+    latency: Figure[_Time]
+
+
 class EmulationFigures(_Table):
     shared_cores: Figure[_Cores]
 
@@ -221,6 +246,7 @@ class HardwareFile(_Table):
     links: LinksFigures
     host: HostFigures
     cpu: CpuFigures
+    nvme: NvmeFigures | None = None
     emulation: EmulationFigures | None = None
 
     def hardware(self) -> Hardware:
@@ -263,7 +289,17 @@ class HardwareFile(_Table):
             ),
             shared_cores=None if self.emulation is None else self.emulation.shared_cores.value,
             notes=tuple(notes),
+            nvme=None if self.nvme is None else _nvme(self.nvme),
         )
+
+
+def _nvme(figures: NvmeFigures) -> Nvme:
+    return Nvme(
+        round(figures.capacity.value),
+        figures.read_bandwidth.value,
+        figures.write_bandwidth.value,
+        figures.latency.value,
+    )
 
 
 def _link(figures: LinkFigures) -> Link:

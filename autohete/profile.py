@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autohete.errors import check_fields
+from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.kernels import IMPLEMENTATIONS
 from autohete.workload import BlockRole, Precision, Workload
@@ -124,6 +124,20 @@ class Profile:
     def d2h_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
         """A copy of ``size_bytes`` to the host, alone on the link."""
         return _copy_seconds(self.hardware.d2h, size_bytes, pinned)
+
+    def nvme_seconds(self, size_bytes: float, *, write: bool) -> float:
+        """A read or write of ``size_bytes``, alone on the drives.
+
+        Raises:
+            InputError: the hardware has none.
+        """
+        nvme = self.hardware.nvme
+        if nvme is None:
+            raise InputError(
+                f"{self.hardware.name} has no NVMe, but the plan lets states rest there: give it a table [nvme], choose other "
+                "hardware, or another policy"
+            )
+        return nvme.latency_seconds + size_bytes / (nvme.write_bandwidth if write else nvme.read_bandwidth)
 
     def cpu_update_seconds(
         self, block: int, kernel_bytes: float, elementwise_bytes: float = 0.0, *, beside_gpu: bool = False

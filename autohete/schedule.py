@@ -21,6 +21,8 @@ from autohete.errors import ScheduleError, check_fields, check_member
 #: Names of the lanes and memories of one GPU and its host.
 GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"
 GPU_MEMORY, HOST_MEMORY = "gpu", "host"
+#: And of a drive that it has.
+NVME_READ, NVME_WRITE, NVME_MEMORY = "nvme_read", "nvme_write", "nvme"
 
 
 class Kind(StrEnum):
@@ -43,6 +45,8 @@ class Kind(StrEnum):
     FETCH_STATES = "SF"
     WRITE_BACK_STATES = "SB"
     ACCUMULATE = "A"
+    READ_STATES = "NR"
+    WRITE_STATES = "NW"
 
     __hash__ = str.__hash__  # an enumeration's own is a call of Python, for each of the ids that lowering looks up
 
@@ -65,6 +69,8 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.FETCH_STATES: "fetch of optimizer states",
     Kind.WRITE_BACK_STATES: "write-back of optimizer states",
     Kind.ACCUMULATE: "accumulation of gradients on the host",
+    Kind.READ_STATES: "read of optimizer states from NVMe",
+    Kind.WRITE_STATES: "write of optimizer states to NVMe",
 }
 _MNEMONICS = frozenset(kind.value for kind in Kind)
 KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
@@ -174,6 +180,8 @@ COPIES = {
     Kind.FETCH_ACTIVATIONS: Copy(Value.ACTIVATIONS, HOST_MEMORY, GPU_MEMORY),
     Kind.FETCH_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, GPU_MEMORY),
     Kind.WRITE_BACK_STATES: Copy(Value.OPTIMIZER_STATES, GPU_MEMORY, HOST_MEMORY),
+    Kind.READ_STATES: Copy(Value.OPTIMIZER_STATES, NVME_MEMORY, HOST_MEMORY),
+    Kind.WRITE_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, NVME_MEMORY),
 }
 
 

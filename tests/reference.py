@@ -116,7 +116,7 @@ def train_by_schedule(
     around: Callable[[Action], Action] = lambda action: action,
 ) -> tuple[Outcome, Trace]:
     """The same training as ``schedule`` says, in lane threads; ``around`` wraps the action of each task."""
-    device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)
+    device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories[:2])
     model = model_for(workload)
     training = Training(partition(model), schedule, next_token_loss, device=device, host=host, poison=True)
     torch.manual_seed(2)

@@ -15,7 +15,7 @@ from plans import with_gradients_replacing
 
 import autohete.testing
 from autohete.errors import InfeasibleError
-from autohete.hardware import load_hardware
+from autohete.hardware import Nvme, load_hardware
 from autohete.lowering import lower
 from autohete.memory import Occupancy, occupancy
 from autohete.plan import Activations, Footprint, Plan, Processor, Rest, Route, UnitPlan
@@ -26,6 +26,7 @@ from autohete.profile import Profile, analytic_profile
 from autohete.schedule import (
     GPU_MEMORY,
     HOST_MEMORY,
+    NVME_MEMORY,
     Buffer,
     BufferId,
     Edge,
@@ -46,7 +47,10 @@ from autohete.trace import Trace
 from autohete.workload import Workload
 
 SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch_size=2)
-PROFILE = analytic_profile(SMALL, load_hardware("a100-40gb-epyc7713"))
+NODE = replace(load_hardware("a100-40gb-epyc7713"), nvme=Nvme(10**12, 1e9, 1e9, 1e-5))
+PROFILE = analytic_profile(SMALL, NODE)
+#: The same with two micro-batches in an iteration.
+TWICE = analytic_profile(replace(SMALL, micro_batches=2), NODE)
 
 
 def planned_by(policy: str) -> Plan:
@@ -94,14 +98,22 @@ PLANS = [
     ),
     *map(planned_by, ["stronghold:window=1", "stronghold:window=2,checkpointing=full", "autohete"]),
     with_gradients_replacing(planned_by("zero_offload:delayed_update")),
+    plan_of(UnitPlan(states=Rest(NVME_MEMORY))),
+    plan_of(UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY))),
     *offloaded_in_every_way(),
 ]
+ACCUMULATING = [
+    plan_of(UnitPlan(update_on=Processor.CPU)),
+    plan_of(UnitPlan(update_on=Processor.CPU, accumulate_on=Processor.GPU)),
+    plan_of(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_backward=True, moves=True), kept=Rest(HOST_MEMORY))),
+]
+CASES = [*((PROFILE, plan) for plan in PLANS), *((TWICE, plan) for plan in ACCUMULATING)]
 
 
-def faults(plan: Plan, schedule: Schedule) -> list[str]:
+def faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:
     """What the checks of a schedule find."""
     return [
-        *checks.parameter_faults(PROFILE, plan, schedule),
+        *checks.parameter_faults(profile, plan, schedule),
         *checks.gradient_faults(plan, schedule),
         *checks.activation_faults(plan, schedule),
         *checks.memory_faults(schedule),
@@ -144,7 +156,7 @@ def test_parameters_are_not_released_while_they_are_written_back() -> None:
 
 def test_the_plans_use_every_kind_of_task() -> None:
     """What follows takes tasks of every kind apart."""
-    assert {task.id.kind for plan in PLANS for task in lower(PROFILE, plan).tasks} == set(Kind)
+    assert {task.id.kind for profile, plan in CASES for task in lower(profile, plan).tasks} == set(Kind)
 
 
 def test_a_missing_wait_is_noticed() -> None:
@@ -154,16 +166,16 @@ def test_a_missing_wait_is_noticed() -> None:
     """
     passes = {Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD}
     removed, unnoticed = 0, set()
-    for plan in PLANS:
-        schedule = lower(PROFILE, plan)
-        assert faults(plan, schedule) == []
+    for profile, plan in CASES:
+        schedule = lower(profile, plan)
+        assert faults(profile, plan, schedule) == []
         for task in schedule.tasks:
             for edge in task.after:
                 careless = without_edge(schedule, task.id, edge)
                 needed = edge.task.unit == task.id.unit or {edge.task.kind, task.id.kind} <= passes
                 if needed and not checks.Paths(careless).exist(edge.task, task.id, edge.back):
                     removed += 1
-                    if not faults(plan, careless):
+                    if not faults(profile, plan, careless):
                         unnoticed.add(f"{task.id} without {edge} in {plan}")
     assert unnoticed == set()
     assert removed > 1000
@@ -172,11 +184,11 @@ def test_a_missing_wait_is_noticed() -> None:
 def test_a_missing_task_is_noticed() -> None:
     """Whichever task is left out, and every wait for it, the checks name it or what lacks it."""
     unnoticed = set()
-    for plan in PLANS:
-        schedule = lower(PROFILE, plan)
+    for profile, plan in CASES:
+        schedule = lower(profile, plan)
         for task in schedule.tasks:
             rest = (replace(t, after=tuple(e for e in t.after if e.task != task.id)) for t in schedule.tasks if t.id != task.id)
-            if not faults(plan, replace(schedule, tasks=tuple(rest))):
+            if not faults(profile, plan, replace(schedule, tasks=tuple(rest))):
                 unnoticed.add(f"{plan} without {task.id}")
     assert unnoticed == set()
 
@@ -227,15 +239,15 @@ def freed_by(schedule: Schedule, buffer: BufferId, task: TaskId) -> Schedule:
 
 def test_a_free_that_comes_early_is_noticed() -> None:
     """A buffer that is freed by the very task that allocates it, before others use it, is noticed."""
-    for plan in PLANS:
-        schedule = lower(PROFILE, plan)
+    for profile, plan in CASES:
+        schedule = lower(profile, plan)
         for task in schedule.tasks:
             for free in task.frees:
                 (owner,) = (t for t in schedule.tasks if any(b.id == free.id for b in t.allocates))
                 if owner.id == task.id or free.id.value is Value.WORKSPACE:
                     continue
                 early = freed_by(schedule, free.id, owner.id)
-                assert faults(plan, early), f"{free} by {owner.id} instead of {task.id} in {plan}"
+                assert faults(profile, plan, early), f"{free} by {owner.id} instead of {task.id} in {plan}"
 
 
 def test_memory_that_grows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from plans import with_gradients_replacing
 from reference import Outcome, slowed, train_by_schedule, train_plainly
 
 from autohete.errors import AutoHeteError
-from autohete.hardware import load_hardware
+from autohete.hardware import Nvme, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, Plan, Processor, Rest, Route, UnitPlan
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.lanes import Action
-from autohete.schedule import HOST_MEMORY, Kind, Schedule, Task, TaskId
+from autohete.schedule import HOST_MEMORY, NVME_MEMORY, Kind, Schedule, Task, TaskId
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
@@ -64,7 +64,8 @@ def updated_on_cpu(plan: Plan) -> frozenset[int]:
 def profile_of(workload: Workload) -> Profile:
     """A profile in which copies and updates are slow: plans that search then use every mechanism."""
     slow = {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s", "cpu.update_bandwidth": "2GB/s"}
-    return analytic_profile(workload, load_hardware("a100-40gb-epyc7713", slow))
+    hardware = replace(load_hardware("a100-40gb-epyc7713", slow), nvme=Nvme(10**12, 1e9, 1e9, 1e-5))
+    return analytic_profile(workload, hardware)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -279,6 +280,8 @@ NEEDS: dict[Kind, UnitPlan] = {
     Kind.ACCUMULATE: UnitPlan(update_on=Processor.CPU),
     Kind.FETCH_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
     Kind.WRITE_BACK_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
+    Kind.READ_STATES: UnitPlan(states=Rest(NVME_MEMORY)),
+    Kind.WRITE_STATES: UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY)),
 }
 
 

@@ -27,6 +27,9 @@ from autohete.schedule import (
     GPU_MEMORY,
     H2D,
     HOST_MEMORY,
+    NVME_MEMORY,
+    NVME_READ,
+    NVME_WRITE,
     Discipline,
     Kind,
     Lane,
@@ -71,11 +74,16 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     builder.waits.reduce(order)
     _check_rules(plan.rules, builder)
     discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
-    flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu)
+    uses_nvme = any(unit.reads_states for unit in plan.units)
+    flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=uses_nvme)
+    lanes = (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if uses_nvme else ()))
+    memories = [Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)]
+    if hardware.nvme is not None and uses_nvme:
+        memories.append(Memory(NVME_MEMORY, hardware.nvme.capacity_bytes))
     return Schedule(
-        lanes=(Lane(GPU), *(Lane(name, discipline) for name in (H2D, D2H, CPU))),
+        lanes=(Lane(GPU), *(Lane(name, discipline) for name in lanes)),
         tasks=builder.tasks(order),
-        memories=(Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)),
+        memories=tuple(memories),
         resident=tuple(resident_buffers(profile, plan)),
         flows=flows,
         resources=resources,

@@ -36,6 +36,8 @@ _PHASES = {
     Kind.CPU_UPDATE: 1,
     Kind.FETCH_STATES: 1,
     Kind.WRITE_BACK_STATES: 1,
+    Kind.READ_STATES: 1,
+    Kind.WRITE_STATES: 1,
     Kind.WRITE_BACK_BACKWARD: 1,
     Kind.REFRESH: 2,
 }

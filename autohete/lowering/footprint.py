@@ -14,6 +14,9 @@ from autohete.schedule import (
     GPU_MEMORY,
     H2D,
     HOST_MEMORY,
+    NVME_MEMORY,
+    NVME_READ,
+    NVME_WRITE,
     Buffer,
     BufferId,
     Flow,
@@ -34,19 +37,21 @@ def slot_bytes(profile: Profile, plan: Plan) -> int:
 def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
     """Buffers that live all the time."""
     element, optimizer, held = profile.element_bytes, profile.optimizer_bytes, plan.footprint
-    host_states = host_parameters = 0
+    host_states = host_parameters = nvme_states = 0
     updated: list[int] = []
     for i, unit in enumerate(plan.units):
         count, on_cpu = profile.blocks[i].parameters, unit.update_on is Processor.CPU
         if not unit.parameters.leaves:
             yield Buffer(BufferId(Value.PARAMETERS, GPU_MEMORY, i), count * element)
         if on_cpu:
-            host_states += count * held.host_optimizer_bytes
+            host_states += count * max(held.host_optimizer_bytes - (optimizer if unit.reads_states else 0), 0)
             updated.append(count)
-        elif unit.states.leaves:
+        elif unit.fetches_states and not unit.reads_states:
             host_states += count * optimizer
-        else:
+        elif not unit.fetches_states:
             yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), count * optimizer)
+        if unit.reads_states:
+            nvme_states += count * optimizer
         if unit.parameters.leaves and not (held.one_host_copy and on_cpu):
             host_parameters += count * held.host_parameter_bytes
     arrays = [sum(updated)] if held.host_pinned_together else updated
@@ -55,6 +60,7 @@ def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
         (Value.PARAMETER_SLOTS, GPU_MEMORY, slot_bytes(profile, plan) * (plan.slots.count if plan.slots else 0)),
         (Value.POLICY_BUFFERS, GPU_MEMORY, held.gpu_buffer_bytes),
         (Value.OPTIMIZER_STATES, HOST_MEMORY, host_states),
+        (Value.OPTIMIZER_STATES, NVME_MEMORY, nvme_states),
         (Value.PINNED_STATES, HOST_MEMORY, host_pinned),
         (Value.PARAMETERS, HOST_MEMORY, host_parameters),
         (Value.POLICY_BUFFERS, HOST_MEMORY, held.host_buffer_bytes),
@@ -63,25 +69,34 @@ def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
             yield Buffer(BufferId(value, memory), size)
 
 
-def shared_bandwidth(hardware: Hardware, *, updates_beside_gpu: bool) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
+def shared_bandwidth(
+    hardware: Hardware, *, updates_beside_gpu: bool, uses_nvme: bool
+) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
     """What the two directions of the link take from each other, and they and the CPU from host DRAM.
 
-    Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy
-    moves each byte through DRAM once; the CPU's demand is the traffic of its optimizer, and its weight makes it and the
-    copies slow down alike when DRAM is full, as memory controllers serve what is asked. Where the CPU stands for the device,
-    every lane is a thread on its cores as well.
+    Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy, and an
+    access of a drive, moves each byte through DRAM once; the CPU's demand is the traffic of its optimizer, and its weight
+    makes it and the copies slow down alike when DRAM is full, as memory controllers serve what is asked. Where the CPU stands
+    for the device, every lane is a thread on its cores as well.
     """
     h2d, d2h, cpu = hardware.h2d, hardware.d2h, hardware.cpu
     update = cpu.update_bandwidth * (cpu.concurrent_share if updates_beside_gpu else 1.0)
-    flows = (
+    flows: tuple[Flow, ...] = (
         Flow(H2D, h2d.bandwidth, h2d.duplex_bandwidth),
         Flow(D2H, d2h.bandwidth, d2h.duplex_bandwidth),
         Flow(CPU, update, update),
     )
+    nvme = hardware.nvme if uses_nvme else None
+    if nvme is not None:
+        flows = (
+            *flows,
+            Flow(NVME_READ, nvme.read_bandwidth, nvme.read_bandwidth),
+            Flow(NVME_WRITE, nvme.write_bandwidth, nvme.write_bandwidth),
+        )
     usable = hardware.host.memory_bandwidth * hardware.host.usable_share
     resources = (
         SharedResource("link", max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
-        SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU)),
+        SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if nvme else ()))),
     )
     if hardware.shared_cores is None:
         return flows, resources

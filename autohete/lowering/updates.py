@@ -6,7 +6,7 @@ from autohete.lowering.builder import Builder
 from autohete.lowering.compute import on_gpu
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
-from autohete.schedule import CPU, D2H, GPU, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Value
+from autohete.schedule import CPU, D2H, GPU, H2D, HOST_MEMORY, NVME_MEMORY, NVME_READ, NVME_WRITE, BufferId, Kind, TaskId, Value
 
 
 class Updates:
@@ -20,8 +20,10 @@ class Updates:
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
         self._builder, self._profile, self._plan = builder, profile, plan
-        #: Whose states rest on the host while the GPU updates them, in the order of the updates.
-        self._visiting = [i for i in reversed(range(len(plan.units))) if plan.units[i].states.leaves]
+        units = list(enumerate(plan.units))[::-1]
+        #: Whose states come to the GPU, and whose come to the host from NVMe, in the order of the updates.
+        self._fetched = [i for i, unit in units if unit.fetches_states]
+        self._read = [i for i, unit in units if unit.reads_states]
 
     def after_backward(self, unit: int) -> None:
         """The gradients are complete: update, on the CPU when they are there.
@@ -44,37 +46,53 @@ class Updates:
             self._offload_gradients(unit, micro_batch)
 
     def _gpu_update(self, unit: int) -> None:
-        b, times, visiting = self._builder, self._profile.blocks[unit], self._plan.units[unit].states.leaves
-        if visiting:
-            self._fetch_states(unit)
+        b, times = self._builder, self._profile.blocks[unit]
+        self._bring_states(unit)
         update = b.task(Kind.GPU_UPDATE, unit, GPU, times.gpu_update_seconds)
         self._takes_gradients(update)
         b.write(update, Value.PARAMETERS, unit)
         b.workspace(update, times.gpu_update_workspace_bytes)
-        if visiting:
+        if self._plan.units[unit].fetches_states:
             b.write(update, Value.OPTIMIZER_STATES, unit)
-            self._write_back_states(unit)
+        self._bring_states_home(unit)
+
+    def _bring_states(self, unit: int) -> None:
+        """From where they rest to where they are updated, in one hop or two."""
+        b, plan, size = self._builder, self._plan.units[unit], self._state_bytes(unit)
+        if plan.reads_states:
+            read = b.task(Kind.READ_STATES, unit, NVME_READ, self._profile.nvme_seconds(size, write=False), unit)
+            b.read(read, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
+            b.make(read, _states_on_host(unit), size)
+            self._in_turn(read, Kind.WRITE_STATES, self._read)
+        if plan.fetches_states:
+            fetch = b.task(Kind.FETCH_STATES, unit, H2D, self._profile.h2d_seconds(size), unit)
+            b.read(fetch, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
+            b.make(fetch, on_gpu(Value.OPTIMIZER_STATES, unit), size)
+            self._in_turn(fetch, Kind.WRITE_BACK_STATES, self._fetched)
+
+    def _in_turn(self, fetch: TaskId, leave: Kind, units: list[int]) -> None:
+        """No earlier than the unit's gradients are on their way, and when those have left whose place they take."""
+        ahead = self._plan.units[fetch.unit].states.ahead
+        self._builder.beside(fetch, TaskId(Kind.BACKWARD, fetch.unit, self._builder.passes[-1].micro_batch), 1)
+        place = units.index(fetch.unit) - 1 - ahead
+        if len(units) > ahead + 1:
+            self._builder.after(fetch, TaskId(leave, units[place]), back=int(place < 0))
+
+    def _bring_states_home(self, unit: int) -> None:
+        b, plan, size = self._builder, self._plan.units[unit], self._state_bytes(unit)
+        if plan.fetches_states:
+            back = b.task(Kind.WRITE_BACK_STATES, unit, D2H, self._profile.d2h_seconds(size), unit)
+            b.read(back, Value.OPTIMIZER_STATES, unit)
+            b.write(back, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
+            b.free(back, on_gpu(Value.OPTIMIZER_STATES, unit))
+        if plan.reads_states:
+            write = b.task(Kind.WRITE_STATES, unit, NVME_WRITE, self._profile.nvme_seconds(size, write=True), unit)
+            b.read(write, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
+            b.write(write, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
+            b.free(write, _states_on_host(unit))
 
     def _state_bytes(self, unit: int) -> int:
         return self._profile.blocks[unit].parameters * self._profile.optimizer_bytes
-
-    def _fetch_states(self, unit: int) -> None:
-        """No earlier than the unit's gradients are on their way, and when those have left whose place they take."""
-        b, size, ahead = self._builder, self._state_bytes(unit), self._plan.units[unit].states.ahead
-        fetch = b.task(Kind.FETCH_STATES, unit, H2D, self._profile.h2d_seconds(size), unit)
-        b.read(fetch, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
-        b.make(fetch, on_gpu(Value.OPTIMIZER_STATES, unit), size)
-        b.beside(fetch, TaskId(Kind.BACKWARD, unit, b.passes[-1].micro_batch), 1)
-        place = self._visiting.index(unit) - 1 - ahead
-        if len(self._visiting) > ahead + 1:
-            b.after(fetch, TaskId(Kind.WRITE_BACK_STATES, self._visiting[place]), back=int(place < 0))
-
-    def _write_back_states(self, unit: int) -> None:
-        b = self._builder
-        back = b.task(Kind.WRITE_BACK_STATES, unit, D2H, self._profile.d2h_seconds(self._state_bytes(unit)), unit)
-        b.read(back, Value.OPTIMIZER_STATES, unit)
-        b.write(back, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
-        b.free(back, on_gpu(Value.OPTIMIZER_STATES, unit))
 
     def _offload_gradients(self, unit: int, micro_batch: int) -> None:
         """Into their place on the host; those of later micro-batches beside it, from where the CPU adds them."""
@@ -100,9 +118,13 @@ class Updates:
         seconds = self._profile.cpu_update_seconds(
             unit, plan.update_bytes, plan.elementwise_bytes, beside_gpu=plan.updates_beside_gpu
         )
+        self._bring_states(unit)
         update = b.task(Kind.CPU_UPDATE, unit, CPU, seconds, unit)
         b.read(update, Value.GRADIENTS, unit, HOST_MEMORY)
         b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
+        if plan.units[unit].reads_states:
+            b.write(update, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
+        self._bring_states_home(unit)
 
     def _takes_gradients(self, task: TaskId) -> None:
         """``task`` is the last to read the unit's gradients on the GPU, which may lie where its parameters do."""
@@ -113,3 +135,7 @@ class Updates:
         if not unit.gradients_replace_parameters:
             made_by = task.micro_batch if unit.accumulates_on_host else 0
             b.free(task, on_gpu(Value.GRADIENTS, task.unit, made_by))
+
+
+def _states_on_host(unit: int) -> BufferId:
+    return BufferId(Value.OPTIMIZER_STATES, HOST_MEMORY, unit)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_MEMORY
 
 
 class Activations(StrEnum):
@@ -50,12 +50,12 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Where a value that the GPU makes and uses rests between two uses.
+    """Where a value rests between two uses.
 
     Args:
-        home: ``gpu`` or ``host``; there it is sent after a use, and fetched from for the next.
+        home: ``gpu``, ``host`` or ``nvme``; there it is sent after a use, and fetched from for the next.
         ahead: how early it may be fetched. What backward needs: beside so many GPU passes before the unit's own; 0:
-            synchronous. Optimizer states: while so many other units have theirs on the GPU.
+            synchronous. Optimizer states: while so many other units have theirs on the way.
     """
 
     home: str = GPU_MEMORY
@@ -63,8 +63,8 @@ class Rest:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.home not in (GPU_MEMORY, HOST_MEMORY):
-            raise InputError(f"nothing can rest in {self.home!r}: a home is {GPU_MEMORY!r} or {HOST_MEMORY!r}")
+        if self.home not in (GPU_MEMORY, HOST_MEMORY, NVME_MEMORY):
+            raise InputError(f"nothing can rest in {self.home!r}: a home is {GPU_MEMORY!r}, {HOST_MEMORY!r} or {NVME_MEMORY!r}")
         if self.ahead < 0:
             raise InputError(f"ahead is {self.ahead}: a fetch cannot be less than 0 ahead, which is synchronous")
 
@@ -128,7 +128,7 @@ class UnitPlan:
         refresh: how updated parameters cross to a copy that stays on the GPU.
         gradients_replace_parameters: a finished gradient takes the place of the 16-bit parameters on the GPU.
         kept: where that rests which forward keeps: activations, or with recomputation the input.
-        states: where the optimizer states rest which the GPU updates; those that the CPU updates rest on the host.
+        states: where the optimizer states rest. Those that the CPU updates rest on the host unless it says ``nvme``.
         accumulate_on: where the gradients of several micro-batches are added up; None: where they are used. On the host each
             micro-batch's are copied there; on the GPU they stay until the last has been added.
     """
@@ -145,14 +145,26 @@ class UnitPlan:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.update_on is Processor.CPU and self.states != Rest():
+        if self.update_on is Processor.CPU and self.states != Rest() and self.states.home != NVME_MEMORY:
             raise InputError(
-                f"states rest with {self.states}, but the CPU updates them: they are on the host, so leave that out, or "
-                "update on the GPU"
+                f"states rest with {self.states}, but the CPU updates them: they are on the host, so leave that out, let them "
+                "rest on nvme, or update on the GPU"
             )
+        if self.kept.home == NVME_MEMORY:
+            raise InputError("what forward keeps cannot rest on nvme: choose the host")
 
         if self.update_on is Processor.GPU and self.accumulate_on is Processor.CPU:
             raise InputError("what the GPU updates with is accumulated there: leave accumulate_on out, or update on the CPU")
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the optimizer states come from NVMe for each update."""
+        return self.states.home == NVME_MEMORY
+
+    @property
+    def fetches_states(self) -> bool:
+        """Whether the optimizer states come to the GPU for each update."""
+        return self.states.leaves and self.update_on is Processor.GPU
 
     @property
     def accumulates_on_host(self) -> bool:

@@ -15,7 +15,7 @@ from autohete.errors import InputError, check_fields
 from autohete.schedule import Kind, TaskId
 
 #: Tasks whose end completes an optimizer step.
-_ENDS = (Kind.CPU_UPDATE, Kind.REFRESH, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.WRITE_BACK_STATES)
+_ENDS = (Kind.CPU_UPDATE, Kind.REFRESH, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.WRITE_BACK_STATES, Kind.WRITE_STATES)
 
 
 class Tasks(Protocol):
@@ -160,14 +160,18 @@ class SerialUpdates(Rule):
 
 @dataclass(frozen=True, slots=True)
 class UpdatesAfterBackward(Rule):
-    """CPU updates begin, one after another, when every gradient is on the host (clipping, overflow check)."""
+    """CPU updates begin, one after another, when every gradient is on the host (clipping, overflow check); reads of their
+    states from NVMe when the last backward has ended.
+    """
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
-        updates = tasks.of(Kind.CPU_UPDATE)
+        updates, reads = tasks.of(Kind.CPU_UPDATE), tasks.of(Kind.READ_STATES)
         gradients = [*tasks.of(Kind.OFFLOAD_GRADIENTS), *tasks.of(Kind.ACCUMULATE)]
         for before in (tasks.passes[-1], *gradients) if updates else ():
             tasks.after(updates[0], before, tasks.gradients_back)
+        for read in reads:
+            tasks.after(read, tasks.passes[-1])
         tasks.in_turn(updates)
 
 
@@ -177,7 +181,7 @@ class GpuUpdatesAfterBackward(Rule):
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
-        for task in (*tasks.of(Kind.FETCH_STATES), *tasks.of(Kind.GPU_UPDATE)):
+        for task in (*tasks.of(Kind.READ_STATES), *tasks.of(Kind.FETCH_STATES), *tasks.of(Kind.GPU_UPDATE)):
             tasks.after(task, tasks.passes[-1])
 
 

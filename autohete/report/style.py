@@ -53,6 +53,8 @@ LOOKS: dict[Kind, Look] = {
     Kind.FETCH_STATES: Look(GREY, "......"),
     Kind.WRITE_BACK_STATES: Look(GREY, "//////"),
     Kind.ACCUMULATE: Look(BLUE, "......"),
+    Kind.READ_STATES: Look(GREY, "++++++"),
+    Kind.WRITE_STATES: Look(GREY, "------"),
 }
 
 

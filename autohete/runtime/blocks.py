@@ -113,7 +113,7 @@ class Side:
         sums: gradients of the micro-batches before, and what counts them, while those of another are found.
         arrived: by micro-batch, gradients on the host that have not been added yet.
         optimizer: moments, step counts, master weights.
-        resting: where the optimizer's tensors rest on the host, while copies of them are on the device.
+        resting: the optimizer's tensors where they rest, and those of each hop, while copies of them are elsewhere.
     """
 
     parameters: Tensor | None = None
@@ -125,7 +125,7 @@ class Side:
     sums: tuple[list[Tensor | None], Reservation | None] | None = None
     arrived: dict[int, list[Tensor | None]] = field(default_factory=dict)
     optimizer: AdamStates | None = None
-    resting: list[Tensor] = field(default_factory=list)
+    resting: list[list[Tensor]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.profiler import observed
 from autohete.runtime.training import Training
-from autohete.schedule import Schedule
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
 from autohete.trace import Clock, Trace
 from autohete.units import format_bytes
 from autohete.worst_case import worst_case
@@ -98,7 +98,8 @@ class TorchExecutor:
             form.check(batch)
         if self._budget:
             _check_fits(schedule.validate())
-            self.device, self.host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)
+            capacities = {memory.name: memory.capacity_bytes for memory in schedule.memories}
+            self.device, self.host = (Ledger(name, capacities[name]) for name in (GPU_MEMORY, HOST_MEMORY))
         training = Training(
             self._partition,
             schedule,

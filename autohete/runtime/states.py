@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from autohete.errors import InputError, ScheduleError
 from autohete.order import delayed_units
 from autohete.runtime.blocks import Block, Memories, Side
+from autohete.runtime.files import Files
 from autohete.runtime.nonfinite import UpdateGate
 from autohete.runtime.optimizer import Adam, AdamStates
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, KIND_MEANING, Kind, Schedule, Value
+from autohete.schedule import COPIES, GPU_MEMORY, HOST_MEMORY, KIND_MEANING, NVME_MEMORY, Kind, Schedule, Value
 
 #: What a saved state calls a parameter's values, and the gradient that a delayed update has not applied yet.
 VALUES, GRADIENT = "values", "gradient"
@@ -57,6 +58,9 @@ class States:
             for buffer in task.allocates
         )
         self._delayed = delayed_units(schedule)
+        #: The memories that each block's optimizer states pass, from where they rest to where they are updated.
+        self._state_ways = [_way_of_states(kinds) for kinds in self.kinds]
+        self._files = Files()
         self.blocks = [Block(parameters, memories.torch_device) for parameters in owned]
         self._slots: list[Tensor] | None = None
         self._buffers: list[Tensor] = []
@@ -82,6 +86,7 @@ class States:
             block.device, block.host = Side(), Side()
             block.forget_passes()
         self._slots, self._buffers = None, []
+        self._files.close()
 
     # --- between the steps, when every update has ended
 
@@ -179,11 +184,15 @@ class States:
     def _place_states(self, i: int, block: Block, flat: Tensor) -> None:
         kinds, memories = self.kinds[i], self.memories
         on_cpu = Kind.CPU_UPDATE in kinds
-        on_host = on_cpu or Kind.FETCH_STATES in kinds
-        states = AdamStates(self.adam, flat if on_host else flat.to(memories.torch_device), block.sizes)
+        home = self._state_ways[i][0]
+        states = AdamStates(self.adam, flat.to(memories.torch_device) if home == GPU_MEMORY else flat, block.sizes)
         self._updating_side(i).optimizer = states
-        for tensor in states.tensors:
-            memories.claim_host(tensor, "optimizer_states") if on_host else memories.claim(tensor, "optimizer_states")
+        if home == NVME_MEMORY:
+            states.use([self._files.holding(tensor) for tensor in states.tensors])
+        else:
+            claim = memories.claim if home == GPU_MEMORY else memories.claim_host
+            for tensor in states.tensors:
+                claim(tensor, "optimizer_states")
         if on_cpu:
             block.host.places = block.views(memories.on_host(block.elements, block.dtype, "gradients"))
         if on_cpu or kinds & _PREFETCHES:
@@ -338,13 +347,7 @@ class States:
     # --- updates
 
     def gpu_update(self, i: int) -> None:
-        """AdamW on the device's states.
-
-        Raises:
-            ScheduleError: they are still on the host.
-        """
-        if Kind.FETCH_STATES in self.kinds[i] and not self.blocks[i].device.resting:
-            raise ScheduleError(f"{self.memories.current.task} updates with states that the schedule has not fetched before it")
+        """AdamW on the device's states."""
         self._update(i, self.blocks[i].device, self.memories.claim)
         self._drop_gradients(self.blocks[i].device)
 
@@ -355,6 +358,8 @@ class States:
     def _update(self, i: int, side: Side, claim: Callable[[Tensor, str], Tensor]) -> None:
         assert side.parameters is not None
         assert side.optimizer is not None
+        if len(side.resting) < len(self._state_ways[i]) - 1:
+            raise ScheduleError(f"{self.memories.current.task} updates with states that the schedule has not fetched before it")
         side.optimizer.adam = self.adam_at.get(self.memories.current.iteration, self.adam)
         if all(gradient is None for gradient in side.gradients):  # of a delayed update in the first iteration, or skipped
             return
@@ -379,29 +384,31 @@ class States:
         block.bind()
 
     def copy_states(self, i: int, source: str, target: str) -> None:
-        """The optimizer's, from one memory into new places on the device, or from there to where they rest.
+        """The optimizer's, from one memory into new places nearer to the update, or back from there to where they were.
 
         Raises:
-            ScheduleError: they are where they are copied to.
+            ScheduleError: they are not in ``source``.
         """
-        side = self.blocks[i].device
-        assert side.optimizer is not None
-        if bool(side.resting) is (target == GPU_MEMORY):
-            raise ScheduleError(f"{self.memories.current.task} copies states that are in {target} memory already")
-        if target == GPU_MEMORY:
-            side.resting = side.optimizer.tensors
-            fetched = [self._copied(tensor) for tensor in side.resting]
-            side.optimizer.use(fetched)
+        side = self._updating_side(i)
+        optimizer = self._optimizer(i)
+        way, place = self._state_ways[i], len(side.resting)
+        if way[place] != source:
+            raise ScheduleError(
+                f"{self.memories.current.task} copies states from {source}, but they are in {way[place]} memory"
+            )
+        if target in way[place:]:
+            side.resting.append(optimizer.tensors)
+            optimizer.use([self._copied(tensor, target) for tensor in optimizer.tensors])
             return
-        for there, here in zip(side.optimizer.tensors, side.resting, strict=True):
+        resting = side.resting.pop()
+        for there, here in zip(optimizer.tensors, resting, strict=True):
             here.copy_(there, non_blocking=True)
-        self.memories.current.alive.append(side.optimizer.tensors)
-        side.optimizer.use(side.resting)
-        side.resting = []
+        self.memories.current.alive.append(optimizer.tensors)
+        optimizer.use(resting)
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        flat = self.memories.on_device(tensor.numel(), tensor.dtype, "optimizer_states")
-        return flat.view(tensor.shape).copy_(tensor, non_blocking=True)
+    def _copied(self, tensor: Tensor, target: str) -> Tensor:
+        make = self.memories.on_device if target == GPU_MEMORY else self.memories.on_host
+        return make(tensor.numel(), tensor.dtype, "optimizer_states").view(tensor.shape).copy_(tensor, non_blocking=True)
 
     def copy_gradients(self, i: int, source: str, target: str) -> None:
         """From one memory into their places in another, or beside those that others are to be added to; the first has none
@@ -430,6 +437,14 @@ def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
             sums[place] = gradient
         elif gradient is not None:
             held.add_(gradient)
+
+
+def _way_of_states(kinds: set[Kind]) -> list[str]:
+    way = [GPU_MEMORY if Kind.GPU_UPDATE in kinds else HOST_MEMORY]
+    for kind in (Kind.FETCH_STATES, Kind.READ_STATES):
+        if kind in kinds:
+            way.insert(0, COPIES[kind].source)
+    return way
 
 
 def _bits(values: Tensor) -> Tensor:

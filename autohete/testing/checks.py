@@ -21,7 +21,7 @@ from dataclasses import replace
 from autohete.errors import InfeasibleError, InputError, ScheduleError
 from autohete.lowering import lower
 from autohete.memory import occupancy
-from autohete.plan import Activations, Plan, Processor
+from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.policy import Judge, Policy
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Buffer, BufferId, Kind, Schedule, TaskId, Value
@@ -172,8 +172,9 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
         for task in schedule.tasks
         for free in task.frees
         if free.id.value is Value.GRADIENTS and task.id.kind is Kind.BACKWARD
-        if free.id.unit is not None and not free.id.micro_batch  # those of others are added to the first's
-        if not plan.units[free.id.unit].gradients_replace_parameters
+        if free.id.unit is not None and not plan.units[free.id.unit].gradients_replace_parameters
+        # On the GPU those of later micro-batches are added to the first's.
+        if not free.id.micro_batch or plan.units[free.id.unit].accumulates_on_host
     ]
     for block, decisions in enumerate(plan.units):
         backwards = [TaskId(Kind.BACKWARD, block, m) for m in range(micro_batches)]
@@ -181,11 +182,10 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
         if decisions.update_on is Processor.GPU:
             update = TaskId(Kind.GPU_UPDATE, block)
             faults += chain_faults(paths, (backward, 0), (update, 0))
-            if decisions.states.leaves:
-                fetch, written_back = TaskId(Kind.FETCH_STATES, block), TaskId(Kind.WRITE_BACK_STATES, block)
-                faults += chain_faults(paths, (fetch, 0), (update, 0), (written_back, 0), (fetch, 1))
+            faults += _state_faults(paths, decisions, update)
             continue
         update = TaskId(Kind.CPU_UPDATE, block)
+        faults += _state_faults(paths, decisions, update)
         first, *others = backwards if decisions.accumulates_on_host else backwards[-1:]
         copy, *added = (replace(task, kind=Kind.OFFLOAD_GRADIENTS) for task in (first, *others))
         faults += chain_faults(paths, (first, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
@@ -197,6 +197,16 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
         if decisions.gradients_replace_parameters and refresh in paths.tasks:
             faults += chain_faults(paths, (copy, 0), (refresh, 0))  # which overwrites the gradients
     return faults
+
+
+def _state_faults(paths: Paths, decisions: UnitPlan, update: TaskId) -> list[str]:
+    """Updates of states that are not there, or that are not brought home before the next."""
+    there = [Kind.READ_STATES] * decisions.reads_states + [Kind.FETCH_STATES] * decisions.fetches_states
+    home = [Kind.WRITE_BACK_STATES] * decisions.fetches_states + [Kind.WRITE_STATES] * decisions.reads_states
+    if not there:
+        return []
+    chain = [*(replace(update, kind=kind) for kind in there), update, *(replace(update, kind=kind) for kind in home)]
+    return chain_faults(paths, *((task, 0) for task in chain), (chain[0], 1))
 
 
 def activation_faults(plan: Plan, schedule: Schedule) -> list[str]:
@@ -284,18 +294,28 @@ _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
 }
 
 
+#: The same for values on the host.
+_HOST_USERS: dict[Value, tuple[Kind, ...]] = {
+    Value.INPUT: (Kind.FETCH_ACTIVATIONS,),
+    Value.ACTIVATIONS: (Kind.FETCH_ACTIVATIONS,),
+    Value.ARRIVED_GRADIENTS: (Kind.ACCUMULATE,),
+    Value.OPTIMIZER_STATES: (Kind.FETCH_STATES, Kind.CPU_UPDATE, Kind.WRITE_BACK_STATES, Kind.WRITE_STATES),
+}
+
+
 def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> Iterator[Instance]:
     """The tasks that use a buffer between ``begin``, which allocates it, and ``end``, and how many iterations later."""
     value, unit = buffer.value, buffer.unit
     kinds = _USERS.get((value, buffer.use), ())
     if unit is None or buffer.memory != GPU_MEMORY:
-        kinds = (Kind.FETCH_ACTIVATIONS,) if value in (Value.ACTIVATIONS, Value.INPUT) else ()
+        kinds = _HOST_USERS.get(value, ())
     elif value in (Value.ACTIVATIONS, Value.INPUT) and end.kind is Kind.OFFLOAD_ACTIVATIONS:
         kinds = (Kind.FORWARD, end.kind)  # backward uses what is fetched again
     elif value is Value.LOGITS and end.kind is Kind.BACKWARD:
         kinds = (*kinds, Kind.BACKWARD)  # the model's output holds them until then
     elif value is Value.GRADIENTS and end.kind is Kind.BACKWARD:
-        kinds = ()  # they replace the parameters, in whose memory they live on, or are added to others
+        # They are added to those of other micro-batches, or replace the parameters, in whose memory they live on.
+        kinds = (Kind.BACKWARD,) if buffer.micro_batch else ()
     last = max(task.micro_batch for task in tasks)
     for kind in kinds:
         micro_batch, later = buffer.micro_batch, 0

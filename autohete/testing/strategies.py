@@ -19,7 +19,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from autohete.errors import InputError, RuleError
-from autohete.hardware import Cpu, Gpu, Hardware, Host, Link
+from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, Nvme
 from autohete.lowering import least_parameter_slots, lower
 from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import (
@@ -38,7 +38,9 @@ from autohete.plan.rules import (
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
 from autohete.schedule import (
+    GPU_MEMORY,
     HOST_MEMORY,
+    NVME_MEMORY,
     Buffer,
     BufferId,
     Discipline,
@@ -118,6 +120,7 @@ def hardware(draw: Draw) -> Hardware:
             draw(st.sampled_from([0.5, 1.0])),
             draw(st.sampled_from([0.0, 1e-5])),
         ),
+        nvme=draw(st.none() | st.builds(Nvme, st.just(10**14), _decades(6, 11), _decades(6, 11), _decades(-9, -4))),
     )
 
 
@@ -165,7 +168,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     fetched = Format(draw(st.sampled_from([None, 4])))
     replaced = profile.workload.precision is not Precision.FP32 and not accumulates and draw(st.booleans())
     common = UnitPlan(gradients=gradients, refresh=refresh, gradients_replace_parameters=replaced)
-    units = [draw(_updated(common)) for _ in profile.blocks]
+    units = [draw(_updated(common, nvme=profile.hardware.nvme is not None)) for _ in profile.blocks]
     for i, unit in enumerate(units):
         shared = i == 0 and profile.workload.tied_embeddings
         unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
@@ -234,12 +237,16 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
 
 
 @st.composite
-def _updated(draw: Draw, unit: UnitPlan) -> UnitPlan:
-    """The CPU updates it, or the GPU, with states that rest there or on the host."""
-    states = draw(st.none() | st.sampled_from([Rest(), Rest(HOST_MEMORY, 0), Rest(HOST_MEMORY, 1), Rest(HOST_MEMORY, 3)]))
-    if states is not None:
+def _updated(draw: Draw, unit: UnitPlan, nvme: bool) -> UnitPlan:
+    """The CPU updates it, or the GPU, with states that rest there, on the host, or on NVMe if there is one."""
+    homes = [GPU_MEMORY, HOST_MEMORY, *([NVME_MEMORY] if nvme else [])]
+    states = Rest(draw(st.sampled_from(homes)), draw(st.sampled_from([0, 1, 3])))
+    if draw(st.booleans()):
         return replace(unit, states=states)
-    return replace(unit, update_on=Processor.CPU, accumulate_on=draw(st.none() | st.sampled_from(Processor)))
+    accumulate_on = draw(st.none() | st.sampled_from(Processor))
+    return replace(
+        unit, update_on=Processor.CPU, accumulate_on=accumulate_on, states=states if states.home == NVME_MEMORY else Rest()
+    )
 
 
 @st.composite
