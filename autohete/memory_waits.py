@@ -139,10 +139,8 @@ def thrifty_order(schedule: Schedule) -> Guide:
         run_ready()
         for task in steps:
             need(now, task)
-        for task in range(tasks) if now else ():
-            need(now - 1, task)  # what no task of the first lane waits for
-    for task in range(tasks):
-        need(now, task)
+        for task in range(tasks):
+            need(now, task)  # what is left: no wait can say that it comes after a task of the next iteration
     start = np.array([[2 * place[i, task] for task in range(tasks)] for i in range(_ITERATIONS)], np.int64)
     return Guide(start, start + 1, _REPEATING)
 

@@ -33,7 +33,7 @@ import csv
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, is_dataclass
 
 import numpy as np
 from cyclopts import App
@@ -271,8 +271,19 @@ def digest() -> str:
     """Of everything that the intervals depend on besides code: hardware figures, published rows, models and policies."""
     sources = published.sources()
     nodes = sorted({NODE, *(row.hardware or source.hardware for source in sources for row in source.rows)})
-    hardware = [f"{load_hardware(node)} {uncertain_figures(node)}" for node in nodes]
-    return hashlib.sha256("".join(map(str, [*hardware, *sources, *MODELS.values(), *POLICIES])).encode()).hexdigest()[:16]
+    hardware = [f"{_stated(load_hardware(node))} {_stated(uncertain_figures(node))}" for node in nodes]
+    given = [*hardware, *map(_stated, sources), *map(_stated, MODELS.values()), *POLICIES]
+    return hashlib.sha256("".join(given).encode()).hexdigest()[:16]
+
+
+def _stated(value: object) -> str:
+    """``value`` as text, without fields that have their default: a new figure that nobody uses changes nothing."""
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_stated, value))})"
+    if not is_dataclass(value) or isinstance(value, type):
+        return str(value)
+    stated = (field for field in fields(value) if getattr(value, field.name) != field.default)
+    return f"{type(value).__name__}({', '.join(f'{f.name}={_stated(getattr(value, f.name))}' for f in stated)})"
 
 
 def as_csv(found: Sequence[Interval]) -> str:

@@ -201,7 +201,7 @@ def test_a_failure_is_told_once() -> None:
                     use()
         else:
             trainer._held.lanes.admit()  # type: ignore[union-attr]
-            with pytest.raises(TaskError, match=r"^F0@0 failed: KeyError: 0. No parameter has been changed$"):
+            with pytest.raises(TaskError, match=r"^F0@0 failed: KeyError: \(0, 0\). No parameter has been changed$"):
                 trainer.close()
         trainer.close()
     assert lanes_alive() == []
