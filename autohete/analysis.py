@@ -8,7 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete.schedule import CPU, D2H, GPU, H2D, Graph
+from autohete.schedule import CPU, D2H, GPU, H2D, NVME_READ, NVME_WRITE, Graph
 from autohete.trace import Nanoseconds, Steady, Trace
 
 
@@ -18,10 +18,11 @@ class Cause(StrEnum):
     H2D = "H2D"
     D2H = "D2H"
     OPTIMIZER = "optimizer"
+    NVME = "NVMe"
     NOTHING = "nothing"
 
 
-_CAUSE = {H2D: Cause.H2D, D2H: Cause.D2H, CPU: Cause.OPTIMIZER}
+_CAUSE = {H2D: Cause.H2D, D2H: Cause.D2H, CPU: Cause.OPTIMIZER, NVME_READ: Cause.NVME, NVME_WRITE: Cause.NVME}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ class Verdict(StrEnum):
     OK = "ok"
     GPU_OUT_OF_MEMORY = "gpu-out-of-memory"
     HOST_OUT_OF_MEMORY = "host-out-of-memory"
+    NVME_OUT_OF_MEMORY = "nvme-out-of-memory"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autohete.errors import InputError, check_fields
+from autohete.errors import check_fields
 from autohete.hardware import Hardware, Link
 from autohete.kernels import IMPLEMENTATIONS
 from autohete.workload import BlockRole, Precision, Workload
@@ -126,17 +126,9 @@ class Profile:
         return _copy_seconds(self.hardware.d2h, size_bytes, pinned)
 
     def nvme_seconds(self, size_bytes: float, *, write: bool) -> float:
-        """A read or write of ``size_bytes``, alone on the drives.
-
-        Raises:
-            InputError: the hardware has none.
-        """
+        """A read or write of ``size_bytes``, alone on the drives, which the hardware must have."""
         nvme = self.hardware.nvme
-        if nvme is None:
-            raise InputError(
-                f"{self.hardware.name} has no NVMe, but the plan lets states rest there: give it a table [nvme], choose other "
-                "hardware, or another policy"
-            )
+        assert nvme is not None, "states rest on drives that there are"
         return nvme.latency_seconds + size_bytes / (nvme.write_bandwidth if write else nvme.read_bandwidth)
 
     def cpu_update_seconds(

@@ -47,6 +47,7 @@ class Kind(StrEnum):
     ACCUMULATE = "A"
     READ_STATES = "NR"
     WRITE_STATES = "NW"
+    WRITE_GRADIENTS = "NG"
 
     __hash__ = str.__hash__  # an enumeration's own is a call of Python, for each of the ids that lowering looks up
 
@@ -71,6 +72,7 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.ACCUMULATE: "accumulation of gradients on the host",
     Kind.READ_STATES: "read of optimizer states from NVMe",
     Kind.WRITE_STATES: "write of optimizer states to NVMe",
+    Kind.WRITE_GRADIENTS: "write of gradients to NVMe",
 }
 _MNEMONICS = frozenset(kind.value for kind in Kind)
 KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
@@ -182,6 +184,7 @@ COPIES = {
     Kind.WRITE_BACK_STATES: Copy(Value.OPTIMIZER_STATES, GPU_MEMORY, HOST_MEMORY),
     Kind.READ_STATES: Copy(Value.OPTIMIZER_STATES, NVME_MEMORY, HOST_MEMORY),
     Kind.WRITE_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, NVME_MEMORY),
+    Kind.WRITE_GRADIENTS: Copy(Value.GRADIENTS, HOST_MEMORY, NVME_MEMORY),
 }
 
 

@@ -177,7 +177,7 @@ def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, err
         assumptions=assumptions(workload, policy),
         notes=hardware.notes,
         clock=Clock.SIMULATED,
-        verdict=Verdict.HOST_OUT_OF_MEMORY if error.constraint == "host" else Verdict.GPU_OUT_OF_MEMORY,
+        verdict=Verdict(f"{error.constraint}-out-of-memory"),
         explanation=str(error),
         iteration_seconds=None,
         first_iteration_seconds=None,

@@ -408,11 +408,12 @@ def lanes_csv(results: list[Result]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     lanes = [difference.lane for difference in results[0].comparison.lanes]
-    quantities = [*(f"busy_{lane}" for lane in lanes), *(f"idle_{cause.name.lower()}" for cause in Cause)]
+    causes = [cause for cause in Cause if cause is not Cause.NVME]  # no policy here uses drives
+    quantities = [*(f"busy_{lane}" for lane in lanes), *(f"idle_{cause.name.lower()}" for cause in causes)]
     columns = [f"{quantity}_{which}_seconds" for quantity in quantities for which in ("predicted", "measured")]
     writer.writerow(["setting", "policy", "clock", *columns, "neighbours", "swapped", "late_seconds", "attempts"])
     for r in results:
-        pairs = [d.busy_seconds for d in r.comparison.lanes] + [r.comparison.idle_seconds[cause] for cause in Cause]
+        pairs = [d.busy_seconds for d in r.comparison.lanes] + [r.comparison.idle_seconds[cause] for cause in causes]
         times = [f"{value:.6f}" for pair in pairs for value in (pair.a, pair.b)]
         order = [sum(d.neighbours for d in r.comparison.lanes), sum(d.swapped for d in r.comparison.lanes)]
         writer.writerow(

@@ -99,7 +99,7 @@ PLANS = [
     *map(planned_by, ["stronghold:window=1", "stronghold:window=2,checkpointing=full", "autohete"]),
     with_gradients_replacing(planned_by("zero_offload:delayed_update")),
     plan_of(UnitPlan(states=Rest(NVME_MEMORY))),
-    plan_of(UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY))),
+    plan_of(UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY), gradients_on_nvme=True)),
     *offloaded_in_every_way(),
 ]
 ACCUMULATING = [

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import pytest
 
-from autohete.hardware import Cpu, Gpu, Hardware, Host, Link
+from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, Nvme
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import BlockProfile, LossProfile, Profile
 from autohete.sharing import FULL_RATE, Sharing
@@ -56,6 +56,7 @@ def profile_with(gpu_bytes: int, micro_batches: int) -> Profile:
         d2h=link,
         host=Host(PLENTY, 1e12, 1.0),
         cpu=Cpu(1, 4e9),
+        nvme=Nvme(PLENTY, 4e9, 4e9, 0.0),
     )
 
     def block(role: BlockRole, parameters: int, forward_ns: int, backward_ns: int, update_ns: int) -> BlockProfile:

@@ -282,6 +282,7 @@ NEEDS: dict[Kind, UnitPlan] = {
     Kind.WRITE_BACK_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
     Kind.READ_STATES: UnitPlan(states=Rest(NVME_MEMORY)),
     Kind.WRITE_STATES: UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY)),
+    Kind.WRITE_GRADIENTS: UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY), gradients_on_nvme=True),
 }
 
 

@@ -8,11 +8,11 @@ order (``autohete/plan/rules.py``).
 
 from __future__ import annotations
 
-from autohete.errors import InputError, RuleError
+from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
 from autohete.lowering.compute import Compute, passes_of
-from autohete.lowering.footprint import resident_buffers, shared_bandwidth
+from autohete.lowering.footprint import nvme_bytes, resident_buffers, shared_bandwidth
 from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.slots import least_slots, lives_of, share_slots
 from autohete.lowering.updates import Updates
@@ -37,6 +37,7 @@ from autohete.schedule import (
     Schedule,
     TaskId,
 )
+from autohete.units import format_bytes
 from autohete.workload import Precision
 
 __all__ = ["least_parameter_slots", "lower"]
@@ -46,6 +47,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     """The schedule of ``plan`` for the workload and hardware of ``profile``.
 
     Raises:
+        InfeasibleError: more rests on NVMe than there is.
         InputError: the plan is for another number of units, its gradients replace parameters that are still needed, its slots
             are too few, or one of its rules contradicts another or what data need, changes nothing, or says what another says.
     """
@@ -61,6 +63,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
         _check_accumulation(plan)
     if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
+    _check_nvme(profile, plan)
     builder, stays = _tasks(profile, plan)
     builder.order_by_data()
     _apply(plan.rules, builder)
@@ -74,12 +77,12 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     builder.waits.reduce(order)
     _check_rules(plan.rules, builder)
     discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
-    uses_nvme = any(unit.reads_states for unit in plan.units)
-    flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=uses_nvme)
-    lanes = (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if uses_nvme else ()))
+    nvme = hardware.nvme if nvme_bytes(profile, plan) else None
+    flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=nvme is not None)
+    lanes = (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if nvme else ()))
     memories = [Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)]
-    if hardware.nvme is not None and uses_nvme:
-        memories.append(Memory(NVME_MEMORY, hardware.nvme.capacity_bytes))
+    if nvme is not None:
+        memories.append(Memory(NVME_MEMORY, nvme.capacity_bytes))
     return Schedule(
         lanes=(Lane(GPU), *(Lane(name, discipline) for name in lanes)),
         tasks=builder.tasks(order),
@@ -90,6 +93,21 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     )
 
 
+def _check_nvme(profile: Profile, plan: Plan) -> None:
+    """What rests there does not depend on time."""
+    nvme, needed = profile.hardware.nvme, nvme_bytes(profile, plan)
+    have = nvme.capacity_bytes if nvme else 0
+    if needed > have:
+        there = f"has {format_bytes(have)} of it" if nvme else "has none"
+        raise InfeasibleError(
+            f"the plan lets {format_bytes(needed)} ({needed} B) rest on NVMe, but {profile.hardware.name} {there}: give it a "
+            "larger table [nvme], choose other hardware, or another policy",
+            constraint="nvme",
+            capacity_bytes=have,
+            needed_bytes=needed,
+        )
+
+
 def _check_accumulation(plan: Plan) -> None:
     if plan.delayed:
         raise InputError("a delayed update takes gradients while the next are accumulated: use one micro-batch, or delay none")
@@ -98,6 +116,11 @@ def _check_accumulation(plan: Plan) -> None:
             raise InputError(
                 f"gradients of unit {i} would replace parameters that the next micro-batch needs: use one micro-batch, or let "
                 "gradients have memory of their own"
+            )
+        if unit.gradients_on_nvme and unit.accumulates_on_host:
+            raise InputError(
+                f"gradients of unit {i} wait on nvme, where nothing can be added to them: accumulate on the GPU, use one "
+                "micro-batch, or leave gradients_on_nvme out"
             )
         if plan.in_slot(i) and not unit.accumulates_on_host:
             raise InputError(

@@ -34,10 +34,21 @@ def slot_bytes(profile: Profile, plan: Plan) -> int:
     return max(leaving, default=0) * profile.element_bytes * (2 if plan.slots.with_gradients else 1)
 
 
+def nvme_bytes(profile: Profile, plan: Plan) -> int:
+    """What rests on NVMe: states, and gradients between their copy and the update."""
+    found = 0
+    for unit, times in zip(plan.units, profile.blocks, strict=True):
+        if unit.reads_states:
+            found += times.parameters * profile.optimizer_bytes
+        if unit.gradients_on_nvme:
+            found += unit.gradients.bytes_of(times.parameters, profile.element_bytes)
+    return found
+
+
 def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
     """Buffers that live all the time."""
     element, optimizer, held = profile.element_bytes, profile.optimizer_bytes, plan.footprint
-    host_states = host_parameters = nvme_states = 0
+    host_states = host_parameters = 0
     updated: list[int] = []
     for i, unit in enumerate(plan.units):
         count, on_cpu = profile.blocks[i].parameters, unit.update_on is Processor.CPU
@@ -50,8 +61,6 @@ def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
             host_states += count * optimizer
         elif not unit.fetches_states:
             yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), count * optimizer)
-        if unit.reads_states:
-            nvme_states += count * optimizer
         if unit.parameters.leaves and not (held.one_host_copy and on_cpu):
             host_parameters += count * held.host_parameter_bytes
     arrays = [sum(updated)] if held.host_pinned_together else updated
@@ -60,7 +69,7 @@ def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
         (Value.PARAMETER_SLOTS, GPU_MEMORY, slot_bytes(profile, plan) * (plan.slots.count if plan.slots else 0)),
         (Value.POLICY_BUFFERS, GPU_MEMORY, held.gpu_buffer_bytes),
         (Value.OPTIMIZER_STATES, HOST_MEMORY, host_states),
-        (Value.OPTIMIZER_STATES, NVME_MEMORY, nvme_states),
+        (Value.OPTIMIZER_STATES, NVME_MEMORY, nvme_bytes(profile, plan)),
         (Value.PINNED_STATES, HOST_MEMORY, host_pinned),
         (Value.PARAMETERS, HOST_MEMORY, host_parameters),
         (Value.POLICY_BUFFERS, HOST_MEMORY, held.host_buffer_bytes),

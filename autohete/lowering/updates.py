@@ -60,9 +60,13 @@ class Updates:
         """From where they rest to where they are updated, in one hop or two."""
         b, plan, size = self._builder, self._plan.units[unit], self._state_bytes(unit)
         if plan.reads_states:
-            read = b.task(Kind.READ_STATES, unit, NVME_READ, self._profile.nvme_seconds(size, write=False), unit)
+            both = size + (self._gradient_bytes(unit) if plan.gradients_on_nvme else 0)
+            read = b.task(Kind.READ_STATES, unit, NVME_READ, self._profile.nvme_seconds(both, write=False), unit)
             b.read(read, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
             b.make(read, _states_on_host(unit), size)
+            if plan.gradients_on_nvme:
+                b.read(read, Value.GRADIENTS, unit, NVME_MEMORY)
+                b.make(read, _gradients_on_host(unit), both - size)
             self._in_turn(read, Kind.WRITE_STATES, self._read)
         if plan.fetches_states:
             fetch = b.task(Kind.FETCH_STATES, unit, H2D, self._profile.h2d_seconds(size), unit)
@@ -97,10 +101,13 @@ class Updates:
     def _offload_gradients(self, unit: int, micro_batch: int) -> None:
         """Into their place on the host; those of later micro-batches beside it, from where the CPU adds them."""
         b, plan = self._builder, self._plan.units[unit]
-        size = plan.gradients.bytes_of(self._profile.blocks[unit].parameters, self._profile.element_bytes)
+        size = self._gradient_bytes(unit)
         seconds = self._profile.d2h_seconds(size, pinned=plan.gradients.pinned)
         copy = b.task(Kind.OFFLOAD_GRADIENTS, unit, D2H, seconds, unit, micro_batch)
         self._takes_gradients(copy)
+        if plan.gradients_on_nvme:
+            self._write_gradients(copy, size)
+            return
         if not (micro_batch and plan.accumulates_on_host):
             b.write(copy, Value.GRADIENTS, unit, HOST_MEMORY)
             return
@@ -113,6 +120,21 @@ class Updates:
         b.write(add, Value.GRADIENTS, unit, HOST_MEMORY)
         b.free(add, arrived)
 
+    def _write_gradients(self, copy: TaskId, size: int) -> None:
+        b, unit = self._builder, copy.unit
+        arrived = BufferId(Value.ARRIVED_GRADIENTS, HOST_MEMORY, unit, None, copy.micro_batch)
+        b.make(copy, arrived, size)
+        write = b.task(
+            Kind.WRITE_GRADIENTS, unit, NVME_WRITE, self._profile.nvme_seconds(size, write=True), unit, copy.micro_batch
+        )
+        b.read(write, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
+        b.write(write, Value.GRADIENTS, unit, NVME_MEMORY)
+        b.free(write, arrived)
+
+    def _gradient_bytes(self, unit: int) -> int:
+        gradients = self._plan.units[unit].gradients
+        return gradients.bytes_of(self._profile.blocks[unit].parameters, self._profile.element_bytes)
+
     def _cpu_update(self, unit: int) -> None:
         plan, b = self._plan, self._builder
         seconds = self._profile.cpu_update_seconds(
@@ -124,6 +146,8 @@ class Updates:
         b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
         if plan.units[unit].reads_states:
             b.write(update, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
+        if plan.units[unit].gradients_on_nvme:
+            b.free(update, _gradients_on_host(unit))
         self._bring_states_home(unit)
 
     def _takes_gradients(self, task: TaskId) -> None:
@@ -139,3 +163,7 @@ class Updates:
 
 def _states_on_host(unit: int) -> BufferId:
     return BufferId(Value.OPTIMIZER_STATES, HOST_MEMORY, unit)
+
+
+def _gradients_on_host(unit: int) -> BufferId:
+    return BufferId(Value.GRADIENTS, HOST_MEMORY, unit)

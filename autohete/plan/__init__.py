@@ -136,6 +136,8 @@ class Plan:
             raise InputError(
                 "a delayed update writes the host's parameters during the next iteration: it excludes offloaded parameters"
             )
+        if self.delayed and any(unit.gradients_on_nvme for unit in self.units):
+            raise InputError("gradients of a delayed update wait on the host: leave delayed or gradients_on_nvme out")
         _check_size("update_bytes", self.update_bytes)
         _check_size("elementwise_bytes", self.elementwise_bytes)
 

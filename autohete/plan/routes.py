@@ -131,6 +131,7 @@ class UnitPlan:
         states: where the optimizer states rest. Those that the CPU updates rest on the host unless it says ``nvme``.
         accumulate_on: where the gradients of several micro-batches are added up; None: where they are used. On the host each
             micro-batch's are copied there; on the GPU they stay until the last has been added.
+        gradients_on_nvme: gradients for an update on the CPU wait on NVMe, from where they come with the states.
     """
 
     activations: Activations = Activations.KEEP
@@ -142,6 +143,7 @@ class UnitPlan:
     kept: Rest = Rest()
     states: Rest = Rest()
     accumulate_on: Processor | None = None
+    gradients_on_nvme: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -149,6 +151,11 @@ class UnitPlan:
             raise InputError(
                 f"states rest with {self.states}, but the CPU updates them: they are on the host, so leave that out, let them "
                 "rest on nvme, or update on the GPU"
+            )
+        if self.gradients_on_nvme and not (self.reads_states and self.update_on is Processor.CPU):
+            raise InputError(
+                "gradients wait on nvme only where they come back with states that the CPU updates: let the states rest on "
+                "nvme and the CPU update, or leave gradients_on_nvme out"
             )
         if self.kept.home == NVME_MEMORY:
             raise InputError("what forward keeps cannot rest on nvme: choose the host")

@@ -161,7 +161,7 @@ class SerialUpdates(Rule):
 @dataclass(frozen=True, slots=True)
 class UpdatesAfterBackward(Rule):
     """CPU updates begin, one after another, when every gradient is on the host (clipping, overflow check); reads of their
-    states from NVMe when the last backward has ended.
+    states from NVMe when the last backward has ended and every gradient is where it waits.
     """
 
     def apply(self, tasks: Tasks) -> None:
@@ -170,8 +170,11 @@ class UpdatesAfterBackward(Rule):
         gradients = [*tasks.of(Kind.OFFLOAD_GRADIENTS), *tasks.of(Kind.ACCUMULATE)]
         for before in (tasks.passes[-1], *gradients) if updates else ():
             tasks.after(updates[0], before, tasks.gradients_back)
-        for read in reads:
+        for before in (tasks.passes[-1], *tasks.of(Kind.WRITE_GRADIENTS)) if reads else ():
+            tasks.after(reads[0], before)
+        for read in reads[1:]:
             tasks.after(read, tasks.passes[-1])
+        tasks.in_turn(reads)
         tasks.in_turn(updates)
 
 

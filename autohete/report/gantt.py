@@ -14,11 +14,18 @@ from matplotlib.patches import Patch
 from autohete.errors import InputError
 from autohete.memory import Occupancy
 from autohete.report.style import Look, look, luminance, style
-from autohete.schedule import CPU, D2H, GPU, GPU_MEMORY, H2D, HOST_MEMORY, KIND_MEANING, KIND_ORDER, Kind
+from autohete.schedule import CPU, D2H, GPU, GPU_MEMORY, H2D, HOST_MEMORY, KIND_MEANING, KIND_ORDER, NVME_READ, NVME_WRITE, Kind
 from autohete.trace import Clock, Nanoseconds, Trace
 from autohete.units import format_seconds
 
-_LANE_NAMES = {GPU: "GPU", H2D: "host to GPU", D2H: "GPU to host", CPU: "CPU"}
+_LANE_NAMES = {
+    GPU: "GPU",
+    H2D: "host to GPU",
+    D2H: "GPU to host",
+    CPU: "CPU",
+    NVME_READ: "NVMe read",
+    NVME_WRITE: "NVMe write",
+}
 _MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host"}
 
 # Inches and points (1/72 inch) on paper.

@@ -55,6 +55,7 @@ LOOKS: dict[Kind, Look] = {
     Kind.ACCUMULATE: Look(BLUE, "......"),
     Kind.READ_STATES: Look(GREY, "++++++"),
     Kind.WRITE_STATES: Look(GREY, "------"),
+    Kind.WRITE_GRADIENTS: Look(BLUE, "------"),
 }
 
 

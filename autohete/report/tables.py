@@ -252,7 +252,7 @@ def _counts(plan: PlanCounts) -> str:
 
 
 def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
-    lanes = list(running[0].lanes)
+    lanes = list(dict.fromkeys(lane for s in running for lane in s.lanes))  # only some have drives
     waits = [cause for cause in Cause if any(s.idle_seconds[cause] > 1e-9 for s in running)]
     columns = ["policy", *(f"{lane} busy" for lane in lanes), *(f"waits: {cause}" for cause in waits), "bound"]
     title = "where the time goes, per iteration: busy share of each lane, and what the GPU waits for"
@@ -262,7 +262,7 @@ def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
         assert s.bound_seconds is not None
         reasons.add_row(
             escape(s.policy),
-            *(f"{100 * s.lanes[lane]:.0f} %" for lane in lanes),
+            *(f"{100 * s.lanes[lane]:.0f} %" if lane in s.lanes else "-" for lane in lanes),
             *(format_seconds(s.idle_seconds[cause]) if s.idle_seconds[cause] > 1e-9 else "-" for cause in waits),
             format_seconds(s.bound_seconds),
         )

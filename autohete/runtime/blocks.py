@@ -112,6 +112,7 @@ class Side:
         reserved: counts the gradients that stay there, as long as it lives.
         sums: gradients of the micro-batches before, and what counts them, while those of another are found.
         arrived: by micro-batch, gradients on the host that have not been added yet.
+        written: places of gradients in a file, where they wait on a drive, and which of them wait there.
         optimizer: moments, step counts, master weights.
         resting: the optimizer's tensors where they rest, and those of each hop, while copies of them are elsewhere.
     """
@@ -124,6 +125,8 @@ class Side:
     reserved: Reservation | None = None
     sums: tuple[list[Tensor | None], Reservation | None] | None = None
     arrived: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    written: list[Tensor] = field(default_factory=list)
+    unread: list[bool] = field(default_factory=list)
     optimizer: AdamStates | None = None
     resting: list[list[Tensor]] = field(default_factory=list)
 

@@ -396,6 +396,8 @@ class States:
             raise ScheduleError(
                 f"{self.memories.current.task} copies states from {source}, but they are in {way[place]} memory"
             )
+        if source == NVME_MEMORY and Kind.WRITE_GRADIENTS in self.kinds[i]:
+            self._read_gradients(i)
         if target in way[place:]:
             side.resting.append(optimizer.tensors)
             optimizer.use([self._copied(tensor, target) for tensor in optimizer.tensors])
@@ -406,6 +408,23 @@ class States:
         self.memories.current.alive.append(optimizer.tensors)
         optimizer.use(resting)
 
+    def _write_gradients(self, i: int) -> None:
+        """From their places on the host to a file; an update needs them back."""
+        side = self.blocks[i].host
+        if not side.written:
+            side.written = [self._files.holding(place) for place in side.places]
+        side.unread = [gradient is not None for gradient in side.gradients]
+        for gradient, there in zip(side.gradients, side.written, strict=True):
+            if gradient is not None:
+                there.copy_(gradient)
+                gradient.fill_(torch.nan)  # not there until they are read
+
+    def _read_gradients(self, i: int) -> None:
+        side = self.blocks[i].host
+        for there, place, unread in zip(side.written, side.places, side.unread, strict=True):
+            if unread:
+                place.copy_(there)
+
     def _copied(self, tensor: Tensor, target: str) -> Tensor:
         make = self.memories.on_device if target == GPU_MEMORY else self.memories.on_host
         return make(tensor.numel(), tensor.dtype, "optimizer_states").view(tensor.shape).copy_(tensor, non_blocking=True)
@@ -414,6 +433,9 @@ class States:
         """From one memory into their places in another, or beside those that others are to be added to; the first has none
         any more.
         """
+        if target == NVME_MEMORY:
+            self._write_gradients(i)
+            return
         block, micro_batch = self.blocks[i], self.memories.current.micro_batch
         there, here = block.side(source), block.side(target)
         beside = Kind.ACCUMULATE in self.kinds[i] and micro_batch > 0

@@ -186,6 +186,11 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
             continue
         update = TaskId(Kind.CPU_UPDATE, block)
         faults += _state_faults(paths, decisions, update)
+        if decisions.gradients_on_nvme:
+            written, read = TaskId(Kind.WRITE_GRADIENTS, block, micro_batches - 1), TaskId(Kind.READ_STATES, block)
+            faults += chain_faults(
+                paths, (replace(backward, kind=Kind.OFFLOAD_GRADIENTS), 0), (written, 0), (read, 0), (written, 1)
+            )
         first, *others = backwards if decisions.accumulates_on_host else backwards[-1:]
         copy, *added = (replace(task, kind=Kind.OFFLOAD_GRADIENTS) for task in (first, *others))
         faults += chain_faults(paths, (first, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
@@ -298,7 +303,8 @@ _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
 _HOST_USERS: dict[Value, tuple[Kind, ...]] = {
     Value.INPUT: (Kind.FETCH_ACTIVATIONS,),
     Value.ACTIVATIONS: (Kind.FETCH_ACTIVATIONS,),
-    Value.ARRIVED_GRADIENTS: (Kind.ACCUMULATE,),
+    Value.ARRIVED_GRADIENTS: (Kind.ACCUMULATE, Kind.WRITE_GRADIENTS),
+    Value.GRADIENTS: (Kind.CPU_UPDATE,),
     Value.OPTIMIZER_STATES: (Kind.FETCH_STATES, Kind.CPU_UPDATE, Kind.WRITE_BACK_STATES, Kind.WRITE_STATES),
 }
 

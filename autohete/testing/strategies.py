@@ -168,7 +168,8 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     fetched = Format(draw(st.sampled_from([None, 4])))
     replaced = profile.workload.precision is not Precision.FP32 and not accumulates and draw(st.booleans())
     common = UnitPlan(gradients=gradients, refresh=refresh, gradients_replace_parameters=replaced)
-    units = [draw(_updated(common, nvme=profile.hardware.nvme is not None)) for _ in profile.blocks]
+    drives, may_write = profile.hardware.nvme is not None, not (delayed or accumulates)
+    units = [draw(_updated(common, nvme=drives, may_write=may_write)) for _ in profile.blocks]
     for i, unit in enumerate(units):
         shared = i == 0 and profile.workload.tied_embeddings
         unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
@@ -237,16 +238,17 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
 
 
 @st.composite
-def _updated(draw: Draw, unit: UnitPlan, nvme: bool) -> UnitPlan:
+def _updated(draw: Draw, unit: UnitPlan, nvme: bool, may_write: bool) -> UnitPlan:
     """The CPU updates it, or the GPU, with states that rest there, on the host, or on NVMe if there is one."""
     homes = [GPU_MEMORY, HOST_MEMORY, *([NVME_MEMORY] if nvme else [])]
     states = Rest(draw(st.sampled_from(homes)), draw(st.sampled_from([0, 1, 3])))
     if draw(st.booleans()):
         return replace(unit, states=states)
     accumulate_on = draw(st.none() | st.sampled_from(Processor))
-    return replace(
-        unit, update_on=Processor.CPU, accumulate_on=accumulate_on, states=states if states.home == NVME_MEMORY else Rest()
-    )
+    unit = replace(unit, update_on=Processor.CPU, accumulate_on=accumulate_on)
+    if states.home != NVME_MEMORY:
+        return unit
+    return replace(unit, states=states, gradients_on_nvme=may_write and draw(st.booleans()))
 
 
 @st.composite

@@ -1,0 +1,78 @@
+"""ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857) with the optimizer on NVMe, as DeepSpeed's ZeRO stage 3 runs it.
+
+Read in github deepspeedai/DeepSpeed at 12e65a6b: ``runtime/swap_tensor/pipelined_optimizer_swapper.py``.
+
+- Optimizer states are files, one for each sub-group and state. ``step`` takes one sub-group after another: it reads master,
+  moments and gradient, unscales and updates them on the CPU, copies the 16-bit parameters, and writes master and moments.
+- ``pipeline_read`` and ``pipeline_write`` (both off by default) read the next sub-group, and write the last, beside the update
+  of the one between (``swap_in_optimizer_state``, ``swap_out_optimizer_state``).
+- In backward each gradient is cast to fp32 and written to its file (``swap_out_gradients``) through two pinned buffers. The
+  first read of a step waits for all writes (``flush_gradients``).
+- Parameters of stage 3 rest on the GPU, or on the host (``offload_param``), from where modules fetch them a module ahead.
+
+A sub-group is a unit here. Not modelled: that a gradient smaller than ``MIN_AIO_BYTES`` stays on the host, and that writes go
+on while the next gradients are made as long as a buffer is free: a pass waits for the write of the gradient before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autohete.errors import check_fields
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
+from autohete.policies import traffic
+from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policy import Judge
+from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY, NVME_MEMORY, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroInfinity:
+    """ZeRO-Infinity with the optimizer on NVMe. Needs hardware with a table ``[nvme]``.
+
+    Args:
+        checkpointing: full, none, or the better of both.
+        pipeline: ``pipeline_read`` and ``pipeline_write``.
+        offload_param: parameters of the transformer blocks rest on the host.
+    """
+
+    checkpointing: Checkpointing = Checkpointing.BEST
+    pipeline: bool = False
+    offload_param: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`."""
+        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), judge)
+
+    def _plan(self, profile: Profile, activations: Activations) -> Plan:
+        outer = UnitPlan(
+            update_on=Processor.CPU,
+            gradients=Format(4),
+            states=Rest(NVME_MEMORY, ahead=int(self.pipeline)),
+            accumulate_on=Processor.GPU,
+            gradients_on_nvme=True,
+        )
+        inner = replace(outer, activations=activations)
+        if self.offload_param:
+            inner = replace(inner, parameters=Route(HOST_MEMORY))
+        mixed = traffic.is_mixed(profile)
+        return Plan(
+            policy="zero_infinity",
+            units=(outer, *[inner] * (len(profile.blocks) - 2), outer),
+            rules=(BlockingCopies(Kind.WRITE_GRADIENTS), UpdatesAfterBackward(), Barrier()),
+            update_bytes=traffic.ADAM_KERNEL,
+            elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),
+            footprint=Footprint(
+                # The 16-bit parameters as they go up; states and gradients are on the host only on their way.
+                host_optimizer_bytes=profile.optimizer_bytes + (profile.element_bytes if mixed else 0),
+                host_parameter_bytes=profile.element_bytes,
+            ),
+        )
+
+
+SYSTEM = ZeroInfinity
