@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from autohete.memory import Lives, lives
 from autohete.order import order, ranks, topological
-from autohete.schedule import GPU_MEMORY, Edge, Schedule
+from autohete.schedule import GPU_MEMORY, Edge, Schedule, Task
 from autohete.trace import Nanoseconds, Trace
 from autohete.worst_case import worst_case
 
@@ -97,11 +97,7 @@ def thrifty_order(schedule: Schedule) -> Guide:
     for u, v, back in edges:
         before[v].append((u, back))
         after[u].append((v, back))
-    lazy = [
-        task.lane == schedule.lanes[0].name
-        or any(buffer.memory == GPU_MEMORY and buffer.size_bytes for buffer in task.allocates)
-        for task in schedule.tasks
-    ]
+    lazy = [task.lane == schedule.lanes[0].name or _only_takes(task) for task in schedule.tasks]
     waits = [[sum(back <= i for _, back in edges) for edges in before] for i in range(_ITERATIONS)]
     steps = [task for task in topological(tasks, edges) if schedule.tasks[task].lane == schedule.lanes[0].name]
     place: dict[tuple[int, int], int] = {}
@@ -143,6 +139,12 @@ def thrifty_order(schedule: Schedule) -> Guide:
             need(now, task)  # what is left: no wait can say that it comes after a task of the next iteration
     start = np.array([[2 * place[i, task] for task in range(tasks)] for i in range(_ITERATIONS)], np.int64)
     return Guide(start, start + 1, _REPEATING)
+
+
+def _only_takes(task: Task) -> bool:
+    """Whether ``task`` takes memory of the GPU, or of others without freeing some of the GPU's."""
+    takes = {buffer.memory for buffer in task.allocates if buffer.size_bytes}
+    return GPU_MEMORY in takes or (bool(takes) and all(free.id.memory != GPU_MEMORY for free in task.frees))
 
 
 class _Waits:
