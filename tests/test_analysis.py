@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
+from plans import with_drives
 
 from autohete.analysis import Cause, usage
 from autohete.bounds import period_bounds
-from autohete.hardware import load_hardware
 from autohete.policies import POLICIES, parse_policy
 from autohete.schedule import Kind, Schedule, parse_schedule
 from autohete.sim import SimExecutor
@@ -26,7 +26,7 @@ def schedule(text: str) -> Schedule:
 
 def example(policy: str, workload: str = "gpt-4b") -> Simulation:
     """A policy on the node of the figure."""
-    return simulate(named_workload(workload), load_hardware("a100-40gb-epyc7713"), parse_policy(policy))
+    return simulate(named_workload(workload), with_drives("a100-40gb-epyc7713"), parse_policy(policy))
 
 
 def test_the_busiest_lane_bounds_a_loose_schedule() -> None:
@@ -92,7 +92,7 @@ def test_idleness_has_its_cause() -> None:
     ring = schedule("task F0 gpu 30 after=H0@-1\ntask G0 d2h 20 after=F0\ntask U0 cpu 100 after=G0\ntask H0 h2d 10 after=U0\n")
     trace, steady = run_until_steady(ring, SimExecutor())
     idle = {cause: round(seconds * 1e9) for cause, seconds in usage(trace, steady).idle_seconds.items()}
-    assert idle == {Cause.D2H: 20, Cause.OPTIMIZER: 100, Cause.H2D: 10, Cause.NOTHING: 0}
+    assert idle == {Cause.D2H: 20, Cause.OPTIMIZER: 100, Cause.H2D: 10, Cause.NVME: 0, Cause.NOTHING: 0}
 
 
 def test_overlap_is_what_the_gpu_hides() -> None:

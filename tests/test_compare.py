@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from plans import with_drives
 from rich.console import Console
 from test_cli import SMALL, autohete, refused
 
 from autohete.analysis import Cause
 from autohete.compare import Comparison, Pair, compare, pair
 from autohete.errors import InputError
-from autohete.hardware import load_hardware
 from autohete.policies import POLICIES, parse_policy
 from autohete.report import comparison as tables
 from autohete.report.gantt import two_row_figure
@@ -48,7 +48,7 @@ def run(text: str, iterations: int = 6) -> Trace:
 
 @cache
 def simulated(policy: str) -> Simulation:
-    return simulate(named_workload("gpt-4b"), load_hardware("a100-40gb-epyc7713"), parse_policy(policy))
+    return simulate(named_workload("gpt-4b"), with_drives("a100-40gb-epyc7713"), parse_policy(policy))
 
 
 def alone(schedule: Schedule) -> Schedule:
@@ -270,7 +270,7 @@ def test_kinds_make_lanes_and_lanes_and_waits_make_the_iteration(policy: str) ->
             assert sum(parts) == pytest.approx(getattr(seconds, side))
         idle = sum(getattr(seconds, side) for seconds in found.idle_seconds.values())
         assert getattr(busy["gpu"], side) + idle == pytest.approx(getattr(found.iteration_seconds, side), rel=1e-6)
-    assert found.peak_bytes.keys() == {"gpu", "host"}
+    assert found.peak_bytes.keys() == {memory.name for memory in schedule.memories}
     assert found.peak_bytes["gpu"].a == simulated(policy).gpu.peak_bytes
 
 
