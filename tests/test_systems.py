@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autohete.errors import InfeasibleError, InputError
-from autohete.hardware import load_hardware
+from autohete.hardware import Nvme, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.policies import parse_policy
@@ -16,6 +16,7 @@ from autohete.policy import Verdict
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import Kind, TaskId
 from autohete.simulate import Simulation, judge_for, simulate_plan
+from autohete.summary import answer
 from autohete.units import rounded_when_pinned
 from autohete.workload import Kernels, Precision, named_workload
 
@@ -222,3 +223,17 @@ def test_host_memory_counts_the_rounding() -> None:
     small = replace(profile, hardware=replace(NODE, host=replace(NODE.host, memory_bytes=exact // 2)))
     with pytest.raises(InfeasibleError, match="host memory"):
         parse_policy("autohete").plan(small, judge_for(small))
+
+
+def test_states_on_drives_need_drives() -> None:
+    """Where there are none, or too small ones, the answer names what is short, and how much it would take."""
+    summary, found = answer(profile_of(), parse_policy("zero_infinity"))
+    assert (summary.verdict, found) == (Verdict.NVME_OUT_OF_MEMORY, None)
+    assert "has none" in summary.explanation
+    small = replace(NODE, nvme=Nvme(10**9, 1e9, 1e9, 0.0))
+    with pytest.raises(InfeasibleError, match=r"has 953\.\d MiB of it") as caught:
+        planned_on = replace(profile_of(), hardware=small)
+        parse_policy("zero_infinity").plan(planned_on, judge_for(planned_on))
+    enough = replace(small, nvme=Nvme(caught.value.needed_bytes, 1e9, 1e9, 0.0))
+    planned_on = replace(profile_of(), hardware=enough)
+    assert parse_policy("zero_infinity").plan(planned_on, judge_for(planned_on)).units[1].reads_states
