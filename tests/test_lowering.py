@@ -175,7 +175,7 @@ def test_every_policy_plans(name: str, data: st.DataObject) -> None:
     profile, policy = data.draw(strategies.profiles()), data.draw(strategies.policies(name))
     plan = planned_by(profile, policy)
     if plan is None:
-        assert name == "autohete", "policies with fixed rules return their plan all the same"
+        assert name in ("autohete", "zero_infinity"), "policies with fixed rules return their plan, if there are drives for it"
         return
     assert len(plan.units) == len(profile.blocks)
     assert plan.policy == policy.name

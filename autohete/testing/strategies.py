@@ -120,7 +120,7 @@ def hardware(draw: Draw) -> Hardware:
             draw(st.sampled_from([0.5, 1.0])),
             draw(st.sampled_from([0.0, 1e-5])),
         ),
-        nvme=draw(st.builds(Nvme, st.just(10**14), _decades(6, 11), _decades(6, 11), _decades(-9, -4))),
+        nvme=draw(st.none() | st.builds(Nvme, st.just(10**14), _decades(6, 11), _decades(6, 11), _decades(-9, -4))),
     )
 
 
@@ -283,7 +283,7 @@ def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
 @st.composite
 def policies(draw: Draw, name: str | None = None) -> NamedPolicy:
     """Published systems (or the one called ``name``) with some of their flags set."""
-    name = name or draw(st.sampled_from(sorted(POLICIES)))
+    name = name or draw(st.sampled_from(sorted(set(POLICIES) - {"zero_infinity"})))  # which needs drives
     texts = _flags(name)
     chosen = draw(st.lists(st.sampled_from(sorted(texts)), unique=True))
     try:
