@@ -57,9 +57,14 @@ def policy_faults(profile: Profile, policy: Policy, judge: Judge) -> list[str]:
 
 
 def plan_faults(profile: Profile, plan: Plan) -> list[str]:
-    """Faults of the schedule of ``plan`` and of its execution; that it cannot be lowered or executed is one, too."""
+    """Faults of the schedule of ``plan`` and of its execution; that it cannot be lowered or executed is one, too.
+
+    A plan that lets more rest on NVMe than there is has no schedule: none, as it is the hardware that is too small.
+    """
     try:
         schedule = lower(profile, plan).validate()
+    except InfeasibleError:
+        return []
     except (InputError, ScheduleError) as error:
         return [str(error)]
     return [
