@@ -10,7 +10,7 @@ import copy
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -85,6 +85,8 @@ class Cpu:
         elementwise_bandwidth: DRAM traffic of PyTorch's elementwise kernels (unscaling, casts); None: as of Adam.
         concurrent_share: share of these rates that updates reach block by block while the GPU trains.
         launch_seconds: time that the host needs to launch one kernel; no pass is faster than the launch of its kernels.
+        ranks_update_bandwidth: what the Adam kernels of one process per GPU, each bound to its cores, reach together; None:
+            what one process over all cores reaches.
     """
 
     cores: int
@@ -92,6 +94,7 @@ class Cpu:
     elementwise_bandwidth: float | None = None
     concurrent_share: float = 1.0
     launch_seconds: float = 0.0
+    ranks_update_bandwidth: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +114,32 @@ class Nvme:
 
 
 @dataclass(frozen=True, slots=True)
+class Interconnect:
+    """What joins GPUs.
+
+    Args:
+        gpus: of one node.
+        bandwidth: bytes/s that each GPU of a ring in the node passes on: the "bus bandwidth" of nccl-tests.
+        latency_seconds: fixed cost of a step of the ring.
+        network_bandwidth: bytes/s that a node sends to the next; None: there is only one node.
+        network_latency_seconds: fixed cost of a step from node to node.
+    """
+
+    gpus: int
+    bandwidth: float
+    latency_seconds: float
+    network_bandwidth: float | None = None
+    network_latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """One GPU and the host behind it, in SI units. Made by :func:`load_hardware`.
 
     ``shared_cores`` is None for a real GPU. Where the CPU stands for the device, all lanes together get as much done as so many
     of them alone: less than the number of cores where two of these are threads of one. ``notes`` name the figures that were
-    changed, and why. ``nvme`` is None where there are no drives to use.
+    changed, and why. ``nvme`` is None where there are no drives to use. ``gpus`` train together; where they are several, host,
+    CPU and NVMe are what one of them has of those (:meth:`shared_by`).
     """
 
     name: str
@@ -128,11 +151,62 @@ class Hardware:
     shared_cores: float | None = None
     notes: tuple[str, ...] = ()
     nvme: Nvme | None = None
+    interconnect: Interconnect | None = None
+    gpus: int = 1
 
     @property
     def gpu_capacity_bytes(self) -> int:
         """GPU memory that tensors can have."""
         return self.gpu.memory_bytes - self.gpu.reserved_bytes
+
+    @property
+    def gpus_of_node(self) -> int:
+        """How many of the GPUs that train together share a host."""
+        return min(self.gpus, self.interconnect.gpus) if self.interconnect else 1
+
+    def shared_by(self, gpus: int) -> Hardware:
+        """What one of ``gpus`` GPUs has of it while all do the same: its own links, and an equal part of its host.
+
+        Raises:
+            InputError: it has no such GPUs, or does not say what joins them.
+        """
+        if gpus < 1 or self.gpus != 1:
+            raise InputError(f"{self.name} with {self.gpus} GPUs cannot be shared by {gpus}: share one by 1 or more")
+        if gpus == 1:
+            return self
+        join = self.interconnect
+        if join is None:
+            raise InputError(
+                f"{self.name} does not say what joins its GPUs: for {gpus} of them give hardware with a table [interconnect]"
+            )
+        here = min(gpus, join.gpus)
+        if gpus % here:
+            raise InputError(f"{gpus} GPUs do not fill nodes of {join.gpus}: give up to {join.gpus}, or a multiple of it")
+        if gpus > here and join.network_bandwidth is None:
+            raise InputError(
+                f"{self.name} does not say what joins its nodes: give up to {join.gpus} GPUs, or hardware with "
+                "interconnect.network_bandwidth"
+            )
+        cpu, host, nvme = self.cpu, self.host, self.nvme
+        together = cpu.update_bandwidth if cpu.ranks_update_bandwidth is None else cpu.ranks_update_bandwidth
+        return replace(
+            self,
+            host=replace(host, memory_bytes=host.memory_bytes // here, memory_bandwidth=host.memory_bandwidth / here),
+            cpu=replace(
+                cpu,
+                cores=max(cpu.cores // here, 1),
+                update_bandwidth=together / here,
+                elementwise_bandwidth=None if cpu.elementwise_bandwidth is None else cpu.elementwise_bandwidth / here,
+            ),
+            nvme=nvme
+            and replace(
+                nvme,
+                capacity_bytes=nvme.capacity_bytes // here,
+                read_bandwidth=nvme.read_bandwidth / here,
+                write_bandwidth=nvme.write_bandwidth / here,
+            ),
+            gpus=gpus,
+        )
 
 
 # --- the document -------------------------------------------------------------------------------------------------
@@ -220,6 +294,7 @@ class CpuFigures(_Table):
     elementwise_bandwidth: Figure[_Bandwidth] | None = None
     concurrent_share: Figure[_Share] | None = None
     launch: Figure[_Time] | None = None
+    ranks_update_bandwidth: Figure[_Bandwidth] | None = None
 
 
 class NvmeFigures(_Table):
@@ -228,6 +303,15 @@ class NvmeFigures(_Table):
     read_bandwidth: Figure[_Bandwidth]
     write_bandwidth: Figure[_Bandwidth]
     latency: Figure[_Time]
+
+
+class InterconnectFigures(_Table):
+    model: str
+    gpus: Figure[_Count]
+    bandwidth: Figure[_Bandwidth]
+    latency: Figure[_Time]
+    network_bandwidth: Figure[_Bandwidth] | None = None
+    network_latency: Figure[_Time] | None = None
 
 
 class EmulationFigures(_Table):
@@ -247,6 +331,7 @@ class HardwareFile(_Table):
     host: HostFigures
     cpu: CpuFigures
     nvme: NvmeFigures | None = None
+    interconnect: InterconnectFigures | None = None
     emulation: EmulationFigures | None = None
 
     def hardware(self) -> Hardware:
@@ -263,6 +348,9 @@ class HardwareFile(_Table):
         elementwise = _value(cpu.elementwise_bandwidth)
         if elementwise is not None:
             elementwise = _within_dram("elementwise_bandwidth", elementwise, dram, notes)
+        together = _value(cpu.ranks_update_bandwidth)
+        if together is not None:
+            together = _within_dram("ranks_update_bandwidth", together, dram, notes)
         return Hardware(
             name=self.name,
             gpu=Gpu(
@@ -286,10 +374,12 @@ class HardwareFile(_Table):
                 elementwise,
                 1.0 if cpu.concurrent_share is None else cpu.concurrent_share.value,
                 0.0 if cpu.launch is None else cpu.launch.value,
+                together,
             ),
             shared_cores=None if self.emulation is None else self.emulation.shared_cores.value,
             notes=tuple(notes),
             nvme=None if self.nvme is None else _nvme(self.nvme),
+            interconnect=None if self.interconnect is None else _interconnect(self.interconnect),
         )
 
 
@@ -299,6 +389,16 @@ def _nvme(figures: NvmeFigures) -> Nvme:
         figures.read_bandwidth.value,
         figures.write_bandwidth.value,
         figures.latency.value,
+    )
+
+
+def _interconnect(figures: InterconnectFigures) -> Interconnect:
+    return Interconnect(
+        figures.gpus.value,
+        figures.bandwidth.value,
+        figures.latency.value,
+        _value(figures.network_bandwidth),
+        0.0 if figures.network_latency is None else figures.network_latency.value,
     )
 
 

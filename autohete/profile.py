@@ -131,6 +131,23 @@ class Profile:
         assert nvme is not None, "states rest on drives that there are"
         return nvme.latency_seconds + size_bytes / (nvme.write_bandwidth if write else nvme.read_bandwidth)
 
+    def collective_seconds(self, size_bytes: float) -> float:
+        """A ring's all-gather to ``size_bytes`` on each GPU, or reduce-scatter of as many; an all-reduce is both.
+
+        Of N GPUs each passes on (N - 1) / N of them in N - 1 steps; what leaves a node goes through the network (NCCL,
+        ``src/graph/tuning.cc``, algorithm ring).
+        """
+        join, gpus = self.hardware.interconnect, self.hardware.gpus
+        assert join is not None or gpus == 1, "several GPUs are joined"
+        if join is None or gpus == 1:
+            return 0.0
+        between, bandwidth = gpus // self.hardware.gpus_of_node - 1, join.bandwidth
+        if between and join.network_bandwidth is not None:
+            bandwidth = min(bandwidth, join.network_bandwidth)
+        steps = gpus - 1
+        latency = (steps - between) * join.latency_seconds + between * join.network_latency_seconds
+        return latency + size_bytes * steps / gpus / bandwidth
+
     def cpu_update_seconds(
         self, block: int, kernel_bytes: float, elementwise_bytes: float = 0.0, *, beside_gpu: bool = False
     ) -> float:

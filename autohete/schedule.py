@@ -23,6 +23,8 @@ GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"
 GPU_MEMORY, HOST_MEMORY = "gpu", "host"
 #: And of a drive that it has.
 NVME_READ, NVME_WRITE, NVME_MEMORY = "nvme_read", "nvme_write", "nvme"
+#: What several GPUs do together.
+COLLECTIVE = "collective"
 
 
 class Kind(StrEnum):
@@ -48,6 +50,10 @@ class Kind(StrEnum):
     READ_STATES = "NR"
     WRITE_STATES = "NW"
     WRITE_GRADIENTS = "NG"
+    GATHER_FORWARD = "CF"
+    GATHER_BACKWARD = "CB"
+    REDUCE_GRADIENTS = "CR"
+    GATHER_UPDATED = "CU"
 
     __hash__ = str.__hash__  # an enumeration's own is a call of Python, for each of the ids that lowering looks up
 
@@ -73,6 +79,10 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.READ_STATES: "read of optimizer states from NVMe",
     Kind.WRITE_STATES: "write of optimizer states to NVMe",
     Kind.WRITE_GRADIENTS: "write of gradients to NVMe",
+    Kind.GATHER_FORWARD: "all-gather of parameters for forward",
+    Kind.GATHER_BACKWARD: "all-gather of parameters for backward",
+    Kind.REDUCE_GRADIENTS: "reduction of gradients over the GPUs",
+    Kind.GATHER_UPDATED: "all-gather of updated parameters",
 }
 _MNEMONICS = frozenset(kind.value for kind in Kind)
 KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
@@ -141,7 +151,9 @@ class Value(StrEnum):
     """What takes memory."""
 
     PARAMETERS = "parameters"
+    PARAMETER_SHARD = "parameter_shard"
     GRADIENTS = "gradients"
+    GRADIENT_SHARD = "gradient_shard"
     ARRIVED_GRADIENTS = "arrived_gradients"
     OPTIMIZER_STATES = "optimizer_states"
     PINNED_STATES = "pinned_states"
@@ -198,6 +210,7 @@ class BufferId:
         unit: whose; None: of the whole model.
         use: the kind of task that it is there for, where a value is there more than once in an iteration: ``parameters_B.3``.
         micro_batch: of which it is.
+        rank: of which GPU, or of its process on the host: ``activations.3r2:gpu.2``.
     """
 
     value: Value
@@ -205,6 +218,7 @@ class BufferId:
     unit: int | None = None
     use: Kind | None = None
     micro_batch: int = 0
+    rank: int = 0
 
     def __post_init__(self) -> None:
         if type(self.value) is not Value or not (self.use is None or type(self.use) is Kind):  # as for task ids
@@ -218,10 +232,11 @@ class BufferId:
     def __str__(self) -> str:
         unit = "" if self.unit is None else f".{self.unit}"
         micro_batch = f"m{self.micro_batch}" if self.micro_batch else ""
-        return f"{self.group}{unit}{micro_batch}:{self.memory}"
+        rank = f"r{self.rank}" if self.rank else ""
+        return f"{self.group}{unit}{micro_batch}{rank}:{self.memory}"
 
 
-_BUFFER = re.compile(r"([a-z_]+?)(?:_([A-Z]+))?(?:\.(\d+))?(?:m(\d+))?:([^:]+)")
+_BUFFER = re.compile(r"([a-z_]+?)(?:_([A-Z]+))?(?:\.(\d+))?(?:m(\d+))?(?:r(\d+))?:([^:]+)")
 
 
 def parse_buffer_id(text: str) -> BufferId:
@@ -232,7 +247,8 @@ def parse_buffer_id(text: str) -> BufferId:
             f"{text!r} is not a buffer: write a value ({' '.join(Value)}), a unit and a memory, such as activations.3:gpu"
         )
     unit = None if match[3] is None else int(match[3])
-    return BufferId(Value(match[1]), match[5], unit, Kind(match[2]) if match[2] else None, int(match[4] or 0))
+    use = Kind(match[2]) if match[2] else None
+    return BufferId(Value(match[1]), match[6], unit, use, int(match[4] or 0), int(match[5] or 0))
 
 
 _VALUES = frozenset(value.value for value in Value)

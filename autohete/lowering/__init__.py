@@ -14,6 +14,7 @@ from autohete.lowering.builder import Builder
 from autohete.lowering.compute import Compute, passes_of
 from autohete.lowering.footprint import nvme_bytes, resident_buffers, shared_bandwidth
 from autohete.lowering.parameters import Parameters, Stay
+from autohete.lowering.shards import Shards
 from autohete.lowering.slots import least_slots, lives_of, share_slots
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
@@ -21,6 +22,7 @@ from autohete.plan import Plan, Processor
 from autohete.plan.rules import ByPriority, Rule
 from autohete.profile import Profile
 from autohete.schedule import (
+    COLLECTIVE,
     CPU,
     D2H,
     GPU,
@@ -49,7 +51,8 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     Raises:
         InfeasibleError: more rests on NVMe than there is.
         InputError: the plan is for another number of units, its gradients replace parameters that are still needed, its slots
-            are too few, or one of its rules contradicts another or what data need, changes nothing, or says what another says.
+            are too few, several GPUs cannot share what they should, or one of its rules contradicts another or what data need,
+            changes nothing, or says what another says.
     """
     if len(plan.units) != len(profile.blocks):
         raise InputError(f"the plan has {len(plan.units)} units, the profile {len(profile.blocks)}: plan for this workload")
@@ -63,6 +66,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
         _check_accumulation(plan)
     if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
+    Shards(profile, plan).check()
     _check_nvme(profile, plan)
     builder, stays = _tasks(profile, plan)
     builder.order_by_data()
@@ -80,11 +84,13 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     nvme = hardware.nvme if nvme_bytes(profile, plan) else None
     flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=nvme is not None)
     lanes = (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if nvme else ()))
+    # GPUs must agree on the order of what they do together.
+    together = (Lane(COLLECTIVE),) if hardware.gpus > 1 else ()
     memories = [Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)]
     if nvme is not None:
         memories.append(Memory(NVME_MEMORY, nvme.capacity_bytes))
     return Schedule(
-        lanes=(Lane(GPU), *(Lane(name, discipline) for name in lanes)),
+        lanes=(Lane(GPU), *(Lane(name, discipline) for name in lanes), *together),
         tasks=builder.tasks(order),
         memories=tuple(memories),
         resident=tuple(resident_buffers(profile, plan)),

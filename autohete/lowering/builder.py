@@ -40,6 +40,7 @@ _PHASES = {
     Kind.WRITE_STATES: 1,
     Kind.WRITE_BACK_BACKWARD: 1,
     Kind.REFRESH: 2,
+    Kind.GATHER_UPDATED: 2,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autohete.lowering.builder import Builder
+from autohete.lowering.shards import Shards
 from autohete.plan import Activations, Plan
 from autohete.profile import Profile
 from autohete.schedule import GPU, GPU_MEMORY, BufferId, Kind, TaskId, Value
@@ -35,6 +36,7 @@ class Compute:
         self._builder, self._profile, self._plan = builder, profile, plan
         self._last = len(plan.units) - 1
         self._tied = profile.workload.tied_embeddings
+        self._shards = Shards(profile, plan)
 
     def _pass(self, kind: Kind, unit: int, micro_batch: int, seconds: float) -> TaskId:
         task = self._builder.task(kind, unit, GPU, seconds, micro_batch=micro_batch)
@@ -120,17 +122,18 @@ class Compute:
     def _gradients_of(self, task: TaskId, unit: int, begins: bool, complete: bool) -> None:
         """Each micro-batch has its own: the first one's live on, or on the GPU the others' are added to them."""
         b, plan, gradients = self._builder, self._plan.units[unit], on_gpu(Value.GRADIENTS, unit, task.micro_batch)
+        added_here = not plan.accumulates_on_host and self._shards.stage(unit) < 2
         if begins:
             size = 0 if self._plan.in_slot(unit) else self._profile.blocks[unit].parameters * self._profile.element_bytes
-            if task.micro_batch and not plan.accumulates_on_host:
+            if task.micro_batch and added_here:
                 b.allocate(task, gradients, size)
             else:
                 b.make(task, gradients, size)
             if plan.gradients_replace_parameters:
                 b.free(task, gradients)
-        if not begins or (task.micro_batch and not plan.accumulates_on_host):
+        if not begins or (task.micro_batch and added_here):
             b.write(task, Value.GRADIENTS, unit)
-        if complete and task.micro_batch and not plan.accumulates_on_host:
+        if complete and task.micro_batch and added_here:
             b.free(task, gradients)
         if plan.gradients_replace_parameters:
             b.write(task, Value.PARAMETERS, unit)

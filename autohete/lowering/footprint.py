@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autohete.hardware import Hardware
+from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
 from autohete.schedule import (
@@ -25,35 +26,40 @@ from autohete.schedule import (
 )
 from autohete.units import rounded_when_pinned
 
+#: Name of what the two directions of a link share.
+LINK = "link"
+
 
 def slot_bytes(profile: Profile, plan: Plan) -> int:
     """A place for the parameters of any unit that leaves, with room for its gradients where they are in slots; 0: no slots."""
     if plan.slots is None:
         return 0
-    leaving = (profile.blocks[i].parameters for i, unit in enumerate(plan.units) if unit.parameters.leaves)
+    shards = Shards(profile, plan)
+    leaving = (times.parameters for i, times in enumerate(profile.blocks) if shards.comes_and_goes(i))
     return max(leaving, default=0) * profile.element_bytes * (2 if plan.slots.with_gradients else 1)
 
 
 def nvme_bytes(profile: Profile, plan: Plan) -> int:
     """What rests on NVMe: states, and gradients between their copy and the update."""
-    found = 0
-    for unit, times in zip(plan.units, profile.blocks, strict=True):
+    found, shards = 0, Shards(profile, plan)
+    for i, unit in enumerate(plan.units):
         if unit.reads_states:
-            found += times.parameters * profile.optimizer_bytes
+            found += shards.updated(i) * profile.optimizer_bytes
         if unit.gradients_on_nvme:
-            found += unit.gradients.bytes_of(times.parameters, profile.element_bytes)
+            found += unit.gradients.bytes_of(shards.updated(i), profile.element_bytes)
     return found
 
 
 def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
     """Buffers that live all the time."""
-    element, optimizer, held = profile.element_bytes, profile.optimizer_bytes, plan.footprint
+    element, optimizer, held, shards = profile.element_bytes, profile.optimizer_bytes, plan.footprint, Shards(profile, plan)
     host_states = host_parameters = 0
     updated: list[int] = []
     for i, unit in enumerate(plan.units):
-        count, on_cpu = profile.blocks[i].parameters, unit.update_on is Processor.CPU
+        count, on_cpu = shards.updated(i), unit.update_on is Processor.CPU
         if not unit.parameters.leaves:
-            yield Buffer(BufferId(Value.PARAMETERS, GPU_MEMORY, i), count * element)
+            value = Value.PARAMETER_SHARD if shards.stage(i) == 3 else Value.PARAMETERS
+            yield Buffer(BufferId(value, GPU_MEMORY, i), shards.kept(i) * element)
         if on_cpu:
             host_states += count * max(held.host_optimizer_bytes - (optimizer if unit.reads_states else 0), 0)
             updated.append(count)
@@ -62,7 +68,7 @@ def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
         elif not unit.fetches_states:
             yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), count * optimizer)
         if unit.parameters.leaves and not (held.one_host_copy and on_cpu):
-            host_parameters += count * held.host_parameter_bytes
+            host_parameters += shards.kept(i) * held.host_parameter_bytes
     arrays = [sum(updated)] if held.host_pinned_together else updated
     host_pinned = sum(rounded_when_pinned(count * size) for count in arrays for size in held.host_pinned_bytes)
     for value, memory, size in (
@@ -104,7 +110,7 @@ def shared_bandwidth(
         )
     usable = hardware.host.memory_bandwidth * hardware.host.usable_share
     resources = (
-        SharedResource("link", max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
+        SharedResource(LINK, max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
         SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if nvme else ()))),
     )
     if hardware.shared_cores is None:

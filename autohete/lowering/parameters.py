@@ -1,4 +1,6 @@
-"""The way of each unit's parameters through an iteration: fetched for use, released after it, brought home when they change."""
+"""The way of each unit's parameters through an iteration: fetched, and gathered from all GPUs, for a use, released after it,
+brought home when they change.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,10 @@ from dataclasses import dataclass
 
 from autohete.lowering.builder import Builder
 from autohete.lowering.compute import on_gpu
+from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
-from autohete.schedule import D2H, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Value
+from autohete.schedule import COLLECTIVE, D2H, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Parameters:
     """
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
-        self._builder, self._profile, self._plan = builder, profile, plan
+        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, Shards(profile, plan)
         self.stays: list[Stay] = []
         #: Who has released the parameters of a unit last.
         self._last_end: dict[int, TaskId] = {}
@@ -54,32 +57,65 @@ class Parameters:
         }
 
     def bring(self, user: TaskId) -> None:
-        """Fetch the parameters that the pass ``user`` needs, if they are not there."""
-        b, unit = self._builder, user.unit
-        plan = self._plan.units[unit]
-        if not plan.parameters.leaves or unit in self._here:
+        """Fetch, or gather from all GPUs, the parameters that the pass ``user`` needs, if they are not there."""
+        unit = user.unit
+        if not self._shards.comes_and_goes(unit) or unit in self._here:
             return
-        for_forward = user.kind is Kind.FORWARD
+        fetch = self._fetch(user) if self._plan.units[unit].parameters.leaves else None
+        if self._shards.stage(unit) == 3:
+            fetch = self._gather(user, fetch)
+        assert fetch is not None, "what comes and goes leaves the GPU or is shared"
+        self._builder.after(fetch, self._last_end.get(unit))  # not a second copy of them
+        self._here[unit] = Stay(fetch, user)
+
+    def _beside(self, task: TaskId, user: TaskId) -> None:
+        """As early as the route says."""
+        route = self._plan.units[user.unit].parameters
+        if user.kind is Kind.FORWARD:
+            self._builder.beside(task, user, route.ahead_in_forward)
+        else:
+            self._builder.beside(task, user, route.ahead_in_backward, TaskId(Kind.FORWARD, user.unit, user.micro_batch))
+
+    def _fetch(self, user: TaskId) -> TaskId:
+        """From the host: all, or this GPU's part."""
+        b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
+        plan = self._plan.units[unit]
         kind = Kind.PREFETCH_FORWARD if for_forward else Kind.PREFETCH_BACKWARD
-        count, element = self._profile.blocks[unit].parameters, self._profile.element_bytes
+        count, element = self._shards.kept(unit), self._profile.element_bytes
         # The 16-bit parameters that the GPU updates are what there is of them on the host.
         carried = plan.parameters.fetched.bytes_of(count, element) if plan.update_on is Processor.CPU else count * element
         seconds = self._profile.h2d_seconds(carried, pinned=plan.parameters.fetched.pinned)
         # For backward urgent before anything that the next forward needs, and the higher unit is needed first.
         fetch = b.task(kind, unit, H2D, seconds, unit if for_forward else -1 - unit, user.micro_batch)
         b.read(fetch, Value.PARAMETERS, unit, HOST_MEMORY)
-        b.make(fetch, self._buffer(fetch), count * element if self._plan.slots is None else 0)
-        forward = None if for_forward else TaskId(Kind.FORWARD, unit, user.micro_batch)
-        b.beside(fetch, user, plan.parameters.ahead_in_forward if for_forward else plan.parameters.ahead_in_backward, forward)
-        b.after(fetch, self._last_end.get(unit))  # not a second copy of them
-        self._here[unit] = Stay(fetch, user)
+        if self._shards.stage(unit) == 3:
+            b.make(fetch, self._part_of(fetch), count * element)
+        else:
+            b.make(fetch, self._buffer(fetch), count * element if self._plan.slots is None else 0)
+        self._beside(fetch, user)
+        return fetch
+
+    def _gather(self, user: TaskId, fetch: TaskId | None) -> TaskId:
+        """From all GPUs, when ``fetch`` has brought the part of each or where that rests on the GPU."""
+        b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
+        kind = Kind.GATHER_FORWARD if for_forward else Kind.GATHER_BACKWARD
+        size = self._profile.blocks[unit].parameters * self._profile.element_bytes
+        seconds = self._profile.collective_seconds(size)
+        gather = b.task(kind, unit, COLLECTIVE, seconds, unit if for_forward else -1 - unit, user.micro_batch)
+        b.read(gather, Value.PARAMETER_SHARD, unit)
+        b.make(gather, self._buffer(gather), size if self._plan.slots is None else 0)
+        if fetch is None:
+            self._beside(gather, user)
+        else:
+            b.free(gather, self._part_of(fetch))
+        return gather
 
     def after_forward(self, unit: int, micro_batch: int) -> None:
         """Home, if they move; released, if they do not stay."""
         route = self._plan.units[unit].parameters
         if route.moves:
             self._copy_home(Kind.WRITE_BACK_FORWARD, unit, micro_batch, priority=0)
-        if route.leaves and not route.stays_after_forward:
+        if self._shards.comes_and_goes(unit) and not route.stays_after_forward:
             self._release(unit)
 
     def after_update(self, unit: int) -> None:
@@ -93,12 +129,13 @@ class Parameters:
 
     def after_backward(self, unit: int) -> None:
         """Released, if they do not stay."""
-        route = self._plan.units[unit].parameters
-        if route.leaves and not route.stays_after_backward:
+        if self._shards.comes_and_goes(unit) and not self._plan.units[unit].parameters.stays_after_backward:
             self._release(unit)
 
     def refresh_all(self) -> None:
-        """What the CPU has updated, to the copies that stay on the GPU; others come with their next fetch."""
+        """What the CPU has updated, to the copies that stay on the GPU; others come with their next fetch. Then the parts that
+        each GPU has updated, to all.
+        """
         b = self._builder
         refreshes = [self._refresh(unit) for unit in reversed(range(len(self._plan.units))) if self._plan.units[unit].refreshed]
         staged = [refresh for refresh in refreshes if self._plan.units[refresh.unit].refresh.staged]
@@ -108,16 +145,24 @@ class Parameters:
             b.free(staged[-1], buffer)
             for refresh in staged[:-1]:
                 b.after(staged[-1], refresh)
+        for unit in reversed(range(len(self._plan.units))):
+            if self._shards.stage(unit) in (1, 2):
+                self._gather_updated(unit)
+
+    def _gather_updated(self, unit: int) -> None:
+        size = self._profile.blocks[unit].parameters * self._profile.element_bytes
+        gather = self._builder.task(Kind.GATHER_UPDATED, unit, COLLECTIVE, self._profile.collective_seconds(size), unit)
+        self._builder.write(gather, Value.PARAMETERS, unit)
 
     def _refresh_bytes(self, unit: int) -> int:
-        return self._plan.units[unit].refresh.bytes_of(self._profile.blocks[unit].parameters, self._profile.element_bytes)
+        return self._plan.units[unit].refresh.bytes_of(self._shards.updated(unit), self._profile.element_bytes)
 
     def _refresh(self, unit: int) -> TaskId:
         b = self._builder
         seconds = self._profile.h2d_seconds(self._refresh_bytes(unit), pinned=self._plan.units[unit].refresh.pinned)
         refresh = b.task(Kind.REFRESH, unit, H2D, seconds, unit)
         b.read(refresh, Value.PARAMETERS, unit, HOST_MEMORY)
-        b.write(refresh, Value.PARAMETERS, unit)
+        b.write(refresh, Value.PARAMETER_SHARD if self._shards.stage(unit) == 3 else Value.PARAMETERS, unit)
         return refresh
 
     def _copy_home(self, kind: Kind, unit: int, micro_batch: int, priority: int) -> None:
@@ -140,10 +185,15 @@ class Parameters:
     def _buffer(self, fetch: TaskId) -> BufferId:
         """The use tells apart what is fetched twice in a micro-batch."""
         route = self._plan.units[fetch.unit].parameters
-        use = Kind.FORWARD if fetch.kind is Kind.PREFETCH_FORWARD else Kind.BACKWARD
+        use = Kind.FORWARD if fetch.kind in (Kind.PREFETCH_FORWARD, Kind.GATHER_FORWARD) else Kind.BACKWARD
         return on_gpu(
             Value.PARAMETERS,
             fetch.unit,
             fetch.micro_batch,
             None if route.stays_after_forward or route.stays_after_backward else use,
         )
+
+    def _part_of(self, fetch: TaskId) -> BufferId:
+        """Of the parameters, on the way from the host to all GPUs."""
+        use = Kind.FORWARD if fetch.kind is Kind.PREFETCH_FORWARD else Kind.BACKWARD
+        return on_gpu(Value.PARAMETER_SHARD, fetch.unit, fetch.micro_batch, use)

@@ -1,12 +1,29 @@
-"""Who updates a unit, and the way of its gradients to there."""
+"""Who updates a unit, and the way of its gradients to there: over the GPUs, and to the host."""
 
 from __future__ import annotations
 
+import math
+
 from autohete.lowering.builder import Builder
 from autohete.lowering.compute import on_gpu
+from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
-from autohete.schedule import CPU, D2H, GPU, H2D, HOST_MEMORY, NVME_MEMORY, NVME_READ, NVME_WRITE, BufferId, Kind, TaskId, Value
+from autohete.schedule import (
+    COLLECTIVE,
+    CPU,
+    D2H,
+    GPU,
+    H2D,
+    HOST_MEMORY,
+    NVME_MEMORY,
+    NVME_READ,
+    NVME_WRITE,
+    BufferId,
+    Kind,
+    TaskId,
+    Value,
+)
 
 
 class Updates:
@@ -19,7 +36,7 @@ class Updates:
     """
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
-        self._builder, self._profile, self._plan = builder, profile, plan
+        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, Shards(profile, plan)
         units = list(enumerate(plan.units))[::-1]
         #: Whose states come to the GPU, and whose come to the host from NVMe, in the order of the updates.
         self._fetched = [i for i, unit in units if unit.fetches_states]
@@ -31,6 +48,7 @@ class Updates:
         A delayed update takes those that are there from the iteration before.
         """
         last = self._builder.passes[-1].micro_batch
+        self._reduce_gradients(unit, last)
         if self._plan.units[unit].update_on is Processor.GPU:
             self._gpu_update(unit)
         elif self._plan.delayed:
@@ -42,16 +60,39 @@ class Updates:
 
     def between(self, unit: int, micro_batch: int) -> None:
         """A micro-batch that is not the last has found its gradients."""
+        if self._plan.units[unit].accumulates_on_host or self._shards.stage(unit) >= 2:
+            self._reduce_gradients(unit, micro_batch)
         if self._plan.units[unit].accumulates_on_host:
             self._offload_gradients(unit, micro_batch)
 
+    def _reduce_gradients(self, unit: int, micro_batch: int) -> None:
+        """Over the GPUs: each has the sums, or those of its part."""
+        b, stage = self._builder, self._shards.stage(unit)
+        if self._shards.gpus == 1:
+            return
+        element = self._profile.element_bytes
+        seconds = self._profile.collective_seconds(self._profile.blocks[unit].parameters * element)
+        reduce = b.task(Kind.REDUCE_GRADIENTS, unit, COLLECTIVE, seconds if stage else 2 * seconds, unit, micro_batch)
+        if stage < 2:
+            if self._plan.in_slot(unit) or self._plan.units[unit].gradients_replace_parameters:
+                b.read(reduce, Value.PARAMETERS, unit)
+            b.write(reduce, Value.GRADIENTS, unit)
+            return
+        b.read(reduce, Value.GRADIENTS, unit)
+        b.free(reduce, on_gpu(Value.GRADIENTS, unit, micro_batch))
+        if micro_batch and not self._plan.units[unit].accumulates_on_host:
+            b.write(reduce, Value.GRADIENT_SHARD, unit)
+        else:
+            size = self._shards.updated(unit) * element
+            b.make(reduce, on_gpu(Value.GRADIENT_SHARD, unit, micro_batch), size)
+
     def _gpu_update(self, unit: int) -> None:
-        b, times = self._builder, self._profile.blocks[unit]
+        b, times, share = self._builder, self._profile.blocks[unit], self._shards.share(unit)
         self._bring_states(unit)
-        update = b.task(Kind.GPU_UPDATE, unit, GPU, times.gpu_update_seconds)
+        update = b.task(Kind.GPU_UPDATE, unit, GPU, times.gpu_update_seconds * share)
         self._takes_gradients(update)
-        b.write(update, Value.PARAMETERS, unit)
-        b.workspace(update, times.gpu_update_workspace_bytes)
+        b.write(update, Value.PARAMETER_SHARD if self._shards.stage(unit) == 3 else Value.PARAMETERS, unit)
+        b.workspace(update, math.ceil(times.gpu_update_workspace_bytes * share))
         if self._plan.units[unit].fetches_states:
             b.write(update, Value.OPTIMIZER_STATES, unit)
         self._bring_states_home(unit)
@@ -96,7 +137,7 @@ class Updates:
             b.free(write, _states_on_host(unit))
 
     def _state_bytes(self, unit: int) -> int:
-        return self._profile.blocks[unit].parameters * self._profile.optimizer_bytes
+        return self._shards.updated(unit) * self._profile.optimizer_bytes
 
     def _offload_gradients(self, unit: int, micro_batch: int) -> None:
         """Into their place on the host; those of later micro-batches beside it, from where the CPU adds them."""
@@ -133,7 +174,7 @@ class Updates:
 
     def _gradient_bytes(self, unit: int) -> int:
         gradients = self._plan.units[unit].gradients
-        return gradients.bytes_of(self._profile.blocks[unit].parameters, self._profile.element_bytes)
+        return gradients.bytes_of(self._shards.updated(unit), self._profile.element_bytes)
 
     def _cpu_update(self, unit: int) -> None:
         plan, b = self._plan, self._builder
@@ -141,7 +182,7 @@ class Updates:
             unit, plan.update_bytes, plan.elementwise_bytes, beside_gpu=plan.updates_beside_gpu
         )
         self._bring_states(unit)
-        update = b.task(Kind.CPU_UPDATE, unit, CPU, seconds, unit)
+        update = b.task(Kind.CPU_UPDATE, unit, CPU, seconds * self._shards.share(unit), unit)
         b.read(update, Value.GRADIENTS, unit, HOST_MEMORY)
         b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
         if plan.units[unit].reads_states:
@@ -153,12 +194,13 @@ class Updates:
     def _takes_gradients(self, task: TaskId) -> None:
         """``task`` is the last to read the unit's gradients on the GPU, which may lie where its parameters do."""
         b, unit = self._builder, self._plan.units[task.unit]
-        b.read(task, Value.GRADIENTS, task.unit)
+        value = Value.GRADIENT_SHARD if self._shards.stage(task.unit) >= 2 else Value.GRADIENTS
+        b.read(task, value, task.unit)
         if self._plan.in_slot(task.unit) or unit.gradients_replace_parameters:
             b.read(task, Value.PARAMETERS, task.unit)
         if not unit.gradients_replace_parameters:
             made_by = task.micro_batch if unit.accumulates_on_host else 0
-            b.free(task, on_gpu(Value.GRADIENTS, task.unit, made_by))
+            b.free(task, on_gpu(value, task.unit, made_by))
 
 
 def _states_on_host(unit: int) -> BufferId:

@@ -132,6 +132,8 @@ class UnitPlan:
         accumulate_on: where the gradients of several micro-batches are added up; None: where they are used. On the host each
             micro-batch's are copied there; on the GPU they stay until the last has been added.
         gradients_on_nvme: gradients for an update on the CPU wait on NVMe, from where they come with the states.
+        zero_stage: what several GPUs share instead of each having all of it (ZeRO): with 1 the optimizer states, with 2 also the
+            gradients, with 3 also the parameters.
     """
 
     activations: Activations = Activations.KEEP
@@ -144,6 +146,7 @@ class UnitPlan:
     states: Rest = Rest()
     accumulate_on: Processor | None = None
     gradients_on_nvme: bool = False
+    zero_stage: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -159,7 +162,8 @@ class UnitPlan:
             )
         if self.kept.home == NVME_MEMORY:
             raise InputError("what forward keeps cannot rest on nvme: choose the host")
-
+        if not 0 <= self.zero_stage <= 3:
+            raise InputError(f"zero_stage is {self.zero_stage}: give 0 to 3")
         if self.update_on is Processor.GPU and self.accumulate_on is Processor.CPU:
             raise InputError("what the GPU updates with is accumulated there: leave accumulate_on out, or update on the CPU")
 

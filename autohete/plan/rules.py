@@ -15,7 +15,15 @@ from autohete.errors import InputError, check_fields
 from autohete.schedule import Kind, TaskId
 
 #: Tasks whose end completes an optimizer step.
-_ENDS = (Kind.CPU_UPDATE, Kind.REFRESH, Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.WRITE_BACK_STATES, Kind.WRITE_STATES)
+_ENDS = (
+    Kind.CPU_UPDATE,
+    Kind.REFRESH,
+    Kind.GPU_UPDATE,
+    Kind.WRITE_BACK_BACKWARD,
+    Kind.WRITE_BACK_STATES,
+    Kind.WRITE_STATES,
+    Kind.GATHER_UPDATED,
+)
 
 
 class Tasks(Protocol):
@@ -219,7 +227,8 @@ class Barrier(Rule):
         """See :class:`Rule`."""
         ends = [task for kind in _ENDS for task in tasks.of(kind)]
         # A fetch that does not wait for a pass of its own iteration must not slip past the barrier.
-        early = [fetch for fetch in tasks.of(Kind.PREFETCH_FORWARD) if tasks.starts_early(fetch)]
+        fetches = [*tasks.of(Kind.PREFETCH_FORWARD), *tasks.of(Kind.GATHER_FORWARD)]
+        early = [fetch for fetch in fetches if tasks.starts_early(fetch)]
         for task in (tasks.passes[0], *early):
             for end in ends:
                 tasks.after(task, end, back=1)

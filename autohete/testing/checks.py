@@ -24,7 +24,7 @@ from autohete.memory import occupancy
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.policy import Judge, Policy
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Buffer, BufferId, Kind, Schedule, TaskId, Value
+from autohete.schedule import COLLECTIVE, GPU_MEMORY, HOST_MEMORY, Buffer, BufferId, Kind, Schedule, TaskId, Value
 from autohete.testing.list_scheduler import list_schedule
 from autohete.trace import Trace, check_trace
 from autohete.worst_case import worst_case
@@ -138,9 +138,17 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
             TaskId(Kind.PREFETCH_BACKWARD, block): leaves and not route.stays_after_forward,
         }
         (fetch_forward, stays_not), (fetch_backward, returns) = fetches.items()
-        faults += [f"{fetch} fetches what is there" for fetch, wanted in fetches.items() if fetch in paths.tasks and not wanted]
+        stage = _zero_stage(schedule, decisions)
+        gathers = {
+            TaskId(Kind.GATHER_FORWARD, block): stage == 3,
+            TaskId(Kind.GATHER_BACKWARD, block): stage == 3 and not route.stays_after_forward,
+            TaskId(Kind.GATHER_UPDATED, block): stage in (1, 2),
+        }
+        gather_forward, gather_backward, gather_updated = gathers
+        brought = {**fetches, **gathers}
+        faults += [f"{task} brings what is there" for task, wanted in brought.items() if task in paths.tasks and not wanted]
 
-        # From the update to the next forward, through the copy that carries the parameters where they change sides.
+        # From the update to the next forward, through what carries the parameters where they change sides or are in parts.
         chain = [(update, 0)]
         if on_cpu and not stays_not:
             chain.append((refresh, 0))
@@ -148,8 +156,12 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
             faults += chain_faults(paths, (refresh, 0), (update, 1))  # which overwrites what the refresh reads
         if not on_cpu and stays_not:
             chain.append((written_back, 0))
+        if gathers[gather_updated]:
+            chain.append((gather_updated, 0))
         if stays_not:
             chain.append((fetch_forward, 1))
+        if stage == 3:
+            chain.append((gather_forward, 1))
         faults += chain_faults(paths, *chain, (forward, 1))
         if block == 0 and profile.workload.tied_embeddings:
             faults += chain_faults(paths, *chain, (TaskId(Kind.FORWARD, last), 1))
@@ -158,6 +170,8 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         if returns:
             carried_by = (moved, 1) if route.moves else (written_back, 0)
             user = TaskId(Kind.RECOMPUTE if decisions.activations is Activations.RECOMPUTE else Kind.BACKWARD, block)
+            if stage == 3:
+                faults += chain_faults(paths, (fetch_backward, 0), (gather_backward, 0), (user, 0))
             faults += chain_faults(paths, (update, 0) if on_cpu else carried_by, (fetch_backward, 1), (user, 1))
         # What was on the GPU before the update does not overwrite it on the host, nor is it overwritten while it is read.
         if route.moves:
@@ -184,9 +198,15 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
     for block, decisions in enumerate(plan.units):
         backwards = [TaskId(Kind.BACKWARD, block, m) for m in range(micro_batches)]
         backward = backwards[-1]
+        stage, reduced = _zero_stage(schedule, decisions), {}
+        if _several_gpus(schedule):
+            each = decisions.accumulates_on_host or stage >= 2
+            reduced = {task: replace(task, kind=Kind.REDUCE_GRADIENTS) for task in (backwards if each else backwards[-1:])}
+            faults += [fault for task, reduce in reduced.items() for fault in chain_faults(paths, (task, 0), (reduce, 0))]
         if decisions.update_on is Processor.GPU:
             update = TaskId(Kind.GPU_UPDATE, block)
             faults += chain_faults(paths, (backward, 0), (update, 0))
+            faults += [fault for reduce in reduced.values() for fault in chain_faults(paths, (reduce, 0), (update, 0))]
             faults += _state_faults(paths, decisions, update)
             continue
         update = TaskId(Kind.CPU_UPDATE, block)
@@ -198,6 +218,9 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
             )
         first, *others = backwards if decisions.accumulates_on_host else backwards[-1:]
         copy, *added = (replace(task, kind=Kind.OFFLOAD_GRADIENTS) for task in (first, *others))
+        for task, reduce in reduced.items():
+            taken_by = replace(task, kind=Kind.OFFLOAD_GRADIENTS) if decisions.accumulates_on_host else copy
+            faults += chain_faults(paths, (reduce, 0), (taken_by, 0))
         faults += chain_faults(paths, (first, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
         for found, arrived in zip(others, added, strict=True):
             addition = replace(found, kind=Kind.ACCUMULATE)
@@ -236,6 +259,15 @@ def activation_faults(plan: Plan, schedule: Schedule) -> list[str]:
                 way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, user)
                 faults += chain_faults(paths, *((TaskId(kind, block, m), 0) for kind in way))
     return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults]
+
+
+def _several_gpus(schedule: Schedule) -> bool:
+    return any(lane.name == COLLECTIVE for lane in schedule.lanes)
+
+
+def _zero_stage(schedule: Schedule, decisions: UnitPlan) -> int:
+    """What GPUs share of a unit, if there are several."""
+    return decisions.zero_stage if _several_gpus(schedule) else 0
 
 
 def _micro_batches(schedule: Schedule) -> int:
@@ -297,7 +329,10 @@ _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
     (Value.LOGITS, None): (Kind.LOSS,),
     (Value.LOGITS_GRADIENT, None): (Kind.BACKWARD,),
     (Value.INPUT_GRADIENT, None): (Kind.BACKWARD,),
-    (Value.GRADIENTS, None): (Kind.BACKWARD, Kind.GPU_UPDATE, Kind.OFFLOAD_GRADIENTS),
+    (Value.GRADIENTS, None): (Kind.BACKWARD, Kind.REDUCE_GRADIENTS, Kind.GPU_UPDATE, Kind.OFFLOAD_GRADIENTS),
+    (Value.GRADIENT_SHARD, None): (Kind.REDUCE_GRADIENTS, Kind.GPU_UPDATE, Kind.OFFLOAD_GRADIENTS),
+    (Value.PARAMETER_SHARD, Kind.FORWARD): (Kind.GATHER_FORWARD,),
+    (Value.PARAMETER_SHARD, Kind.BACKWARD): (Kind.GATHER_BACKWARD,),
     (Value.PARAMETERS, Kind.FORWARD): (Kind.FORWARD, Kind.WRITE_BACK_FORWARD),
     (Value.PARAMETERS, Kind.BACKWARD): _PARAMETERS_IN_BACKWARD,
     (Value.PARAMETERS, None): (Kind.FORWARD, Kind.WRITE_BACK_FORWARD, *_PARAMETERS_IN_BACKWARD),
@@ -327,6 +362,10 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
     elif value is Value.GRADIENTS and end.kind is Kind.BACKWARD:
         # They are added to those of other micro-batches, or replace the parameters, in whose memory they live on.
         kinds = (Kind.BACKWARD,) if buffer.micro_batch else ()
+    elif value is Value.GRADIENTS and end.kind is Kind.REDUCE_GRADIENTS:
+        kinds = (Kind.BACKWARD, end.kind)  # the update takes the shard
+    elif value is Value.PARAMETERS and begin.kind in (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD):
+        kinds = tuple(kind for kind in kinds if kind not in _AFTER_BACKWARD)  # the update changes the shard
     last = max(task.micro_batch for task in tasks)
     for kind in kinds:
         micro_batch, later = buffer.micro_batch, 0

@@ -1,0 +1,121 @@
+"""From one GPU's schedule to that of all.
+
+A schedule for several GPUs is what one of them sees while the others do the same at the same time: an equal part of the host is
+its own, and what they do together is on a lane of its own. :func:`every_rank` writes all of them out, for those who want to know
+what happens when they do not do the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autohete.errors import InputError
+from autohete.hardware import Hardware
+from autohete.lowering.footprint import LINK
+from autohete.schedule import (
+    COLLECTIVE,
+    GPU_MEMORY,
+    Buffer,
+    BufferId,
+    Edge,
+    Free,
+    Lane,
+    Memory,
+    Schedule,
+    SharedResource,
+    Task,
+    TaskId,
+)
+
+
+def every_rank(schedule: Schedule, hardware: Hardware) -> Schedule:
+    """All GPUs' tasks: those of the GPU ``r`` have this rank, its lanes and memory are called ``gpu.r``, ``h2d.r`` and so on.
+
+    What the GPUs do together is one task, of rank 0: it begins when all are ready, and all wait for its end. GPUs of one node
+    share its DRAM bandwidth and host memory, of which one has no less when the others are idle.
+
+    Args:
+        schedule: what :func:`autohete.lowering.lower` made for ``hardware``.
+        hardware: says how many GPUs train together, and how many of them share a host.
+
+    Raises:
+        InputError: there is only one GPU.
+    """
+    if hardware.gpus == 1:
+        raise InputError(f"{hardware.name} trains with one GPU: share it by several with Hardware.shared_by first")
+    made = _Ranks(schedule, hardware.gpus, hardware.gpus_of_node)
+    ranks = range(hardware.gpus)
+    return Schedule(
+        lanes=(
+            *(
+                Lane(_numbered(lane.name, r), lane.discipline)
+                for r in ranks
+                for lane in schedule.lanes
+                if lane.name != COLLECTIVE
+            ),
+            Lane(COLLECTIVE),
+        ),
+        tasks=tuple(made.task(task, r) for task in schedule.tasks for r in ranks if r == 0 or task.lane != COLLECTIVE),
+        memories=tuple(made.memories()),
+        resident=tuple(made.buffer(buffer, r) for r in ranks for buffer in schedule.resident),
+        flows=tuple(replace(flow, lane=_numbered(flow.lane, r)) for r in ranks for flow in schedule.flows),
+        resources=tuple(made.resources()),
+    )
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}.{number}" if number else name
+
+
+class _Ranks:
+    def __init__(self, schedule: Schedule, gpus: int, gpus_of_node: int) -> None:
+        self._schedule, self._gpus, self._of_node = schedule, gpus, gpus_of_node
+        self._together = {task.id for task in schedule.tasks if task.lane == COLLECTIVE}
+
+    def task(self, task: Task, rank: int) -> Task:
+        """Of one GPU; or of all, when they do it together."""
+        together = task.lane == COLLECTIVE
+        ranks = range(self._gpus) if together else [rank]
+        edges = [Edge(found, edge.back) for edge in task.after for found in self._tasks(edge.task, ranks)]
+        return replace(
+            task,
+            id=replace(task.id, rank=rank),
+            lane=task.lane if together else _numbered(task.lane, rank),
+            after=tuple(edges),
+            allocates=tuple(self.buffer(buffer, r) for r in ranks for buffer in task.allocates),
+            frees=tuple(Free(self._buffer_id(free.id, r), free.back) for r in ranks for free in task.frees),
+        )
+
+    def _tasks(self, task: TaskId, ranks: range | list[int]) -> list[TaskId]:
+        return [task] if task in self._together else [replace(task, rank=r) for r in ranks]
+
+    def buffer(self, buffer: Buffer, rank: int) -> Buffer:
+        return replace(buffer, id=self._buffer_id(buffer.id, rank))
+
+    def _buffer_id(self, buffer: BufferId, rank: int) -> BufferId:
+        number = rank if buffer.memory == GPU_MEMORY else rank // self._of_node
+        return replace(buffer, memory=_numbered(buffer.memory, number), rank=rank)
+
+    def memories(self) -> list[Memory]:
+        """Each GPU's, and those of each node."""
+        found = []
+        for memory in self._schedule.memories:
+            own = memory.name == GPU_MEMORY
+            size = memory.capacity_bytes * (1 if own else self._of_node)
+            count = self._gpus if own else self._gpus // self._of_node
+            found += [Memory(_numbered(memory.name, number), size) for number in range(count)]
+        return found
+
+    def resources(self) -> list[SharedResource]:
+        """Each GPU's link, and what each node's GPUs share."""
+        found = []
+        for resource in self._schedule.resources:
+            shared = 1 if resource.name == LINK else self._of_node
+            for number in range(self._gpus // shared):
+                lanes = [_numbered(lane, number * shared + r) for r in range(shared) for lane in resource.lanes]
+                found.append(
+                    replace(
+                        resource, name=_numbered(resource.name, number), capacity=resource.capacity * shared, lanes=tuple(lanes)
+                    )
+                )
+        return found

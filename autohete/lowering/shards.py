@@ -1,0 +1,74 @@
+"""What each of several GPUs has of a unit when they share it (ZeRO, arXiv 1910.02054): one of as many parts as there are GPUs."""
+
+from __future__ import annotations
+
+from autohete.errors import InputError
+from autohete.plan import Plan, Processor
+from autohete.profile import Profile
+
+
+class Shards:
+    """How many elements each GPU has. With one GPU, all.
+
+    Args:
+        profile: says how many GPUs there are.
+        plan: says what they share.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self.gpus = profile.hardware.gpus
+        self._profile, self._plan = profile, plan
+
+    def stage(self, unit: int) -> int:
+        """The unit's ZeRO stage."""
+        return self._plan.units[unit].zero_stage if self.gpus > 1 else 0
+
+    def updated(self, unit: int) -> int:
+        """Parameters that each GPU, or its process, updates."""
+        return self._part(unit, 1)
+
+    def kept(self, unit: int) -> int:
+        """Parameters that each has between their uses."""
+        return self._part(unit, 3)
+
+    def share(self, unit: int) -> float:
+        """Of the work of an update."""
+        return self.updated(unit) / self._profile.blocks[unit].parameters
+
+    def comes_and_goes(self, unit: int) -> bool:
+        """Whether the whole parameters are on the GPU only for their uses."""
+        return self._plan.units[unit].parameters.leaves or self.stage(unit) == 3
+
+    def _part(self, unit: int, from_stage: int) -> int:
+        count = self._profile.blocks[unit].parameters
+        return -(-count // self.gpus) if self.stage(unit) >= from_stage else count
+
+    def check(self) -> None:
+        """Refuse what cannot be shared as planned.
+
+        Raises:
+            InputError: which unit, why, and what to do.
+        """
+        tied = self._profile.workload.tied_embeddings
+        for unit, plan in enumerate(self._plan.units):
+            stage, route = self.stage(unit), plan.parameters
+            if stage == 3 and unit == 0 and tied:
+                raise InputError(
+                    "the head shares the embedding's matrix, so each GPU needs all of it: give the first unit zero_stage 2, or "
+                    "untie the embeddings"
+                )
+            if stage in (1, 2) and route.leaves:
+                raise InputError(
+                    f"parameters of unit {unit} leave the GPU, and each GPU updates a part of them: share them, too, with "
+                    "zero_stage 3, or nothing with 0"
+                )
+            if stage == 3 and route.leaves and (plan.update_on is Processor.GPU or route.moves or route.stays_after_backward):
+                raise InputError(
+                    f"parameters of unit {unit} rest on the host in parts: update them on the CPU, and let them neither move "
+                    "nor stay on the GPU after backward"
+                )
+            if stage >= 2 and (plan.gradients_replace_parameters or self._plan.in_slot(unit)):
+                raise InputError(
+                    f"gradients of unit {unit} lie where its parameters do, but each GPU keeps a part of them: give them memory "
+                    "of their own, or zero_stage 1"
+                )
