@@ -8,7 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete.schedule import CPU, D2H, GPU, H2D, NVME_READ, NVME_WRITE, Graph
+from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, NVME_READ, NVME_WRITE, Graph
 from autohete.trace import Nanoseconds, Steady, Trace
 
 
@@ -19,10 +19,18 @@ class Cause(StrEnum):
     D2H = "D2H"
     OPTIMIZER = "optimizer"
     NVME = "NVMe"
+    COLLECTIVE = "other GPUs"
     NOTHING = "nothing"
 
 
-_CAUSE = {H2D: Cause.H2D, D2H: Cause.D2H, CPU: Cause.OPTIMIZER, NVME_READ: Cause.NVME, NVME_WRITE: Cause.NVME}
+_CAUSE = {
+    H2D: Cause.H2D,
+    D2H: Cause.D2H,
+    CPU: Cause.OPTIMIZER,
+    NVME_READ: Cause.NVME,
+    NVME_WRITE: Cause.NVME,
+    COLLECTIVE: Cause.COLLECTIVE,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,9 @@ class Cpu:
         elementwise_bandwidth: DRAM traffic of PyTorch's elementwise kernels (unscaling, casts); None: as of Adam.
         concurrent_share: share of these rates that updates reach block by block while the GPU trains.
         launch_seconds: time that the host needs to launch one kernel; no pass is faster than the launch of its kernels.
-        ranks_update_bandwidth: what the Adam kernels of one process per GPU, each bound to its cores, reach together; None:
-            what one process over all cores reaches.
+        ranks_update_bandwidth: DRAM traffic that the updates of one process per GPU, each bound to its cores, reach together,
+            elementwise kernels included; None: what one process over all cores reaches. ``Host.usable_share``, which a single
+            process shows, does not limit it.
     """
 
     cores: int
@@ -188,7 +189,9 @@ class Hardware:
                 "interconnect.network_bandwidth"
             )
         cpu, host, nvme = self.cpu, self.host, self.nvme
-        together = cpu.update_bandwidth if cpu.ranks_update_bandwidth is None else cpu.ranks_update_bandwidth
+        together, elementwise = cpu.ranks_update_bandwidth, None
+        if together is None:
+            together, elementwise = cpu.update_bandwidth, cpu.elementwise_bandwidth
         return replace(
             self,
             host=replace(host, memory_bytes=host.memory_bytes // here, memory_bandwidth=host.memory_bandwidth / here),
@@ -196,7 +199,7 @@ class Hardware:
                 cpu,
                 cores=max(cpu.cores // here, 1),
                 update_bandwidth=together / here,
-                elementwise_bandwidth=None if cpu.elementwise_bandwidth is None else cpu.elementwise_bandwidth / here,
+                elementwise_bandwidth=None if elementwise is None else elementwise / here,
             ),
             nvme=nvme
             and replace(
@@ -348,9 +351,6 @@ class HardwareFile(_Table):
         elementwise = _value(cpu.elementwise_bandwidth)
         if elementwise is not None:
             elementwise = _within_dram("elementwise_bandwidth", elementwise, dram, notes)
-        together = _value(cpu.ranks_update_bandwidth)
-        if together is not None:
-            together = _within_dram("ranks_update_bandwidth", together, dram, notes)
         return Hardware(
             name=self.name,
             gpu=Gpu(
@@ -374,7 +374,7 @@ class HardwareFile(_Table):
                 elementwise,
                 1.0 if cpu.concurrent_share is None else cpu.concurrent_share.value,
                 0.0 if cpu.launch is None else cpu.launch.value,
-                together,
+                _value(cpu.ranks_update_bandwidth),
             ),
             shared_cores=None if self.emulation is None else self.emulation.shared_cores.value,
             notes=tuple(notes),

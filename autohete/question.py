@@ -98,6 +98,8 @@ class Question:
         GPU memory, such as 16GiB; short for --set gpu.memory=16GiB.
     host_memory:
         Host memory, such as 64GiB.
+    gpus:
+        GPUs that train together, each with a batch of its own; needs hardware that says what joins them.
     """
 
     workload: str | None = None
@@ -107,6 +109,7 @@ class Question:
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = ()
     gpu_memory: str | None = None
     host_memory: str | None = None
+    gpus: int = 1
 
     def answerable(self) -> Profile:
         """The profile in the file, or the analytic one of the workload on the hardware.
@@ -126,7 +129,8 @@ class Question:
             if key in overrides:
                 raise InputError(f"{key} is set twice, to {overrides[key]!r} and {value!r}: say it once")
             overrides[key] = value
-        return analytic_profile(self.shape.workload(self.workload), load_hardware(self.hardware, overrides))
+        hardware = load_hardware(self.hardware, overrides).shared_by(self.gpus)
+        return analytic_profile(self.shape.workload(self.workload), hardware)
 
     def _measured(self, path: str) -> Profile:
         from autohete.profile_file import read_profile
@@ -137,6 +141,8 @@ class Question:
                 "a profile holds its workload and its hardware: leave out --workload, its shape, --hardware and --set, or "
                 "leave out --profile"
             )
+        if self.gpus != 1:
+            raise InputError("a profile was measured on one GPU: leave out --gpus, or leave out --profile")
         found = read_profile(path)
         gpu, host = found.hardware.gpu, found.hardware.host
         if self.gpu_memory is not None:

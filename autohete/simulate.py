@@ -53,13 +53,13 @@ class Simulation:
 
     @property
     def samples_per_second(self) -> float:
-        """Sequences per second on one GPU."""
-        return self.profile.workload.samples / self.iteration_seconds
+        """Sequences per second on all GPUs."""
+        return self.profile.workload.samples * self.profile.hardware.gpus / self.iteration_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second on one GPU."""
-        return self.profile.workload.samples * self.profile.workload.sequence_length / self.iteration_seconds
+        """Tokens per second on all GPUs."""
+        return self.samples_per_second * self.profile.workload.sequence_length
 
     @property
     def tflops_per_gpu(self) -> float:

@@ -24,6 +24,7 @@ class Summary:
 
     Args:
         workload, hardware, policy: names.
+        gpus: how many train together; the memory of the host is what one of them has of it.
         assumptions: every figure of the workload and flag of the policy, given or not.
         notes: hardware figures that were changed, and why.
         clock: whose seconds.
@@ -50,6 +51,7 @@ class Summary:
     workload: str
     hardware: str
     policy: str
+    gpus: int
     assumptions: dict[str, object]
     notes: tuple[str, ...]
     clock: Clock
@@ -118,6 +120,7 @@ def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
         workload=s.profile.workload.name,
         hardware=s.profile.hardware.name,
         policy=s.plan.policy,
+        gpus=s.profile.hardware.gpus,
         assumptions=assumptions(s.profile.workload, policy),
         notes=s.profile.hardware.notes,
         clock=s.trace.clock,
@@ -174,6 +177,7 @@ def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, err
         workload=workload.name,
         hardware=hardware.name,
         policy=policy.name,
+        gpus=hardware.gpus,
         assumptions=assumptions(workload, policy),
         notes=hardware.notes,
         clock=Clock.SIMULATED,

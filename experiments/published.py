@@ -64,7 +64,8 @@ class _Table(BaseModel):
 class Row(_Table):
     """One published run. ``measured``: phase -> seconds, or their range; ``fits`` -> whether it trains.
 
-    ``changes`` change the workload, ``set`` hardware figures; ``gpu_budget`` is what an allocator may give to tensors.
+    ``changes`` change the workload, ``set`` hardware figures; ``gpu_budget`` is what an allocator may give to tensors;
+    ``gpus`` train together, each with the batch.
     ``calibrates``: phase -> the figure of the hardware file that was derived from it.
     """
 
@@ -75,6 +76,7 @@ class Row(_Table):
     hardware: str | None = None
     set: dict[str, str] = {}
     gpu_budget: str | None = None
+    gpus: int = 1
     calibrates: dict[str, str] = {}
     remark: str = ""
 
@@ -94,7 +96,8 @@ class Source(_Table):
         """Simulate ``row``, with some hardware figures moved."""
         budget = {"gpu.memory": row.gpu_budget, "gpu.reserved_memory": "1B"} if row.gpu_budget else {}
         hardware = load_hardware(row.hardware or self.hardware, {**self.set, **row.set, **budget, **(moved or {})})
-        return simulate(_workload(row.name, self.workload | row.changes), hardware, parse_policy(row.policy))
+        workload = _workload(row.name, self.workload | row.changes)
+        return simulate(workload, hardware.shared_by(row.gpus), parse_policy(row.policy))
 
 
 def _workload(name: str, given: dict[str, Any]) -> Workload:

@@ -1,8 +1,8 @@
 """From one GPU's schedule to that of all.
 
-A schedule for several GPUs is what one of them sees while the others do the same at the same time: an equal part of the host is
-its own, and what they do together is on a lane of its own. :func:`every_rank` writes all of them out, for those who want to know
-what happens when they do not do the same.
+A schedule for several GPUs is what one of them sees while the others do the same at the same time: it has an equal part of the
+host, and a lane for what they do together. :func:`every_rank` writes all of them out, for those who want to know what happens
+when they do not do the same.
 """
 
 from __future__ import annotations
@@ -45,16 +45,9 @@ def every_rank(schedule: Schedule, hardware: Hardware) -> Schedule:
         raise InputError(f"{hardware.name} trains with one GPU: share it by several with Hardware.shared_by first")
     made = _Ranks(schedule, hardware.gpus, hardware.gpus_of_node)
     ranks = range(hardware.gpus)
+    own = [lane for lane in schedule.lanes if lane.name != COLLECTIVE]
     return Schedule(
-        lanes=(
-            *(
-                Lane(_numbered(lane.name, r), lane.discipline)
-                for r in ranks
-                for lane in schedule.lanes
-                if lane.name != COLLECTIVE
-            ),
-            Lane(COLLECTIVE),
-        ),
+        lanes=(*(replace(lane, name=_numbered(lane.name, r)) for r in ranks for lane in own), Lane(COLLECTIVE)),
         tasks=tuple(made.task(task, r) for task in schedule.tasks for r in ranks if r == 0 or task.lane != COLLECTIVE),
         memories=tuple(made.memories()),
         resident=tuple(made.buffer(buffer, r) for r in ranks for buffer in schedule.resident),

@@ -1,4 +1,4 @@
-"""What each of several GPUs has of a unit when they share it (ZeRO, arXiv 1910.02054): one of as many parts as there are GPUs."""
+"""What each of several GPUs has of a unit that they share (ZeRO, arXiv 1910.02054): one of as many parts as there are GPUs."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ class Shards:
                 )
             if stage >= 2 and (plan.gradients_replace_parameters or self._plan.in_slot(unit)):
                 raise InputError(
-                    f"gradients of unit {unit} lie where its parameters do, but each GPU keeps a part of them: give them memory "
-                    "of their own, or zero_stage 1"
+                    f"gradients of unit {unit} lie where its parameters do, but each GPU keeps a part of them: give them "
+                    "memory of their own, or zero_stage 1"
                 )

@@ -132,8 +132,8 @@ class UnitPlan:
         accumulate_on: where the gradients of several micro-batches are added up; None: where they are used. On the host each
             micro-batch's are copied there; on the GPU they stay until the last has been added.
         gradients_on_nvme: gradients for an update on the CPU wait on NVMe, from where they come with the states.
-        zero_stage: what several GPUs share instead of each having all of it (ZeRO): with 1 the optimizer states, with 2 also the
-            gradients, with 3 also the parameters.
+        zero_stage: what several GPUs share instead of each having all of it (ZeRO): from 1 on the optimizer states, from 2 on
+            the gradients, with 3 the parameters.
     """
 
     activations: Activations = Activations.KEEP

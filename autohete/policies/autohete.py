@@ -28,6 +28,7 @@ from autohete.planner.search import best_counts, least_memory
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
+from autohete.policies.sharing import check_one_gpu
 from autohete.policy import Judge, Judgement
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
@@ -62,6 +63,7 @@ class AutoHete:
         Raises:
             InfeasibleError: no plan fits; says which memory binds and the smallest budget that works.
         """
+        check_one_gpu("autohete", profile)
         program = self.program(profile)
 
         def judged(counts: Counts) -> Judgement:

@@ -31,6 +31,7 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest,
 from autohete.plan.rules import Barrier, BlockingCopies, ByPriority, GpuUpdatesAfterBackward, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.sharing import shared
 from autohete.policy import Judge
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
@@ -80,12 +81,14 @@ class DeepOptimizerStates:
         gpu = UnitPlan(states=Rest(HOST_MEMORY, ahead=0))
         units = [gpu if unit in on_gpu else cpu for unit in range(count)]
         units[1:-1] = [replace(unit, activations=activations) for unit in units[1:-1]]
-        largest = max((profile.blocks[unit].parameters for unit in on_gpu), default=0)
-        unused = 4 * sum(profile.blocks[unit].parameters for unit in on_gpu)  # gradients that stay on the GPU
-        staged = 2 * max(block.parameters for block in profile.blocks) * (min(stride, count) - 1) if mixed else 0
+        gpus = profile.hardware.gpus  # each has a part of every sub-group
+        parts = [-(-block.parameters // gpus) for block in profile.blocks]
+        largest = max((parts[unit] for unit in on_gpu), default=0)
+        unused = 4 * sum(parts[unit] for unit in on_gpu)  # gradients that stay on the GPU
+        staged = 2 * max(parts) * (min(stride, count) - 1) if mixed else 0
         return Plan(
             policy="deep_optimizer_states",
-            units=tuple(units),
+            units=shared(units, 3, profile),
             rules=(
                 *([] if self.async_gradients else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
                 UpdatesAfterBackward(),
@@ -108,11 +111,11 @@ class DeepOptimizerStates:
 
 def _balanced(profile: Profile, elementwise_bytes: int) -> int:
     """The stride at which the CPU updates the others while the states of one transformer block come, are updated and leave."""
-    block = 1
+    block, gpus = 1, profile.hardware.gpus
     times = profile.blocks[block]
-    states = times.parameters * profile.optimizer_bytes
-    away = profile.h2d_seconds(states) + times.gpu_update_seconds + profile.d2h_seconds(states)
-    on_cpu = profile.cpu_update_seconds(block, traffic.ADAM_KERNEL, elementwise_bytes)
+    states = -(-times.parameters // gpus) * profile.optimizer_bytes
+    away = profile.h2d_seconds(states) + times.gpu_update_seconds / gpus + profile.d2h_seconds(states)
+    on_cpu = profile.cpu_update_seconds(block, traffic.ADAM_KERNEL, elementwise_bytes) / gpus
     count = len(profile.blocks)
     return 1 + (count if away >= count * on_cpu else max(1, math.ceil(away / on_cpu)))
 

@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2, ``fully_shard`` with ``CPUOffloadPolicy``, on one GPU.
+"""PyTorch's FSDP2, ``fully_shard`` with ``CPUOffloadPolicy``.
 
 Read in ``torch/distributed/fsdp/_fully_shard/`` of torch 2.13.0:
 
@@ -31,6 +31,7 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route
 from autohete.plan.rules import Barrier, BlockingCopies, GradientSlots, RefreshAfterUpdates, Rule, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.sharing import shared
 from autohete.policy import Judge
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
@@ -79,7 +80,7 @@ class Fsdp2Offload:
             outer = block in (0, last)
             if outer and tied:
                 return UnitPlan(update_on=Processor.CPU, gradients=fp32, refresh=fp32)
-            in_forward, in_backward = self._ahead(activations if block + 1 < last else Activations.KEEP)
+            in_forward, in_backward = self._ahead(profile, activations if block + 1 < last else Activations.KEEP)
             return UnitPlan(
                 Activations.KEEP if outer else activations,
                 Route(
@@ -95,7 +96,7 @@ class Fsdp2Offload:
 
         return Plan(
             policy="fsdp2_offload",
-            units=tuple(unit(block) for block in range(last + 1)),
+            units=shared(map(unit, range(last + 1)), 3, profile),
             rules=(
                 *self._waits_for_gradients(last),
                 UpdatesAfterBackward(),
@@ -112,9 +113,13 @@ class Fsdp2Offload:
             ),
         )
 
-    def _ahead(self, activations_above: Activations) -> tuple[int, int]:
+    def _copies_when_needed(self, profile: Profile) -> bool:
+        """Whether parameters are copied on the compute stream."""
+        return self.torch is Torch.V2026 and profile.hardware.gpus == 1
+
+    def _ahead(self, profile: Profile, activations_above: Activations) -> tuple[int, int]:
         """How many passes before its own a unit's parameters may come, in forward and in backward."""
-        if self.torch is Torch.V2026:
+        if self._copies_when_needed(profile):
             return 0, 0
         if not self.pin_memory:  # the thread that launches is held up: before backward of the unit above, but after its forward
             return 1, 0
@@ -133,7 +138,7 @@ class Fsdp2Offload:
         unit = max(block.parameters for block in profile.blocks)
         tensor = min(unit, workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size))
         # Up: fp32 and its cast, of a tensor; or of a unit, and gathered.
-        fetched = tensor * (element + master) if self.torch is Torch.V2026 else unit * (2 * element + master)
+        fetched = tensor * (element + master) if self._copies_when_needed(profile) else unit * (2 * element + master)
         return fetched + unit * (element + master)  # down: what is reduced, and in fp32
 
 

@@ -30,6 +30,7 @@ from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
+from autohete.policies.sharing import check_one_gpu
 from autohete.policy import Judge
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
@@ -59,6 +60,7 @@ class L2L:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.policy.Policy`."""
+        check_one_gpu("l2l", profile)
         return self._paper(profile) if self.paper else _artifact(profile)
 
     def _paper(self, profile: Profile) -> Plan:

@@ -23,6 +23,7 @@ from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.sharing import check_one_gpu
 from autohete.policy import Judge
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
@@ -60,6 +61,7 @@ class PatrickStar:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.policy.Policy`."""
+        check_one_gpu("patrickstar", profile)
         return with_checkpointing(self.checkpointing, lambda activations: self._place(profile, activations, judge), judge)
 
     def _place(self, profile: Profile, activations: Activations, judge: Judge) -> Plan:

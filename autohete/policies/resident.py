@@ -1,13 +1,18 @@
-"""No offloading: ordinary training with everything on the GPU. The yardstick, and what runs out of memory first."""
+"""No offloading: ordinary training with everything on the GPU. The yardstick, and what runs out of memory first.
+
+Several GPUs train data-parallel: with stage 0 as PyTorch's DistributedDataParallel, with stage 3 as FSDP2, each unit gathered
+while the one before it is computed, and released after each use. Reductions run beside backward.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autohete.errors import check_fields
+from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Plan, UnitPlan
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.sharing import shared
 from autohete.policy import Judge
 from autohete.profile import Profile
 
@@ -18,12 +23,16 @@ class Resident:
 
     Args:
         checkpointing: full, none, or the better of both.
+        zero_stage: what several GPUs share: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
+    zero_stage: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not 0 <= self.zero_stage <= 3:
+            raise InputError(f"resident:zero_stage={self.zero_stage} must be 0, 1, 2 or 3")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.policy.Policy`."""
@@ -31,7 +40,7 @@ class Resident:
         def plan_for(activations: Activations) -> Plan:
             inner = UnitPlan(activations)
             units = (UnitPlan(), *[inner] * (len(profile.blocks) - 2), UnitPlan())
-            return Plan(policy="resident", units=units, rules=(GpuUpdatesAfterBackward(),))
+            return Plan(policy="resident", units=shared(units, self.zero_stage, profile), rules=(GpuUpdatesAfterBackward(),))
 
         return with_checkpointing(self.checkpointing, plan_for, judge)
 

@@ -13,6 +13,7 @@ Adam runs on the GPU. What it needs lies in pinned host memory and comes by bloc
 - ``--offload-residual``: the input of each block goes to the host behind forward, and comes back while backward is at the
   block above (``src/models/llama_run_state.cpp``, ``put_res_ffn`` and ``fetch_res_ffn``). What else backward needs is
   recomputed with ``--recompute-block``.
+- Several GPUs share the optimizer states.
 
 Not modelled: moments and masters in 16 bit, with which its benchmarks run (states have the size of the profile's); that an
 update of the states of embedding and head reads them in place, over the link; that blocks are updated upwards, for here they
@@ -28,6 +29,7 @@ from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Plan, Rest, Route, UnitPlan
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.sharing import check_one_gpu, shared
 from autohete.policy import Judge
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
@@ -65,6 +67,8 @@ class StreamedStates:
         return with_checkpointing(checkpointing, lambda activations: self._plan(profile, activations), judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
+        if self.weights:
+            check_one_gpu("streamed_states:weights", profile)
         last = len(profile.blocks) - 1
         passes = 2 if activations is Activations.RECOMPUTE else 1  # that backward makes of a block
         # Gradients stay until the step, and weights do not: with both in one place the GPU holds as much as it does there. In
@@ -91,7 +95,7 @@ class StreamedStates:
         ]
         return Plan(
             policy="streamed_states",
-            units=tuple(units),
+            units=shared(units, 1, profile),
             rules=(GpuUpdatesAfterBackward(),),
             footprint=Footprint(host_parameter_bytes=profile.element_bytes),
         )

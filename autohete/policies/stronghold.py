@@ -25,6 +25,7 @@ from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, 
 from autohete.plan.rules import Barrier, Window
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.sharing import check_one_gpu
 from autohete.policy import Judge, Verdict, better
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
@@ -59,6 +60,7 @@ class StrongHold:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.policy.Policy`."""
+        check_one_gpu("stronghold", profile)
 
         def plan_for(activations: Activations) -> Plan:
             return better([self._windowed(profile, activations, processor, judge) for processor in processors], judge)

@@ -6,7 +6,7 @@ Read in DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and 
 - The *last* sub-groups go to the CPU (line 1055), though the blog says the first. They are of ``sub_group_size`` elements, a
   billion by default; here a unit is a sub-group, and the split is the one nearest to the ratio.
 - Parameters stay on the GPU: with one GPU a gathered parameter is its own partition (``partition_parameters.py``,
-  ``NoGatherHandle``).
+  ``NoGatherHandle``). Several GPUs gather them for each use.
 - A gradient is copied to the host twice, as it is and in fp32 (lines 1905 and 1407), on a stream of its own beside backward.
   Not modelled: in between it is copied back, gradients that the GPU takes go to the host and back, too, and copies begin only
   when the bucket is full. ``pin_memory`` off is the default up to 0.19.4 (pull 8207): copies hold up backward.
@@ -27,6 +27,7 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, UnitP
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, Rule, SerialUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.sharing import shared
 from autohete.policy import Judge, Verdict
 from autohete.profile import Profile
 from autohete.schedule import Kind
@@ -74,7 +75,7 @@ class TwinFlow:
     def _plan(self, profile: Profile, activations: Activations, on_gpu: int) -> Plan:
         """The GPU updates the first ``on_gpu`` units."""
         element, mixed = profile.element_bytes, traffic.is_mixed(profile)
-        parameters = [block.parameters for block in profile.blocks]
+        parameters = [-(-block.parameters // profile.hardware.gpus) for block in profile.blocks]  # that one GPU updates
         units = []
         for block in range(len(parameters)):
             inner = 0 < block < len(parameters) - 1
@@ -88,7 +89,7 @@ class TwinFlow:
         all_gradients = sum(parameters) * element  # of both sides, as they are
         return Plan(
             policy="twin_flow",
-            units=tuple(units),
+            units=shared(units, 3, profile),
             rules=self._rules(on_gpu, len(parameters) - on_gpu),
             update_bytes=traffic.ADAM_KERNEL,
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),

@@ -23,6 +23,7 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest,
 from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.sharing import shared
 from autohete.policy import Judge
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, NVME_MEMORY, Kind
@@ -63,7 +64,7 @@ class ZeroInfinity:
         mixed = traffic.is_mixed(profile)
         return Plan(
             policy="zero_infinity",
-            units=(outer, *[inner] * (len(profile.blocks) - 2), outer),
+            units=shared((outer, *[inner] * (len(profile.blocks) - 2), outer), 3, profile),
             rules=(BlockingCopies(Kind.WRITE_GRADIENTS), UpdatesAfterBackward(), Barrier()),
             update_bytes=traffic.ADAM_KERNEL,
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),

@@ -16,6 +16,8 @@
   buffer.
 - The gradient buffer is pinned up to 0.10.0, then only if ``pin_memory`` is set (pull 4131), from 0.19.5 on by default again
   (pull 8207).
+- Several GPUs reduce gradients in backward, each copies its part to the host and updates that, and after the step each sends
+  the parameters of its part to all (``all_gather_dp_groups``).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, UnitP
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterBackward, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.sharing import shared
 from autohete.policy import Judge
 from autohete.profile import Profile
 from autohete.schedule import Kind
@@ -134,7 +137,7 @@ class ZeroOffload:
         outer = UnitPlan(update_on=Processor.CPU, gradients=gradients, refresh=refresh)
         return Plan(
             policy="zero_offload",
-            units=(outer, *[replace(outer, activations=activations)] * (len(profile.blocks) - 2), outer),
+            units=shared((outer, *[replace(outer, activations=activations)] * (len(profile.blocks) - 2), outer), 2, profile),
             rules=(
                 *([] if overlap else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
                 UpdatesAfterBackward(),
