@@ -408,7 +408,7 @@ def lanes_csv(results: list[Result]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     lanes = [difference.lane for difference in results[0].comparison.lanes]
-    causes = [cause for cause in Cause if cause is not Cause.NVME]  # no policy here uses drives
+    causes = [cause for cause in Cause if cause not in (Cause.NVME, Cause.COLLECTIVE)]  # one GPU, no drives
     quantities = [*(f"busy_{lane}" for lane in lanes), *(f"idle_{cause.name.lower()}" for cause in causes)]
     columns = [f"{quantity}_{which}_seconds" for quantity in quantities for which in ("predicted", "measured")]
     writer.writerow(["setting", "policy", "clock", *columns, "neighbours", "swapped", "late_seconds", "attempts"])

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import pytest
 
-from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, Nvme
+from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import BlockProfile, LossProfile, Profile
 from autohete.sharing import FULL_RATE, Sharing
@@ -42,8 +42,11 @@ ITERATIONS = 3
 PLENTY = 10**12
 
 
-def profile_with(gpu_bytes: int, micro_batches: int) -> Profile:
-    """The model above on a node with ``gpu_bytes`` for tensors; nothing there slows anything else down."""
+def profile_with(gpu_bytes: int, micro_batches: int, gpus: int = 1) -> Profile:
+    """The model above on a node with ``gpu_bytes`` for tensors; nothing there slows anything else down.
+
+    Of several GPUs each passes on 4 bytes/ns, and has an equal part of the processor.
+    """
     workload = Workload(
         "paper", hidden_size=1, transformer_blocks=3, heads=1, vocabulary_size=1, sequence_length=1, batch_size=1,
         precision=Precision.FP32, tied_embeddings=False, micro_batches=micro_batches,
@@ -57,7 +60,8 @@ def profile_with(gpu_bytes: int, micro_batches: int) -> Profile:
         host=Host(PLENTY, 1e12, 1.0),
         cpu=Cpu(1, 4e9),
         nvme=Nvme(PLENTY, 4e9, 4e9, 0.0),
-    )
+        interconnect=Interconnect(2, 4e9, 0.0),
+    ).shared_by(gpus)
 
     def block(role: BlockRole, parameters: int, forward_ns: int, backward_ns: int, update_ns: int) -> BlockProfile:
         return BlockProfile(
@@ -75,13 +79,14 @@ class Case:
     """A golden file: what is asked, the period worked out on paper, and all that was written below that.
 
     The head of the file is written by hand, in comments: ``policy``, ``gpu bytes`` (few, where that makes it offload),
-    ``period ns`` as a sum, and where the sum comes from; ``micro-batches`` where there are several.
+    ``period ns`` as a sum, and where the sum comes from; ``micro-batches`` and ``gpus`` where there are several.
     """
 
     name: str
     policy: str
     gpu_bytes: int
     micro_batches: int
+    gpus: int
     period_ns: int
     head: str
     told: str
@@ -94,8 +99,8 @@ def case(path: Path) -> Case:
     given = {key: value for key, _, value in (line[2:].partition(": ") for line in head.splitlines())}
     period = given["period ns"]
     assert re.fullmatch(r"[\d +*()-]+", period), f"{path.name}: a period is a sum of whole numbers"
-    micro_batches = int(given.get("micro-batches", 1))
-    return Case(path.stem, given["policy"], int(given["gpu bytes"]), micro_batches, eval(period), head, text[len(head) :])
+    micro_batches, gpus = (int(given.get(key, 1)) for key in ("micro-batches", "gpus"))
+    return Case(path.stem, given["policy"], int(given["gpu bytes"]), micro_batches, gpus, eval(period), head, text[len(head) :])
 
 
 CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
@@ -103,7 +108,7 @@ CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
 
 def simulated(name: str) -> Simulation:
     asked = CASES[name]
-    profile = profile_with(asked.gpu_bytes, asked.micro_batches)
+    profile = profile_with(asked.gpu_bytes, asked.micro_batches, asked.gpus)
     return simulate_plan(profile, parse_policy(asked.policy).plan(profile, judge_for(profile)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autohete.errors import InputError
 from autohete.lowering.waits import Turn, Waits
@@ -222,12 +222,22 @@ class Builder:
         Args:
             source: a pass that must have ended in any case: what forward still reads is not fetched a second time.
         """
-        place = self.place[user] - 1 - min(distance, len(self.passes) - 1)
-        if source is not None:
-            place = max(place, self.place[source])
+        place = self._beside(user, distance, source)
         self.after(fetch, self.passes[place % len(self.passes)], back=int(place < 0))
         if distance == 0:
             self._synchronous.setdefault(user, []).append(fetch)
+
+    def _beside(self, user: TaskId, distance: int, source: TaskId | None) -> int:
+        """The place of the pass that must have ended."""
+        place = self.place[user] - 1 - min(distance, len(self.passes) - 1)
+        return place if source is None else max(place, self.place[source])
+
+    def issue_beside(self, task: TaskId, user: TaskId, distance: int, source: TaskId | None = None) -> None:
+        """Issue ``task`` when :meth:`beside` would let it start, before what follows the passes from there on."""
+        draft = self.drafts[self._index[task]]
+        place = self._beside(user, distance, source)
+        if place >= 0:
+            draft.turn = replace(draft.turn, follows=min(place, draft.turn.follows))
 
     def hold_up(self, blocker: TaskId) -> None:
         """The next pass after the one that ``blocker`` follows, and what it fetches synchronously, waits for ``blocker``."""

@@ -68,13 +68,12 @@ class Parameters:
         self._builder.after(fetch, self._last_end.get(unit))  # not a second copy of them
         self._here[unit] = Stay(fetch, user)
 
-    def _beside(self, task: TaskId, user: TaskId) -> None:
-        """As early as the route says."""
+    def _ahead(self, user: TaskId) -> tuple[int, TaskId | None]:
+        """How early they may come, and after which pass at the earliest."""
         route = self._plan.units[user.unit].parameters
         if user.kind is Kind.FORWARD:
-            self._builder.beside(task, user, route.ahead_in_forward)
-        else:
-            self._builder.beside(task, user, route.ahead_in_backward, TaskId(Kind.FORWARD, user.unit, user.micro_batch))
+            return route.ahead_in_forward, None
+        return route.ahead_in_backward, TaskId(Kind.FORWARD, user.unit, user.micro_batch)
 
     def _fetch(self, user: TaskId) -> TaskId:
         """From the host: all, or this GPU's part."""
@@ -92,7 +91,7 @@ class Parameters:
             b.make(fetch, self._part_of(fetch), count * element)
         else:
             b.make(fetch, self._buffer(fetch), count * element if self._plan.slots is None else 0)
-        self._beside(fetch, user)
+        b.beside(fetch, user, *self._ahead(user))
         return fetch
 
     def _gather(self, user: TaskId, fetch: TaskId | None) -> TaskId:
@@ -104,8 +103,9 @@ class Parameters:
         gather = b.task(kind, unit, COLLECTIVE, seconds, unit if for_forward else -1 - unit, user.micro_batch)
         b.read(gather, Value.PARAMETER_SHARD, unit)
         b.make(gather, self._buffer(gather), size if self._plan.slots is None else 0)
+        b.issue_beside(gather, user, *self._ahead(user))  # not behind reductions that it need not wait for
         if fetch is None:
-            self._beside(gather, user)
+            b.beside(gather, user, *self._ahead(user))
         else:
             b.free(gather, self._part_of(fetch))
         return gather

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autohete.errors import InputError
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY
 
 
 class Shards:
@@ -57,12 +58,13 @@ class Shards:
                     "the head shares the embedding's matrix, so each GPU needs all of it: give the first unit zero_stage 2, or "
                     "untie the embeddings"
                 )
-            if stage in (1, 2) and route.leaves:
+            if stage in (1, 2) and route.home == HOST_MEMORY:
                 raise InputError(
                     f"parameters of unit {unit} leave the GPU, and each GPU updates a part of them: share them, too, with "
                     "zero_stage 3, or nothing with 0"
                 )
-            if stage == 3 and route.leaves and (plan.update_on is Processor.GPU or route.moves or route.stays_after_backward):
+            on_host = route.home == HOST_MEMORY
+            if stage == 3 and on_host and (plan.update_on is Processor.GPU or route.moves or route.stays_after_backward):
                 raise InputError(
                     f"parameters of unit {unit} rest on the host in parts: update them on the CPU, and let them neither move "
                     "nor stay on the GPU after backward"

@@ -14,7 +14,20 @@ from matplotlib.patches import Patch
 from autohete.errors import InputError
 from autohete.memory import Occupancy
 from autohete.report.style import Look, look, luminance, style
-from autohete.schedule import CPU, D2H, GPU, GPU_MEMORY, H2D, HOST_MEMORY, KIND_MEANING, KIND_ORDER, NVME_READ, NVME_WRITE, Kind
+from autohete.schedule import (
+    COLLECTIVE,
+    CPU,
+    D2H,
+    GPU,
+    GPU_MEMORY,
+    H2D,
+    HOST_MEMORY,
+    KIND_MEANING,
+    KIND_ORDER,
+    NVME_READ,
+    NVME_WRITE,
+    Kind,
+)
 from autohete.trace import Clock, Nanoseconds, Trace
 from autohete.units import format_seconds
 
@@ -25,6 +38,7 @@ _LANE_NAMES = {
     CPU: "CPU",
     NVME_READ: "NVMe read",
     NVME_WRITE: "NVMe write",
+    COLLECTIVE: "all GPUs",
 }
 _MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host"}
 

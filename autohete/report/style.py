@@ -56,6 +56,10 @@ LOOKS: dict[Kind, Look] = {
     Kind.READ_STATES: Look(GREY, "++++++"),
     Kind.WRITE_STATES: Look(GREY, "------"),
     Kind.WRITE_GRADIENTS: Look(BLUE, "------"),
+    Kind.GATHER_FORWARD: Look(GREEN, "......"),
+    Kind.GATHER_BACKWARD: Look(GREEN, "++++++"),
+    Kind.REDUCE_GRADIENTS: Look(BLUE, "//////"),
+    Kind.GATHER_UPDATED: Look(ORANGE, "......"),
 }
 
 

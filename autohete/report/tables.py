@@ -206,7 +206,8 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     out = console()
     first = summaries[0]
     shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens"
-    title = f"{first.workload} ({shape}) on {first.hardware}, {first.clock}"
+    hardware = first.hardware if first.gpus == 1 else f"{first.gpus} GPUs of {first.hardware}"
+    title = f"{first.workload} ({shape}) on {hardware}, {first.clock}"
     columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", "GPU peak", "host peak", "plan"]
     give_way = ["tokens/s", "TFLOP/s", "host peak", "samples/s", "plan"]
     speeds = table(title, columns, left=2, give_way=give_way, elsewhere=IN_JSON)
@@ -224,6 +225,8 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
         )
     out.print(speeds)
     say(out, _assumed(workload), style="dim")
+    if first.gpus > 1:
+        say(out, "each GPU has this batch, an equal part of its host, and this plan; samples/s and tokens/s are those of all")
     for note in first.notes:
         say(out, f"note: {note}")
     running = [s for s in summaries if s.verdict is Verdict.OK]

@@ -19,7 +19,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from autohete.errors import InputError, RuleError
-from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, Nvme
+from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 from autohete.lowering import least_parameter_slots, lower
 from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import (
@@ -159,6 +159,27 @@ def profiles(max_micro_batches: int = 1) -> st.SearchStrategy[Profile]:
 
 
 @st.composite
+def profiles_of_several_gpus(draw: Draw, max_gpus: int = 4, max_micro_batches: int = 1) -> Profile:
+    """What one of up to so many GPUs sees, on one node or two."""
+    profile = draw(profiles(max_micro_batches=max_micro_batches))
+    of_node = draw(st.integers(1, max_gpus))
+    nodes = draw(st.integers(2 if of_node == 1 else 1, max(2, max_gpus // of_node)))
+    join = Interconnect(of_node, draw(_decades(6, 12)), draw(_decades(-9, -4)), draw(_decades(6, 12)), draw(_decades(-9, -4)))
+    node = replace(profile.hardware, interconnect=join)
+    return replace(profile, hardware=node.shared_by(of_node * nodes))
+
+
+@st.composite
+def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
+    """A stage that the other decisions allow."""
+    route = unit.parameters
+    if route.home == HOST_MEMORY:
+        whole = unit.update_on is Processor.GPU or route.moves or route.stays_after_backward or tied
+        return draw(st.sampled_from([0] if whole or unit.gradients_replace_parameters else [0, 3]))
+    return draw(st.integers(0, 1 if unit.gradients_replace_parameters else 2 if tied else 3))
+
+
+@st.composite
 def plans(draw: Draw, profile: Profile) -> Plan:
     """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing."""
     accumulates = profile.workload.micro_batches > 1
@@ -176,6 +197,8 @@ def plans(draw: Draw, profile: Profile) -> Plan:
         if 0 < i < len(units) - 1:
             kept = draw(st.sampled_from([Rest(), Rest(HOST_MEMORY, draw(st.integers(0, 4)))]))
             unit = replace(unit, activations=draw(st.sampled_from(Activations)), kept=kept)
+        if profile.hardware.gpus > 1:
+            unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit
     plan = Plan(
         policy="random",
@@ -198,6 +221,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     if draw(st.booleans()):
         return plan
     in_slots = draw(st.booleans()) and not (accumulates and any(not unit.accumulates_on_host for unit in units))
+    in_slots = in_slots and not any(unit.parameters.leaves and unit.zero_stage for unit in units)
     slots = ParameterSlots(1, in_slots)
     least = least_parameter_slots(profile, replace(plan, slots=slots))
     return without_idle_rules(profile, replace(plan, slots=replace(slots, count=max(1, least + draw(st.integers(0, 2))))))
