@@ -48,7 +48,8 @@ def simulate(
     Parameters
     ----------
     policy:
-        NAME[:flag,flag=value], or MODULE:CLASS[,flag=value] of your own; repeat to compare. Without it: the paper's systems.
+        NAME[:flag,flag=value], or MODULE:CLASS[,flag=value] of your own; repeat to compare. Without it: the paper's systems,
+        or with --gpus those that share a model.
     trace:
         Write the timeline for ui.perfetto.dev and `autohete compare` to this file (one policy).
     gantt:
@@ -58,13 +59,14 @@ def simulate(
     json_:
         Print JSON: one object, or a list of them for several policies.
     """
-    from autohete.policies import COMPARED, parse_policy
+    from autohete.policies import COMPARED, COMPARED_BY_SEVERAL, parse_policy
     from autohete.summary import answer
 
     chosen = question.answerable()
+    compared = COMPARED if question.gpus == 1 else COMPARED_BY_SEVERAL
     files = {"--trace": trace, "--gantt": gantt, "--memory": memory}
     outputs = {option: path for option, path in files.items() if path is not None}
-    policies = [parse_policy(text) for text in policy or COMPARED]
+    policies = [parse_policy(text) for text in policy or compared]
     if outputs and len(policies) > 1:
         raise InputError(f"{' and '.join(outputs)} show one policy, not {len(policies)}: choose it with --policy")
     _check_outputs(outputs)

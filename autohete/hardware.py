@@ -175,6 +175,8 @@ class Hardware:
             raise InputError(f"{self.name} with {self.gpus} GPUs cannot be shared by {gpus}: share one by 1 or more")
         if gpus == 1:
             return self
+        if self.shared_cores is not None:
+            raise InputError(f"{self.name} is emulated on a CPU, which stands for one GPU: leave out --gpus")
         join = self.interconnect
         if join is None:
             raise InputError(

@@ -84,6 +84,8 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.REDUCE_GRADIENTS: "reduction of gradients over the GPUs",
     Kind.GATHER_UPDATED: "all-gather of updated parameters",
 }
+#: What all GPUs do together.
+COLLECTIVES = (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.REDUCE_GRADIENTS, Kind.GATHER_UPDATED)
 _MNEMONICS = frozenset(kind.value for kind in Kind)
 KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
 

@@ -63,6 +63,13 @@ def plan_of(inner: UnitPlan, *rules: Rule) -> Plan:
     return Plan("by hand", (outer, inner, inner, inner, outer), rules, update_bytes=28)
 
 
+def shared(inner: UnitPlan, zero_stage: int) -> Plan:
+    """The same of two GPUs; the embedding's matrix, which is the head's, too, stays whole on each."""
+    plan = plan_of(replace(inner, zero_stage=zero_stage))
+    outer = replace(plan.units[0], zero_stage=min(zero_stage, 2))
+    return replace(plan, units=(outer, *plan.units[1:-1], replace(outer, zero_stage=zero_stage)))
+
+
 def offloaded_in_every_way() -> list[Plan]:
     """Offloaded parameters that are kept, moved, updated and used with activations in every way."""
     switches = product((False, True), repeat=3)
@@ -107,7 +114,18 @@ ACCUMULATING = [
     plan_of(UnitPlan(update_on=Processor.CPU, accumulate_on=Processor.GPU)),
     plan_of(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_backward=True, moves=True), kept=Rest(HOST_MEMORY))),
 ]
-CASES = [*((PROFILE, plan) for plan in PLANS), *((TWICE, plan) for plan in ACCUMULATING)]
+#: Two GPUs, with one micro-batch or two.
+SEVERAL = [
+    *(shared(UnitPlan(update_on=processor), stage) for processor, stage in product(Processor, range(4))),
+    shared(UnitPlan(update_on=Processor.CPU, parameters=Route(HOST_MEMORY)), 3),
+    shared(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_forward=True), Processor.CPU), 3),
+    shared(UnitPlan(update_on=Processor.CPU, accumulate_on=Processor.GPU), 2),
+]
+CASES = [
+    *((PROFILE, plan) for plan in PLANS),
+    *((TWICE, plan) for plan in ACCUMULATING),
+    *((replace(profile, hardware=NODE.shared_by(2)), plan) for profile, plan in product((PROFILE, TWICE), SEVERAL)),
+]
 
 
 def faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:
@@ -196,7 +214,7 @@ def test_a_missing_task_is_noticed() -> None:
 def test_a_fetch_of_what_is_there_is_noticed() -> None:
     """Against a plan that keeps parameters, a fetch of them is a fault."""
     away, kept = (UnitPlan(parameters=Route(home), update_on=Processor.CPU) for home in (HOST_MEMORY, GPU_MEMORY))
-    assert "PF1 fetches what is there" in checks.parameter_faults(PROFILE, plan_of(kept), lower(PROFILE, plan_of(away)))
+    assert "PF1 brings what is there" in checks.parameter_faults(PROFILE, plan_of(kept), lower(PROFILE, plan_of(away)))
 
 
 # --- loud: memory -------------------------------------------------------------------------------------------------

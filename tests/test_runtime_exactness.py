@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from plans import with_gradients_replacing
 from reference import Outcome, slowed, train_by_schedule, train_plainly
 
-from autohete.errors import AutoHeteError
-from autohete.hardware import Nvme, load_hardware
+from autohete.errors import AutoHeteError, InputError
+from autohete.hardware import Interconnect, Nvme, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, Plan, Processor, Rest, Route, UnitPlan
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.lanes import Action
-from autohete.schedule import HOST_MEMORY, NVME_MEMORY, Kind, Schedule, Task, TaskId
+from autohete.schedule import COLLECTIVES, HOST_MEMORY, NVME_MEMORY, Kind, Schedule, Task, TaskId
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
@@ -286,7 +286,22 @@ NEEDS: dict[Kind, UnitPlan] = {
 }
 
 
-@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_has_a_need() -> None:
+    """All kinds are below, but for what several GPUs do together: the runtime trains with one."""
+    assert set(NEEDS) | set(COLLECTIVES) == set(Kind)
+
+
+def test_a_schedule_of_several_gpus_is_refused() -> None:
+    """The runtime is one process and trains with one GPU."""
+    profile = profile_of(SMALL)
+    join = Interconnect(2, 1e9, 1e-6)
+    profile = replace(profile, hardware=replace(profile.hardware, interconnect=join, shared_cores=None).shared_by(2))
+    schedule = lower(profile, Plan("by hand", (UnitPlan(),) * (SMALL.transformer_blocks + 2)))
+    with pytest.raises(InputError, match="lower it for hardware of one GPU"):
+        train_by_schedule(SMALL, STEPS, schedule)
+
+
+@pytest.mark.parametrize("kind", NEEDS)
 def test_every_kind_is_simulated_and_executed(kind: Kind) -> None:
     """Simulator and runtime execute tasks of every kind; if the runtime does nothing for one of them, that has consequences."""
     workload = replace(SMALL, micro_batches=2) if kind is Kind.ACCUMULATE else SMALL

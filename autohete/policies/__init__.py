@@ -49,6 +49,8 @@ def _shipped() -> Iterator[tuple[str, type[System]]]:
 POLICIES: dict[str, type[System]] = dict(_shipped())
 #: What is compared if nothing else is asked for: the systems that the AutoHete paper compares, and ordinary training.
 COMPARED = ("resident", "zero_offload", "patrickstar", "stronghold", "autohete")
+#: The same where several GPUs share a model.
+COMPARED_BY_SEVERAL = ("resident:zero_stage=3", "zero_offload", "fsdp2_offload", "twin_flow", "deep_optimizer_states")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from autohete.errors import DeviceOutOfMemoryError, check_member
+from autohete.errors import DeviceOutOfMemoryError, InputError, check_member
 from autohete.runtime.batch import Batch, Inputs, Loss
 from autohete.runtime.blocks import Current, Memories
 from autohete.runtime.device import Counting, CudaMemory, DeviceCount, Ledger, accounting, keep_freed_memory
@@ -20,7 +20,7 @@ from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
 from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
-from autohete.schedule import COPIES, GPU, GPU_MEMORY, Buffer, Copy, Free, Kind, Schedule, Task, Value
+from autohete.schedule import COLLECTIVES, COPIES, GPU, GPU_MEMORY, Buffer, Copy, Free, Kind, Schedule, Task, Value
 
 #: Blocks whose gradients get room before a task, whose gradients replace parameters after it, whose gradients are added to
 #: those of the micro-batches before, whose parameters leave then.
@@ -63,6 +63,10 @@ class Training:
         poison: bool = False,
     ) -> None:
         check_member("counting", counting, Counting)
+        if any(task.id.kind in COLLECTIVES for task in schedule.tasks):
+            raise InputError(
+                "the schedule is for several GPUs, but one process trains with one: lower it for hardware of one GPU"
+            )
         torch_device = torch_device or torch.device("cpu")
         if torch_device.type == "cpu":
             keep_freed_memory()

@@ -150,6 +150,8 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
 
         # From the update to the next forward, through what carries the parameters where they change sides or are in parts.
         chain = [(update, 0)]
+        if gathers[gather_backward]:
+            faults += chain_faults(paths, (forward, 0), (gather_backward, 0))  # not a second copy
         if on_cpu and not stays_not:
             chain.append((refresh, 0))
             faults += chain_faults(paths, (backward, 0), (refresh, 0))  # which overwrites what backward reads
@@ -362,6 +364,8 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
     elif value is Value.GRADIENTS and end.kind is Kind.BACKWARD:
         # They are added to those of other micro-batches, or replace the parameters, in whose memory they live on.
         kinds = (Kind.BACKWARD,) if buffer.micro_batch else ()
+        if TaskId(Kind.REDUCE_GRADIENTS, unit or 0) in tasks and buffer.micro_batch:
+            kinds = (*kinds, Kind.REDUCE_GRADIENTS)  # each micro-batch's are reduced, not the sum of all
     elif value is Value.GRADIENTS and end.kind is Kind.REDUCE_GRADIENTS:
         kinds = (Kind.BACKWARD, end.kind)  # the update takes the shard
     elif value is Value.PARAMETERS and begin.kind in (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD):
