@@ -126,6 +126,15 @@ def test_timelines_are_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gantt.png", "trace.json"]
 
 
+def test_several_gpus() -> None:
+    """--gpus compares policies that share a model, and its table says whose numbers it shows."""
+    done = autohete("simulate", *SMALL, "--gpus", "4")
+    assert done.returncode == 0, done.stderr
+    assert "on 4 GPUs of a100-40gb-epyc7713" in done.stdout
+    assert "samples/s and tokens/s are those of all" in " ".join(done.stdout.split())
+    assert "resident:zero_stage=3" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -137,6 +146,10 @@ def test_timelines_are_written(tmp_path: Path) -> None:
         (["--workload", "gpt-2b", "--set", "links.h2d.bandwidth"], "is not KEY=VALUE"),
         (["--workload", "gpt-2b", "--set", "links.h2d.bandwidth=50"], "has no unit"),
         (["--workload", "gpt-2b", "--gpu-memory", "16"], "has no unit"),
+        (["--workload", "gpt-2b", "--gpus", "0"], "share one by 1 or more"),
+        (["--workload", "gpt-2b", "--gpus", "6"], "do not fill nodes of 4"),
+        (["--workload", "gpt-2b", "--gpus", "2", "--hardware", "v100-32gb-12vcpu"], "table \\[interconnect\\]"),
+        (["--workload", "gpt-2b", "--gpus", "2", "--policy", "autohete"], "autohete plans for one GPU"),
         (["--workload", "gpt-2b", "--gpu-memory=-16GiB"], "positive"),
         (["--workload", "gpt-2b", "--gpu-memory", "-16GiB"], "--gpu-memory requires an argument"),
         (["--hidden", "100", "--blocks", "2", "--heads", "3"], "not divisible by 3 heads"),
