@@ -150,8 +150,8 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
 
         # From the update to the next forward, through what carries the parameters where they change sides or are in parts.
         chain = [(update, 0)]
-        if gathers[gather_backward]:
-            faults += chain_faults(paths, (forward, 0), (gather_backward, 0))  # not a second copy
+        for m in range(end + 1) if gathers[gather_backward] else ():  # not a second copy
+            faults += chain_faults(paths, *((replace(task, micro_batch=m), 0) for task in (forward, gather_backward)))
         if on_cpu and not stays_not:
             chain.append((refresh, 0))
             faults += chain_faults(paths, (backward, 0), (refresh, 0))  # which overwrites what backward reads
@@ -196,6 +196,12 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
         if free.id.unit is not None and not plan.units[free.id.unit].gradients_replace_parameters
         # On the GPU those of later micro-batches are added to the first's.
         if not free.id.micro_batch or plan.units[free.id.unit].accumulates_on_host
+    ]
+    faults += [
+        f"{task.id} frees {free.id}, which the update takes"
+        for task in schedule.tasks
+        for free in task.frees
+        if free.id.value is Value.GRADIENT_SHARD and task.id.kind is Kind.REDUCE_GRADIENTS
     ]
     for block, decisions in enumerate(plan.units):
         backwards = [TaskId(Kind.BACKWARD, block, m) for m in range(micro_batches)]
