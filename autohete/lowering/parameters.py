@@ -1,4 +1,8 @@
-"""The way of each unit's parameters through an iteration: fetched for use, released after it, brought home when they change."""
+"""The way of each unit's parameters through an iteration: fetched for use, released after it, brought home when they change.
+
+What is fetched for a recomputation stays until the unit's backward, as the activations do that it makes. A unit that is
+recomputed several times has its parameters on the GPU from the first of them on: one fetch in each direction of an iteration.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +69,7 @@ class Parameters:
         # The 16-bit parameters that the GPU updates are what there is of them on the host.
         carried = plan.parameters.fetched.bytes_of(count, element) if plan.update_on is Processor.CPU else count * element
         seconds = self._profile.h2d_seconds(carried, pinned=plan.parameters.fetched.pinned)
-        # For backward urgent before anything that the next forward needs, and the higher unit is needed first.
-        fetch = b.task(kind, unit, H2D, seconds, unit if for_forward else -1 - unit, user.micro_batch)
+        fetch = b.task(kind, unit, H2D, seconds, unit if for_forward else b.backward_priority(unit), user.micro_batch)
         b.read(fetch, Value.PARAMETERS, unit, HOST_MEMORY)
         b.make(fetch, self._buffer(fetch), count * element if self._plan.slots is None else 0)
         forward = None if for_forward else TaskId(Kind.FORWARD, unit, user.micro_batch)
