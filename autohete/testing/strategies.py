@@ -162,6 +162,7 @@ def profiles(max_micro_batches: int = 1) -> st.SearchStrategy[Profile]:
 def plans(draw: Draw, profile: Profile) -> Plan:
     """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing."""
     accumulates = profile.workload.micro_batches > 1
+    forwards = draw(_forwards(len(profile.blocks)))
     delayed = draw(st.booleans()) and not accumulates
     gradients = Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans()))
     refresh = Format(draw(st.sampled_from([2, 4])), draw(st.booleans()), draw(st.booleans()))
@@ -174,7 +175,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
         shared = i == 0 and profile.workload.tied_embeddings
         unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
         units[i] = unit
-    for i, (first, *again) in enumerate(draw(_forwards(len(units)))):
+    for i, (first, *again) in enumerate(forwards):
         rests = 0 < i < len(units) - 1 and first is not Activations.DROP and draw(st.booleans())
         kept = Rest(HOST_MEMORY, draw(st.integers(0, 4))) if rests else Rest()
         units[i] = replace(units[i], activations=first, again=tuple(again[:-1]), kept=kept)
