@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autohete.errors import InputError
+from autohete.errors import InputError, check_fields
 from autohete.plan.routes import Activations, UnitPlan
 
 
@@ -24,6 +24,9 @@ class Recomputation:
     again: int
     keeps: Activations
     hands_on: bool
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:

@@ -364,12 +364,12 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
 
 def _users_of_input(buffer: BufferId, begin: TaskId, end: TaskId, place: dict[TaskId, int]) -> Iterator[Instance]:
     """The passes of the unit between ``begin``, which makes or fetches its input, and ``end``, which frees it."""
-    last = place[end]
-    if end.kind is Kind.OFFLOAD_ACTIVATIONS:
-        last = place[replace(end, kind=Kind.FORWARD)]  # backward uses what is fetched again
     for task in place:
-        of_unit = (task.unit, task.micro_batch) == (buffer.unit, buffer.micro_batch) and task.kind in _PASSES
-        if task == end or (of_unit and task.kind is not Kind.LOSS and place[begin] < place[task] <= last):
+        if end.kind is Kind.OFFLOAD_ACTIVATIONS:
+            uses = task.kind is Kind.FORWARD or task == end  # backward uses what is fetched again
+        else:
+            uses = task.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) and place[task] <= place[end]
+        if uses and place[task] > place[begin] and (task.unit, task.micro_batch) == (buffer.unit, buffer.micro_batch):
             yield task, 0
 
 
