@@ -138,6 +138,8 @@ def test_rotor_is_the_quickest_plan_that_fits(profile: Profile) -> None:
         peak, time = peak_and_time(lower(asked, plan))
         assert time == min(time for peak, time in found if peak <= budget)
         assert peak <= budget
+        assert plan.bound_seconds is not None
+        assert round(plan.bound_seconds * 1e9) == time
 
 
 @settings(max_examples=25)
@@ -151,6 +153,24 @@ def test_rotor_is_never_slower_than_fixed_segments(profile: Profile, choice: int
     assert peak_and_time(lower(tight, found)) <= (peak, time)
     assert peak_and_time(lower(tight, found))[1] <= peak_and_time(lower(tight, once))[1] <= time
     assert all(len(unit.forwards) <= 2 for unit in once.units)
+
+
+def test_a_chain_of_unlike_units_is_searched_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With too few ways kept the plan still fits, in the least memory too, and is not called the quickest."""
+    monkeypatch.setattr("autohete.planner.chain._MOST_WAYS", 2)
+    profile = deep(10**9)
+    blocks = [replace(block, activation_bytes=200 + 7 * unit**2) for unit, block in enumerate(profile.blocks)]
+    with pytest.raises(InfeasibleError) as caught:
+        parse_policy("rotor").plan(small := replace(deep(1), blocks=tuple(blocks)), judge_for(small))
+    least, found = caught.value.needed_bytes, {}
+    for budget in (least, least + 700, 10**9):
+        asked = replace(deep(budget), blocks=tuple(blocks))
+        plan = parse_policy("rotor").plan(asked, judge_for(asked))
+        found[budget] = peak, _ = peak_and_time(lower(asked, plan))
+        assert plan.bound_seconds is None
+        assert peak <= budget
+    assert found[least][0] == least
+    assert found[10**9][1] == min(time for _, time in found.values())
 
 
 def deep(gpu_bytes: int) -> Profile:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from autohete.plan import Activations
 
-#: Ways that are kept of a part of a chain. Beyond that it is no longer proven that there is no quicker one.
+#: Ways that are kept of a part of a chain, in steps of memory; a search among more could take hours.
 _MOST_WAYS = 2000
 
 Numbers = NDArray[np.int64]
@@ -86,6 +86,7 @@ class Chain:
 
     Attributes:
         least_bytes: the least memory that suffices for any way.
+        exact: no way was left out, so that none of those that fit is quicker than the one that is found.
     """
 
     def __init__(self, stages: Sequence[Stage], memory_bytes: int, *, nested: bool = True) -> None:
@@ -97,6 +98,7 @@ class Chain:
         #: Parts of like units are alike; splits count from the part's first unit.
         self._found: dict[tuple[tuple[int, ...], bool], _Ways] = {}
         self._last = len(stages) - 1
+        self.exact = True
         for first in reversed(range(len(stages))):
             for last in range(first, len(stages)):
                 self._ways(first, last, nested=False)
@@ -178,5 +180,6 @@ class Chain:
         taken = np.concatenate([[True], time[1:] < least[:-1]]) & (memory <= max(self._memory, int(memory[0])))
         places = np.flatnonzero(taken)
         if len(places) > _MOST_WAYS:
+            self.exact = False
             places = places[np.linspace(0, len(places) - 1, _MOST_WAYS).astype(np.int64)]
         return _Ways(memory[places], time[places], split[places])

@@ -18,7 +18,7 @@ Of all plans in which nothing leaves the GPU and each unit keeps all, its input 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from autohete.errors import InfeasibleError, check_fields
@@ -62,7 +62,18 @@ class Rotor:
                 needed_bytes=needed,
             )
         units = tuple(UnitPlan(kept[0], again=tuple(kept[1:-1])) for kept in forwards)
-        return Plan("rotor", units, rules=(GpuUpdatesAfterBackward(),))
+        plan = Plan("rotor", units, rules=(GpuUpdatesAfterBackward(),))
+        return replace(plan, bound_seconds=_iteration_seconds(profile, plan)) if chain.exact else plan
+
+
+def _iteration_seconds(profile: Profile, plan: Plan) -> float:
+    """The GPU does one thing after another, and nothing else does any."""
+    blocks = profile.blocks
+    passes = sum(round(block.forward_seconds * 1e9) + round(block.backward_seconds * 1e9) for block in blocks)
+    passes += sum(round(blocks[again.unit].forward_seconds * 1e9) for done in plan.recomputations() for again in done)
+    passes += round(profile.loss.seconds * 1e9)
+    updates = sum(round(block.gpu_update_seconds * 1e9) for block in blocks)
+    return (profile.workload.micro_batches * passes + updates) * 1e-9
 
 
 def _gradients(profile: Profile) -> list[int]:

@@ -264,6 +264,7 @@ class Passes:
                 random.restore()
             for place, then in self._kept[i].copies:
                 undo.callback(place.holder.__setitem__, place.key, place.value)
+                # A forward changes it, and the next recomputation needs it as it was.
                 place.holder[place.key] = then if now.keeps_all else then.clone()
             if now.keeps_all:
                 result = self._compute_with_graph(i, call)
