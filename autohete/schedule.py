@@ -98,12 +98,14 @@ class TaskId:
         kind: what it does.
         unit: which part of the model.
         micro_batch, rank: which of several, from 0.
+        again: which of several recomputations of a unit, from 0: ``R3a1`` is the second.
     """
 
     kind: Kind
     unit: int
     micro_batch: int = 0
     rank: int = 0
+    again: int = 0
 
     def __post_init__(self) -> None:
         if type(self.kind) is not Kind:  # a lowering makes thousands of ids: only a fault is worth a call
@@ -112,14 +114,15 @@ class TaskId:
     def __str__(self) -> str:
         micro_batch = f"m{self.micro_batch}" if self.micro_batch else ""
         rank = f"r{self.rank}" if self.rank else ""
-        return f"{self.kind}{self.unit}{micro_batch}{rank}"
+        again = f"a{self.again}" if self.again else ""
+        return f"{self.kind}{self.unit}{micro_batch}{rank}{again}"
 
     def at(self, iteration: int) -> str:
         """The id of one instance: ``F3@1``."""
         return f"{self}@{iteration}"
 
 
-_TASK = re.compile(r"([A-Z]+)(\d+)(?:m(\d+))?(?:r(\d+))?")
+_TASK = re.compile(r"([A-Z]+)(\d+)(?:m(\d+))?(?:r(\d+))?(?:a(\d+))?")
 
 
 def parse_task_id(text: str) -> TaskId:
@@ -127,7 +130,7 @@ def parse_task_id(text: str) -> TaskId:
     match = _TASK.fullmatch(text)
     if match is None or match[1] not in _MNEMONICS:
         raise ScheduleError(f"{text!r} is not a task id: write a kind ({' '.join(Kind)}) and a unit, such as F3")
-    return TaskId(Kind(match[1]), int(match[2]), int(match[3] or 0), int(match[4] or 0))
+    return TaskId(Kind(match[1]), int(match[2]), int(match[3] or 0), int(match[4] or 0), int(match[5] or 0))
 
 
 def parse_instance(text: str) -> tuple[TaskId, int]:
@@ -212,6 +215,7 @@ class BufferId:
         unit: whose; None: of the whole model.
         use: the kind of task that it is there for, where a value is there more than once in an iteration: ``parameters_B.3``.
         micro_batch: of which it is.
+        again: which of several recomputations it is there for.
         rank: of which GPU, or of its process on the host: ``activations.3r2:gpu.2``.
     """
 
@@ -220,6 +224,7 @@ class BufferId:
     unit: int | None = None
     use: Kind | None = None
     micro_batch: int = 0
+    again: int = 0
     rank: int = 0
 
     def __post_init__(self) -> None:
@@ -234,11 +239,12 @@ class BufferId:
     def __str__(self) -> str:
         unit = "" if self.unit is None else f".{self.unit}"
         micro_batch = f"m{self.micro_batch}" if self.micro_batch else ""
+        again = f"a{self.again}" if self.again else ""
         rank = f"r{self.rank}" if self.rank else ""
-        return f"{self.group}{unit}{micro_batch}{rank}:{self.memory}"
+        return f"{self.group}{unit}{micro_batch}{rank}{again}:{self.memory}"
 
 
-_BUFFER = re.compile(r"([a-z_]+?)(?:_([A-Z]+))?(?:\.(\d+))?(?:m(\d+))?(?:r(\d+))?:([^:]+)")
+_BUFFER = re.compile(r"([a-z_]+?)(?:_([A-Z]+))?(?:\.(\d+))?(?:m(\d+))?(?:r(\d+))?(?:a(\d+))?:([^:]+)")
 
 
 def parse_buffer_id(text: str) -> BufferId:
@@ -250,7 +256,7 @@ def parse_buffer_id(text: str) -> BufferId:
         )
     unit = None if match[3] is None else int(match[3])
     use = Kind(match[2]) if match[2] else None
-    return BufferId(Value(match[1]), match[6], unit, use, int(match[4] or 0), int(match[5] or 0))
+    return BufferId(Value(match[1]), match[7], unit, use, int(match[4] or 0), int(match[6] or 0), int(match[5] or 0))
 
 
 _VALUES = frozenset(value.value for value in Value)
@@ -398,13 +404,13 @@ class Schedule:
         return self
 
 
-#: Priority, micro-batch, unit, kind, rank: smaller is more urgent.
-Urgency = tuple[int, int, int, int, int]
+#: Priority, micro-batch, unit, kind, rank, recomputation: smaller is more urgent.
+Urgency = tuple[int, int, int, int, int, int]
 
 
 def urgency(task: Task) -> Urgency:
     """The order of a priority lane among tasks of one iteration; the iteration comes after the priority."""
-    return (task.priority, task.id.micro_batch, task.id.unit, KIND_ORDER[task.id.kind], task.id.rank)
+    return (task.priority, task.id.micro_batch, task.id.unit, KIND_ORDER[task.id.kind], task.id.rank, task.id.again)
 
 
 class Graph:

@@ -70,6 +70,9 @@ def shared(inner: UnitPlan, zero_stage: int) -> Plan:
     return replace(plan, units=(outer, *plan.units[1:-1], replace(outer, zero_stage=zero_stage)))
 
 
+KEPT_OR_NOT = (Activations.KEEP, Activations.RECOMPUTE)
+
+
 def offloaded_in_every_way() -> list[Plan]:
     """Offloaded parameters that are kept, moved, updated and used with activations in every way."""
     switches = product((False, True), repeat=3)
@@ -89,13 +92,25 @@ def offloaded_in_every_way() -> list[Plan]:
         )
         for (activations, home), processor, (forward, backward, moved) in product(
             (
-                *zip(Activations, (GPU_MEMORY, HOST_MEMORY), strict=True),
-                *zip(Activations, (HOST_MEMORY, GPU_MEMORY), strict=True),
+                *zip(KEPT_OR_NOT, (GPU_MEMORY, HOST_MEMORY), strict=True),
+                *zip(KEPT_OR_NOT, (HOST_MEMORY, GPU_MEMORY), strict=True),
             ),
             Processor,
             switches,
         )
         if not (forward and moved)
+    ]
+
+
+def in_segments() -> list[Plan]:
+    """One segment of three units, and one in which the first two are recomputed on their own once more."""
+    first, inner = (UnitPlan(activations, Route(HOST_MEMORY)) for activations in (Activations.RECOMPUTE, Activations.DROP))
+    return [
+        replace(plan_of(UnitPlan()), units=(UnitPlan(), *units, UnitPlan()))
+        for units in (
+            (replace(first, kept=Rest(HOST_MEMORY)), inner, inner),
+            (replace(first, again=(Activations.RECOMPUTE,)), replace(inner, again=(Activations.DROP,)), inner),
+        )
     ]
 
 
@@ -108,6 +123,7 @@ PLANS = [
     plan_of(UnitPlan(states=Rest(NVME_MEMORY))),
     plan_of(UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY), gradients_on_nvme=True)),
     *offloaded_in_every_way(),
+    *in_segments(),
 ]
 ACCUMULATING = [
     plan_of(UnitPlan(update_on=Processor.CPU)),

@@ -23,8 +23,13 @@ from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.trainer import Trainer
 
-#: Recomputed, all of them resident, and whatever the planner makes of a tight budget.
-POLICIES = [("resident:checkpointing=full", None), ("stronghold:window=1", None), ("autohete", "60%")]
+#: Recomputed once, and several times; all of them resident, and whatever the planner makes of a tight budget.
+POLICIES = [
+    ("resident:checkpointing=full", None),
+    ("plans:OneInput", None),
+    ("stronghold:window=1", None),
+    ("autohete", "60%"),
+]
 Between = Callable[[nn.Module], object]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
+from autohete.plan import Activations, Plan, UnitPlan
 from autohete.policies import parse_policy
 from autohete.runtime.batch import Batch
 from autohete.runtime.device import Ledger
@@ -57,7 +58,15 @@ def needs(schedule: Schedule, model: nn.Module, batch: tuple[Tensor, Tensor]) ->
 
 
 @pytest.mark.parametrize(
-    "policy", [*SETTLED, "stronghold:window=2", "zero_offload:paper,tile_overlap", "autohete", "autohete:priority=off"]
+    "policy",
+    [
+        *SETTLED,
+        "sqrt_checkpoint:segments=1",
+        "stronghold:window=2",
+        "zero_offload:paper,tile_overlap",
+        "autohete",
+        "autohete:priority=off",
+    ],
 )
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_every_task_needs_what_its_schedule_says(policy: str, precision: Precision) -> None:
@@ -68,6 +77,18 @@ def test_every_task_needs_what_its_schedule_says(policy: str, precision: Precisi
         if not task.startswith(("G", "U")):  # what a copy of gradients needs at most is checked by what it leaves
             assert (task, said) == (task, needed)
         assert (task, said_left) == (task, left)
+
+
+def test_segments_within_segments_need_what_their_schedule_says() -> None:
+    """Byte for byte, where units are recomputed several times and inputs live in turn."""
+    keep, recompute, drop = Activations
+    forwards = [(recompute, recompute, keep), (drop, drop, keep), (drop, keep), (recompute, keep), (drop, keep)]
+    inner = [UnitPlan(first, again=tuple(again[:-1])) for first, *again in forwards]
+    workload = replace(MEDIUM, transformer_blocks=len(inner))
+    profile = profile_for(workload)
+    plan = as_executed(Plan("by hand", (UnitPlan(), *inner, UnitPlan())), profile)
+    for task, said, needed, said_left, left in needs(lower(profile, plan), model_for(workload), batches(workload, 1)[0]):
+        assert (task, said, said_left) == (task, needed, left)
 
 
 @settings(max_examples=15)
@@ -113,7 +134,9 @@ class Model(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("policy", ["resident", "resident:checkpointing=full", "stronghold:window=1"])
+@pytest.mark.parametrize(
+    "policy", ["resident", "resident:checkpointing=full", "sqrt_checkpoint:segments=1", "stronghold:window=1"]
+)
 def test_an_output_that_is_kept_is_counted(policy: str) -> None:
     """A block's output that its own backward needs outlives the input that it is for the block above."""
     ids = torch.zeros(4, 8, dtype=torch.long)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
+from test_golden import profile_with
 
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
@@ -141,6 +142,18 @@ def test_presets_and_plans_fit_the_terminal(width: int) -> None:
         lines = printed(show, width)
         assert max(map(len, lines)) <= width
         assert not any("…" in line for line in lines)
+
+
+def test_a_plan_says_what_recomputations_keep() -> None:
+    """Decisions tell units apart whose recomputations keep something else, and count those that keep the same."""
+    summary, found = answer(profile_with(10**9, 1), parse_policy("plans:OneInput"))
+    assert found is not None
+    rows = [cells(line)[:2] for line in printed(lambda: tables.print_plan(summary, found), 100)]
+    assert [row for row in rows if row[:1] in (["1"], ["2"], ["3"])] == [
+        ["1", "recompute x 3"],
+        ["2", "drop x 2"],
+        ["3", "drop"],
+    ]
 
 
 def test_words_wrap_and_numbers_do_not() -> None:

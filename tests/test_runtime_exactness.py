@@ -33,6 +33,7 @@ SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch
 POLICIES = [
     "resident",
     "resident:checkpointing=full",
+    "sqrt_checkpoint:segments=1",
     "zero_offload",
     "zero_offload:paper,tile_overlap",
     "patrickstar",
@@ -115,6 +116,26 @@ def test_delayed_updates_take_the_gradients_of_the_step_before(policy: str, prec
     outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan))
     assert outcome == plainly(workload, updated_on_cpu(plan))
     assert outcome != plainly(workload)
+    assert check_trace(trace) == []
+
+
+@pytest.mark.parametrize("route", [Route(), Route(HOST_MEMORY)], ids=["here", "away"])
+@pytest.mark.parametrize("kept", [Rest(), Rest(HOST_MEMORY)], ids=["here", "away"])
+def test_segments_within_segments_train_to_the_bit(route: Route, kept: Rest) -> None:
+    """Units that are recomputed up to three times, and a plain segment behind them, give the bits of plain PyTorch."""
+    keep, recompute, drop = Activations
+    forwards = [
+        *[(recompute, recompute, recompute, keep), (drop, drop, drop, keep), (drop, drop, keep), (drop, recompute, keep)],
+        *[(drop, drop, keep), (drop, keep), (recompute, keep), (drop, keep)],
+    ]
+    inner = [
+        UnitPlan(first, route, kept=kept if first is recompute else Rest(), again=tuple(again[:-1]))
+        for first, *again in forwards
+    ]
+    workload = replace(SMALL, transformer_blocks=len(inner), micro_batches=2)
+    plan = Plan("by hand", (UnitPlan(), *inner, UnitPlan()))
+    outcome, trace = train_by_schedule(workload, STEPS, lower(profile_of(workload), plan).validate(), slowed(0, 0.0005))
+    assert outcome == plainly(workload)
     assert check_trace(trace) == []
 
 

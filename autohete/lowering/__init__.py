@@ -11,7 +11,7 @@ from __future__ import annotations
 from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
-from autohete.lowering.compute import Compute, passes_of
+from autohete.lowering.compute import Compute, passes_of, recomputed
 from autohete.lowering.footprint import nvme_bytes, resident_buffers, shared_bandwidth
 from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
@@ -152,7 +152,7 @@ def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
     builder = Builder(passes_of(plan, micro_batches), gradients_back=int(plan.delayed))
     compute, updates = Compute(builder, profile, plan), Updates(builder, profile, plan)
     parameters, activations = Parameters(builder, profile, plan), OffloadedActivations(builder, profile, plan)
-    units = range(len(plan.units))
+    units, recomputations = range(len(plan.units)), plan.recomputations()
     for m in range(micro_batches):
         for unit in units:
             parameters.bring(TaskId(Kind.FORWARD, unit, m))
@@ -161,8 +161,12 @@ def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
             activations.after_forward(unit, m)
         compute.loss(m)
         for unit in reversed(units):
-            parameters.bring(builder.first_backward(unit, m))
-            activations.bring(builder.first_backward(unit, m))
+            for again in recomputations[unit]:
+                parameters.bring(recomputed(again, m))
+                activations.bring(recomputed(again, m))
+                compute.recompute(again, m)
+            parameters.bring(TaskId(Kind.BACKWARD, unit, m))
+            activations.bring(TaskId(Kind.BACKWARD, unit, m))
             compute.backward(unit, m)
             if m + 1 == micro_batches:
                 updates.after_backward(unit)

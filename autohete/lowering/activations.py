@@ -35,21 +35,22 @@ class OffloadedActivations:
             b.free(away, on_gpu(Value.ACTIVATIONS, unit, micro_batch))
 
     def bring(self, user: TaskId) -> None:
-        """Back for the pass ``user``."""
+        """Back for the pass ``user``, if it is the first of backward that needs them."""
         unit, micro_batch = user.unit, user.micro_batch
         kept = self._plan.units[unit].kept
-        if not kept.leaves:
+        if not kept.leaves or user != self._builder.first_backward(unit, micro_batch):
             return
         b, value, size = self._builder, self._value(unit), self._bytes(unit)
-        fetch = b.task(Kind.FETCH_ACTIVATIONS, unit, H2D, self._profile.h2d_seconds(size), -1 - unit, micro_batch)
+        fetch = b.task(
+            Kind.FETCH_ACTIVATIONS, unit, H2D, self._profile.h2d_seconds(size), b.backward_priority(unit), micro_batch
+        )
         b.read(fetch, value, unit, HOST_MEMORY)
         b.make(fetch, on_gpu(value, unit, micro_batch, Kind.BACKWARD), size)
         b.free(fetch, _on_host(value, unit, micro_batch))
         b.beside(fetch, user, kept.ahead, TaskId(Kind.FORWARD, unit, micro_batch))
 
     def _value(self, unit: int) -> Value:
-        recomputed = self._plan.units[unit].activations is Activations.RECOMPUTE
-        return Value.INPUT if recomputed else Value.ACTIVATIONS
+        return Value.ACTIVATIONS if self._plan.units[unit].activations is Activations.KEEP else Value.INPUT
 
     def _bytes(self, unit: int) -> int:
         times = self._profile.blocks[unit]

@@ -102,12 +102,18 @@ class Builder:
         #: Waits for passes of the iteration before, which are declared later.
         self._undeclared: list[tuple[TaskId, TaskId, int]] = []
         self._passed = -1  # the place of the last pass so far
+        needed = dict.fromkeys(task.unit for task in passes if task.kind in (Kind.RECOMPUTE, Kind.BACKWARD))
+        #: Of each unit, for what backward needs: before anything that the next forward needs, and the first needed first.
+        self._backward_priority = {unit: place - len(needed) for place, unit in enumerate(needed)}
 
     # --- tasks
 
     def task(self, kind: Kind, unit: int, lane: str, seconds: float, priority: int = 0, micro_batch: int = 0) -> TaskId:
+        """Add a task."""
+        return self.add(TaskId(kind, unit, micro_batch), lane, seconds, priority)
+
+    def add(self, task: TaskId, lane: str, seconds: float, priority: int = 0) -> TaskId:
         """Add a task; a pass waits for the pass before it."""
-        task = TaskId(kind, unit, micro_batch)
         if not seconds < _LONGEST_TASK_SECONDS:
             raise InputError(
                 f"{task} ({KIND_MEANING[task.kind]}) would last {seconds:.3g} s: the workload is too large for this hardware, "
@@ -117,7 +123,7 @@ class Builder:
         place = self.place.get(task, -1)
         if place >= 0:
             self._passed = place
-        turn = Turn(place, self._passed, _PHASES.get(kind, 0))
+        turn = Turn(place, self._passed, _PHASES.get(task.kind, 0))
         self.drafts.append(Draft(task, lane, round(seconds * 1e9), priority, turn))
         self.waits.add_task()
         if place > 0:
@@ -144,6 +150,10 @@ class Builder:
         """The pass that needs the unit's parameters first in backward."""
         recompute = TaskId(Kind.RECOMPUTE, unit, micro_batch)
         return recompute if recompute in self.place else TaskId(Kind.BACKWARD, unit, micro_batch)
+
+    def backward_priority(self, unit: int) -> int:
+        """Of a copy that brings what backward needs of the unit."""
+        return self._backward_priority[unit]
 
     def index(self, task: TaskId) -> int:
         """Its place among the drafts."""
@@ -187,7 +197,7 @@ class Builder:
     def workspace(self, task: TaskId, size_bytes: int) -> None:
         """Bytes while ``task`` runs."""
         if size_bytes:
-            buffer = BufferId(Value.WORKSPACE, GPU_MEMORY, task.unit, task.kind, task.micro_batch)
+            buffer = BufferId(Value.WORKSPACE, GPU_MEMORY, task.unit, task.kind, task.micro_batch, task.again)
             self.allocate(task, buffer, size_bytes)
             self.free(task, buffer)
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from autohete.lowering.builder import Builder
 from autohete.lowering.shards import Shards
-from autohete.plan import Activations, Plan
+from autohete.plan import Activations, Plan, Recomputation
 from autohete.profile import Profile
 from autohete.schedule import GPU, GPU_MEMORY, BufferId, Kind, TaskId, Value
 
 
 def passes_of(plan: Plan, micro_batches: int) -> list[TaskId]:
     """The GPU's passes in order."""
-    last = len(plan.units) - 1
+    last, recomputations = len(plan.units) - 1, plan.recomputations()
     passes: list[TaskId] = []
     for m in range(micro_batches):
         passes += (TaskId(Kind.FORWARD, unit, m) for unit in range(last + 1))
         passes.append(TaskId(Kind.LOSS, last, m))
         for unit in range(last, -1, -1):
-            if plan.units[unit].activations is Activations.RECOMPUTE:
-                passes.append(TaskId(Kind.RECOMPUTE, unit, m))
+            passes += (recomputed(again, m) for again in recomputations[unit])
             passes.append(TaskId(Kind.BACKWARD, unit, m))
     return passes
+
+
+def recomputed(recomputation: Recomputation, micro_batch: int) -> TaskId:
+    """Its pass."""
+    return TaskId(Kind.RECOMPUTE, recomputation.unit, micro_batch, again=recomputation.again)
 
 
 class Compute:
@@ -37,12 +41,16 @@ class Compute:
         self._last = len(plan.units) - 1
         self._tied = profile.workload.tied_embeddings
         self._shards = Shards(profile, plan)
+        #: Of each unit its input, while it is on the GPU and has not been offloaded.
+        self._inputs: dict[int, BufferId] = {}
 
-    def _pass(self, kind: Kind, unit: int, micro_batch: int, seconds: float) -> TaskId:
-        task = self._builder.task(kind, unit, GPU, seconds, micro_batch=micro_batch)
-        self._builder.read(task, Value.PARAMETERS, unit)
-        if self._tied and unit == self._last:
+    def _pass(self, task: TaskId, seconds: float) -> TaskId:
+        self._builder.add(task, GPU, seconds)
+        self._builder.read(task, Value.PARAMETERS, task.unit)
+        if self._tied and task.unit == self._last:
             self._builder.read(task, Value.PARAMETERS, 0)
+        if self._input_leaves(task.unit):
+            self._builder.read(task, Value.INPUT, task.unit)
         return task
 
     def _input_leaves(self, unit: int) -> bool:
@@ -53,21 +61,43 @@ class Compute:
     def forward(self, unit: int, micro_batch: int) -> None:
         """Activations, or only the output."""
         b, times = self._builder, self._profile.blocks[unit]
-        task = self._pass(Kind.FORWARD, unit, micro_batch, times.forward_seconds)
-        if self._input_leaves(unit):
-            b.read(task, Value.INPUT, unit)
-        if self._plan.units[unit].activations is Activations.RECOMPUTE:
-            b.workspace(task, times.checkpointed_workspace_bytes)
-        else:
-            # Nobody hands the first unit its input over.
-            size = times.activation_bytes if unit == 0 else times.kept_bytes
-            b.make(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch), size)
-            b.workspace(task, times.forward_workspace_bytes)
+        task = self._pass(TaskId(Kind.FORWARD, unit, micro_batch), times.forward_seconds)
+        self._keep(task, self._plan.units[unit].activations)
         if unit < self._last:
-            make = b.make if self._input_leaves(unit + 1) else b.allocate
-            make(task, on_gpu(Value.INPUT, unit + 1, micro_batch), self._profile.blocks[unit + 1].input_bytes)
+            self._hand_on(task)
         else:
             b.allocate(task, on_gpu(Value.LOGITS, unit, micro_batch), self._profile.loss.logits_bytes)
+
+    def recompute(self, recomputation: Recomputation, micro_batch: int) -> None:
+        """Forward again, for its activations, or for the input of the unit above."""
+        unit = recomputation.unit
+        times = self._profile.blocks[unit]
+        task = self._pass(recomputed(recomputation, micro_batch), times.forward_seconds)
+        # Its output is of no use a second time, but within a segment.
+        self._keep(task, recomputation.keeps, 0 if recomputation.hands_on else self._profile.blocks[unit + 1].input_bytes)
+        if recomputation.hands_on:
+            self._hand_on(task)
+
+    def _hand_on(self, task: TaskId) -> None:
+        """The output, which is the input of the unit above."""
+        above = task.unit + 1
+        again = (task.kind, task.again) if task.kind is Kind.RECOMPUTE else (None, 0)
+        self._inputs[above] = buffer = on_gpu(Value.INPUT, above, task.micro_batch, *again)
+        make = self._builder.make if self._input_leaves(above) else self._builder.allocate
+        make(task, buffer, self._profile.blocks[above].input_bytes)
+
+    def _keep(self, task: TaskId, kept: Activations, unused_bytes: int = 0) -> None:
+        """What ``task`` leaves of the unit, and what lives only while it runs."""
+        b, unit, times = self._builder, task.unit, self._profile.blocks[task.unit]
+        if kept is Activations.KEEP:
+            # Nobody hands the first unit its input over.
+            size = times.activation_bytes if unit == 0 else times.kept_bytes
+            b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch), size)
+            b.workspace(task, times.forward_workspace_bytes + unused_bytes)
+        else:
+            b.workspace(task, times.checkpointed_workspace_bytes + unused_bytes)
+        if kept is Activations.DROP:
+            b.free(task, self._inputs.pop(unit))
 
     def loss(self, micro_batch: int) -> None:
         """The loss, and the gradient of its logits."""
@@ -78,29 +108,16 @@ class Compute:
             b.free(task, on_gpu(Value.LOGITS, self._last, micro_batch))
         b.workspace(task, loss.workspace_bytes)
 
-    def _recompute(self, unit: int, micro_batch: int) -> None:
-        """Forward again, for its activations."""
-        b, times = self._builder, self._profile.blocks[unit]
-        task = self._pass(Kind.RECOMPUTE, unit, micro_batch, times.forward_seconds)
-        if self._input_leaves(unit):
-            b.read(task, Value.INPUT, unit)
-        b.make(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch), times.kept_bytes)
-        # Its output is of no use a second time.
-        b.workspace(task, times.forward_workspace_bytes + self._profile.blocks[unit + 1].input_bytes)
-
     def backward(self, unit: int, micro_batch: int) -> None:
         """Gradients of the parameters and of the input."""
         b, times, plan = self._builder, self._profile.blocks[unit], self._plan.units[unit]
-        recomputed, fetched = plan.activations is Activations.RECOMPUTE, Kind.BACKWARD if plan.kept.leaves else None
-        if recomputed:
-            self._recompute(unit, micro_batch)
-        task = self._pass(Kind.BACKWARD, unit, micro_batch, times.backward_seconds)
+        fetched = plan.kept.leaves and plan.activations is Activations.KEEP  # the input is among what was fetched, then
+        task = self._pass(TaskId(Kind.BACKWARD, unit, micro_batch), times.backward_seconds)
         b.read(task, Value.ACTIVATIONS, unit)
-        if self._input_leaves(unit):
-            b.read(task, Value.INPUT, unit)
-        if unit and (recomputed or not fetched):  # else it is among the activations that were fetched
-            b.free(task, on_gpu(Value.INPUT, unit, micro_batch, fetched))
-        b.free(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch, None if recomputed else fetched))
+        if unit and not fetched:
+            rests = plan.kept.leaves
+            b.free(task, on_gpu(Value.INPUT, unit, micro_batch, Kind.BACKWARD) if rests else self._inputs[unit])
+        b.free(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch, Kind.BACKWARD if fetched else None))
         if unit == self._last:
             b.free(task, on_gpu(Value.LOGITS_GRADIENT, unit, micro_batch))
         else:
@@ -139,6 +156,6 @@ class Compute:
             b.write(task, Value.PARAMETERS, unit)
 
 
-def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | None = None) -> BufferId:
+def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | None = None, again: int = 0) -> BufferId:
     """A buffer in the GPU's memory."""
-    return BufferId(value, GPU_MEMORY, unit, use, micro_batch)
+    return BufferId(value, GPU_MEMORY, unit, use, micro_batch, again)

@@ -1,5 +1,8 @@
 """The way of each unit's parameters through an iteration: fetched, and gathered from all GPUs, for a use, released after it,
 brought home when they change.
+
+What is fetched for a recomputation stays until the unit's backward, as the activations do that it makes. A unit that is
+recomputed several times has its parameters on the GPU from the first of them on: one fetch in each direction of an iteration.
 """
 
 from __future__ import annotations
@@ -84,8 +87,7 @@ class Parameters:
         # The 16-bit parameters that the GPU updates are what there is of them on the host.
         carried = plan.parameters.fetched.bytes_of(count, element) if plan.update_on is Processor.CPU else count * element
         seconds = self._profile.h2d_seconds(carried, pinned=plan.parameters.fetched.pinned)
-        # For backward urgent before anything that the next forward needs, and the higher unit is needed first.
-        fetch = b.task(kind, unit, H2D, seconds, unit if for_forward else -1 - unit, user.micro_batch)
+        fetch = b.task(kind, unit, H2D, seconds, unit if for_forward else b.backward_priority(unit), user.micro_batch)
         b.read(fetch, Value.PARAMETERS, unit, HOST_MEMORY)
         if self._shards.stage(unit) == 3:
             b.make(fetch, self._part_of(fetch), count * element)
@@ -100,7 +102,7 @@ class Parameters:
         kind = Kind.GATHER_FORWARD if for_forward else Kind.GATHER_BACKWARD
         size = self._profile.blocks[unit].parameters * self._profile.element_bytes
         seconds = self._profile.collective_seconds(size)
-        gather = b.task(kind, unit, COLLECTIVE, seconds, unit if for_forward else -1 - unit, user.micro_batch)
+        gather = b.task(kind, unit, COLLECTIVE, seconds, unit if for_forward else b.backward_priority(unit), user.micro_batch)
         b.read(gather, Value.PARAMETER_SHARD, unit)
         b.make(gather, self._buffer(gather), size if self._plan.slots is None else 0)
         b.issue_beside(gather, user, *self._ahead(user))  # not behind reductions that it need not wait for

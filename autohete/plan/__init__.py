@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from autohete.errors import InputError, check_fields
+from autohete.plan.recomputation import Recomputation, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import Barrier, Rule, SerialUpdates, UpdatesAfterBackward
 from autohete.schedule import HOST_MEMORY
@@ -21,6 +22,7 @@ __all__ = [
     "Plan",
     "PlanCounts",
     "Processor",
+    "Recomputation",
     "Rest",
     "Route",
     "UnitPlan",
@@ -132,6 +134,7 @@ class Plan:
         for unit in (self.units[0], self.units[-1]):
             if unit.activations is not Activations.KEEP or unit.kept.leaves:
                 raise InputError("embedding and head keep their activations on the GPU: plan them so")
+        recomputations(self.units)
         if self.delayed and self.offloaded_parameter_blocks:
             raise InputError(
                 "a delayed update writes the host's parameters during the next iteration: it excludes offloaded parameters"
@@ -155,10 +158,14 @@ class Plan:
         """Whether no work crosses the end of an iteration."""
         return any(isinstance(rule, Barrier) for rule in self.rules)
 
+    def recomputations(self) -> list[list[Recomputation]]:
+        """Of each unit what is recomputed right before its backward, in order."""
+        return recomputations(self.units)
+
     @property
     def checkpointed_blocks(self) -> int:
         """Units that recompute their activations."""
-        return sum(unit.activations is Activations.RECOMPUTE for unit in self.units)
+        return sum(unit.activations is not Activations.KEEP for unit in self.units)
 
     @property
     def offloaded_parameter_blocks(self) -> int:

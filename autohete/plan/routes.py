@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
-from autohete.errors import InputError, check_fields
+from autohete.errors import InputError, check_fields, check_member
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_MEMORY
 
 
 class Activations(StrEnum):
-    """What forward keeps for backward: all that it needs, or the input alone, from which it is computed again."""
+    """What a forward keeps for backward: all that it needs; the input alone, from which it is computed again; or nothing, and
+    the input comes from the recomputation of the unit below.
+    """
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
+    DROP = "drop"
 
 
 class Processor(StrEnum):
@@ -121,7 +125,8 @@ class UnitPlan:
     """The decisions for one unit.
 
     Args:
-        activations: keep all that backward needs, or recompute it.
+        activations: keep all that backward needs, or recompute it from the input; with ``drop`` the unit is within a segment
+            that begins below it, and its input is recomputed, too.
         parameters: where they rest and how they come.
         update_on: who updates.
         gradients: how they cross to the host, where the CPU updates.
@@ -132,6 +137,8 @@ class UnitPlan:
         accumulate_on: where the gradients of several micro-batches are added up; None: where they are used. On the host each
             micro-batch's are copied there; on the GPU they stay until the last has been added.
         gradients_on_nvme: gradients for an update on the CPU wait on NVMe, from where they come with the states.
+        again: what each recomputation but the last keeps, which keeps all, where segments lie within segments: the unit is
+            recomputed once more than there are.
         zero_stage: what several GPUs share instead of each having all of it (ZeRO): from 1 on the optimizer states, from 2 on
             the gradients, with 3 the parameters.
     """
@@ -146,10 +153,21 @@ class UnitPlan:
     states: Rest = Rest()
     accumulate_on: Processor | None = None
     gradients_on_nvme: bool = False
+    again: tuple[Activations, ...] = ()
     zero_stage: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for kept in self.again:
+            check_member("again", kept, Activations)
+        if self.activations is Activations.KEEP and self.again:
+            raise InputError("activations that forward keeps are not recomputed: leave again out")
+        if Activations.KEEP in self.again:
+            raise InputError("only the last recomputation keeps all, without being told: leave keep out of again")
+        if (Activations.RECOMPUTE, Activations.DROP) in pairwise(self.forwards):
+            raise InputError("an input that a forward keeps is kept until backward: let again drop none after it")
+        if self.activations is Activations.DROP and self.kept.leaves:
+            raise InputError("a unit that drops its input has nothing to rest elsewhere: leave kept out, or keep its input")
         if self.update_on is Processor.CPU and self.states != Rest() and self.states.home != NVME_MEMORY:
             raise InputError(
                 f"states rest with {self.states}, but the CPU updates them: they are on the host, so leave that out, let them "
@@ -166,6 +184,13 @@ class UnitPlan:
             raise InputError(f"zero_stage is {self.zero_stage}: give 0 to 3")
         if self.update_on is Processor.GPU and self.accumulate_on is Processor.CPU:
             raise InputError("what the GPU updates with is accumulated there: leave accumulate_on out, or update on the CPU")
+
+    @property
+    def forwards(self) -> tuple[Activations, ...]:
+        """What each forward of the unit keeps; the last keeps all."""
+        return (
+            (Activations.KEEP,) if self.activations is Activations.KEEP else (self.activations, *self.again, Activations.KEEP)
+        )
 
     @property
     def reads_states(self) -> bool:

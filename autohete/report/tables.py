@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 
 import rich.table
 from rich import box
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from autohete.analysis import Cause
 from autohete.hardware import preset_names, read_hardware
-from autohete.plan import PlanCounts
+from autohete.plan import PlanCounts, UnitPlan
 from autohete.policies import POLICIES
 from autohete.policy import Verdict
 from autohete.schedule import CPU, GPU, HOST_MEMORY
@@ -181,7 +182,7 @@ def _print_decisions(out: Console, found: Simulation) -> None:
         route = unit.parameters
         shown.add_row(
             str(first) if first == last else f"{first} to {last}",
-            unit.activations,
+            _forwards(unit),
             "offloaded" if route.home == HOST_MEMORY else "resident",
             unit.update_on,
             _passes(route.ahead_in_forward) if route.home == HOST_MEMORY else "-",
@@ -190,6 +191,12 @@ def _print_decisions(out: Console, found: Simulation) -> None:
     out.print(shown)
     if plan.rules:
         say(out, f"rules: {', '.join(map(str, plan.rules))}")
+
+
+def _forwards(unit: UnitPlan) -> str:
+    """What the unit's forwards keep, but for the last recomputation, which keeps all: ``drop x 2, recompute``."""
+    kept = ((what, len(list(same))) for what, same in groupby((unit.activations, *unit.again)))
+    return ", ".join(f"{what} x {times}" if times > 1 else what for what, times in kept)
 
 
 def _batch(workload: Workload) -> str:

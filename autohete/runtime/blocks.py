@@ -168,6 +168,8 @@ class Block:
     host: Side = field(default_factory=Side)
     #: Its call, if it will be recomputed, and the random state that it drew from; None if it drew nothing.
     checkpoint: tuple[BlockCall, RandomState | None] | None = None
+    #: How often it has been.
+    recomputed: int = 0
     #: The input in it, while that is not on the device.
     input: Saved | None = None
     #: Where backward begins, and where the gradient of the input arrives.
@@ -213,3 +215,4 @@ class Block:
     def forget_passes(self) -> None:
         """Let go of what lives between the passes."""
         self.checkpoint, self.input, self.root, self.saved, self.moved = None, None, None, [], {}
+        self.recomputed = 0

@@ -24,7 +24,7 @@ from autohete.runtime.model_state import Place, RandomState, buffers_of, tensors
 from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import BlockCall, ForwardPass, Partition, check_loss, hidden_of, with_hidden
 from autohete.runtime.states import States
-from autohete.schedule import HOST_MEMORY, Kind
+from autohete.schedule import HOST_MEMORY, Kind, Schedule, Value
 
 #: A block with such tasks needs in backward what may have moved since its forward.
 _MOVING = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD, Kind.OFFLOAD_ACTIVATIONS}
@@ -47,12 +47,43 @@ class _Cut(torch.autograd.Function):
         return None, None, None
 
 
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward of a block, or a recomputation, as its task says by the buffers that it allocates and frees.
+
+    Args:
+        keeps_all: it keeps what backward needs.
+        keeps_input: it keeps the input, at least.
+        hands_on: its output is the input of the block above, which runs next.
+    """
+
+    keeps_all: bool
+    keeps_input: bool
+    hands_on: bool
+
+
+def _forwards_of(schedule: Schedule, blocks: int) -> list[list[_Forward]]:
+    """Of each block, in their order; those of all micro-batches are alike."""
+    found: list[list[_Forward]] = [[] for _ in range(blocks)]
+    for task in schedule.tasks:
+        unit = task.id.unit
+        if task.id.kind in (Kind.FORWARD, Kind.RECOMPUTE) and not task.id.micro_batch:
+            made = {(buffer.id.value, buffer.id.unit) for buffer in task.allocates}
+            dropped = any((free.id.value, free.id.unit) == (Value.INPUT, unit) for free in task.frees)
+            found[unit].append(_Forward((Value.ACTIVATIONS, unit) in made, not dropped, (Value.INPUT, unit + 1) in made))
+    return found
+
+
 @dataclass(slots=True)
 class _Transit:
-    """What one pass leaves for the next: the model's forward where it has stopped, and a result of the GPU's."""
+    """What one pass leaves for the next: the model's forward where it has stopped, and a result of the GPU's.
+
+    ``redone`` is the output of a recomputation within a segment.
+    """
 
     forward: ForwardPass | None = None
     call: BlockCall | None = None
+    redone: Tensor | None = None
     result: Any = None
     logits: Tensor | None = None
     gradient: Tensor | None = None
@@ -64,6 +95,8 @@ class _Transit:
             return self.call.hidden
         if self.result is not None:
             return hidden_of(self.result)
+        if self.redone is not None:
+            return self.redone
         return self.logits if self.logits is not None else self.gradient
 
 
@@ -128,6 +161,7 @@ class Passes:
         #: Addresses of what is neither trained nor moved.
         self._lasting: set[int] = set()
         self._kept = [_Kept(partition, i) for i in range(partition.last + 1)]
+        self._passes = _forwards_of(states.schedule, partition.last + 1)
         self._interception = ExitStack()
         #: The blocks' own.
         self._forwards: list[Callable[..., Any]] = []
@@ -157,9 +191,9 @@ class Passes:
     def make_room(self) -> None:
         """Allocate what lasts as long as the training, once the buffers are where they stay: copies for recomputation."""
         self._lasting = _addresses(self.partition.lasting)
-        for i, kinds in enumerate(self.states.kinds):
-            if Kind.RECOMPUTE in kinds:
-                self._kept[i].make_copies()
+        for kept, forwards in zip(self._kept, self._passes, strict=True):
+            if len(forwards) > 1:
+                kept.make_copies()
 
     def give(self, iteration: int, *batches: Batch) -> None:
         """The batches of an iteration, one for each micro-batch."""
@@ -199,35 +233,52 @@ class Passes:
             return
         call, transit.call = transit.call, None
         assert call is not None
-        if Kind.RECOMPUTE in self.states.kinds[i]:
+        now = self._passes[i][0]
+        if now.keeps_all:
+            result = self._compute_with_graph(i, call)
+        else:
             random = RandomState(self.memories.torch_device)
             with torch.no_grad(), self._remembered(i):
                 result = call.on(self._forwards[i - 1], call.hidden)
-            block.checkpoint = (call, None if random.is_current() else random)
-        else:
-            result = self._compute_with_graph(i, call)
+            self._checkpoint(block, call, None if random.is_current() else random, now)
         result = with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)
         if i + 1 < last:
             transit.call = transit.forward.resume(result)
         else:
             transit.result = result
-            if Kind.OFFLOAD_ACTIVATIONS in self.states.kinds[i]:
+            if Kind.OFFLOAD_ACTIVATIONS in self.states.kinds[i] or not now.keeps_input:
                 transit.forward.let_go()
 
     def recompute(self, i: int) -> None:
         """Forward again from the checkpoint, with the random states and buffers that it had; those of now stay."""
-        block = self.states.blocks[i]
+        block, transit = self.states.blocks[i], self._transit
         assert block.checkpoint is not None
         (call, random), block.checkpoint = block.checkpoint, None
+        if transit.redone is not None:
+            call, transit.redone = replace(call, hidden=transit.redone), None
+        now = self._passes[i][1 + block.recomputed]
+        block.recomputed += 1
         with ExitStack() as undo:
             if random is not None:
                 undo.enter_context(unchanged_random_state(self.memories.torch_device))
                 random.restore()
             for place, then in self._kept[i].copies:
                 undo.callback(place.holder.__setitem__, place.key, place.value)
-                place.holder[place.key] = then
-            self._compute_with_graph(i, call)
+                # A forward changes it, and the next recomputation needs it as it was.
+                place.holder[place.key] = then if now.keeps_all else then.clone()
+            if now.keeps_all:
+                result = self._compute_with_graph(i, call)
+            else:
+                with torch.no_grad():
+                    result = call.on(self._forwards[i - 1], call.hidden)
+                self._checkpoint(block, call, random, now)
+        if now.hands_on:
+            transit.redone = hidden_of(result).detach()
         self._leave_out(i)
+
+    def _checkpoint(self, block: Block, call: BlockCall, random: RandomState | None, forward: _Forward) -> None:
+        """Keep what a recomputation needs."""
+        block.checkpoint = (call if forward.keeps_input else _without_input(call), random)
 
     def compute_loss(self, i: int) -> None:
         """Loss of a micro-batch, and the gradient of the iteration's loss, which is the mean, by its logits."""
@@ -324,7 +375,7 @@ class Passes:
         if block.checkpoint is not None:
             call, random = block.checkpoint
             block.input = Saved(call.hidden)
-            block.checkpoint = (replace(call, hidden=call.hidden.new_empty(0)), random)
+            block.checkpoint = (_without_input(call), random)
         for saved in [*block.still_saved(), *([block.input] if block.input else [])]:
             tensor = saved.value
             assert isinstance(tensor, Tensor)
@@ -468,6 +519,11 @@ class Passes:
             if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in kept):
                 return f"what block {i} keeps for backward"
         return "the logits"
+
+
+def _without_input(call: BlockCall) -> BlockCall:
+    """The same call, but for its hidden states, which are elsewhere."""
+    return replace(call, hidden=call.hidden.new_empty(0))
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:

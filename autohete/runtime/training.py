@@ -238,10 +238,9 @@ class Training:
 
     def _left_by(self, task: Task) -> str:
         """The group of what a pass leaves behind."""
-        kind = task.id.kind
-        if kind is Kind.FORWARD:
-            return "input" if Kind.RECOMPUTE in self.states.kinds[task.id.unit] else "activations"
-        return {Kind.RECOMPUTE: "activations", Kind.LOSS: "logits_gradient"}.get(kind, "workspace")
+        if task.id.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            return "activations" if any(buffer.id.value is Value.ACTIVATIONS for buffer in task.allocates) else "input"
+        return "logits_gradient" if task.id.kind is Kind.LOSS else "workspace"
 
 
 def _move_what_is_at(place: Place, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from autohete.memory import occupancy
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.policy import Judge, Policy
 from autohete.profile import Profile
-from autohete.schedule import COLLECTIVE, GPU_MEMORY, HOST_MEMORY, Buffer, BufferId, Kind, Schedule, TaskId, Value
+from autohete.schedule import COLLECTIVE, GPU_MEMORY, HOST_MEMORY, Buffer, BufferId, Free, Kind, Schedule, TaskId, Value
 from autohete.testing.list_scheduler import list_schedule
 from autohete.trace import Trace, check_trace
 from autohete.worst_case import worst_case
@@ -154,7 +154,8 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
             faults += chain_faults(paths, *((replace(task, micro_batch=m), 0) for task in (forward, gather_backward)))
         if on_cpu and not stays_not:
             chain.append((refresh, 0))
-            faults += chain_faults(paths, (backward, 0), (refresh, 0))  # which overwrites what backward reads
+            reader = replace(gather_backward, micro_batch=end) if stage == 3 else backward
+            faults += chain_faults(paths, (reader, 0), (refresh, 0))  # which overwrites what is read for backward
             faults += chain_faults(paths, (refresh, 0), (update, 1))  # which overwrites what the refresh reads
         if not on_cpu and stays_not:
             chain.append((written_back, 0))
@@ -171,7 +172,7 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         # Backward fetches what is on the host: by then the host has the last update.
         if returns:
             carried_by = (moved, 1) if route.moves else (written_back, 0)
-            user = TaskId(Kind.RECOMPUTE if decisions.activations is Activations.RECOMPUTE else Kind.BACKWARD, block)
+            user = TaskId(Kind.BACKWARD if decisions.activations is Activations.KEEP else Kind.RECOMPUTE, block)
             if stage == 3:
                 faults += chain_faults(paths, (fetch_backward, 0), (gather_backward, 0), (user, 0))
             faults += chain_faults(paths, (update, 0) if on_cpu else carried_by, (fetch_backward, 1), (user, 1))
@@ -257,16 +258,30 @@ def activation_faults(plan: Plan, schedule: Schedule) -> list[str]:
     faults: list[str] = []
     for m in range(_micro_batches(schedule)):
         passes += [*(TaskId(Kind.FORWARD, block, m) for block in range(last + 1)), TaskId(Kind.LOSS, last, m)]
-        for block in range(last, -1, -1):
-            recomputed = plan.units[block].activations is Activations.RECOMPUTE
-            if recomputed:
-                passes.append(TaskId(Kind.RECOMPUTE, block, m))
+        for block, recomputed in reversed([*enumerate(plan.recomputations())]):
+            passes += [TaskId(Kind.RECOMPUTE, again.unit, m, again=again.again) for again in recomputed]
             passes.append(TaskId(Kind.BACKWARD, block, m))
             if plan.units[block].kept.leaves:
-                user = Kind.RECOMPUTE if recomputed else Kind.BACKWARD
+                user = Kind.BACKWARD if plan.units[block].activations is Activations.KEEP else Kind.RECOMPUTE
                 way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, user)
                 faults += chain_faults(paths, *((TaskId(kind, block, m), 0) for kind in way))
-    return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults]
+    found = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
+    faults += [f"there is {task}, which the plan has not" for task in found if task not in passes]
+    return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults, *_absence_faults(schedule)]
+
+
+def _absence_faults(schedule: Schedule) -> Iterator[str]:
+    """Passes whose input or activations nothing has left on the GPU, in the order of the schedule."""
+    there: set[tuple[Value, int | None, int]] = set()
+    for task in schedule.tasks:
+        unit, m = task.id.unit, task.id.micro_batch
+        needed: tuple[Value, ...] = (Value.ACTIVATIONS,) if task.id.kind is Kind.BACKWARD else ()
+        fetched = BufferId(Value.ACTIVATIONS, GPU_MEMORY, unit, Kind.BACKWARD, m)  # the input is among them
+        if task.id.kind in _PASSES and task.id.kind is not Kind.LOSS and unit and Free(fetched) not in task.frees:
+            needed = (*needed, Value.INPUT)
+        yield from (f"{task.id} finds no {value} on the GPU" for value in needed if (value, unit, m) not in there)
+        there |= {(b.id.value, b.id.unit, b.id.micro_batch) for b in task.allocates if b.memory == GPU_MEMORY}
+        there -= {(f.id.value, f.id.unit, f.id.micro_batch) for f in task.frees if f.id.memory == GPU_MEMORY}
 
 
 def _several_gpus(schedule: Schedule) -> bool:
@@ -306,12 +321,18 @@ def memory_faults(schedule: Schedule) -> list[str]:
     if faults:
         return faults
 
+    place = {task.id: i for i, task in enumerate(schedule.tasks)}
+
     def late(before: Instance, after: Instance) -> bool:
         return before != after and bool(chain_faults(paths, before, after))
 
     for buffer_id, ((end, back),) in freed.items():
         (begin,) = allocated[buffer_id]
-        for user, later in [(begin, 0), *_users(buffer_id, begin, end, paths.tasks)]:
+        if buffer_id.value is Value.INPUT and buffer_id.memory == GPU_MEMORY:
+            users = _users_of_input(buffer_id, begin, end, place)
+        else:
+            users = _users(buffer_id, begin, end, paths.tasks)
+        for user, later in [(begin, 0), *users]:
             if late((begin, 0), (user, later)):
                 faults.append(f"{user} uses {buffer_id} and does not wait for {begin}, which allocates it")
             if late((user, later), (end, back)):
@@ -325,12 +346,11 @@ def trace_faults(trace: Trace) -> list[str]:
     return check_trace(trace)
 
 
+_PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
 _AFTER_BACKWARD = (Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.REFRESH)
 _PARAMETERS_IN_BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD, *_AFTER_BACKWARD)
 #: Kinds of task that use a value on the GPU, of the same unit; where it is there for one kind of task only, with that.
 _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
-    (Value.INPUT, None): (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD),
-    (Value.INPUT, Kind.BACKWARD): (Kind.RECOMPUTE, Kind.BACKWARD),
     (Value.OPTIMIZER_STATES, None): (Kind.GPU_UPDATE, Kind.WRITE_BACK_STATES),
     (Value.ACTIVATIONS, None): (Kind.BACKWARD,),
     (Value.ACTIVATIONS, Kind.BACKWARD): (Kind.BACKWARD,),
@@ -363,7 +383,7 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
     kinds = _USERS.get((value, buffer.use), ())
     if unit is None or buffer.memory != GPU_MEMORY:
         kinds = _HOST_USERS.get(value, ())
-    elif value in (Value.ACTIVATIONS, Value.INPUT) and end.kind is Kind.OFFLOAD_ACTIVATIONS:
+    elif value is Value.ACTIVATIONS and end.kind is Kind.OFFLOAD_ACTIVATIONS:
         kinds = (Kind.FORWARD, end.kind)  # backward uses what is fetched again
     elif value is Value.LOGITS and end.kind is Kind.BACKWARD:
         kinds = (*kinds, Kind.BACKWARD)  # the model's output holds them until then
@@ -390,6 +410,17 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
         user = TaskId(kind, (unit or 0) - (value is Value.INPUT_GRADIENT), micro_batch)
         if user in tasks:
             yield user, later
+
+
+def _users_of_input(buffer: BufferId, begin: TaskId, end: TaskId, place: dict[TaskId, int]) -> Iterator[Instance]:
+    """The passes of the unit between ``begin``, which makes or fetches its input, and ``end``, which frees it."""
+    for task in place:
+        if end.kind is Kind.OFFLOAD_ACTIVATIONS:
+            uses = task.kind is Kind.FORWARD or task == end  # backward uses what is fetched again
+        else:
+            uses = task.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) and place[task] <= place[end]
+        if uses and place[task] > place[begin] and (task.unit, task.micro_batch) == (buffer.unit, buffer.micro_batch):
+            yield task, 0
 
 
 def _growth_faults(schedule: Schedule) -> Iterator[str]:

@@ -183,6 +183,7 @@ def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
 def plans(draw: Draw, profile: Profile) -> Plan:
     """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing."""
     accumulates = profile.workload.micro_batches > 1
+    forwards = draw(_forwards(len(profile.blocks)))
     delayed = draw(st.booleans()) and not accumulates
     gradients = Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans()))
     refresh = Format(draw(st.sampled_from([2, 4])), draw(st.booleans()), draw(st.booleans()))
@@ -194,12 +195,13 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     for i, unit in enumerate(units):
         shared = i == 0 and profile.workload.tied_embeddings
         unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
-        if 0 < i < len(units) - 1:
-            kept = draw(st.sampled_from([Rest(), Rest(HOST_MEMORY, draw(st.integers(0, 4)))]))
-            unit = replace(unit, activations=draw(st.sampled_from(Activations)), kept=kept)
         if profile.hardware.gpus > 1:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit
+    for i, (first, *again) in enumerate(forwards):
+        rests = 0 < i < len(units) - 1 and first is not Activations.DROP and draw(st.booleans())
+        kept = Rest(HOST_MEMORY, draw(st.integers(0, 4))) if rests else Rest()
+        units[i] = replace(units[i], activations=first, again=tuple(again[:-1]), kept=kept)
     plan = Plan(
         policy="random",
         units=tuple(units),
@@ -259,6 +261,29 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
         st.builds(GradientSlots, small),
         st.builds(SerialUpdates, some),
     )
+
+
+@st.composite
+def _forwards(draw: Draw, units: int) -> list[list[Activations]]:
+    """What each forward of so many units keeps: segments of any length, within segments, too."""
+    keep, recompute, drop = Activations
+    found = [[keep] for _ in range(units)]
+
+    def draw_sweep(first: int, last: int) -> None:
+        """Of units that are computed one after another, the first of which has an input."""
+        for unit in range(first, last):
+            made_again = unit > first and found[unit - 1][-1] is not keep
+            found[unit].append(draw(st.sampled_from([keep, recompute, drop] if made_again else [keep, recompute])))
+
+    for forwards in found[1:-1]:
+        forwards.clear()
+    draw_sweep(1, units - 1)
+    for unit in reversed(range(1, units - 1)):
+        if found[unit][-1] is not keep:
+            start = max(i for i in range(unit + 1) if found[i][-1] is recompute)
+            draw_sweep(start, unit)
+            found[unit].append(keep)
+    return found
 
 
 @st.composite

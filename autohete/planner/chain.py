@@ -1,0 +1,185 @@
+"""Optimal checkpointing of a chain: which units keep their activations, their input or nothing, within a memory budget.
+
+The dynamic program of Beaumont et al. (2019, hal-02352969, "Optimal checkpointing for heterogeneous chains"). Of all ways to
+compute the units ``first`` to ``last`` forward and backward from the input of ``first``, which stays until its backward, it
+takes the quickest of
+
+- ``first`` keeps its activations; then the units above it; then backward of ``first``;
+- ``first`` keeps its input and the units from there to ``split`` nothing; then those from ``split`` on, which may again be
+  recomputed; then those below ``split``, from the input of ``first`` again.
+
+How a part of the chain is best computed depends on the rest by the memory that is left for it. So for each part the program
+finds all ways that no other beats both in memory and in time. The published one has a table over 500 sizes of memory, and
+rounds all sizes up to one of them; this one is exact, because in a chain of like units few ways remain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autohete.plan import Activations
+
+#: Ways that are kept of a part of a chain, in steps of memory; a search among more could take hours.
+_MOST_WAYS = 2000
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A unit, in bytes and nanoseconds.
+
+    Args:
+        forward_ns: how long forward takes, and recomputation.
+        input_bytes, output_bytes: what is handed over to it, and on from it.
+        gradient_bytes: of its output, from the backward above to its own.
+        kept_bytes: what it keeps beside its input when it keeps its activations.
+        keeping_bytes, dropping_bytes: what lives only during a forward that keeps them, and one that does not.
+        backward_bytes: what lives during backward beside input, activations and the gradient of the output.
+        left_bytes: what backward leaves until the last backward has ended.
+        keeps: forward always keeps the activations.
+    """
+
+    forward_ns: int
+    input_bytes: int
+    output_bytes: int
+    gradient_bytes: int
+    kept_bytes: int
+    keeping_bytes: int
+    dropping_bytes: int
+    backward_bytes: int
+    left_bytes: int
+    keeps: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ways:
+    """Of a part of a chain, ascending in memory and descending in time.
+
+    Attributes:
+        memory: bytes, without what backward of units above it has left.
+        time: nanoseconds of all forwards.
+        split: where the units begin that come before ``first``'s recomputation; -1: ``first`` keeps its activations.
+    """
+
+    memory: Numbers
+    time: Numbers
+    split: Numbers
+
+    def within(self, memory: Numbers) -> Numbers:
+        """The least time within so much memory, which suffices for one of them."""
+        return self.time[np.searchsorted(self.memory, memory, side="right") - 1]
+
+
+class Chain:
+    """The dynamic program for ``stages`` within ``memory_bytes``.
+
+    Args:
+        stages: the units, the last of which makes the loss.
+        memory_bytes: for all that a stage lists.
+        nested: recomputed units may be recomputed again; else they keep their activations then.
+
+    Attributes:
+        least_bytes: the least memory that suffices for any way.
+        exact: no way was left out, so that none of those that fit is quicker than the one that is found.
+    """
+
+    def __init__(self, stages: Sequence[Stage], memory_bytes: int, *, nested: bool = True) -> None:
+        self._stages, self._memory, self._nested = stages, memory_bytes, nested
+        numbers = {stage: number for number, stage in enumerate(dict.fromkeys(stages))}
+        self._numbers = tuple(numbers[stage] for stage in stages)
+        self._left = list(accumulate((stage.left_bytes for stage in stages), initial=0))
+        self._forward = list(accumulate((stage.forward_ns for stage in stages), initial=0))
+        #: Parts of like units are alike; splits count from the part's first unit.
+        self._found: dict[tuple[tuple[int, ...], bool], _Ways] = {}
+        self._last = len(stages) - 1
+        self.exact = True
+        for first in reversed(range(len(stages))):
+            for last in range(first, len(stages)):
+                self._ways(first, last, nested=False)
+                self._ways(first, last, nested=True)
+        self.least_bytes = int(self._ways(0, self._last, nested=True).memory[0])
+
+    def forwards(self) -> list[list[Activations]] | None:
+        """What each forward of each unit keeps; None if the memory does not suffice."""
+        if self.least_bytes > self._memory:
+            return None
+        found: list[list[Activations]] = [[] for _ in self._stages]
+        #: (first, last, memory, may be recomputed again), the next on top.
+        parts = [(0, self._last, self._memory, True)]
+        while parts:
+            first, last, memory, nested = parts.pop()
+            ways, stage = self._ways(first, last, nested=nested), self._stages[first]
+            split = int(ways.split[np.searchsorted(ways.memory, memory, side="right") - 1])
+            if split < 0:
+                found[first].append(Activations.KEEP)
+                if first < last:
+                    parts.append((first + 1, last, memory - stage.input_bytes - stage.kept_bytes, nested))
+                continue
+            split += first
+            found[first].append(Activations.RECOMPUTE)
+            for unit in range(first + 1, split):
+                found[unit].append(Activations.DROP)
+            parts.append((first, split - 1, memory - self._left[last + 1] + self._left[split], self._nested))
+            parts.append((split, last, memory - stage.input_bytes, nested))
+        return found
+
+    def _ways(self, first: int, last: int, *, nested: bool) -> _Ways:
+        key = (self._numbers[first : last + 1], nested)
+        if key not in self._found:
+            self._found[key] = self._search(first, last, nested)
+        return self._found[key]
+
+    def _search(self, first: int, last: int, nested: bool) -> _Ways:
+        """Of the ways of its parts, shorter ones first."""
+        stage, output_gradient = self._stages[first], self._stages[last].gradient_bytes
+        kept = stage.input_bytes + stage.kept_bytes
+        forward = kept + stage.keeping_bytes + stage.output_bytes + output_gradient
+        backward = kept + stage.gradient_bytes + stage.backward_bytes + self._left[last + 1] - self._left[first + 1]
+        if first == last:
+            memory = np.array([max(forward, backward)], np.int64)
+            return _Ways(memory, np.array([stage.forward_ns], np.int64), np.array([-1], np.int64))
+        above = self._ways(first + 1, last, nested=nested)
+        candidates = [(np.maximum(above.memory + kept, max(forward, backward)), above.time + stage.forward_ns, -1)]
+        if nested and not stage.keeps:
+            passing = stage.input_bytes + stage.dropping_bytes + stage.output_bytes
+            for split in range(first + 1, last + 1):
+                candidates.append(self._split(first, split, last, passing + output_gradient))
+                dropping = self._stages[split]
+                if dropping.keeps:
+                    break
+                passing = max(
+                    passing, stage.input_bytes + dropping.input_bytes + dropping.dropping_bytes + dropping.output_bytes
+                )
+        return self._unbeaten(candidates, first)
+
+    def _split(self, first: int, split: int, last: int, passing: int) -> tuple[Numbers, Numbers, int]:
+        """``first`` keeps its input until the units from ``split`` on are done."""
+        above, below = self._ways(split, last, nested=True), self._ways(first, split - 1, nested=self._nested)
+        needed_above = above.memory + self._stages[first].input_bytes
+        needed_below = below.memory + self._left[last + 1] - self._left[split]
+        least = max(passing, int(needed_above[0]), int(needed_below[0]))
+        memory = np.unique(np.maximum(np.concatenate([needed_above, needed_below]), least))
+        time = above.within(memory - self._stages[first].input_bytes)
+        time = time + below.within(memory - self._left[last + 1] + self._left[split])
+        return memory, time + (self._forward[split] - self._forward[first]), split
+
+    def _unbeaten(self, candidates: list[tuple[Numbers, Numbers, int]], first: int) -> _Ways:
+        """Those that no other beats in memory and time, within the budget but for the first."""
+        memory = np.concatenate([memory for memory, _, _ in candidates])
+        time = np.concatenate([time for _, time, _ in candidates])
+        split = np.concatenate([np.full(len(m), s - first if s >= 0 else s, np.int64) for m, _, s in candidates])
+        order = np.lexsort((split, time, memory))
+        memory, time, split = memory[order], time[order], split[order]
+        least = np.minimum.accumulate(time)
+        taken = np.concatenate([[True], time[1:] < least[:-1]]) & (memory <= max(self._memory, int(memory[0])))
+        places = np.flatnonzero(taken)
+        if len(places) > _MOST_WAYS:
+            self.exact = False
+            places = places[np.linspace(0, len(places) - 1, _MOST_WAYS).astype(np.int64)]
+        return _Ways(memory[places], time[places], split[places])

@@ -1,0 +1,140 @@
+"""Rotor (Beaumont et al. 2019, hal-02352969, "Optimal checkpointing for heterogeneous chains"): quickest within the memory.
+
+After a first iteration has measured times and sizes of all units, a dynamic program decides for each forward of each unit, the
+recomputations included, whether it keeps all that backward needs (*Fall*), its input (*Fck*) or nothing (*Fnone*). A unit may
+be recomputed several times, as segments lie within segments; an input that is kept stays until its unit's backward
+(*persistent* schedules). The program is in ``planner/chain.py``, which says what it decides. The paper's code
+(gitlab.inria.fr/hiepacs/rotor) was read in its adaptation by ColossalAI at 11d570fd,
+``colossalai/auto_parallel/checkpoint/ckpt_solver_rotor.py``. What is different here:
+
+- Units are transformer blocks; embedding and head keep their activations.
+- The code rounds all sizes up to a 500th of the memory (``memory_slots``); here they are exact.
+- The code takes gradients to be there all the time. Here those of a unit begin with its backward, and stay until the update,
+  which follows the last backward; so there is more memory for the units whose backward comes first.
+- What else is there is what this package counts: parameters, optimizer states, logits and their gradient.
+
+Of all plans in which nothing leaves the GPU and each unit keeps all, its input or nothing, this is the quickest that fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from autohete.errors import InfeasibleError, check_fields
+from autohete.plan import Plan, UnitPlan
+from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.planner.chain import Chain, Stage
+from autohete.policy import Judge
+from autohete.profile import Profile
+from autohete.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rotor:
+    """Rotor.
+
+    Args:
+        nested: a unit may be recomputed several times, as published; off: once at most.
+    """
+
+    nested: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`.
+
+        Raises:
+            InfeasibleError: no such plan fits.
+        """
+        there, have = _there_bytes(profile), profile.hardware.gpu_capacity_bytes
+        chain = Chain(_stages(profile), have - there, nested=self.nested)
+        forwards = chain.forwards()
+        needed = max(there + chain.least_bytes, _update_bytes(profile))
+        if forwards is None or needed > have:
+            raise InfeasibleError(
+                f"no plan fits: GPU memory for tensors is {format_bytes(have)}, the smallest that works is "
+                f"{format_bytes(needed)} ({needed} B), because parameters and optimizer states stay there",
+                constraint="gpu",
+                capacity_bytes=have,
+                needed_bytes=needed,
+            )
+        units = tuple(UnitPlan(kept[0], again=tuple(kept[1:-1])) for kept in forwards)
+        plan = Plan("rotor", units, rules=(GpuUpdatesAfterBackward(),))
+        return replace(plan, bound_seconds=_iteration_seconds(profile, plan)) if chain.exact else plan
+
+
+def _iteration_seconds(profile: Profile, plan: Plan) -> float:
+    """The GPU does one thing after another, and nothing else does any."""
+    blocks = profile.blocks
+    passes = sum(round(block.forward_seconds * 1e9) + round(block.backward_seconds * 1e9) for block in blocks)
+    passes += sum(round(blocks[again.unit].forward_seconds * 1e9) for done in plan.recomputations() for again in done)
+    passes += round(profile.loss.seconds * 1e9)
+    updates = sum(round(block.gpu_update_seconds * 1e9) for block in blocks)
+    return (profile.workload.micro_batches * passes + updates) * 1e-9
+
+
+def _gradients(profile: Profile) -> list[int]:
+    return [block.parameters * profile.element_bytes for block in profile.blocks]
+
+
+def _resident_bytes(profile: Profile) -> int:
+    return sum(block.parameters * (profile.element_bytes + profile.optimizer_bytes) for block in profile.blocks)
+
+
+def _there_bytes(profile: Profile) -> int:
+    """What is there all the time, gradients included where those of several micro-batches are added up."""
+    accumulated = sum(_gradients(profile)) if profile.workload.micro_batches > 1 else 0
+    return _resident_bytes(profile) + accumulated
+
+
+def _update_bytes(profile: Profile) -> int:
+    """What is there during the updates, which take the gradients from the last unit down."""
+    left = accumulate(_gradients(profile))
+    during = (held + block.gpu_update_workspace_bytes for held, block in zip(left, profile.blocks, strict=True))
+    return _resident_bytes(profile) + max(during)
+
+
+def _stages(profile: Profile) -> list[Stage]:
+    """Embedding, blocks, and the head with the loss."""
+    blocks, loss, gradients, last = profile.blocks, profile.loss, _gradients(profile), len(profile.blocks) - 1
+    held_logits = loss.logits_bytes if loss.keeps_logits else 0
+    accumulates = profile.workload.micro_batches > 1
+    stages = []
+    for unit, times in enumerate(blocks):
+        output = loss.logits_bytes if unit == last else blocks[unit + 1].input_bytes
+        made, backward = gradients[unit], times.backward_workspace_bytes
+        left = 0 if accumulates else made
+        if profile.workload.tied_embeddings and unit == 0:
+            made = left = 0  # begins with the head's backward
+        if unit == last:
+            tied = gradients[0] if profile.workload.tied_embeddings else 0
+            made, left = made + tied, left + tied + held_logits
+            backward = max(
+                loss.logits_bytes + held_logits + backward + times.input_bytes + made,
+                2 * loss.logits_bytes + loss.workspace_bytes,
+            )
+        elif unit:
+            backward += times.input_bytes + made
+        else:
+            backward += made
+        stages.append(
+            Stage(
+                forward_ns=round(times.forward_seconds * 1e9),
+                input_bytes=times.input_bytes if unit else 0,
+                output_bytes=output,
+                gradient_bytes=0 if unit == last else output,
+                kept_bytes=times.kept_bytes if unit else times.activation_bytes,
+                keeping_bytes=times.forward_workspace_bytes,
+                dropping_bytes=times.checkpointed_workspace_bytes,
+                backward_bytes=backward,
+                left_bytes=left,
+                keeps=unit in (0, last),
+            )
+        )
+    return stages
+
+
+SYSTEM = Rotor

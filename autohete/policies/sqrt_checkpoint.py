@@ -1,0 +1,58 @@
+"""Sublinear memory by segments (Chen et al. 2016, arXiv 1604.06174): about the square root of n units keep their input.
+
+Forward keeps the input of each segment's first unit alone. Backward computes a segment forward again, which keeps all
+activations this time, then goes through it (algorithm 1). With k segments of n units, k inputs and the activations of n / k
+units are there at a time, for one more forward in all; that is least for k near the square root of n. Units are transformer
+blocks here. Everything else is on the GPU, which updates after backward.
+
+A segment has n // k units, and the last one the rest as well, as in ``torch.utils.checkpoint.checkpoint_sequential`` (PyTorch
+2.13). That function does not recompute the last segment, whose backward follows its forward: ``keep_last``. Not modelled: the
+paper's search for a segment's size in bytes (algorithm 3). Its recursion (section 4.4) is a part of what ``rotor`` decides.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autohete.errors import InputError, check_fields
+from autohete.plan import Activations, Plan, UnitPlan
+from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.policy import Judge
+from autohete.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class SqrtCheckpoint:
+    """Checkpointing in segments of several blocks.
+
+    Args:
+        segments: how many; no more than there are blocks. None: the square root of their number, rounded.
+        keep_last: the last segment keeps its activations.
+    """
+
+    segments: int | None = None
+    keep_last: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.segments is not None and self.segments < 1:
+            raise InputError(f"sqrt_checkpoint:segments={self.segments} must be at least 1, or left out")
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`."""
+        blocks = len(profile.blocks) - 2
+        segments = min(self.segments or round(math.sqrt(blocks)), blocks)
+        size, last = blocks // segments, blocks // segments * (segments - 1)
+
+        def kept_by(block: int) -> Activations:
+            if block >= last:
+                begins = block == last
+                return Activations.KEEP if self.keep_last else Activations.RECOMPUTE if begins else Activations.DROP
+            return Activations.DROP if block % size else Activations.RECOMPUTE
+
+        inner = [UnitPlan(kept_by(block)) for block in range(blocks)]
+        return Plan("sqrt_checkpoint", (UnitPlan(), *inner, UnitPlan()), rules=(GpuUpdatesAfterBackward(),))
+
+
+SYSTEM = SqrtCheckpoint
