@@ -48,6 +48,8 @@ class Kind(StrEnum):
     READ_STATES = "NR"
     WRITE_STATES = "NW"
     WRITE_GRADIENTS = "NG"
+    GRADIENT_NORM = "N"
+    CLIP = "C"
 
     __hash__ = str.__hash__  # an enumeration's own is a call of Python, for each of the ids that lowering looks up
 
@@ -73,6 +75,8 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.READ_STATES: "read of optimizer states from NVMe",
     Kind.WRITE_STATES: "write of optimizer states to NVMe",
     Kind.WRITE_GRADIENTS: "write of gradients to NVMe",
+    Kind.GRADIENT_NORM: "norm of gradients",
+    Kind.CLIP: "clip coefficient",
 }
 _MNEMONICS = frozenset(kind.value for kind in Kind)
 KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
@@ -153,6 +157,8 @@ class Value(StrEnum):
     WORKSPACE = "workspace"
     PARAMETER_SLOTS = "parameter_slots"
     POLICY_BUFFERS = "policy_buffers"
+    GRADIENT_NORM = "gradient_norm"
+    CLIP_COEFFICIENT = "clip_coefficient"
     OTHER = "other"
 
     __hash__ = str.__hash__

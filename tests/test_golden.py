@@ -51,7 +51,7 @@ def profile_with(gpu_bytes: int, micro_batches: int) -> Profile:
     link = Link(bandwidth=4e9, duplex_bandwidth=4e9, latency_seconds=0.0)
     hardware = Hardware(
         name="paper",
-        gpu=Gpu(gpu_bytes, 0, 1e12, 1e12, 1e12, 1.0, 1.0, 0.0),
+        gpu=Gpu(gpu_bytes, 0, 1e12, 1e12, 4e9, 1.0, 1.0, 0.0),
         h2d=link,
         d2h=link,
         host=Host(PLENTY, 1e12, 1.0),

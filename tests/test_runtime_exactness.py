@@ -28,6 +28,8 @@ from autohete.trace import check_trace
 from autohete.workload import Precision, Workload
 
 STEPS = 3
+#: Less than the global norm of the small model's gradients, which is about 0.6.
+CLIP_NORM = 0.05
 #: Little arithmetic per byte, so that a copy that is not waited for is still under way when its result is read.
 SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch_size=2, precision=Precision.FP32)
 POLICIES = [
@@ -92,6 +94,7 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
         precision=data.draw(st.sampled_from([Precision.FP32, Precision.BF16])),
         tied_embeddings=data.draw(st.booleans()),
         micro_batches=data.draw(st.sampled_from([1, 1, 2, 3])),
+        clip_norm=data.draw(st.sampled_from([None, CLIP_NORM])),
     )
     profile = profile_of(workload)
     plan = data.draw(plans(profile))
@@ -283,13 +286,16 @@ NEEDS: dict[Kind, UnitPlan] = {
     Kind.READ_STATES: UnitPlan(states=Rest(NVME_MEMORY)),
     Kind.WRITE_STATES: UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY)),
     Kind.WRITE_GRADIENTS: UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY), gradients_on_nvme=True),
+    Kind.GRADIENT_NORM: UnitPlan(),
+    Kind.CLIP: UnitPlan(),
 }
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_every_kind_is_simulated_and_executed(kind: Kind) -> None:
     """Simulator and runtime execute tasks of every kind; if the runtime does nothing for one of them, that has consequences."""
-    workload = replace(SMALL, micro_batches=2) if kind is Kind.ACCUMULATE else SMALL
+    micro_batches, clips = 2 if kind is Kind.ACCUMULATE else 1, kind in (Kind.GRADIENT_NORM, Kind.CLIP)
+    workload = replace(SMALL, micro_batches=micro_batches, clip_norm=CLIP_NORM if clips else None)
     profile, inner = profile_of(workload), NEEDS[kind]
     outer = UnitPlan(update_on=inner.update_on)
     schedule = lower(profile, Plan("by hand", (outer, *[inner] * SMALL.transformer_blocks, outer)))

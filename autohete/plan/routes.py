@@ -132,6 +132,8 @@ class UnitPlan:
         accumulate_on: where the gradients of several micro-batches are added up; None: where they are used. On the host each
             micro-batch's are copied there; on the GPU they stay until the last has been added.
         gradients_on_nvme: gradients for an update on the CPU wait on NVMe, from where they come with the states.
+        norm_on: who computes the norm of the gradients, where they are clipped; None: the GPU, but for gradients that are
+            accumulated on the host, which are complete there alone.
     """
 
     activations: Activations = Activations.KEEP
@@ -144,6 +146,7 @@ class UnitPlan:
     states: Rest = Rest()
     accumulate_on: Processor | None = None
     gradients_on_nvme: bool = False
+    norm_on: Processor | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -162,6 +165,11 @@ class UnitPlan:
 
         if self.update_on is Processor.GPU and self.accumulate_on is Processor.CPU:
             raise InputError("what the GPU updates with is accumulated there: leave accumulate_on out, or update on the CPU")
+        if self.norm_on is Processor.CPU and (self.update_on is Processor.GPU or self.gradients_on_nvme):
+            raise InputError(
+                "the CPU takes the norm of gradients that rest on the host, but these are "
+                f"{'on NVMe' if self.gradients_on_nvme else 'updated with on the GPU'}: leave norm_on out"
+            )
 
     @property
     def reads_states(self) -> bool:

@@ -82,6 +82,8 @@ class TimeBounds:
         self.n = costs.count
         self.forward, self.backward = below(costs.forward), below(costs.backward)
         self.recompute, self.gpu_update = below(costs.recompute), below(costs.gpu_update)
+        #: Of the updates on the GPU those that precede the backward of a block below.
+        self.early_update = 0 * self.gpu_update if costs.updates_last else self.gpu_update
         self.cpu_update = below(costs.cpu_update)
         self.down, self.up, self.fetch = below(costs.gradients), below(costs.parameters), below(costs.fetches)
         either = np.minimum(costs.parameters, costs.fetches)  # whoever updates
@@ -177,7 +179,7 @@ class TimeBounds:
         passes = (self.forward[-1] - self.forward[m]) + (self.backward[-1] - self.backward[m]) + self.costs.loss.seconds
         last = x.checkpointed + 1
         recomputed = self.recompute[last] - self.recompute[np.minimum(last, np.maximum(m, 1))]
-        updated = self.gpu_update[np.maximum(first, m + 1)] - self.gpu_update[m + 1]
+        updated = self.early_update[np.maximum(first, m + 1)] - self.early_update[m + 1]
         return np.asarray(passes + recomputed + updated, float)
 
     def _until_forward(self, x: Choices, m: Integers) -> Numbers:
@@ -217,7 +219,7 @@ class TimeBounds:
         a = np.arange(GRADIENT_SLOTS, self.n)
         target = a - GRADIENT_SLOTS
         # Done before backward of the target starts: its recomputation, and GPU updates down to the block above it.
-        updates = self.gpu_update[np.maximum(first, target + 1)] - self.gpu_update[target + 1]
+        updates = self.early_update[np.maximum(first, target + 1)] - self.early_update[target + 1]
         redone = np.where(target >= 1, self.recompute[target + 1] - self.recompute[target], 0.0)
         redone = np.where(target <= x.checkpointed, redone, 0.0)
         gain[:, target] = np.where(a >= first, best[:, a] - self.down[a] + begun[:, target + 1] - redone - updates, 0.0)

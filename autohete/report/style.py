@@ -56,6 +56,8 @@ LOOKS: dict[Kind, Look] = {
     Kind.READ_STATES: Look(GREY, "++++++"),
     Kind.WRITE_STATES: Look(GREY, "------"),
     Kind.WRITE_GRADIENTS: Look(BLUE, "------"),
+    Kind.GRADIENT_NORM: Look(BLUE, "xxxxxx"),
+    Kind.CLIP: Look(BLUE, "++++++"),
 }
 
 
