@@ -114,7 +114,8 @@ CLIPPING = [
     *map(
         planned_by, ["resident", "zero_offload", "zero_offload:paper,tile_overlap,delayed_update", "fsdp2_offload", "autohete"]
     ),
-    *map(planned_by, ["patrickstar:chunk_size=1", "l2l:paper,update_on=gpu"]),
+    planned_by("patrickstar:chunk_size=1"),
+    plan_of(UnitPlan(parameters=Route(HOST_MEMORY))),
     with_gradients_replacing(planned_by("zero_offload")),
 ]
 CASES = [

@@ -14,6 +14,8 @@ forward, ns                           2      6     3
 backward, ns                          4     12     6
 update on the GPU, ns                 2      4     2
 4 bytes per parameter copied          2      4     2
+norm of gradients, on either side     2      4     2
+gradients scaled, on either side      4      8     4
 28 bytes of an update in DRAM        14     28    14
 ============================  =========  =====  ====
 
@@ -42,11 +44,11 @@ ITERATIONS = 3
 PLENTY = 10**12
 
 
-def profile_with(gpu_bytes: int, micro_batches: int) -> Profile:
+def profile_with(gpu_bytes: int, micro_batches: int, clip_norm: float | None = None) -> Profile:
     """The model above on a node with ``gpu_bytes`` for tensors; nothing there slows anything else down."""
     workload = Workload(
         "paper", hidden_size=1, transformer_blocks=3, heads=1, vocabulary_size=1, sequence_length=1, batch_size=1,
-        precision=Precision.FP32, tied_embeddings=False, micro_batches=micro_batches,
+        precision=Precision.FP32, tied_embeddings=False, micro_batches=micro_batches, clip_norm=clip_norm,
     )  # fmt: skip
     link = Link(bandwidth=4e9, duplex_bandwidth=4e9, latency_seconds=0.0)
     hardware = Hardware(
@@ -75,13 +77,15 @@ class Case:
     """A golden file: what is asked, the period worked out on paper, and all that was written below that.
 
     The head of the file is written by hand, in comments: ``policy``, ``gpu bytes`` (few, where that makes it offload),
-    ``period ns`` as a sum, and where the sum comes from; ``micro-batches`` where there are several.
+    ``period ns`` as a sum, and where the sum comes from; ``micro-batches`` where there are several; ``clip norm`` where
+    gradients are clipped.
     """
 
     name: str
     policy: str
     gpu_bytes: int
     micro_batches: int
+    clip_norm: float | None
     period_ns: int
     head: str
     told: str
@@ -95,7 +99,9 @@ def case(path: Path) -> Case:
     period = given["period ns"]
     assert re.fullmatch(r"[\d +*()-]+", period), f"{path.name}: a period is a sum of whole numbers"
     micro_batches = int(given.get("micro-batches", 1))
-    return Case(path.stem, given["policy"], int(given["gpu bytes"]), micro_batches, eval(period), head, text[len(head) :])
+    clip_norm = float(given["clip norm"]) if "clip norm" in given else None
+    gpu_bytes = int(given["gpu bytes"])
+    return Case(path.stem, given["policy"], gpu_bytes, micro_batches, clip_norm, eval(period), head, text[len(head) :])
 
 
 CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
@@ -103,7 +109,7 @@ CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
 
 def simulated(name: str) -> Simulation:
     asked = CASES[name]
-    profile = profile_with(asked.gpu_bytes, asked.micro_batches)
+    profile = profile_with(asked.gpu_bytes, asked.micro_batches, asked.clip_norm)
     return simulate_plan(profile, parse_policy(asked.policy).plan(profile, judge_for(profile)))
 
 

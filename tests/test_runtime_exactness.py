@@ -83,6 +83,31 @@ def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied:
     assert check_trace(trace) == []
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(policy for policy in POLICIES if not policy.startswith("stronghold")),
+        "stronghold:window=3,window_optimizer=gpu",
+        "fsdp2_offload",
+        "l2l:paper,update_on=gpu",
+        "zero_infinity",
+        "twin_flow:ratio=40",
+        "zero_offload:delayed_update",
+    ],
+)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_every_policy_clips_to_the_bit(policy: str, precision: Precision) -> None:
+    """Wherever gradients and updates are, clipping has the bits of ``clip_grad_norm_``, and changes what is trained."""
+    workload = replace(SMALL, precision=precision, clip_norm=CLIP_NORM)
+    profile = profile_of(workload)
+    plan = parse_policy(policy).plan(profile, judge_for(profile))
+    stale = updated_on_cpu(plan) if plan.delayed else frozenset()
+    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan))
+    assert outcome == plainly(workload, stale)
+    assert outcome != plainly(replace(workload, clip_norm=None), stale)
+    assert check_trace(trace) == []
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:

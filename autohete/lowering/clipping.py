@@ -60,7 +60,7 @@ class Clipping:
             norm = b.task(Kind.GRADIENT_NORM, unit, GPU, self._profile.gpu_memory_seconds(size))
             if self._plan.in_slot(unit) or plan.gradients_replace_parameters:
                 b.read(norm, Value.PARAMETERS, unit)
-        b.read(norm, Value.GRADIENTS, unit, memory)
+        b.write(norm, Value.GRADIENTS, unit, memory)  # changes nothing, but who takes them away afterwards waits for it
         b.write(norm, Value.GRADIENT_NORM, unit, memory)
 
     def coefficient(self) -> None:

@@ -166,11 +166,13 @@ class TimeBounds:
     # --- cycles
 
     def _cycles(self, choices: Choices) -> Numbers:
-        """The longest of three families of cycles, each with a row per block m."""
+        """The longest of some families of cycles, each with a row per block m."""
         x, m = choices.columns(), np.arange(self.n)[None, :]
         gpu = self._gpu(choices)
         above = self._gpu_from(x, m) + self._gradient_wait(x, m)
         found = np.maximum(above + self._until_forward(x, m), gpu[:, None] + self._fetched_for_backward(x, m))
+        if self.costs.updates_last:
+            found = np.maximum(found, self._updated_last(x, m))
         return np.asarray(found.max(axis=1) - self.rounding, float)
 
     def _gpu_from(self, x: Choices, m: Integers) -> Numbers:
@@ -203,6 +205,16 @@ class TimeBounds:
             last = last + self.least_down[m] + 2 * self.least_up[m] + self.forward[m] - self.forward[1]
             cpu = np.maximum(cpu, np.where((x.offloaded >= 1) & (refreshed <= m), last, 0.0))
         return np.maximum(np.maximum(down, up), np.maximum(cpu, self._slowest(work)))
+
+    def _updated_last(self, x: Choices, m: Integers) -> Numbers:
+        """From forward of block m to the next one where no update precedes the last backward.
+
+        The CPU then updates all of its blocks up to m, and one of them comes up after that.
+        """
+        passes = self.forward[-1] - self.forward[m] + self.backward[-1] + self.costs.loss.seconds
+        recomputed = self.recompute[x.checkpointed + 1] - self.recompute[1]
+        updated = self.cpu_update[m + 1] - self.cpu_update[np.minimum(self.n - x.cpu_updated, m + 1)]
+        return np.asarray(np.where(updated > 0, passes + recomputed + updated + self.least_up[m], 0.0), float)
 
     def _gradient_wait(self, x: Choices, m: Integers) -> Numbers:
         """What gradients that wait for their copy add to backward of the blocks above m.

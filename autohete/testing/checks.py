@@ -231,16 +231,23 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
         on_cpu, norm = decisions.update_on is Processor.CPU, TaskId(Kind.GRADIENT_NORM, block)
         update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, block)
         # Of an embedding that is tied to the head its own backward is the last.
-        complete, overwrites = [TaskId(Kind.BACKWARD, block, last)], TaskId(Kind.BACKWARD, block)
+        complete = [TaskId(Kind.BACKWARD, block, last)]
+        # Who takes them away, or overwrites them.
+        takers = [TaskId(Kind.OFFLOAD_GRADIENTS, block, last)] if on_cpu else []
+        if decisions.gradients_replace_parameters:
+            takers.append(TaskId(Kind.REFRESH, block))
+        overwrites = [(task, 0) for task in takers if task in paths.tasks]
         if lanes.get(norm) == CPU:
             summed = decisions.accumulates_on_host and last > 0
             complete.append(TaskId(Kind.ACCUMULATE if summed else Kind.OFFLOAD_GRADIENTS, block, last))
-            overwrites = TaskId(Kind.OFFLOAD_GRADIENTS, block, 0 if summed else last)
+            overwrites = [(TaskId(Kind.OFFLOAD_GRADIENTS, block, 0 if summed else last), 1)]
         stale = int(on_cpu and plan.delayed)
         faults += chain_faults(paths, *((task, 0) for task in complete), (norm, 0), (clip, 0), (update, stale))
-        # The next gradients, and the next coefficient, do not come before who needs these.
-        faults += chain_faults(paths, (norm, 0), (overwrites, 1))
-        faults += chain_faults(paths, (update, stale), (clip, 1 + stale))
+        for overwriter in overwrites:
+            faults += chain_faults(paths, (norm, 0), overwriter)
+        # Nor do the next norm and the next coefficient replace these before they have been used.
+        faults += chain_faults(paths, (clip, 0), (norm, 1))
+        faults += chain_faults(paths, (update, stale), (clip, 1))
     return faults
 
 
