@@ -122,8 +122,8 @@ class Trainer:
         profile: measured before (``autohete profile``), for this model and batch.
         on_nonfinite: stop, or skip the step, when a loss is not finite.
         clip_norm: the largest global norm of the gradients; larger ones are scaled down before the update, with the bits of
-            ``torch.nn.utils.clip_grad_norm_`` over all trained parameters, in 16 bit over those of the fp32 master weights. None:
-            they are not clipped.
+            ``torch.nn.utils.clip_grad_norm_`` over all trained parameters, in 16 bit over those of the fp32 master weights.
+            None: they are not clipped.
 
     Raises:
         InputError: the model cannot be cut into blocks, or an argument cannot be taken.
@@ -247,8 +247,8 @@ class Trainer:
         schedule = prediction.schedule
         if prediction.plan.delayed and self._clip_norm is not None:
             raise InputError(
-                f"clip_norm is {self._clip_norm}, but {prediction.plan.policy} delays updates, and a saved state does not say by "
-                "how much the last gradients are to be scaled: leave clip_norm out, or choose a policy that delays no updates"
+                f"clip_norm is {self._clip_norm}, but {prediction.plan.policy} delays updates, and a saved state does not say "
+                "by how much to scale the gradients that wait: leave clip_norm out, or choose a policy that delays no updates"
             )
         self._form = form
         on_cuda = self._device.type == "cuda"
