@@ -163,9 +163,8 @@ class SerialUpdates(Rule):
 
 @dataclass(frozen=True, slots=True)
 class UpdatesAfterBackward(Rule):
-    """CPU updates, and before them norms that the CPU computes, begin one after another when every gradient is on the host
-    (clipping, overflow check); reads of their states from NVMe when the last backward has ended and every gradient is where it
-    waits.
+    """CPU updates, and norms that the CPU computes, begin one after another when every gradient is on the host (clipping,
+    overflow check); reads of their states from NVMe when the last backward has ended and every gradient is where it waits.
     """
 
     def apply(self, tasks: Tasks) -> None:
