@@ -147,6 +147,7 @@ def train(
     precision: Literal["fp32", "bf16"] = "fp32",
     dropout: float = 0.1,
     lr: float = 1e-3,
+    clip_norm: float | None = None,
     seed: int = 0,
     mode: Literal["native", "paced"] = "native",
     hardware: str | None = None,
@@ -190,6 +191,8 @@ def train(
         Its probability.
     lr:
         Learning rate of AdamW.
+    clip_norm:
+        Scale gradients so that their global norm is at most this, such as 1.0.
     seed:
         Of weights, batches and dropout.
     mode:
@@ -225,6 +228,7 @@ def train(
         host_memory=host_memory,
         steps=steps,
         lr=lr,
+        clip_norm=clip_norm,
         mode=mode,
         hardware=hardware,
         profile=profile,

@@ -165,6 +165,11 @@ class Profile:
         seconds = kernel_bytes / cpu.update_bandwidth + elementwise_bytes / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
         return self.blocks[block].parameters * seconds / (cpu.concurrent_share if beside_gpu else 1.0)
 
+    def gpu_memory_seconds(self, traffic_bytes: float) -> float:
+        """A kernel on the GPU that is bound by so much traffic to its memory."""
+        gpu = self.hardware.gpu
+        return traffic_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency) + gpu.kernel_overhead_seconds
+
     def elementwise_seconds(self, traffic_bytes: float, *, beside_gpu: bool = False) -> float:
         """An elementwise kernel on the CPU with so much DRAM traffic; ``beside_gpu`` as for an update."""
         cpu = self.hardware.cpu

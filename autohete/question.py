@@ -37,6 +37,8 @@ class Shape:
         Sequences that the GPU computes with at a time.
     micro_batches:
         Batches per iteration, whose gradients are accumulated before the update.
+    clip_norm:
+        Scale gradients so that their global norm is at most this, such as 1.0. Without it they are not clipped.
     precision:
         bf16 and fp16 are mixed precision with fp32 master weights.
     tied_embeddings:
@@ -53,6 +55,7 @@ class Shape:
     sequence_length: int | None = None
     batch_size: int | None = None
     micro_batches: int | None = None
+    clip_norm: float | None = None
     precision: Precision | None = None
     tied_embeddings: bool | None = None
     kernels: Kernels | None = None

@@ -54,6 +54,8 @@ class Kind(StrEnum):
     GATHER_BACKWARD = "CB"
     REDUCE_GRADIENTS = "CR"
     GATHER_UPDATED = "CU"
+    GRADIENT_NORM = "N"
+    CLIP = "C"
 
     __hash__ = str.__hash__  # an enumeration's own is a call of Python, for each of the ids that lowering looks up
 
@@ -83,6 +85,8 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.GATHER_BACKWARD: "all-gather of parameters for backward",
     Kind.REDUCE_GRADIENTS: "reduction of gradients over the GPUs",
     Kind.GATHER_UPDATED: "all-gather of updated parameters",
+    Kind.GRADIENT_NORM: "norm of gradients",
+    Kind.CLIP: "clip coefficient",
 }
 #: What all GPUs do together.
 COLLECTIVES = (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.REDUCE_GRADIENTS, Kind.GATHER_UPDATED)
@@ -170,6 +174,8 @@ class Value(StrEnum):
     WORKSPACE = "workspace"
     PARAMETER_SLOTS = "parameter_slots"
     POLICY_BUFFERS = "policy_buffers"
+    GRADIENT_NORM = "gradient_norm"
+    CLIP_COEFFICIENT = "clip_coefficient"
     OTHER = "other"
 
     __hash__ = str.__hash__

@@ -137,6 +137,7 @@ def train(
     host_memory: str | None,
     steps: int,
     lr: float,
+    clip_norm: float | None,
     mode: str,
     hardware: str | None,
     profile: str | None,
@@ -171,6 +172,7 @@ def train(
             hardware=trainer_hardware,
             profile=measured_profile,
             on_nonfinite=NonFinite.SKIP if skip_nonfinite else NonFinite.STOP,
+            clip_norm=clip_norm,
         )
 
     # What a Trainer refuses, it refuses of the smallest model, too, before a text is read.

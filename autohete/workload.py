@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -80,6 +81,8 @@ class Workload:
         tied_embeddings: the LM head multiplies by the embedding's own matrix, as in GPT-2.
         kernels: see :class:`Kernels`.
         micro_batches: batches in one iteration, whose gradients are accumulated before the update.
+        clip_norm: gradients are scaled down before the update where their global norm is larger than this, as
+            ``torch.nn.utils.clip_grad_norm_`` does; None: they are not clipped.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Workload:
     tied_embeddings: bool = True
     kernels: Kernels = Kernels.FUSED
     micro_batches: int = 1
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         for field, limit in _LIMITS.items():
@@ -105,6 +109,12 @@ class Workload:
                 f"hidden_size {self.hidden_size} is not divisible by {self.heads} heads: "
                 "each head takes an equal part of the hidden size, so choose a divisor"
             )
+        check_clip_norm(self.clip_norm)
+
+    @property
+    def clips(self) -> bool:
+        """Whether updates take gradients that are scaled by their global norm."""
+        return self.clip_norm is not None
 
     @property
     def blocks(self) -> int:
@@ -155,6 +165,18 @@ class Workload:
         b, s, h = self.samples, self.sequence_length, self.hidden_size
         block = 24 * b * s * h * h + 4 * b * s * s * h
         return 3 * (block * self.transformer_blocks + 2 * b * s * h * self.vocabulary_size)
+
+
+def check_clip_norm(given: object) -> None:
+    """Refuse what is no global norm to clip to.
+
+    Raises:
+        InputError: says what to give.
+    """
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+        raise InputError(f"clip_norm is {given!r}: give a finite number above 0, such as 1.0, or leave it out to clip nothing")
 
 
 def _gpt(billions: int, hidden_size: int, transformer_blocks: int) -> Workload:

@@ -73,8 +73,9 @@ def batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
 def train_plainly(workload: Workload, steps: int, stale: frozenset[int] = frozenset(), threads: int = 1) -> Outcome:
     """Ordinary training: one backward through the whole model, one optimizer, fp32 master weights for bf16.
 
-    Parameters of the blocks ``stale`` are updated with the gradients of the step before: after the first step not at all,
-    after step k with the gradients of step k - 1. Those of the last step are never used.
+    Where the workload clips, PyTorch clips the gradients that the optimizer takes. Parameters of the blocks ``stale`` are
+    updated with the gradients of the step before: after the first step not at all, after step k with the gradients of step
+    k - 1, as they were clipped then. Those of the last step are never used.
     """
     torch.set_num_threads(threads)
     model = model_for(workload)
@@ -98,10 +99,14 @@ def train_plainly(workload: Workload, steps: int, stale: frozenset[int] = frozen
             losses[-1] += loss.item() / workload.micro_batches
             found = torch.autograd.grad(loss / workload.micro_batches, parameters)
             gradients = [a + b for a, b in zip(gradients, found, strict=True)] if gradients else list(found)
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient.float()
+        if workload.clip_norm is not None:
+            nn.utils.clip_grad_norm_(masters, workload.clip_norm)
         for place, master in enumerate(masters):
-            gradient = before[place] if id(parameters[place]) in late else gradients[place]
-            master.grad = None if gradient is None else gradient.float()
-        before = [*gradients]
+            clipped = master.grad
+            master.grad = before[place] if id(parameters[place]) in late else clipped
+            before[place] = clipped
         optimizer.step()
         if not full:
             for parameter, master in zip(parameters, masters, strict=True):
@@ -118,7 +123,9 @@ def train_by_schedule(
     """The same training as ``schedule`` says, in lane threads; ``around`` wraps the action of each task."""
     device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories[:2])
     model = model_for(workload)
-    training = Training(partition(model), schedule, next_token_loss, device=device, host=host, poison=True)
+    training = Training(
+        partition(model), schedule, next_token_loss, device=device, host=host, clip_norm=workload.clip_norm, poison=True
+    )
     torch.manual_seed(2)
     try:
         with LaneThreads(schedule, around(training.perform), Clock.MEASURED_CPU) as lanes:

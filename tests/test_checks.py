@@ -51,6 +51,9 @@ NODE = replace(load_hardware("a100-40gb-epyc7713"), nvme=Nvme(10**12, 1e9, 1e9, 
 PROFILE = analytic_profile(SMALL, NODE)
 #: The same with two micro-batches in an iteration.
 TWICE = analytic_profile(replace(SMALL, micro_batches=2), NODE)
+#: The same with gradients clipped.
+CLIPPED = analytic_profile(replace(SMALL, clip_norm=1.0), NODE)
+CLIPPED_TWICE = analytic_profile(replace(SMALL, clip_norm=1.0, micro_batches=2), NODE)
 
 
 def planned_by(policy: str) -> Plan:
@@ -137,10 +140,21 @@ SEVERAL = [
     shared(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_forward=True), Processor.CPU), 3),
     shared(UnitPlan(update_on=Processor.CPU, accumulate_on=Processor.GPU), 2),
 ]
+CLIPPING = [
+    *map(
+        planned_by, ["resident", "zero_offload", "zero_offload:paper,tile_overlap,delayed_update", "fsdp2_offload", "autohete"]
+    ),
+    planned_by("patrickstar:chunk_size=1"),
+    plan_of(UnitPlan(parameters=Route(HOST_MEMORY))),
+    with_gradients_replacing(planned_by("zero_offload")),
+]
 CASES = [
     *((PROFILE, plan) for plan in PLANS),
     *((TWICE, plan) for plan in ACCUMULATING),
     *((replace(profile, hardware=NODE.shared_by(2)), plan) for profile, plan in product((PROFILE, TWICE), SEVERAL)),
+    *((CLIPPED, plan) for plan in CLIPPING),
+    *((CLIPPED_TWICE, plan) for plan in ACCUMULATING),
+    *((replace(CLIPPED, hardware=NODE.shared_by(2)), plan) for plan in SEVERAL),
 ]
 
 
@@ -149,6 +163,7 @@ def faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:
     return [
         *checks.parameter_faults(profile, plan, schedule),
         *checks.gradient_faults(plan, schedule),
+        *checks.clipping_faults(profile, plan, schedule),
         *checks.activation_faults(plan, schedule),
         *checks.memory_faults(schedule),
     ]

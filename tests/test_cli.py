@@ -50,6 +50,15 @@ def refused(*arguments: str) -> str:
     return done.stderr
 
 
+def test_clipping_is_an_assumption_and_takes_time() -> None:
+    """``--clip-norm`` is in the answer, which is slower for it; what is no norm is refused."""
+    runs = [["simulate", *SMALL, "--policy", "resident", "--json", *more] for more in ([], ["--clip-norm", "1.0"])]
+    plain, clipped = (json.loads(autohete(*run).stdout) for run in runs)
+    assert (plain["assumptions"]["clip_norm"], clipped["assumptions"]["clip_norm"]) == (None, 1.0)
+    assert clipped["iteration_seconds"] > plain["iteration_seconds"]
+    assert "clip_norm is -1.0: give a finite number above 0" in refused("simulate", *SMALL, "--clip-norm", "-1.0")
+
+
 def test_json_answers_the_promised_keys() -> None:
     """One policy gives one object with all keys and a busy share per lane between 0 and 1."""
     done = autohete("simulate", *SMALL, "--policy", "autohete", "--json")

@@ -71,6 +71,13 @@ def test_a_training_ends_with_its_losses_and_its_prediction(training: tuple[str,
     assert {"F", "L", "B"} <= set(gpu)
 
 
+def test_a_training_clips(training: tuple[str, Path]) -> None:
+    """``--clip-norm`` changes what is learned, but not the first loss."""
+    plain, clipped = losses(training[0]), losses(trains({**TINY, "--gpu-memory": "60%", "--clip-norm": "0.001"}))
+    assert clipped[0] == plain[0]
+    assert clipped[1:] != plain[1:]
+
+
 def test_a_training_writes_what_it_is_asked_for(training: tuple[str, Path]) -> None:
     """Both timelines and the picture are written, nothing else, and ``compare`` explains the timelines' difference."""
     _, folder = training

@@ -14,6 +14,8 @@ forward, ns                           2      6     3
 backward, ns                          4     12     6
 update on the GPU, ns                 2      4     2
 4 bytes per parameter copied          2      4     2
+norm of gradients, on either side     2      4     2
+gradients scaled, on either side      4      8     4
 28 bytes of an update in DRAM        14     28    14
 ============================  =========  =====  ====
 
@@ -42,19 +44,19 @@ ITERATIONS = 3
 PLENTY = 10**12
 
 
-def profile_with(gpu_bytes: int, micro_batches: int, gpus: int = 1) -> Profile:
+def profile_with(gpu_bytes: int, micro_batches: int, gpus: int = 1, clip_norm: float | None = None) -> Profile:
     """The model above on a node with ``gpu_bytes`` for tensors; nothing there slows anything else down.
 
     Of several GPUs each passes on 4 bytes/ns, and has an equal part of the processor.
     """
     workload = Workload(
         "paper", hidden_size=1, transformer_blocks=3, heads=1, vocabulary_size=1, sequence_length=1, batch_size=1,
-        precision=Precision.FP32, tied_embeddings=False, micro_batches=micro_batches,
+        precision=Precision.FP32, tied_embeddings=False, micro_batches=micro_batches, clip_norm=clip_norm,
     )  # fmt: skip
     link = Link(bandwidth=4e9, duplex_bandwidth=4e9, latency_seconds=0.0)
     hardware = Hardware(
         name="paper",
-        gpu=Gpu(gpu_bytes, 0, 1e12, 1e12, 1e12, 1.0, 1.0, 0.0),
+        gpu=Gpu(gpu_bytes, 0, 1e12, 1e12, 4e9, 1.0, 1.0, 0.0),
         h2d=link,
         d2h=link,
         host=Host(PLENTY, 1e12, 1.0),
@@ -79,7 +81,8 @@ class Case:
     """A golden file: what is asked, the period worked out on paper, and all that was written below that.
 
     The head of the file is written by hand, in comments: ``policy``, ``gpu bytes`` (few, where that makes it offload),
-    ``period ns`` as a sum, and where the sum comes from; ``micro-batches`` and ``gpus`` where there are several.
+    ``period ns`` as a sum, and where the sum comes from; ``micro-batches`` and ``gpus`` where there are several; ``clip norm``
+    where gradients are clipped.
     """
 
     name: str
@@ -87,6 +90,7 @@ class Case:
     gpu_bytes: int
     micro_batches: int
     gpus: int
+    clip_norm: float | None
     period_ns: int
     head: str
     told: str
@@ -100,7 +104,9 @@ def case(path: Path) -> Case:
     period = given["period ns"]
     assert re.fullmatch(r"[\d +*()-]+", period), f"{path.name}: a period is a sum of whole numbers"
     micro_batches, gpus = (int(given.get(key, 1)) for key in ("micro-batches", "gpus"))
-    return Case(path.stem, given["policy"], int(given["gpu bytes"]), micro_batches, gpus, eval(period), head, text[len(head) :])
+    clip_norm = float(given["clip norm"]) if "clip norm" in given else None
+    gpu_bytes = int(given["gpu bytes"])
+    return Case(path.stem, given["policy"], gpu_bytes, micro_batches, gpus, clip_norm, eval(period), head, text[len(head) :])
 
 
 CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
@@ -108,7 +114,7 @@ CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
 
 def simulated(name: str) -> Simulation:
     asked = CASES[name]
-    profile = profile_with(asked.gpu_bytes, asked.micro_batches, asked.gpus)
+    profile = profile_with(asked.gpu_bytes, asked.micro_batches, asked.gpus, asked.clip_norm)
     return simulate_plan(profile, parse_policy(asked.policy).plan(profile, judge_for(profile)))
 
 

@@ -16,13 +16,14 @@ from types import FrameType
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_golden import profile_with
 
 import autohete
-from autohete.errors import InfeasibleError, InputError
+from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.plan import Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
-from autohete.plan.rules import GradientSlots, Rule, UpdatesAfterBackward, Window
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
+from autohete.plan.rules import GpuUpdatesAfterBackward, GradientSlots, Rule, UpdatesAfterBackward, Window
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.policy import Verdict
 from autohete.profile import Profile, analytic_profile
@@ -160,10 +161,14 @@ fewer = settings(max_examples=25 if settings.get_current_profile_name() == "ci" 
 
 
 def planned_by(profile: Profile, policy: NamedPolicy) -> Plan | None:
-    """The policy's plan, or None where nothing fits; any other error fails the test."""
+    """The policy's plan, or None where nothing fits or the policy cannot clip; any other error fails the test."""
     try:
         return policy.plan(profile, judge_for(profile))
     except InfeasibleError:
+        return None
+    except InputError as error:
+        if not (profile.workload.clips and "stronghold cannot clip gradients" in str(error)):
+            raise
         return None
 
 
@@ -175,7 +180,8 @@ def test_every_policy_plans(name: str, data: st.DataObject) -> None:
     profile, policy = data.draw(strategies.profiles()), data.draw(strategies.policies(name))
     plan = planned_by(profile, policy)
     if plan is None:
-        assert name in ("autohete", "zero_infinity"), "policies with fixed rules return their plan, if there are drives for it"
+        refuses = ("autohete", "zero_infinity", *(["stronghold"] if profile.workload.clips else []))
+        assert name in refuses, "policies with fixed rules return their plan, if there are drives for it"
         return
     assert len(plan.units) == len(profile.blocks)
     assert plan.policy == policy.name
@@ -192,6 +198,48 @@ def test_same_input_same_plan(profile: Profile, policy: NamedPolicy) -> None:
     assert first == second
     if first and second:
         assert str(lower(profile, first)) == str(lower(profile, second))
+
+
+def test_clipping_keeps_gradients_until_the_last_backward() -> None:
+    """Where the GPU updates each unit as soon as it can, clipping lets gradients pile up; the sums are by hand.
+
+    Parameters and states take 64 and 128 bytes all the time. In backward of a block there are activations of the embedding and
+    of the block, 40 and 36, an input of 4 for each block from there down, the gradients of two inputs, 4 each, and a workspace
+    of 8.
+    """
+    inner = UnitPlan(Activations.RECOMPUTE)
+    plan = Plan("by hand", (UnitPlan(), inner, inner, inner, UnitPlan()))
+    always, passing = 64 + 128, 40 + 36 + 2 * 4 + 8
+    unclipped, clipped = (simulate_plan(profile_with(10**12, 1, clip_norm=clip_norm), plan).gpu for clip_norm in (None, 1.0))
+    assert (unclipped.peak_bytes, unclipped.task) == (always + passing + 3 * 4 + 16, "B3@0")  # the block's own gradients
+    assert (clipped.peak_bytes, clipped.task) == (always + passing + 4 + 3 * 16 + 8, "B1@0")  # all but the embedding's
+
+
+def test_rules_that_clipping_makes_idle_stay() -> None:
+    """A rule that orders updates is accepted with clipping if it changes something without, and refused if it never does."""
+    rule = GpuUpdatesAfterBackward()
+    plan = Plan("by hand", (UnitPlan(),) * 5, (rule,))
+    clipped = profile_with(10**12, 1, clip_norm=1.0)
+    assert lower(clipped, plan) == lower(clipped, replace(plan, rules=()))
+    with pytest.raises(RuleError, match=r"UpdatesAfterBackward\(\) changes nothing"):
+        lower(clipped, replace(plan, rules=(UpdatesAfterBackward(),)))
+
+
+def test_norm_is_taken_where_gradients_are() -> None:
+    """The GPU takes it before gradients leave, the CPU of what is accumulated on the host, or where the plan says so."""
+    on_cpu = UnitPlan(update_on=Processor.CPU)
+    for micro_batches, unit, lane in [
+        (1, UnitPlan(), "gpu"),
+        (1, on_cpu, "gpu"),
+        (1, replace(on_cpu, norm_on=Processor.CPU), "cpu"),
+        (2, on_cpu, "cpu"),
+        (2, replace(on_cpu, accumulate_on=Processor.GPU), "gpu"),
+    ]:
+        schedule = lower(profile_with(10**12, micro_batches, clip_norm=1.0), Plan("by hand", (unit,) * 5, update_bytes=28))
+        assert {task.lane for task in schedule.tasks if task.id.kind is Kind.GRADIENT_NORM} == {lane}
+    with pytest.raises(InputError, match="which are accumulated on the host"):
+        unit = replace(on_cpu, norm_on=Processor.GPU)
+        lower(profile_with(10**12, 2, clip_norm=1.0), Plan("by hand", (unit,) * 5, update_bytes=28))
 
 
 def with_memory(profile: Profile, gpu_bytes: int, host_bytes: int) -> Profile:

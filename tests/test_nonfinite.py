@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plans import with_gradients_replacing
 from reference import batches, model_for
 from test_device import MEDIUM
-from test_runtime_exactness import POLICIES, profile_of, reaches
+from test_runtime_exactness import CLIP_NORM, POLICIES, profile_of, reaches
 from torch import Tensor, nn
 
 from autohete.errors import NonFiniteGradientError
@@ -104,7 +104,7 @@ def data(workload: Workload) -> list[tuple[Tensor, Tensor]]:
 
 
 @cache
-def plainly(precision: Precision, steps: int) -> list[Tensor]:
+def plainly(precision: Precision, steps: int, clip_norm: float | None = None) -> list[Tensor]:
     """Parameters in block order after plain training that skips a step with infinite gradients, as GradScaler does."""
     model, adam = _ExplodingGPT(replace(MEDIUM, precision=precision)), Adam()
     parameters = [parameter for owned in partition(model).owned for parameter in owned]
@@ -118,6 +118,9 @@ def plainly(precision: Precision, steps: int) -> list[Tensor]:
         if all(torch.isfinite(gradient).all() for gradient in gradients):
             for master, gradient in zip(masters, gradients, strict=True):
                 master.grad = gradient.float()
+            if clip_norm is not None:
+                places = {id(parameter): place for place, parameter in enumerate(parameters)}
+                nn.utils.clip_grad_norm_([masters[places[id(parameter)]] for parameter in model.parameters()], clip_norm)
             optimizer.step()
             for parameter, master in zip(parameters, masters, strict=True):
                 parameter.data.copy_(master.detach())
@@ -199,6 +202,25 @@ def test_a_step_is_skipped_as_a_whole_or_not_at_all(policy: str, precision: Prec
         assert list(training.passes.skipped) == [BAD_STEP]
         assert f"(block {BAD_BLOCK})" in training.passes.skipped[BAD_STEP]
         assert all(torch.equal(a, b) for a, b in zip(training.parameters(), plainly(precision, STEPS), strict=True))
+    finally:
+        training.close()
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("policy", ["autohete", "zero_offload"])
+def test_a_step_that_is_clipped_can_be_skipped(policy: str, precision: Precision) -> None:
+    """Clipped updates wait for the whole backward under any policy; the steps after the skipped one are clipped as before."""
+    workload = replace(MEDIUM, precision=precision, clip_norm=CLIP_NORM)
+    profile = profile_of(workload)
+    schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
+    assert updates_wait_for_backward(schedule)
+    model = _ExplodingGPT(workload)
+    training = Training(partition(model), schedule, next_token_loss, clip_norm=CLIP_NORM, skip_nonfinite=True, poison=True)
+    try:
+        train(training, schedule, STEPS)
+        assert list(training.passes.skipped) == [BAD_STEP]
+        expected = plainly(precision, STEPS, CLIP_NORM)
+        assert all(torch.equal(a, b) for a, b in zip(training.parameters(), expected, strict=True))
     finally:
         training.close()
 

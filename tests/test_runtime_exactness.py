@@ -28,6 +28,8 @@ from autohete.trace import check_trace
 from autohete.workload import Precision, Workload
 
 STEPS = 3
+#: Less than the global norm of the small model's gradients, which is about 0.6.
+CLIP_NORM = 0.05
 #: Little arithmetic per byte, so that a copy that is not waited for is still under way when its result is read.
 SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch_size=2, precision=Precision.FP32)
 POLICIES = [
@@ -82,6 +84,31 @@ def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied:
     assert check_trace(trace) == []
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(policy for policy in POLICIES if not policy.startswith("stronghold")),
+        "stronghold:window=3,window_optimizer=gpu",
+        "fsdp2_offload",
+        "l2l:paper,update_on=gpu",
+        "zero_infinity",
+        "twin_flow:ratio=40",
+        "zero_offload:delayed_update",
+    ],
+)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_every_policy_clips_to_the_bit(policy: str, precision: Precision) -> None:
+    """Wherever gradients and updates are, clipping has the bits of ``clip_grad_norm_``, and changes what is trained."""
+    workload = replace(SMALL, precision=precision, clip_norm=CLIP_NORM)
+    profile = profile_of(workload)
+    plan = parse_policy(policy).plan(profile, judge_for(profile))
+    stale = updated_on_cpu(plan) if plan.delayed else frozenset()
+    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan))
+    assert outcome == plainly(workload, stale)
+    assert outcome != plainly(replace(workload, clip_norm=None), stale)
+    assert check_trace(trace) == []
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
@@ -93,6 +120,7 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
         precision=data.draw(st.sampled_from([Precision.FP32, Precision.BF16])),
         tied_embeddings=data.draw(st.booleans()),
         micro_batches=data.draw(st.sampled_from([1, 1, 2, 3])),
+        clip_norm=data.draw(st.sampled_from([None, CLIP_NORM])),
     )
     profile = profile_of(workload)
     plan = data.draw(plans(profile))
@@ -304,6 +332,8 @@ NEEDS: dict[Kind, UnitPlan] = {
     Kind.READ_STATES: UnitPlan(states=Rest(NVME_MEMORY)),
     Kind.WRITE_STATES: UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY)),
     Kind.WRITE_GRADIENTS: UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY), gradients_on_nvme=True),
+    Kind.GRADIENT_NORM: UnitPlan(),
+    Kind.CLIP: UnitPlan(),
 }
 
 
@@ -325,7 +355,8 @@ def test_a_schedule_of_several_gpus_is_refused() -> None:
 @pytest.mark.parametrize("kind", NEEDS)
 def test_every_kind_is_simulated_and_executed(kind: Kind) -> None:
     """Simulator and runtime execute tasks of every kind; if the runtime does nothing for one of them, that has consequences."""
-    workload = replace(SMALL, micro_batches=2) if kind is Kind.ACCUMULATE else SMALL
+    micro_batches, clips = 2 if kind is Kind.ACCUMULATE else 1, kind in (Kind.GRADIENT_NORM, Kind.CLIP)
+    workload = replace(SMALL, micro_batches=micro_batches, clip_norm=CLIP_NORM if clips else None)
     profile, inner = profile_of(workload), NEEDS[kind]
     outer = UnitPlan(update_on=inner.update_on)
     schedule = lower(profile, Plan("by hand", (outer, *[inner] * SMALL.transformer_blocks, outer)))

@@ -289,7 +289,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.plans": _MODEL | {"plan", "profile"},
     "runtime.profiler": _MODEL | {"workload", "hardware", "profile", "plan", "schedule", "lowering", "trace"},
     "runtime.trainer": _MODEL
-    | {"hardware", "lowering", "memory", "plan", "policies", "policy", "profile", "schedule", "simulate", "trace"},
+    | {"workload", "hardware", "lowering", "memory", "plan", "policies", "policy", "profile", "schedule", "simulate", "trace"},
     "testing.checks": _MODEL
     | {"profile", "plan", "policy", "schedule", "trace", "memory", "worst_case", "lowering", "testing"},
     "testing.list_scheduler": _MODEL | {"schedule", "sharing", "trace"},

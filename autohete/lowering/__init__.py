@@ -8,9 +8,12 @@ order (``autohete/plan/rules.py``).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
+from autohete.lowering.clipping import Clipping
 from autohete.lowering.compute import Compute, passes_of, recomputed
 from autohete.lowering.footprint import nvme_bytes, resident_buffers, shared_bandwidth
 from autohete.lowering.parameters import Parameters, Stay
@@ -68,18 +71,8 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
     Shards(profile, plan).check()
     _check_nvme(profile, plan)
-    builder, stays = _tasks(profile, plan)
-    builder.order_by_data()
-    _apply(plan.rules, builder)
-    try:
-        order = builder.order()
-        if plan.slots is not None:
-            share_slots(builder, lives_of(builder, stays, order), plan.slots.count)
-            order = builder.order()
-    except CycleError as error:
-        raise explained(error, [draft.id for draft in builder.drafts], plan.rules) from None
-    builder.waits.reduce(order)
-    _check_rules(plan.rules, builder)
+    builder, order = _ordered(profile, plan)
+    _check_rules(profile, plan, builder)
     discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
     nvme = hardware.nvme if nvme_bytes(profile, plan) else None
     flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=nvme is not None)
@@ -97,6 +90,22 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
         flows=flows,
         resources=resources,
     )
+
+
+def _ordered(profile: Profile, plan: Plan) -> tuple[Builder, list[int]]:
+    """The tasks with the waits that data, rules and slots ask for, and their order."""
+    builder, stays = _tasks(profile, plan)
+    builder.order_by_data()
+    _apply(plan.rules, builder)
+    try:
+        order = builder.order()
+        if plan.slots is not None:
+            share_slots(builder, lives_of(builder, stays, order), plan.slots.count)
+            order = builder.order()
+    except CycleError as error:
+        raise explained(error, [draft.id for draft in builder.drafts], plan.rules) from None
+    builder.waits.reduce(order)
+    return builder, order
 
 
 def _check_nvme(profile: Profile, plan: Plan) -> None:
@@ -150,9 +159,15 @@ def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
     """The tasks of an iteration as a program would issue them, and the stays of parameters that come and go."""
     micro_batches = profile.workload.micro_batches
     builder = Builder(passes_of(plan, micro_batches), gradients_back=int(plan.delayed))
-    compute, updates = Compute(builder, profile, plan), Updates(builder, profile, plan)
+    compute, clipping = Compute(builder, profile, plan), Clipping(builder, profile, plan)
+    updates = Updates(builder, profile, plan, clipping)
     parameters, activations = Parameters(builder, profile, plan), OffloadedActivations(builder, profile, plan)
     units, recomputations = range(len(plan.units)), plan.recomputations()
+
+    def update(unit: int) -> None:
+        updates.update(unit)
+        parameters.after_update(unit)
+
     for m in range(micro_batches):
         for unit in units:
             parameters.bring(TaskId(Kind.FORWARD, unit, m))
@@ -170,10 +185,15 @@ def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
             compute.backward(unit, m)
             if m + 1 == micro_batches:
                 updates.after_backward(unit)
-                parameters.after_update(unit)
+                if not clipping.clips:
+                    update(unit)
             else:
                 updates.between(unit, m)
                 parameters.after_backward(unit)
+    if clipping.clips:  # no update knows its gradients before all of them are there
+        clipping.coefficient()
+        for unit in reversed(units):
+            update(unit)
     parameters.refresh_all()
     return builder, parameters.stays
 
@@ -186,13 +206,21 @@ def _apply(rules: tuple[Rule, ...], builder: Builder) -> None:
     builder.waits.author = 0
 
 
-def _check_rules(rules: tuple[Rule, ...], builder: Builder) -> None:
-    """Refuse what changes nothing, and what another rule says already."""
-    needed = builder.waits.authors()
+def _check_rules(profile: Profile, plan: Plan, builder: Builder) -> None:
+    """Refuse what changes nothing, and what another rule says already.
+
+    Clipping orders updates, too, which makes some rules idle. But a rule says what a system does, whatever it trains: it is
+    refused only if it changes nothing without clipping, either.
+    """
+    rules = plan.rules
+    idle = _idle_rules(rules, builder)
+    if idle and profile.workload.clips:
+        unclipped, _ = _ordered(replace(profile, workload=replace(profile.workload, clip_norm=None)), plan)
+        idle &= _idle_rules(rules, unclipped)
     for author, rule in enumerate(rules, start=1):
         if rule in rules[: author - 1]:
             raise RuleError(f"the plan has {rule} twice: give it once", rule)
-        if author in needed or (isinstance(rule, ByPriority) and builder.has_choice()):
+        if author not in idle:
             continue
         others = [rules[other - 1] for claimant, other in builder.waits.claims if claimant == author and other]
         if others:
@@ -202,3 +230,13 @@ def _check_rules(rules: tuple[Rule, ...], builder: Builder) -> None:
             "there are no tasks that it is about; leave it out",
             rule,
         )
+
+
+def _idle_rules(rules: tuple[Rule, ...], builder: Builder) -> set[int]:
+    """Those that have asked for nothing that does not follow without them, by their places counted from 1."""
+    needed = builder.waits.authors()
+    return {
+        author
+        for author, rule in enumerate(rules, start=1)
+        if author not in needed and not (isinstance(rule, ByPriority) and builder.has_choice())
+    }

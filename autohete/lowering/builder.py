@@ -139,6 +139,10 @@ class Builder:
         task = TaskId(kind, unit, micro_batch)
         return task if task in self._index else None
 
+    def lane(self, task: TaskId) -> str:
+        """Who does it."""
+        return self.drafts[self._index[task]].lane
+
     def has_choice(self) -> bool:
         """Whether any lane but the GPU's has tasks of different urgency."""
         urgencies: dict[str, set[int]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from autohete.lowering.builder import Builder
+from autohete.lowering.clipping import Clipping, scaling_seconds
 from autohete.lowering.compute import on_gpu
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
@@ -33,29 +34,41 @@ class Updates:
         builder: collects them.
         profile: how long they last.
         plan: who updates.
+        clipping: what updates do with the gradients before.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
-        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, Shards(profile, plan)
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan, clipping: Clipping) -> None:
+        self._builder, self._profile, self._plan = builder, profile, plan
+        self._clipping, self._shards = clipping, Shards(profile, plan)
         units = list(enumerate(plan.units))[::-1]
+        if clipping.clips and plan.delayed:  # only what is delayed is updated before the last backward
+            units.sort(key=lambda unit: unit[1].update_on is Processor.GPU)
         #: Whose states come to the GPU, and whose come to the host from NVMe, in the order of the updates.
         self._fetched = [i for i, unit in units if unit.fetches_states]
         self._read = [i for i, unit in units if unit.reads_states]
 
     def after_backward(self, unit: int) -> None:
-        """The gradients are complete: update, on the CPU when they are there.
+        """The gradients are complete: they go to where they are used, and their norm is taken on the way.
 
         A delayed update takes those that are there from the iteration before.
         """
         last = self._builder.passes[-1].micro_batch
         self._reduce_gradients(unit, last)
+        on_cpu, norm_on = self._plan.units[unit].update_on is Processor.CPU, self._clipping.norm_on(unit)
+        if on_cpu and self._plan.delayed:
+            self._cpu_update(unit)
+        if norm_on is Processor.GPU:
+            self._clipping.norm(unit)
+        if on_cpu:
+            self._offload_gradients(unit, last)
+        if norm_on is Processor.CPU:
+            self._clipping.norm(unit)
+
+    def update(self, unit: int) -> None:
+        """With the gradients of this iteration."""
         if self._plan.units[unit].update_on is Processor.GPU:
             self._gpu_update(unit)
-        elif self._plan.delayed:
-            self._cpu_update(unit)
-            self._offload_gradients(unit, last)
-        else:
-            self._offload_gradients(unit, last)
+        elif not self._plan.delayed:
             self._cpu_update(unit)
 
     def between(self, unit: int, micro_batch: int) -> None:
@@ -89,8 +102,10 @@ class Updates:
     def _gpu_update(self, unit: int) -> None:
         b, times, share = self._builder, self._profile.blocks[unit], self._shards.share(unit)
         self._bring_states(unit)
-        update = b.task(Kind.GPU_UPDATE, unit, GPU, times.gpu_update_seconds * share)
+        scaling = scaling_seconds(self._profile, self._plan, unit, Processor.GPU)
+        update = b.task(Kind.GPU_UPDATE, unit, GPU, (times.gpu_update_seconds + scaling) * share)
         self._takes_gradients(update)
+        self._clipping.scale(update)
         b.write(update, Value.PARAMETER_SHARD if self._shards.stage(unit) == 3 else Value.PARAMETERS, unit)
         b.workspace(update, math.ceil(times.gpu_update_workspace_bytes * share))
         if self._plan.units[unit].fetches_states:
@@ -182,8 +197,10 @@ class Updates:
             unit, plan.update_bytes, plan.elementwise_bytes, beside_gpu=plan.updates_beside_gpu
         )
         self._bring_states(unit)
-        update = b.task(Kind.CPU_UPDATE, unit, CPU, seconds * self._shards.share(unit), unit)
+        scaling = scaling_seconds(self._profile, plan, unit, Processor.CPU)
+        update = b.task(Kind.CPU_UPDATE, unit, CPU, (seconds + scaling) * self._shards.share(unit), unit)
         b.read(update, Value.GRADIENTS, unit, HOST_MEMORY)
+        self._clipping.scale(update)
         b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
         if plan.units[unit].reads_states:
             b.write(update, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)

@@ -109,6 +109,8 @@ class Plan:
         slots: where fetched parameters live; None: each is allocated when its fetch starts.
         update_bytes: DRAM traffic per parameter of the Adam kernel on the CPU.
         elementwise_bytes: DRAM traffic per parameter of the elementwise kernels of a CPU update: unscaling, casts.
+        scales_gradients: a CPU update multiplies its gradients by a number in any case, as in unscaling them; clipping then
+            takes no pass of its own.
         footprint: what memory it takes beside.
         delayed: a CPU update takes the gradients of the iteration before (stale; changes the mathematics).
         memory_waits: the plan fits only with more waits, at a cost in time; :func:`autohete.simulate.simulate_plan` adds them.
@@ -122,6 +124,7 @@ class Plan:
     slots: ParameterSlots | None = None
     update_bytes: float = 0
     elementwise_bytes: float = 0
+    scales_gradients: bool = False
     footprint: Footprint = Footprint()
     delayed: bool = False
     memory_waits: bool = False

@@ -141,6 +141,8 @@ class UnitPlan:
             recomputed once more than there are.
         zero_stage: what several GPUs share instead of each having all of it (ZeRO): from 1 on the optimizer states, from 2 on
             the gradients, with 3 the parameters.
+        norm_on: who computes the norm of the gradients, where they are clipped; None: the GPU, but for gradients that are
+            accumulated on the host, which are complete there alone.
     """
 
     activations: Activations = Activations.KEEP
@@ -155,6 +157,7 @@ class UnitPlan:
     gradients_on_nvme: bool = False
     again: tuple[Activations, ...] = ()
     zero_stage: int = 0
+    norm_on: Processor | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -184,6 +187,11 @@ class UnitPlan:
             raise InputError(f"zero_stage is {self.zero_stage}: give 0 to 3")
         if self.update_on is Processor.GPU and self.accumulate_on is Processor.CPU:
             raise InputError("what the GPU updates with is accumulated there: leave accumulate_on out, or update on the CPU")
+        if self.norm_on is Processor.CPU and (self.update_on is Processor.GPU or self.gradients_on_nvme):
+            raise InputError(
+                "the CPU takes the norm of gradients that rest on the host, but these are "
+                f"{'on NVMe' if self.gradients_on_nvme else 'updated with on the GPU'}: leave norm_on out"
+            )
 
     @property
     def forwards(self) -> tuple[Activations, ...]:

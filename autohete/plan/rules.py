@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autohete.errors import InputError, check_fields
-from autohete.schedule import Kind, TaskId
+from autohete.schedule import CPU, Kind, TaskId
 
 #: Tasks whose end completes an optimizer step.
 _ENDS = (
@@ -44,6 +44,9 @@ class Tasks(Protocol):
 
     def find(self, kind: Kind, unit: int, micro_batch: int = 0) -> TaskId | None:
         """The task, if there is one."""
+
+    def lane(self, task: TaskId) -> str:
+        """Who does it."""
 
     def first_backward(self, unit: int, micro_batch: int = 0) -> TaskId:
         """The pass that needs the unit's parameters first in backward."""
@@ -168,16 +171,20 @@ class SerialUpdates(Rule):
 
 @dataclass(frozen=True, slots=True)
 class UpdatesAfterBackward(Rule):
-    """CPU updates begin, one after another, when every gradient is on the host (clipping, overflow check); reads of their
-    states from NVMe when the last backward has ended and every gradient is where it waits.
+    """CPU updates, and norms that the CPU computes, begin one after another when every gradient is on the host (clipping,
+    overflow check); reads of their states from NVMe when the last backward has ended and every gradient is where it waits.
     """
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
         updates, reads = tasks.of(Kind.CPU_UPDATE), tasks.of(Kind.READ_STATES)
         gradients = [*tasks.of(Kind.OFFLOAD_GRADIENTS), *tasks.of(Kind.ACCUMULATE)]
+        norms = [norm for norm in tasks.of(Kind.GRADIENT_NORM) if tasks.lane(norm) == CPU]
         for before in (tasks.passes[-1], *gradients) if updates else ():
             tasks.after(updates[0], before, tasks.gradients_back)
+            if norms:
+                tasks.after(norms[0], before)
+        tasks.in_turn(norms)
         for before in (tasks.passes[-1], *tasks.of(Kind.WRITE_GRADIENTS)) if reads else ():
             tasks.after(reads[0], before)
         for read in reads[1:]:

@@ -82,6 +82,8 @@ class TimeBounds:
         self.n = costs.count
         self.forward, self.backward = below(costs.forward), below(costs.backward)
         self.recompute, self.gpu_update = below(costs.recompute), below(costs.gpu_update)
+        #: Of the updates on the GPU those that precede the backward of a block below.
+        self.early_update = 0 * self.gpu_update if costs.updates_last else self.gpu_update
         self.cpu_update = below(costs.cpu_update)
         self.down, self.up, self.fetch = below(costs.gradients), below(costs.parameters), below(costs.fetches)
         either = np.minimum(costs.parameters, costs.fetches)  # whoever updates
@@ -164,11 +166,13 @@ class TimeBounds:
     # --- cycles
 
     def _cycles(self, choices: Choices) -> Numbers:
-        """The longest of three families of cycles, each with a row per block m."""
+        """The longest of some families of cycles, each with a row per block m."""
         x, m = choices.columns(), np.arange(self.n)[None, :]
         gpu = self._gpu(choices)
         above = self._gpu_from(x, m) + self._gradient_wait(x, m)
         found = np.maximum(above + self._until_forward(x, m), gpu[:, None] + self._fetched_for_backward(x, m))
+        if self.costs.updates_last:
+            found = np.maximum(found, self._updated_last(x, m))
         return np.asarray(found.max(axis=1) - self.rounding, float)
 
     def _gpu_from(self, x: Choices, m: Integers) -> Numbers:
@@ -177,7 +181,7 @@ class TimeBounds:
         passes = (self.forward[-1] - self.forward[m]) + (self.backward[-1] - self.backward[m]) + self.costs.loss.seconds
         last = x.checkpointed + 1
         recomputed = self.recompute[last] - self.recompute[np.minimum(last, np.maximum(m, 1))]
-        updated = self.gpu_update[np.maximum(first, m + 1)] - self.gpu_update[m + 1]
+        updated = self.early_update[np.maximum(first, m + 1)] - self.early_update[m + 1]
         return np.asarray(passes + recomputed + updated, float)
 
     def _until_forward(self, x: Choices, m: Integers) -> Numbers:
@@ -202,6 +206,16 @@ class TimeBounds:
             cpu = np.maximum(cpu, np.where((x.offloaded >= 1) & (refreshed <= m), last, 0.0))
         return np.maximum(np.maximum(down, up), np.maximum(cpu, self._slowest(work)))
 
+    def _updated_last(self, x: Choices, m: Integers) -> Numbers:
+        """From forward of block m to the next one where no update precedes the last backward.
+
+        The CPU then updates all of its blocks up to m, and one of them comes up after that.
+        """
+        passes = self.forward[-1] - self.forward[m] + self.backward[-1] + self.costs.loss.seconds
+        recomputed = self.recompute[x.checkpointed + 1] - self.recompute[1]
+        updated = self.cpu_update[m + 1] - self.cpu_update[np.minimum(self.n - x.cpu_updated, m + 1)]
+        return np.asarray(np.where(updated > 0, passes + recomputed + updated + self.least_up[m], 0.0), float)
+
     def _gradient_wait(self, x: Choices, m: Integers) -> Numbers:
         """What gradients that wait for their copy add to backward of the blocks above m.
 
@@ -217,7 +231,7 @@ class TimeBounds:
         a = np.arange(GRADIENT_SLOTS, self.n)
         target = a - GRADIENT_SLOTS
         # Done before backward of the target starts: its recomputation, and GPU updates down to the block above it.
-        updates = self.gpu_update[np.maximum(first, target + 1)] - self.gpu_update[target + 1]
+        updates = self.early_update[np.maximum(first, target + 1)] - self.early_update[target + 1]
         redone = np.where(target >= 1, self.recompute[target + 1] - self.recompute[target], 0.0)
         redone = np.where(target <= x.checkpointed, redone, 0.0)
         gain[:, target] = np.where(a >= first, best[:, a] - self.down[a] + begun[:, target + 1] - redone - updates, 0.0)

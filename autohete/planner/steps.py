@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autohete.lowering.clipping import scaling_seconds
 from autohete.plan import Activations, Format, Plan, Processor, Route, UnitPlan
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
@@ -57,7 +58,7 @@ class BlockCosts:
         plan: any plan of the policy: in which formats it moves, updates and keeps things.
 
     Attributes, each a list over blocks:
-        forward, backward, recompute, gpu_update, cpu_update: passes and updates.
+        forward, backward, recompute, gpu_update, cpu_update: passes and updates; ``updates_last``: none precedes a backward.
         parameters: H2D, fetch or refresh of what the CPU updates; fetches: fetch of what the GPU updates.
         gradients: D2H; a write-back of parameters takes as long.
         weights, states, input, activations, workspace: bytes on the GPU.
@@ -71,11 +72,15 @@ class BlockCosts:
         self.forward = [block.forward_seconds for block in blocks]
         self.backward = [block.backward_seconds for block in blocks]
         self.recompute = self.forward
-        self.gpu_update = [block.gpu_update_seconds for block in blocks]
+        self.gpu_update = [
+            block.gpu_update_seconds + scaling_seconds(profile, plan, i, Processor.GPU) for i, block in enumerate(blocks)
+        ]
         self.cpu_update = [
             profile.cpu_update_seconds(i, plan.update_bytes, plan.elementwise_bytes, beside_gpu=plan.updates_beside_gpu)
+            + scaling_seconds(profile, plan, i, Processor.CPU)
             for i in range(self.count)
         ]
+        self.updates_last = profile.workload.clips
         self.weights = [count * profile.element_bytes for count in counts]
         element, held = profile.element_bytes, plan.footprint
         self.gradients = [

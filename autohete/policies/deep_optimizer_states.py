@@ -98,6 +98,7 @@ class DeepOptimizerStates:
             ),
             update_bytes=traffic.ADAM_KERNEL,
             elementwise_bytes=elementwise_bytes,
+            scales_gradients=True,
             footprint=Footprint(
                 # The buffers for states are there all the time.
                 gpu_buffer_bytes=largest * profile.optimizer_bytes,

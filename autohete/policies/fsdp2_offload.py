@@ -13,7 +13,8 @@ Read in ``torch/distributed/fsdp/_fully_shard/`` of torch 2.13.0:
   units' gradients are there at most. Without pinned memory each copy holds up the thread that launches backward.
 - The user's optimizer steps on the CPU when all gradients are there (``finalize_backward``). ``torch.optim.AdamW`` takes
   neither the fused nor the foreach kernel on the CPU unless it is told to (``optim/optimizer.py:161``): its loop over tensors
-  passes over the data eight times.
+  passes over the data eight times. Clipping comes before that, by ``torch.nn.utils.clip_grad_norm_`` over gradients that are on
+  the host: a pass that reads them, and one that scales them.
 
 Embedding, each block, and head with the last norm are units of their own, and the last is not released after forward, as in
 pytorch/torchtitan at 018740b7 (``models/llama3/infra/parallelize.py``, ``apply_fsdp``). With tied embeddings the first and the
@@ -79,7 +80,7 @@ class Fsdp2Offload:
         def unit(block: int) -> UnitPlan:
             outer = block in (0, last)
             if outer and tied:
-                return UnitPlan(update_on=Processor.CPU, gradients=fp32, refresh=fp32)
+                return UnitPlan(update_on=Processor.CPU, gradients=fp32, refresh=fp32, norm_on=Processor.CPU)
             in_forward, in_backward = self._ahead(profile, activations if block + 1 < last else Activations.KEEP)
             return UnitPlan(
                 Activations.KEEP if outer else activations,
@@ -92,6 +93,7 @@ class Fsdp2Offload:
                 ),
                 Processor.CPU,
                 fp32,
+                norm_on=Processor.CPU,
             )
 
         return Plan(

@@ -80,7 +80,9 @@ class PatrickStar:
                 if block in transformer:
                     unit = replace(unit, activations=activations, parameters=route(block, kept))
                 units.append(unit)
-            copied_late = tuple(i for i, unit in enumerate(units) if unit.refreshed)
+            # The norm of sums that are on the host needs all of them before the first update.
+            needed_before = profile.workload.clips and profile.workload.micro_batches > 1
+            copied_late = tuple(i for i, unit in enumerate(units) if unit.refreshed and not needed_before)
             leaving = tuple(i for i, unit in enumerate(units) if unit.update_on is Processor.CPU and not unit.refreshed)
             moving = not self.async_move and any(unit.parameters.moves for unit in units)
             return Plan(

@@ -120,6 +120,12 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
         for block in range(1, transformer + 1)
     ]
     slides = window < transformer or window_optimizer is Processor.CPU  # else there is nobody whose place is taken
+    if slides and profile.workload.clips:
+        raise InputError(
+            "stronghold cannot clip gradients: a block takes the place in the window of one that has been updated, and clipped "
+            f"updates wait for the last backward. Leave clip_norm out, give window={transformer},window_optimizer=gpu, which "
+            "keeps all blocks on the GPU, or choose another policy"
+        )
     return Plan(
         policy="stronghold",
         units=(outer, *inner, outer),

@@ -15,7 +15,8 @@ TILE_BUFFER = 8
 #: A cast between 16 and 32 bit on the CPU: reads 2 and writes 4, or the other way. The rate of elementwise kernels was derived
 #: without write-allocation, which is not counted here either.
 CAST = 6
-#: Unscaling and clipping fp32 gradients in place, always done: DeepSpeed stage_1_and_2.py, ``unscale_and_clip_grads``.
+#: Unscaling and clipping fp32 gradients in place, by one multiplication that is always done: DeepSpeed stage_1_and_2.py,
+#: ``unscale_and_clip_grads``.
 UNSCALE = 8
 
 

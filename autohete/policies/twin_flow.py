@@ -93,6 +93,7 @@ class TwinFlow:
             rules=self._rules(on_gpu, len(parameters) - on_gpu),
             update_bytes=traffic.ADAM_KERNEL,
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),
+            scales_gradients=True,
             footprint=Footprint(
                 # Beside the states: the gradient in fp32, and in fp32 training a master of its own.
                 gpu_buffer_bytes=bucket + sum(parameters[:on_gpu]) * (16 - profile.optimizer_bytes),

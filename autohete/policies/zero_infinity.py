@@ -68,6 +68,7 @@ class ZeroInfinity:
             rules=(BlockingCopies(Kind.WRITE_GRADIENTS), UpdatesAfterBackward(), Barrier()),
             update_bytes=traffic.ADAM_KERNEL,
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),
+            scales_gradients=True,
             footprint=Footprint(
                 # The 16-bit parameters as they go up; states and gradients are on the host only on their way.
                 host_optimizer_bytes=profile.optimizer_bytes + (profile.element_bytes if mixed else 0),

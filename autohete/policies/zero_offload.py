@@ -8,7 +8,9 @@
   so the thread that launches backward waits for the copies before it. 0.4.0 to 0.4.3 alone put them on a stream of their own
   (``copy_grad_stream``, pull 1067), until pull 1219 removed it as a race.
 - ``step`` unscales all gradients in place on the CPU, then runs CPUAdam over the whole model. Clipping (off by default until
-  0.19.2, then 1.0) costs nothing more: the norm is taken on the GPU in backward, and unscaling always runs.
+  0.19.2, then 1.0) is done by the same multiplication (``unscale_and_clip_grads`` multiplies by ``1 / combined_scale``). The
+  norm is taken on the GPU in backward, before a gradient is copied, clipped or not (``set_norm_for_param_grad_in_gpu``). Both
+  read at 02aa38c3. It is modelled where the workload clips; its own norm in fp64 is as one that reads the gradients once.
 - Up to 0.8.3, in fp16, CPUAdam writes updated parameters into fp32 tile buffers, from which the GPU reads and casts them while
   the next tile is updated (``launch_param_update``). In bf16 and fp32, and from 0.9.0 on (pull 3097), the upload follows.
 - 0.9.0 to 0.14.0 cast on the CPU into a pageable temporary. 0.14.1 to 0.16.9 (pull 5301) send the fp32 master of the whole
@@ -148,6 +150,7 @@ class ZeroOffload:
             ),
             update_bytes=traffic.ADAM_KERNEL + (traffic.TILE_BUFFER if tiles else 0),
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if cast else 0),
+            scales_gradients=True,
             delayed=self.delayed_update,
             footprint=Footprint(
                 gpu_buffer_bytes=round(buckets + largest_tensor) * element,

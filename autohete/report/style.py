@@ -60,6 +60,8 @@ LOOKS: dict[Kind, Look] = {
     Kind.GATHER_BACKWARD: Look(GREEN, "++++++"),
     Kind.REDUCE_GRADIENTS: Look(BLUE, "//////"),
     Kind.GATHER_UPDATED: Look(ORANGE, "......"),
+    Kind.GRADIENT_NORM: Look(BLUE, "xxxxxx"),
+    Kind.CLIP: Look(BLUE, "++++++"),
 }
 
 

@@ -252,7 +252,8 @@ def _assumed(workload: Workload) -> str:
     tied = "tied" if w.tied_embeddings else "untied"
     return (
         f"assumed: {w.transformer_blocks} x {w.hidden_size}, {w.heads} heads, vocabulary {w.vocabulary_size} ({tied}), "
-        f"{w.precision}, kernels {w.kernels}, AdamW; flags of policies as `autohete presets` lists them"
+        f"{w.precision}, kernels {w.kernels}, AdamW{f', gradients clipped to {w.clip_norm:g}' if w.clip_norm else ''}; "
+        "flags of policies as `autohete presets` lists them"
     )
 
 

@@ -363,8 +363,8 @@ class DeviceCount:
         scheduled = self._scheduled
         if scheduled is not None:
             scheduled.begin(task.id, iteration)
-        # Copies and updates allocate nothing but what they enter themselves.
-        if task.lane != GPU or task.id.kind is Kind.GPU_UPDATE:
+        # Copies and updates allocate nothing but what they enter themselves; a norm is four bytes that are no state.
+        if task.lane != GPU or task.id.kind in (Kind.GPU_UPDATE, Kind.GRADIENT_NORM, Kind.CLIP):
             return None
         if scheduled is not None and iteration == CHECKED_ITERATIONS:  # the passes of those before have ended
             if self.excess is None:

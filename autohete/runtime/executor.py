@@ -31,6 +31,7 @@ class TorchExecutor:
             forward by name, with ``targets`` or ``labels``.
         loss: of logits and targets.
         adam: the optimizer's settings.
+        clip_norm: the largest global norm of the gradients, for schedules that clip them.
         blocks: name of the block list, where it is not clear.
         paced: let every task last as long as the schedule says (clock ``emulated``); else as fast as the CPU goes.
         budget: hold the memories' capacities; else they are not looked at.
@@ -49,6 +50,7 @@ class TorchExecutor:
         adam: Adam | None = None,
         *,
         blocks: str | None = None,
+        clip_norm: float | None = None,
         paced: bool = False,
         budget: bool = True,
         counting: Counting = Counting.EXACT,
@@ -58,6 +60,7 @@ class TorchExecutor:
         check_member("counting", counting, Counting)
         self._partition = partition(model, blocks)
         self._batches, self._loss, self._adam, self._paced, self._budget = batches, loss, adam, paced, budget
+        self._clip_norm = clip_norm
         #: How the device's bytes are counted; after a run that was to go by the schedule's sizes: how they have been.
         self.counting = counting
         self._counting = counting
@@ -108,6 +111,7 @@ class TorchExecutor:
             device=self.device,
             host=self.host,
             counting=self._counting,
+            clip_norm=self._clip_norm,
         )
         try:
             clock = Clock.EMULATED if self._paced else Clock.MEASURED_CPU

@@ -104,7 +104,9 @@ class AdamStates:
         return torch.empty(self._scratch_elements, dtype=torch.float32, device=self.moments.device)
 
     @torch.no_grad()
-    def update(self, parameters: Tensor, gradients: Sequence[Tensor | None], scratch: Tensor) -> None:
+    def update(
+        self, parameters: Tensor, gradients: Sequence[Tensor | None], scratch: Tensor, scale: Tensor | None = None
+    ) -> None:
         """One step.
 
         Args:
@@ -112,12 +114,15 @@ class AdamStates:
             gradients: of each parameter, contiguous, in the type of ``parameters``; None: it does not change, as in
                 ``torch.optim``.
             scratch: made by :meth:`scratch`.
+            scale: multiplies the gradients, in fp32, before; those in fp32 are changed in place.
         """
         found = {place: gradient.view(-1) for place, gradient in enumerate(gradients) if gradient is not None}
         for place in found:
             self._steps[place] += 1
         if self.master is None:
             if found:
+                if scale is not None:
+                    torch._foreach_mul_(list(found.values()), scale)
                 self._step(found, torch.split(parameters, self._sizes))
             return
         for places in self._runs(found):
@@ -131,6 +136,8 @@ class AdamStates:
                     low, high = max(first, start), min(last, stop)
                     if low < high:
                         wide[low - start : high - start].copy_(found[place][low - first : high - first])
+                if scale is not None:
+                    wide.mul_(scale)
                 self._kernel([weights], [wide], *([moment[start:stop]] for moment in self.moments), [count])
                 parameters[start:stop].copy_(weights)
 

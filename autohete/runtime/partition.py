@@ -97,6 +97,12 @@ class Partition:
         return len(self.modules) + 1
 
     @property
+    def order(self) -> list[tuple[int, int]]:
+        """Block and place of each trained parameter, in the order of the model."""
+        places = {id(parameter): (i, place) for i, owned in enumerate(self.owned) for place, parameter in enumerate(owned)}
+        return [places[id(parameter)] for parameter in self.model.parameters() if id(parameter) in places]
+
+    @property
     def lasting(self) -> list[Tensor]:
         """Buffers and frozen parameters, which are neither trained nor moved: they stay on the device throughout."""
         trained = {id(parameter) for owned in self.owned for parameter in owned}

@@ -25,6 +25,7 @@ def as_executed(plan: Plan, profile: Profile) -> Plan:
         units=units,
         update_bytes=24.0 + 2 * element if element == 2 else 28.0,
         elementwise_bytes=0,
+        scales_gradients=element == 2,  # while they are widened
         footprint=Footprint(
             gpu_buffer_bytes=plan.footprint.gpu_buffer_bytes,
             host_optimizer_bytes=profile.optimizer_bytes + 2 * element,

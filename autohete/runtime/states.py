@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from autohete.errors import InputError, ScheduleError
 from autohete.order import delayed_units
 from autohete.runtime.blocks import Block, Memories, Side
+from autohete.runtime.clipping import Clipping
 from autohete.runtime.files import Files
 from autohete.runtime.nonfinite import UpdateGate
 from autohete.runtime.optimizer import Adam, AdamStates
-from autohete.schedule import COPIES, GPU_MEMORY, HOST_MEMORY, KIND_MEANING, NVME_MEMORY, Kind, Schedule, Value
+from autohete.schedule import COPIES, CPU, GPU_MEMORY, HOST_MEMORY, KIND_MEANING, NVME_MEMORY, Kind, Schedule, Value
 
 #: What a saved state calls a parameter's values, and the gradient that a delayed update has not applied yet.
 VALUES, GRADIENT = "values", "gradient"
@@ -34,6 +35,7 @@ class States:
         schedule: tells by its tasks and buffers where each block's states live.
         adam: the optimizer's settings.
         memories: where they live.
+        clipping: how gradients are scaled before an update.
         poison: overwrite what is released with NaN, so that a schedule that still reads it is noticed.
 
     Attributes:
@@ -42,9 +44,16 @@ class States:
     """
 
     def __init__(
-        self, owned: tuple[tuple[nn.Parameter, ...], ...], schedule: Schedule, adam: Adam, memories: Memories, *, poison: bool
+        self,
+        owned: tuple[tuple[nn.Parameter, ...], ...],
+        schedule: Schedule,
+        adam: Adam,
+        memories: Memories,
+        clipping: Clipping,
+        *,
+        poison: bool,
     ) -> None:
-        self.adam, self.memories, self.gate = adam, memories, UpdateGate()
+        self.adam, self.memories, self.clipping, self.gate = adam, memories, clipping, UpdateGate()
         #: Settings of single iterations, where they are others.
         self.adam_at: dict[int, Adam] = {}
         self.schedule, self._poison = schedule, poison
@@ -58,6 +67,8 @@ class States:
             for buffer in task.allocates
         )
         self._delayed = delayed_units(schedule)
+        norms = (task for task in schedule.tasks if task.id.kind is Kind.GRADIENT_NORM)
+        self._norm_on_host = {task.id.unit for task in norms if task.lane == CPU}
         #: The memories that each block's optimizer states pass, from where they rest to where they are updated.
         self._state_ways = [_way_of_states(kinds) for kinds in self.kinds]
         self._files = Files()
@@ -346,6 +357,16 @@ class States:
 
     # --- updates
 
+    def measure_gradients(self, i: int) -> None:
+        """Take the norms of the block's gradients where they are complete."""
+        block = self.blocks[i]
+        side = block.host if i in self._norm_on_host else block.device
+        self.clipping.measure(self.memories.current.iteration, i, side.gradients)
+
+    def clip(self, i: int) -> None:
+        """Find from all norms by how much this iteration's gradients are scaled."""
+        self.clipping.combine(self.memories.current.iteration)
+
     def gpu_update(self, i: int) -> None:
         """AdamW on the device's states."""
         self._update(i, self.blocks[i].device, self.memories.claim)
@@ -365,7 +386,7 @@ class States:
             return
         if self.gate.admits(side.iteration, i):
             scratch = claim(side.optimizer.scratch(), "workspace")
-            side.optimizer.update(side.parameters, side.gradients, scratch)
+            side.optimizer.update(side.parameters, side.gradients, scratch, self.clipping.coefficient(side.iteration))
         elif side.optimizer.master is not None:
             side.parameters.copy_(side.optimizer.master)  # whose place gradients may have taken
 

@@ -44,6 +44,7 @@ from autohete.schedule import CPU, GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule,
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.trace import Clock, Trace
 from autohete.units import parse_quantity
+from autohete.workload import check_clip_norm
 
 T = TypeVar("T")
 
@@ -120,6 +121,9 @@ class Trainer:
         hardware: what to be paced to; None: this machine, measured.
         profile: measured before (``autohete profile``), for this model and batch.
         on_nonfinite: stop, or skip the step, when a loss is not finite.
+        clip_norm: the largest global norm of the gradients; larger ones are scaled down before the update, with the bits of
+            ``torch.nn.utils.clip_grad_norm_`` over all trained parameters, in 16 bit over those of the fp32 master weights.
+            None: they are not clipped.
 
     Raises:
         InputError: the model cannot be cut into blocks, or an argument cannot be taken.
@@ -140,8 +144,10 @@ class Trainer:
         hardware: Hardware | None = None,
         profile: Profile | None = None,
         on_nonfinite: NonFinite = NonFinite.STOP,
+        clip_norm: float | None = None,
     ) -> None:
         check_member("mode", mode, Mode)
+        check_clip_norm(clip_norm)
         check_member("on_nonfinite", on_nonfinite, NonFinite)
         check_arguments(model, policy, loss, adam, blocks, device, hardware, profile)
         self._partition = partition(model, blocks)
@@ -151,7 +157,7 @@ class Trainer:
             raise InputError(f"gpu_memory is {gpu_memory!r}: write a share as text, such as '{gpu_memory:.0%}'")
         self._gpu_memory = None if self._share is not None else _bytes(gpu_memory)
         self._host_memory = _bytes(host_memory)
-        self._loss, self._adam, self._on_nonfinite = loss, adam or Adam(), on_nonfinite
+        self._loss, self._adam, self._on_nonfinite, self._clip_norm = loss, adam or Adam(), on_nonfinite, clip_norm
         self._device = _torch_device(device)
         self._mode, self._hardware, self._given_profile = mode, hardware, profile
         if mode is Mode.PACED and hardware is None:
@@ -239,6 +245,11 @@ class Trainer:
             if only_gpu_works(quicker[1].schedule):
                 (profile, prediction), self.threads = quicker, threads
         schedule = prediction.schedule
+        if prediction.plan.delayed and self._clip_norm is not None:
+            raise InputError(
+                f"clip_norm is {self._clip_norm}, but {prediction.plan.policy} delays updates, and a saved state does not say "
+                "by how much to scale the gradients that wait: leave clip_norm out, or choose a policy that delays no updates"
+            )
         self._form = form
         on_cuda = self._device.type == "cuda"
         capacity = profile.hardware.gpu_capacity_bytes
@@ -254,6 +265,7 @@ class Trainer:
             device=device,
             host=host,
             counting=Counting.SCHEDULED,
+            clip_norm=self._clip_norm,
             skip_nonfinite=self._on_nonfinite is NonFinite.SKIP,
         )
         self._skipped = training.passes.skipped
@@ -277,6 +289,8 @@ class Trainer:
         """The profile, with passes in so many threads, and what is planned on it."""
         with _threads(self._device, threads):
             profile = self._profile(batch)
+        # What is measured does not depend on it.
+        profile = replace(profile, workload=replace(profile.workload, clip_norm=self._clip_norm))
         self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
         profile = self._with_budgets(profile)
         return profile, simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)

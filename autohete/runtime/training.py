@@ -12,6 +12,7 @@ from torch import Tensor
 from autohete.errors import DeviceOutOfMemoryError, InputError, check_member
 from autohete.runtime.batch import Batch, Inputs, Loss
 from autohete.runtime.blocks import Current, Memories
+from autohete.runtime.clipping import Clipping
 from autohete.runtime.device import Counting, CudaMemory, DeviceCount, Ledger, accounting, keep_freed_memory
 from autohete.runtime.guard import Guard, check_trainable
 from autohete.runtime.model_state import Place, Snapshot, buffers_of, unchanged_random_state
@@ -39,6 +40,8 @@ class Training:
         device, host: count the memory of the states, and of the passes; None: it is not counted. A GPU's is limited to its
             capacity until :meth:`close`.
         counting: how the device's is counted.
+        clip_norm: the largest global norm of the gradients, where the schedule clips them: as
+            ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.
         skip_nonfinite: let iterations with gradients that are not finite change nothing and go on, where the schedule allows
             it; else they raise :class:`~autohete.errors.NonFiniteGradientError`.
         poison: overwrite what is released with NaN, so that a schedule that still reads it is noticed.
@@ -59,6 +62,7 @@ class Training:
         device: Ledger | CudaMemory | None = None,
         host: Ledger | None = None,
         counting: Counting = Counting.EXACT,
+        clip_norm: float | None = None,
         skip_nonfinite: bool = False,
         poison: bool = False,
     ) -> None:
@@ -78,10 +82,11 @@ class Training:
         self._rooms = {task.id: _room(task) for task in schedule.tasks}
         self._undo = ExitStack()
         check_trainable(partition.model)
+        clipping = Clipping(clip_norm, schedule, partition.order)
         with ExitStack() as undo:
             if isinstance(device, CudaMemory):
                 undo.enter_context(device.limited(device.used_bytes + _moving_bytes(partition, torch_device)))
-            self.states = States(partition.owned, schedule, adam or Adam(), self._memories, poison=poison)
+            self.states = States(partition.owned, schedule, adam or Adam(), self._memories, clipping, poison=poison)
             self.passes = Passes(partition, self.states, loss, self._memories)
             self.passes.skips_gradients = skip_nonfinite and updates_wait_for_backward(schedule)
             undo.callback(self.passes.forget)
@@ -110,6 +115,8 @@ class Training:
             Kind.GPU_UPDATE: self.states.gpu_update,
             Kind.CPU_UPDATE: self.states.cpu_update,
             Kind.ACCUMULATE: self.states.add_arrived,
+            Kind.GRADIENT_NORM: self.states.measure_gradients,
+            Kind.CLIP: self.states.clip,
             **{kind: partial(self._copy, copy) for kind, copy in COPIES.items()},
         }
         self._memories.settle()

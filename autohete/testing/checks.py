@@ -5,6 +5,7 @@ schedule, for those who make or change schedules themselves:
 
 - :func:`parameter_faults`: every forward sees the update of the iteration before, and every fetch a host copy that has it.
 - :func:`gradient_faults`: every update takes finished gradients.
+- :func:`clipping_faults`: where they are clipped, by a norm of all of them.
 - :func:`activation_faults`: the passes follow one another, and backward finds its activations.
 - :func:`memory_faults`: memory balances, does not grow, and nothing is freed before its last user has ended.
 - :func:`trace_faults`: an execution does what its schedule says.
@@ -24,7 +25,7 @@ from autohete.memory import occupancy
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.policy import Judge, Policy
 from autohete.profile import Profile
-from autohete.schedule import COLLECTIVE, GPU_MEMORY, HOST_MEMORY, Buffer, BufferId, Free, Kind, Schedule, TaskId, Value
+from autohete.schedule import COLLECTIVE, CPU, GPU_MEMORY, HOST_MEMORY, Buffer, BufferId, Free, Kind, Schedule, TaskId, Value
 from autohete.testing.list_scheduler import list_schedule
 from autohete.trace import Trace, check_trace
 from autohete.worst_case import worst_case
@@ -70,6 +71,7 @@ def plan_faults(profile: Profile, plan: Plan) -> list[str]:
     return [
         *parameter_faults(profile, plan, schedule),
         *gradient_faults(plan, schedule),
+        *clipping_faults(profile, plan, schedule),
         *activation_faults(plan, schedule),
         *memory_faults(schedule),
         *trace_faults(list_schedule(schedule, _ITERATIONS)),
@@ -241,6 +243,46 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
     return faults
 
 
+def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:
+    """Updates that may not know how much to scale their gradients by, a coefficient that misses a norm, and norms of gradients
+    that are unfinished or overwritten; tasks for that where nothing is clipped.
+
+    Args:
+        profile: says whether gradients are clipped.
+        plan: says who updates each block.
+        schedule: of this plan.
+    """
+    paths, clip = Paths(schedule), TaskId(Kind.CLIP, 0)
+    if not profile.workload.clips:
+        kinds = (Kind.CLIP, Kind.GRADIENT_NORM)
+        return [f"{task.id} is there, but no gradient is clipped" for task in schedule.tasks if task.id.kind in kinds]
+    faults: list[str] = []
+    last = profile.workload.micro_batches - 1
+    lanes = {task.id: task.lane for task in schedule.tasks}
+    for block, decisions in enumerate(plan.units):
+        on_cpu, norm = decisions.update_on is Processor.CPU, TaskId(Kind.GRADIENT_NORM, block)
+        update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, block)
+        # Of an embedding that is tied to the head its own backward is the last.
+        complete = [TaskId(Kind.BACKWARD, block, last)]
+        # Who takes them away, or overwrites them.
+        takers = [TaskId(Kind.OFFLOAD_GRADIENTS, block, last)] if on_cpu else []
+        if decisions.gradients_replace_parameters:
+            takers.append(TaskId(Kind.REFRESH, block))
+        overwrites = [(task, 0) for task in takers if task in paths.tasks]
+        if lanes.get(norm) == CPU:
+            summed = decisions.accumulates_on_host and last > 0
+            complete.append(TaskId(Kind.ACCUMULATE if summed else Kind.OFFLOAD_GRADIENTS, block, last))
+            overwrites = [(TaskId(Kind.OFFLOAD_GRADIENTS, block, 0 if summed else last), 1)]
+        stale = int(on_cpu and plan.delayed)
+        faults += chain_faults(paths, *((task, 0) for task in complete), (norm, 0), (clip, 0), (update, stale))
+        for overwriter in overwrites:
+            faults += chain_faults(paths, (norm, 0), overwriter)
+        # Nor do the next norm and the next coefficient replace these before they have been used.
+        faults += chain_faults(paths, (clip, 0), (norm, 1))
+        faults += chain_faults(paths, (update, stale), (clip, 1))
+    return faults
+
+
 def _state_faults(paths: Paths, decisions: UnitPlan, update: TaskId) -> list[str]:
     """Updates of states that are not there, or that are not brought home before the next."""
     there = [Kind.READ_STATES] * decisions.reads_states + [Kind.FETCH_STATES] * decisions.fetches_states
@@ -305,6 +347,8 @@ def memory_faults(schedule: Schedule) -> list[str]:
     allocates and frees them.
     """
     paths = Paths(schedule)
+    # The other norms are of gradients on the GPU.
+    on_host = {task.id for task in schedule.tasks if task.id.kind is Kind.GRADIENT_NORM and task.lane == CPU}
     allocated: dict[BufferId, list[TaskId]] = {}
     freed: dict[BufferId, list[Instance]] = {}
     for task in schedule.tasks:
@@ -331,7 +375,7 @@ def memory_faults(schedule: Schedule) -> list[str]:
         if buffer_id.value is Value.INPUT and buffer_id.memory == GPU_MEMORY:
             users = _users_of_input(buffer_id, begin, end, place)
         else:
-            users = _users(buffer_id, begin, end, paths.tasks)
+            users = _users(buffer_id, begin, end, paths.tasks - on_host)
         for user, later in [(begin, 0), *users]:
             if late((begin, 0), (user, later)):
                 faults.append(f"{user} uses {buffer_id} and does not wait for {begin}, which allocates it")
@@ -357,8 +401,14 @@ _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
     (Value.LOGITS, None): (Kind.LOSS,),
     (Value.LOGITS_GRADIENT, None): (Kind.BACKWARD,),
     (Value.INPUT_GRADIENT, None): (Kind.BACKWARD,),
-    (Value.GRADIENTS, None): (Kind.BACKWARD, Kind.REDUCE_GRADIENTS, Kind.GPU_UPDATE, Kind.OFFLOAD_GRADIENTS),
-    (Value.GRADIENT_SHARD, None): (Kind.REDUCE_GRADIENTS, Kind.GPU_UPDATE, Kind.OFFLOAD_GRADIENTS),
+    (Value.GRADIENTS, None): (
+        Kind.BACKWARD,
+        Kind.REDUCE_GRADIENTS,
+        Kind.GRADIENT_NORM,
+        Kind.GPU_UPDATE,
+        Kind.OFFLOAD_GRADIENTS,
+    ),
+    (Value.GRADIENT_SHARD, None): (Kind.REDUCE_GRADIENTS, Kind.GRADIENT_NORM, Kind.GPU_UPDATE, Kind.OFFLOAD_GRADIENTS),
     (Value.PARAMETER_SHARD, Kind.FORWARD): (Kind.GATHER_FORWARD,),
     (Value.PARAMETER_SHARD, Kind.BACKWARD): (Kind.GATHER_BACKWARD,),
     (Value.PARAMETERS, Kind.FORWARD): (Kind.FORWARD, Kind.WRITE_BACK_FORWARD),

@@ -63,7 +63,7 @@ Draw = st.DrawFn
 
 @st.composite
 def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> Workload:
-    """Small GPT shapes in all precisions, tied or not, with fused attention or without."""
+    """Small GPT shapes in all precisions, tied or not, with fused attention or without, with gradients clipped or not."""
     heads = draw(st.integers(1, 4))
     return Workload(
         name="random",
@@ -77,6 +77,7 @@ def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: in
         tied_embeddings=draw(st.booleans()),
         kernels=draw(st.sampled_from(Kernels)),
         micro_batches=draw(st.integers(1, max_micro_batches)),
+        clip_norm=draw(st.sampled_from([None, None, 1.0])),
     )
 
 
@@ -208,6 +209,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
         rules=tuple(draw(st.lists(_rules(len(units)), unique=True, max_size=6))),
         update_bytes=draw(st.sampled_from([0, 28.0, 40.5])),
         elementwise_bytes=draw(st.sampled_from([0, 14.0])),
+        scales_gradients=draw(st.booleans()),
         delayed=delayed,
         footprint=Footprint(
             gpu_buffer_bytes=draw(st.integers(0, 10**6)),
@@ -295,9 +297,9 @@ def _updated(draw: Draw, unit: UnitPlan, nvme: bool, may_write: bool) -> UnitPla
         return replace(unit, states=states)
     accumulate_on = draw(st.none() | st.sampled_from(Processor))
     unit = replace(unit, update_on=Processor.CPU, accumulate_on=accumulate_on)
-    if states.home != NVME_MEMORY:
-        return unit
-    return replace(unit, states=states, gradients_on_nvme=may_write and draw(st.booleans()))
+    if states.home == NVME_MEMORY:
+        unit = replace(unit, states=states, gradients_on_nvme=may_write and draw(st.booleans()))
+    return unit if unit.gradients_on_nvme else replace(unit, norm_on=draw(st.sampled_from([None, Processor.CPU])))
 
 
 @st.composite

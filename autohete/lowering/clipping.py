@@ -1,0 +1,108 @@
+"""Clipping by global norm: a norm of each unit's gradients, one coefficient from all of them, and updates that scale by it.
+
+As ``torch.nn.utils.clip_grad_norm_`` does (torch 2.13, ``nn/utils/clip_grad.py``): gradients are read once for their norm, and
+read and written once when they are scaled. What the copies of single numbers between GPU and host take is their latency alone.
+They are not tasks: no lane is occupied by four bytes, and in a fifo lane they would wait for copies that they have nothing to
+do with. Several GPUs that share gradients add up their norms: an all-reduce of one number is a part of the coefficient's task.
+"""
+
+from __future__ import annotations
+
+from autohete.errors import InputError
+from autohete.lowering.builder import Builder
+from autohete.lowering.shards import Shards
+from autohete.plan import Plan, Processor
+from autohete.profile import Profile
+from autohete.schedule import COLLECTIVE, CPU, GPU, GPU_MEMORY, HOST_MEMORY, Kind, TaskId, Value
+
+#: Kernels after the norms: stack, norm of norms, sum, quotient, clamp.
+_KERNELS = 5
+
+
+class Clipping:
+    """Adds norms and the coefficient to a builder; where the workload does not clip, nothing.
+
+    Args:
+        builder: collects them.
+        profile: whether gradients are clipped, and how long that takes.
+        plan: where gradients are.
+    """
+
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
+        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, Shards(profile, plan)
+        self.clips = profile.workload.clips
+
+    def norm_on(self, unit: int) -> Processor | None:
+        """Who computes the norm of the unit's gradients; None: nobody does.
+
+        Raises:
+            InputError: the plan lets the GPU do so, where the gradients are never complete.
+        """
+        plan = self._plan.units[unit]
+        if not self.clips:
+            return None
+        on_host = plan.accumulates_on_host and self._builder.passes[-1].micro_batch > 0
+        if on_host and plan.norm_on is Processor.GPU:
+            raise InputError(
+                f"the GPU is to compute the norm of gradients of unit {unit}, which are accumulated on the host: leave norm_on "
+                "out, accumulate on the GPU, or use one micro-batch"
+            )
+        return Processor.CPU if on_host else plan.norm_on or Processor.GPU
+
+    def norm(self, unit: int) -> None:
+        """Of the unit's gradients, which are complete."""
+        b, plan, on_host = self._builder, self._plan.units[unit], self.norm_on(unit) is Processor.CPU
+        side, memory = (Processor.CPU, HOST_MEMORY) if on_host else (Processor.GPU, GPU_MEMORY)
+        size = _gradient_bytes(self._profile, self._plan, unit, side) * self._shards.share(unit)
+        value = Value.GRADIENT_SHARD if self._shards.stage(unit) >= 2 and not on_host else Value.GRADIENTS
+        if on_host:
+            seconds = self._profile.elementwise_seconds(size, beside_gpu=self._plan.updates_beside_gpu)
+            norm = b.task(Kind.GRADIENT_NORM, unit, CPU, seconds, unit)
+        else:
+            norm = b.task(Kind.GRADIENT_NORM, unit, GPU, self._profile.gpu_memory_seconds(size))
+            if self._plan.in_slot(unit) or plan.gradients_replace_parameters:
+                b.read(norm, Value.PARAMETERS, unit)
+        b.write(norm, value, unit, memory)  # changes nothing, but who takes them away afterwards waits for it
+        b.write(norm, Value.GRADIENT_NORM, unit, memory)
+
+    def coefficient(self) -> None:
+        """From all norms, on the side where updates are; it needs each of them."""
+        if not self.clips:
+            return
+        b, profile = self._builder, self._profile
+        norms = [self.norm_on(unit) for unit in range(len(self._plan.units))]
+        updates = [unit.update_on for unit in self._plan.units]
+        if Processor.CPU in (*norms, *updates):
+            from_gpu = profile.d2h_seconds(0) if Processor.GPU in norms else 0.0
+            to_gpu = profile.h2d_seconds(0) if Processor.GPU in updates else 0.0
+            lane, seconds = CPU, from_gpu + to_gpu
+        else:
+            lane, seconds = GPU, _KERNELS * profile.hardware.gpu.kernel_overhead_seconds
+        if any(self._shards.stage(unit) for unit in range(len(norms))):  # each GPU knows the norms of its part
+            lane, seconds = COLLECTIVE, seconds + 2 * profile.collective_seconds(0)
+        clip = b.task(Kind.CLIP, 0, lane, seconds, priority=-1 if lane == CPU else 0)
+        for unit, norm_on in enumerate(norms):
+            b.read(clip, Value.GRADIENT_NORM, unit, HOST_MEMORY if norm_on is Processor.CPU else GPU_MEMORY)
+        b.write(clip, Value.CLIP_COEFFICIENT, 0, HOST_MEMORY)
+
+    def scale(self, update: TaskId) -> None:
+        """``update`` multiplies its gradients by the coefficient."""
+        if self.clips:
+            self._builder.read(update, Value.CLIP_COEFFICIENT, 0, HOST_MEMORY)
+
+
+def scaling_seconds(profile: Profile, plan: Plan, unit: int, updated_on: Processor) -> float:
+    """What clipping adds to the unit's update on either side."""
+    on_cpu = updated_on is Processor.CPU
+    if not profile.workload.clips or (on_cpu and plan.scales_gradients):
+        return 0.0
+    traffic = 2 * _gradient_bytes(profile, plan, unit, updated_on)
+    if on_cpu:
+        return profile.elementwise_seconds(traffic, beside_gpu=plan.updates_beside_gpu)
+    return profile.gpu_memory_seconds(traffic)
+
+
+def _gradient_bytes(profile: Profile, plan: Plan, unit: int, side: Processor) -> int:
+    """As the GPU computes them; on the host as they arrive there, without what comes beside them."""
+    count, element = profile.blocks[unit].parameters, profile.element_bytes
+    return min(plan.units[unit].gradients.bytes_of(count, element), 4 * count) if side is Processor.CPU else count * element
