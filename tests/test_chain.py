@@ -147,7 +147,7 @@ def test_rotor_is_never_slower_than_fixed_segments(profile: Profile, choice: int
     peak, time = peak_and_time(lower(profile, parse_policy(policy).plan(profile, judge_for(profile))))
     tight = with_memory(profile, peak)
     found, once = (parse_policy(name).plan(tight, judge_for(tight)) for name in ("rotor", "rotor:nested=off"))
-    assert peak_and_time(lower(tight, found)) <= (peak, time)
+    assert peak_and_time(lower(tight, found))[0] <= peak
     assert peak_and_time(lower(tight, found))[1] <= peak_and_time(lower(tight, once))[1] <= time
     assert all(len(unit.forwards) <= 2 for unit in once.units)
 
