@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_golden import profile_with
 
-from autohete.errors import InfeasibleError, InputError
+from autohete.errors import InputError
 from autohete.lowering import lower
 from autohete.plan import Activations, Plan, Rest, UnitPlan
 from autohete.plan.rules import GpuUpdatesAfterBackward
@@ -124,20 +124,17 @@ def test_there_are_as_many_ways_as_counted_by_hand() -> None:
 @settings(max_examples=30)
 @given(chains(1, 3))
 def test_rotor_is_the_quickest_plan_that_fits(profile: Profile) -> None:
-    """Under every budget that makes a difference, and one byte less: the time of the best of all plans, in its memory."""
+    """Under every budget that makes a difference, and one byte less: the best of all plans; else one that takes least."""
     found = [peak_and_time(lower(profile, plan)) for plan in PLANS[profile.workload.transformer_blocks]]
     least = min(peak for peak, _ in found)
     for budget in sorted({peak - less for peak, _ in found for less in (0, 1)}):
         asked = with_memory(profile, budget)
-        if budget < least:
-            with pytest.raises(InfeasibleError) as caught:
-                parse_policy("rotor").plan(asked, judge_for(asked))
-            assert caught.value.needed_bytes == least
-            continue
         plan = parse_policy("rotor").plan(asked, judge_for(asked))
         peak, time = peak_and_time(lower(asked, plan))
+        assert peak <= max(budget, least)
+        if budget < least:
+            continue
         assert time == min(time for peak, time in found if peak <= budget)
-        assert peak <= budget
         assert plan.bound_seconds is not None
         assert round(plan.bound_seconds * 1e9) == time
 
@@ -150,7 +147,7 @@ def test_rotor_is_never_slower_than_fixed_segments(profile: Profile, choice: int
     peak, time = peak_and_time(lower(profile, parse_policy(policy).plan(profile, judge_for(profile))))
     tight = with_memory(profile, peak)
     found, once = (parse_policy(name).plan(tight, judge_for(tight)) for name in ("rotor", "rotor:nested=off"))
-    assert peak_and_time(lower(tight, found)) <= (peak, time)
+    assert peak_and_time(lower(tight, found))[0] <= peak
     assert peak_and_time(lower(tight, found))[1] <= peak_and_time(lower(tight, once))[1] <= time
     assert all(len(unit.forwards) <= 2 for unit in once.units)
 
@@ -160,9 +157,7 @@ def test_a_chain_of_unlike_units_is_searched_in_steps(monkeypatch: pytest.Monkey
     monkeypatch.setattr("autohete.planner.chain._MOST_WAYS", 2)
     profile = deep(10**9)
     blocks = [replace(block, activation_bytes=200 + 7 * unit**2) for unit, block in enumerate(profile.blocks)]
-    with pytest.raises(InfeasibleError) as caught:
-        parse_policy("rotor").plan(small := replace(deep(1), blocks=tuple(blocks)), judge_for(small))
-    least, found = caught.value.needed_bytes, {}
+    least, found = least_bytes("rotor", replace(deep(1), blocks=tuple(blocks))), {}
     for budget in (least, least + 700, 10**9):
         asked = replace(deep(budget), blocks=tuple(blocks))
         plan = parse_policy("rotor").plan(asked, judge_for(asked))
@@ -171,6 +166,11 @@ def test_a_chain_of_unlike_units_is_searched_in_steps(monkeypatch: pytest.Monkey
         assert peak <= budget
     assert found[least][0] == least
     assert found[10**9][1] == min(time for _, time in found.values())
+
+
+def least_bytes(policy: str, profile: Profile) -> int:
+    """What a plan takes that does not fit."""
+    return peak_and_time(lower(profile, parse_policy(policy).plan(profile, judge_for(profile))))[0]
 
 
 def deep(gpu_bytes: int) -> Profile:
@@ -184,12 +184,8 @@ def deep(gpu_bytes: int) -> Profile:
 def test_the_tightest_memory_takes_segments_within_segments() -> None:
     """Units are recomputed several times where that alone fits, and the simulation says the same peak and time."""
     profile = deep(10**9)
-    with pytest.raises(InfeasibleError) as caught:
-        parse_policy("rotor").plan(small := deep(1), judge_for(small))
-    with pytest.raises(InfeasibleError) as once:
-        parse_policy("rotor:nested=off").plan(small, judge_for(small))
-    least = caught.value.needed_bytes
-    assert least < once.value.needed_bytes
+    least = least_bytes("rotor", deep(1))
+    assert least < least_bytes("rotor:nested=off", deep(1))
     assert simulate_plan(profile, parse_policy("sqrt_checkpoint").plan(profile, judge_for(profile))).gpu.peak_bytes > least
     tight = deep(least)
     found = simulate_plan(tight, parse_policy("rotor").plan(tight, judge_for(tight)))

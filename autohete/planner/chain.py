@@ -105,13 +105,11 @@ class Chain:
                 self._ways(first, last, nested=True)
         self.least_bytes = int(self._ways(0, self._last, nested=True).memory[0])
 
-    def forwards(self) -> list[list[Activations]] | None:
-        """What each forward of each unit keeps; None if the memory does not suffice."""
-        if self.least_bytes > self._memory:
-            return None
+    def forwards(self) -> list[list[Activations]]:
+        """What each forward of each unit keeps; if the memory does not suffice, with the least that does."""
         found: list[list[Activations]] = [[] for _ in self._stages]
         #: (first, last, memory, may be recomputed again), the next on top.
-        parts = [(0, self._last, self._memory, True)]
+        parts = [(0, self._last, max(self._memory, self.least_bytes), True)]
         while parts:
             first, last, memory, nested = parts.pop()
             ways, stage = self._ways(first, last, nested=nested), self._stages[first]

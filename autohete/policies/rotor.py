@@ -19,15 +19,13 @@ Of all plans in which nothing leaves the GPU and each unit keeps all, its input 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
-from autohete.errors import InfeasibleError, check_fields
+from autohete.errors import check_fields
 from autohete.plan import Plan, UnitPlan
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.planner.chain import Chain, Stage
 from autohete.policy import Judge
 from autohete.profile import Profile
-from autohete.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +42,9 @@ class Rotor:
         check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`.
-
-        Raises:
-            InfeasibleError: no such plan fits.
-        """
-        there, have = _there_bytes(profile), profile.hardware.gpu_capacity_bytes
-        chain = Chain(_stages(profile), have - there, nested=self.nested)
-        forwards = chain.forwards()
-        needed = max(there + chain.least_bytes, _update_bytes(profile))
-        if forwards is None or needed > have:
-            raise InfeasibleError(
-                f"no plan fits: GPU memory for tensors is {format_bytes(have)}, the smallest that works is "
-                f"{format_bytes(needed)} ({needed} B), because parameters and optimizer states stay there",
-                constraint="gpu",
-                capacity_bytes=have,
-                needed_bytes=needed,
-            )
-        units = tuple(UnitPlan(kept[0], again=tuple(kept[1:-1])) for kept in forwards)
+        """See :class:`autohete.policy.Policy`; where nothing fits, the quickest of those that take the least."""
+        chain = Chain(_stages(profile), profile.hardware.gpu_capacity_bytes - _there_bytes(profile), nested=self.nested)
+        units = tuple(UnitPlan(kept[0], again=tuple(kept[1:-1])) for kept in chain.forwards())
         plan = Plan("rotor", units, rules=(GpuUpdatesAfterBackward(),))
         return replace(plan, bound_seconds=_iteration_seconds(profile, plan)) if chain.exact else plan
 
@@ -80,21 +63,10 @@ def _gradients(profile: Profile) -> list[int]:
     return [block.parameters * profile.element_bytes for block in profile.blocks]
 
 
-def _resident_bytes(profile: Profile) -> int:
-    return sum(block.parameters * (profile.element_bytes + profile.optimizer_bytes) for block in profile.blocks)
-
-
 def _there_bytes(profile: Profile) -> int:
     """What is there all the time, gradients included where those of several micro-batches are added up."""
-    accumulated = sum(_gradients(profile)) if profile.workload.micro_batches > 1 else 0
-    return _resident_bytes(profile) + accumulated
-
-
-def _update_bytes(profile: Profile) -> int:
-    """What is there during the updates, which take the gradients from the last unit down."""
-    left = accumulate(_gradients(profile))
-    during = (held + block.gpu_update_workspace_bytes for held, block in zip(left, profile.blocks, strict=True))
-    return _resident_bytes(profile) + max(during)
+    resident = sum(block.parameters * (profile.element_bytes + profile.optimizer_bytes) for block in profile.blocks)
+    return resident + (sum(_gradients(profile)) if profile.workload.micro_batches > 1 else 0)
 
 
 def _stages(profile: Profile) -> list[Stage]:
