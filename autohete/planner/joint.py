@@ -1,13 +1,14 @@
 """From the relaxation of a joint problem to its best plan: the rows know bounds, the judge knows time and memory.
 
-The search starts where the relaxation is best by its bounds and by estimates, and where other systems are, and then goes on to
-faster assignments around the best: so many units as help take another choice together, and where memory then does not suffice,
-others give way. The rows say which of these are worth a simulation.
+The search starts where the relaxation is best by its bounds and by estimates, and where other systems are. From the best of
+these it goes on by small random changes of some units, and takes each that is no slower: of many assignments that take equally
+long some have faster ones around them. What the rows rule out is not simulated. The same input draws the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import random
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,21 +17,25 @@ from numpy.typing import NDArray
 from autohete.plan import UnitPlan
 from autohete.planner.choices import Assignment, Choices
 from autohete.planner.relaxation import Places, Relaxation, Values, as_assignment
-from autohete.planner.rows import Numbers
 from autohete.policy import Judgement, Verdict
 
 #: A plan this close to what no other can beat needs no further search.
 _PROVEN = 0.002
-#: Judgements to spend: so many, and in small models, where they are cheap, so many divided by the number of units.
-_EFFORT, _EFFORT_TIMES_UNITS = 70, 2200
+#: Judgements to spend: they take as long as the model has units, so that all together take some seconds.
+_EFFORT_TIMES_UNITS, _LEAST_EFFORT, _MOST_EFFORT = 4000, 30, 160
+#: Changes that are drawn for each judgement at most, when the rows rule most of them out.
+_DRAWS = 40
 #: Where to start: shares of the estimated stalls, and how often with less memory when a start needs more than there is.
 _STALLS = (0.0, 0.3, 1.0)
 _TIGHTENINGS = 3
-#: Share of the stalls by which assignments around another are ranked.
+#: Share of the stalls that is estimated where units give way.
 _USUAL_STALLS = 0.3
-#: How many units change at a time.
-_STEPS = (8, 4, 2, 1)
-#: Rows of seconds, and of bytes, that are looked at when changes are chosen.
+#: A change may be slower by this share.
+_SLACK = 0.002
+#: How many units change together.
+_TOGETHER = (1, 1, 2, 4)
+_RUN = (1, 1, 2, 4, 8)
+#: Rows of seconds, and of bytes, that are looked at while units give way.
 _NEAR = 24
 
 
@@ -53,39 +58,53 @@ class JointSearch:
 
     def __init__(self, relaxed: Relaxation, judge: Callable[[Assignment], Judgement], bound_seconds: float) -> None:
         self._relaxed, self._judge, self._bound = relaxed, judge, bound_seconds
-        self._effort = max(_EFFORT, _EFFORT_TIMES_UNITS // len(relaxed.choices.others))
+        effort = _EFFORT_TIMES_UNITS // len(relaxed.choices.others)
+        self._effort = min(max(effort, _LEAST_EFFORT), _MOST_EFFORT)
         self._judged: dict[Assignment, Judgement] = {}
-        self._limit = np.inf
+        self.best: Found | None = None
 
-    def run(self, starts: Iterable[Assignment]) -> Found | None:
-        """The best that is found, beginning with ``starts``; None if nothing fits."""
-        for start in starts:
-            self._seconds(start)
+    def try_(self, assignment: Assignment) -> None:
+        """Judge an assignment from which the search may start."""
+        self._seconds(assignment)
+
+    def start(self) -> None:
+        """Judge those that the relaxation favours."""
         for stalls in _STALLS:
             self._start(stalls)
-        fitting = self._fitting()
-        if not fitting:
-            return None
-        self._walk(fitting[0])
-        best = self._fitting()[0]
-        return Found(best, self._seconds(best))
 
-    def _fitting(self) -> list[Assignment]:
-        return sorted((one for one, found in self._judged.items() if found.verdict is Verdict.OK), key=self._seconds)
+    def go_on(self) -> None:
+        """Walk from the best so far, until the effort is spent or no other can be faster by as much as matters."""
+        if self.best is None:
+            return
+        drawn, here = Changes(self._relaxed), self.best
+        lowest = self._relaxed.values()
+        for _ in range(self._effort):
+            found = next((one for one in drawn.around(here.assignment, _DRAWS) if self._may_help(one, lowest, here)), None)
+            if found is None or self._done:
+                return
+            seconds = self._seconds(found)
+            if seconds <= here.seconds * (1 + _SLACK):
+                here = Found(found, seconds)
+
+    def _may_help(self, assignment: Assignment, lowest: Values, here: Found) -> bool:
+        if assignment in self._judged:
+            return False
+        rows = lowest.of(assignment)
+        return lowest.fits(rows) and lowest.seconds(rows) <= here.seconds * (1 + _SLACK)
 
     @property
     def _done(self) -> bool:
-        return self._effort <= 0 or self._limit <= self._bound * (1 + _PROVEN)
+        return self.best is not None and self.best.seconds <= self._bound * (1 + _PROVEN)
 
     def _seconds(self, assignment: Assignment) -> float:
         """Time of a plan that fits; infinite if it does not."""
         if assignment not in self._judged:
-            self._effort -= 1
             self._judged[assignment] = self._judge(assignment)
         found = self._judged[assignment]
         if found.verdict is not Verdict.OK:
             return np.inf
-        self._limit = min(self._limit, found.seconds)
+        if self.best is None or found.seconds < self.best.seconds:
+            self.best = Found(assignment, found.seconds)
         return found.seconds
 
     def _start(self, stalls: float) -> None:
@@ -93,9 +112,7 @@ class JointSearch:
         problem = replace(self._relaxed, stalls=stalls, pending=True)
         for _ in range(_TIGHTENINGS):
             assignment = None if self._done else problem.assignment()
-            if assignment is None:
-                return
-            if self._seconds(assignment) < np.inf:
+            if assignment is None or self._seconds(assignment) < np.inf:
                 return
             found = self._judged[assignment]
             problem = replace(
@@ -104,82 +121,62 @@ class JointSearch:
                 host_budget_bytes=problem.host_budget_bytes - max(0, found.host_peak_bytes - self._relaxed.host_budget_bytes),
             )
 
-    def _walk(self, start: Assignment) -> None:
-        """Go on to a faster assignment as long as there is one around."""
-        here, time = start, self._seconds(start)
-        moved = True
-        while moved:
-            moved = False
-            for assignment in self._around(here, time):
-                if self._done:
-                    return
-                if (found := self._seconds(assignment)) < time:
-                    here, time, moved = assignment, found, True
-                    break
 
-    def _around(self, here: Assignment, limit: float) -> list[Assignment]:
-        """Assignments around ``here`` that could take less than ``limit``, the most promising first."""
-        lowest = self._relaxed.values()
-        usual = replace(self._relaxed, stalls=_USUAL_STALLS).values()
-        near = Neighbourhood(self._relaxed.choices, usual, here)
-        ranked: dict[Assignment, float] = {}
-        for assignment in near.moves():
-            if assignment in self._judged or assignment in ranked:
-                continue
-            rows = lowest.of(assignment)
-            if lowest.fits(rows) and lowest.seconds(rows) < limit:
-                ranked[assignment] = usual.value(usual.of(assignment))
-        return sorted(ranked, key=lambda assignment: ranked[assignment])
-
-
-class Neighbourhood:
-    """What is around an assignment: some units take another choice together.
+class Changes:
+    """Random changes of an assignment. The numbers are drawn from one fixed sequence.
 
     Args:
-        choices: of each unit.
-        values: what makes one better than another.
-        here: the assignment.
+        relaxed: the problem.
     """
 
-    def __init__(self, choices: Choices, values: Values, here: Assignment) -> None:
-        self._here = np.array(here)
-        self._values = values.near(values.of(here), _NEAR)
-        self._rows = self._values.of(here)
-        self._targets = [*_targets(choices)]
+    def __init__(self, relaxed: Relaxation) -> None:
+        self._random = random.Random(0)
+        self._values = replace(relaxed, stalls=_USUAL_STALLS).values()
+        self._targets = list(_targets(relaxed.choices))
 
-    def moves(self) -> Iterator[Assignment]:
-        """Each kind of change, of one unit and of several."""
-        for half, target in self._targets:
-            yield from self._towards(half, target)
+    def around(self, assignment: Assignment, count: int) -> Iterator[Assignment]:
+        """So many changes: units change places, are made alike, or turn; others give way where memory asks for it."""
+        for _ in range(count):
+            here, changed = np.array(assignment), np.zeros(len(assignment), bool)
+            self._random.choice((self._swap, self._run, self._turn, self._turn))(here, changed)
+            yield self._repaired(here, changed)
 
-    def _towards(self, half: int, target: Places) -> Iterator[Assignment]:
-        """Units that take the choice ``target[unit, choice]`` of theirs, best first; others give way if memory asks for it."""
-        here, rows = self._here.copy(), self._rows
-        changed = np.zeros(len(here), bool)
-        units = np.arange(len(here))
-        for count in range(1, max(_STEPS) + 1):
-            wanted = target[units, here[:, half]]
-            open_ = (wanted >= 0) & (wanted != here[:, half]) & ~changed
-            if not open_.any():
-                return
-            values = self._values.to(here, rows, half, np.where(open_, wanted, here[:, half]))
-            unit = int(np.where(open_, values, np.inf).argmin())
-            changed[unit] = True
-            rows = self._values.after(here, rows, unit, half, int(wanted[unit]))
-            here[unit, half] = wanted[unit]
-            if count in _STEPS:
-                yield self._repaired(here, rows, changed)
+    def _swap(self, here: Places, changed: NDArray[np.bool_]) -> None:
+        """Two units between embedding and head change places."""
+        if len(here) < 4:
+            return
+        two = self._random.sample(range(1, len(here) - 1), 2)
+        here[two], changed[two] = here[two[::-1]], True
 
-    def _repaired(self, here: Places, rows: Numbers, changed: NDArray[np.bool_]) -> Assignment:
-        """The same, but units that were not ``changed`` give way until memory suffices."""
-        here = here.copy()
+    def _run(self, here: Places, changed: NDArray[np.bool_]) -> None:
+        """The units above or below one are made like it."""
+        unit, length = self._random.randrange(1, len(here) - 1), self._random.choice(_RUN)
+        others = range(unit + 1, unit + length + 1) if self._random.random() < 0.5 else range(unit - length, unit)
+        for other in others:
+            if 0 < other < len(here) - 1:
+                here[other], changed[other] = here[unit], True
+
+    def _turn(self, here: Places, changed: NDArray[np.bool_]) -> None:
+        """Some units turn to another way of one thing; or some to one, some to another."""
+        for _ in range(self._random.choice((1, 1, 2))):
+            half, to = self._random.choice(self._targets)
+            now = here[:, half]
+            wanted = to[np.arange(len(here)), now]
+            able = np.flatnonzero((wanted >= 0) & (wanted != now)).tolist()
+            for unit in self._random.sample(able, min(self._random.choice(_TOGETHER), len(able))):
+                here[unit, half], changed[unit] = wanted[unit], True
+
+    def _repaired(self, here: Places, changed: NDArray[np.bool_]) -> Assignment:
+        """The same, but units that have not ``changed`` give way until memory suffices."""
+        if self._values.fits(self._values.of(here)):
+            return as_assignment(here)
+        values = self._values.near(self._values.of(here), _NEAR)
+        rows = values.of(here)
         for _ in range(2 * int(changed.sum()) + 2):
-            if self._values.fits(rows):
+            unit, half, choice = values.best(here, rows, ~changed)
+            if values.fits(rows) or here[unit, half] == choice:
                 break
-            unit, half, choice = self._values.best(here, rows, ~changed)
-            if here[unit, half] == choice:
-                break
-            rows = self._values.after(here, rows, unit, half, choice)
+            rows = values.after(here, rows, unit, half, choice)
             here[unit, half] = choice
         return as_assignment(here)
 

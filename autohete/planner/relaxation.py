@@ -1,8 +1,8 @@
 """The linear program over the rows of a problem, and assignments that come near its optimum.
 
 The program shares every unit out among its choices so that the longest row of seconds is shortest and no row of bytes exceeds
-its budget. Of a thousand rows few bind: it begins with the loads of engines and takes up the rows that its solution breaks. With
-fewer rows its value is no higher, so every value is a bound.
+its budget. Of a thousand rows few bind: it begins with the loads of engines and takes up the rows that its solution breaks.
+With fewer rows its value is no higher, so every value is a bound.
 
 An assignment follows by rounding; then single choices are changed as long as that makes the rows better.
 """
@@ -19,6 +19,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from autohete.planner.choices import Assignment, Choices
+from autohete.planner.program import Objective
 from autohete.planner.rows import Model, Numbers, Rows, stacked
 
 #: Places of choices: one for each unit, or those of both halves, of shape (units, 2).
@@ -45,6 +46,7 @@ class Relaxation:
         gpu_budget_bytes, host_budget_bytes: capacities for tensors.
         stalls: share of the estimated stalls that is added to the time.
         pending: count also what typical timing adds to the memories. Without both, the program's value is a bound.
+        objective: what to minimise; a memory that is minimised has no budget.
     """
 
     choices: Choices
@@ -53,6 +55,7 @@ class Relaxation:
     host_budget_bytes: float
     stalls: float = 0.0
     pending: bool = False
+    objective: Objective = Objective.SECONDS
 
     def bound(self) -> float | None:
         """Seconds that no assignment within the budgets goes below; None if there is none."""
@@ -80,22 +83,27 @@ class Relaxation:
 
     def values(self) -> Values:
         """What makes one assignment better than another."""
-        seconds = self.model.seconds + self.model.stalls * self.stalls
         gpu = self.model.gpu_bytes + self.model.pending * float(self.pending)
-        host = self.model.host_bytes.take([int(self.pending)])
-        scale = float(seconds.fixed.max())
-        scale = scale if scale > 0 else 1.0
-        shares = stacked([gpu * (1 / max(self.gpu_budget_bytes, 1.0)), host * (1 / max(self.host_budget_bytes, 1.0))])
-        return Values(self.choices, seconds * (1 / scale), shares, scale)
+        host = self.model.host_bytes.take([int(self.pending or self.objective is not Objective.SECONDS)])
+        gpu_shares = gpu * (1 / max(self.gpu_budget_bytes, 1.0))
+        host_shares = host * (1 / max(self.host_budget_bytes, 1.0))
+        if self.objective is Objective.GPU_BYTES:
+            least, shares = gpu, host_shares
+        elif self.objective is Objective.HOST_BYTES:
+            least, shares = host, gpu_shares
+        else:
+            least, shares = self.model.seconds + self.model.stalls * self.stalls, stacked([gpu_shares, host_shares])
+        scale = max(float(least.of(((0, 0),) * len(self.choices.others)).max()), 1e-9)
+        return Values(self.choices, least * (1 / scale), shares, scale)
 
 
 class Values:
-    """Rows of seconds and of bytes together, as shares of a typical time and of the budgets.
+    """Rows of what is minimised, seconds in general, and rows of bytes, as shares of a typical value and of the budgets.
 
     Args:
         choices: of each unit.
         seconds, shares: the rows.
-        scale: seconds of which the first are shares.
+        scale: of what the first are shares.
     """
 
     def __init__(self, choices: Choices, seconds: Rows, shares: Rows, scale: float) -> None:
@@ -133,11 +141,6 @@ class Values:
         seconds, used = rows[: self.times], rows[self.times :]
         value = seconds.max(axis=0) + _LOAD_WEIGHT * seconds[:_LOADS].sum(axis=0)
         return np.asarray(value + _PENALTY * np.maximum(used.max(axis=0) - 1, 0))
-
-    def to(self, here: Places, rows: Numbers, half: int, wanted: Places) -> Numbers:
-        """For each unit the value of taking the choice ``wanted`` of its own; the other units stay ``here``."""
-        part, units = self._half(half), np.arange(len(here))
-        return self._value(rows[:, None] + part[:, units, wanted] - part[:, units, here[:, half]])
 
     def after(self, here: Places, rows: Numbers, unit: int, half: int, choice: int) -> Numbers:
         """The rows with another choice of one unit."""

@@ -16,20 +16,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from autohete import policies
 from autohete.errors import InfeasibleError, RuleError
+from autohete.lowering import lower
+from autohete.memory_waits import least_bytes
 from autohete.plan import Format, Plan, Processor
 from autohete.plan.rules import ByPriority, GradientSlots, Rule
 from autohete.planner.choices import Assignment, Choices, all_choices
 from autohete.planner.joint import JointSearch
+from autohete.planner.program import Objective
 from autohete.planner.relaxation import Relaxation
 from autohete.planner.rows import Costs, Model
+from autohete.planner.search import infeasible
 from autohete.planner.steps import GRADIENT_SLOTS, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies.autohete import AutoHete
 from autohete.policy import Judge, Judgement, Verdict
 from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
+
+#: Systems that never move parameters, gradients or states: without room for those they are not asked.
+_STATES_ON_GPU = ("resident", "offload_activations", "capuchin")
+#: How often a memory is asked for less when a plan needs more of it than there is.
+_TIGHTENINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,63 +53,206 @@ class Joint:
         Raises:
             InfeasibleError: no plan fits; says which memory binds and the smallest budget that works.
         """
-        family = Family(profile, judge)
-        shipped = [plan for plan in _shipped(profile, judge) if judge(plan).verdict is Verdict.OK]
-        found = family.search(shipped)
-        return min([*shipped, *found], key=lambda plan: judge(plan).seconds)
+        family = Family(profile, judge, all_choices(profile, *_formats(profile)))
+        relaxed = family.relaxation()
+        bound = relaxed.bound()
+        search = None if bound is None else JointSearch(relaxed, family.judged, bound)
+        if search is not None:
+            search.start()
+        best = search.best.seconds if search is not None and search.best is not None else float("inf")
+        candidates = []
+        for plan in _shipped(profile, judge, best):
+            if judge(plan).verdict is Verdict.OK:
+                candidates.append(plan)
+                assignment = family.choices.assignment(plan.units)
+                if search is not None and assignment is not None:
+                    search.try_(assignment)
+        lowest = min((judge(plan).seconds for plan in candidates), default=float("inf"))
+        if search is not None and search.best is not None:
+            search.go_on()
+            candidates.append(family.polished(search.best.assignment))
+        if not candidates:
+            return family.frugal(relaxed)
+        found = min(candidates, key=lambda plan: judge(plan).seconds)
+        proven = min(lowest, judge(found).seconds, float("inf") if bound is None else bound)
+        return replace(found, bound_seconds=proven)
 
 
 class Family:
-    def __init__(self, profile, judge, choices=None):
-        self.profile, self._judge = profile, judge
-        self._template = AutoHete().plan_for(profile, Counts(0, 0, 0))
-        element = Format(profile.element_bytes)
-        self.choices = choices or all_choices(profile, upload=element, gradients=element)
+    """The plans of given choices for each unit.
 
-    def relaxation(self):
+    Args:
+        profile: times and sizes.
+        judge: tries plans.
+        choices: of each unit.
+    """
+
+    def __init__(self, profile: Profile, judge: Judge, choices: Choices) -> None:
+        self.profile, self.choices, self._judge = profile, choices, judge
+        self._template = replace(AutoHete().plan_for(profile, Counts(0, 0, 0)), policy="joint")
+        self._plans: dict[Assignment, Plan] = {}
+
+    def relaxation(self) -> Relaxation:
+        """The search's problem."""
         hardware = self.profile.hardware
         model = Model(Costs(self.profile, self._template, self.choices))
         return Relaxation(self.choices, model, hardware.gpu_capacity_bytes, hardware.host.memory_bytes)
 
-    def plan_for(self, assignment):
-        units = self.choices.units(assignment)
-        rules = []
+    def judged(self, assignment: Assignment) -> Judgement:
+        """Time and memory of the plan of ``assignment``."""
+        plan = self._untuned(assignment)
+        while True:
+            try:
+                tuned = replace(plan, units=tune_prefetches(self.profile, plan))
+                found = self._judge(tuned)
+            except RuleError as error:  # it changes nothing in this plan
+                plan = replace(plan, rules=tuple(rule for rule in plan.rules if rule != error.rule))
+            else:
+                self._plans[assignment] = tuned
+                return found
+
+    def polished(self, assignment: Assignment) -> Plan:
+        """The plan of ``assignment``, which was judged, with fewer rules or other distances where that is faster."""
+        best = self._plans[assignment]
+        for change in (_without_slots, _without_priority, _states_later, _states_earlier, _activations_earlier):
+            changed = change(best)
+            if changed == best:
+                continue
+            try:
+                found = self._judge(changed)
+            except RuleError:
+                continue
+            if found.verdict is Verdict.OK and found.seconds < self._judge(best).seconds:
+                best = changed
+        return best
+
+    def frugal(self, relaxed: Relaxation) -> Plan:
+        """The plan that needs the least memory if copies wait for room; raises if that is more than there is.
+
+        If a plan fits the GPU with a larger host, the host binds; otherwise the GPU does.
+        """
+        binds: tuple[Objective, float, float] | None = None
+        for objective in (Objective.HOST_BYTES, Objective.GPU_BYTES):
+            least = self._least(replace(relaxed, objective=objective))
+            have = relaxed.host_budget_bytes if objective is Objective.HOST_BYTES else relaxed.gpu_budget_bytes
+            if least is None:
+                continue
+            needed, plan = least
+            if needed <= have:
+                return replace(plan, memory_waits=True)
+            binds = binds or (objective, have, needed)
+        assert binds is not None, "on a GPU that is large enough everything fits without a host"
+        memory, have, needed = binds
+        raise infeasible(memory, have, needed, self.profile.hardware)
+
+    def _least(self, problem: Relaxation) -> tuple[float, Plan] | None:
+        """The plan that needs the least of one memory within the other's budget, and how much; None if none is found."""
+        best: tuple[float, Plan] | None = None
+        on_gpu = problem.objective is Objective.GPU_BYTES
+        memory, other = (GPU_MEMORY, HOST_MEMORY) if on_gpu else (HOST_MEMORY, GPU_MEMORY)
+        budget = problem.host_budget_bytes if on_gpu else problem.gpu_budget_bytes
+        asked = budget
+        tried: set[Assignment] = set()
+
+        def measure(assignment: Assignment) -> float:
+            """Bytes of the other memory."""
+            nonlocal best
+            tried.add(assignment)
+            plan, schedule = self._lowered(assignment)
+            needed, beside = least_bytes(schedule, memory), least_bytes(schedule, other)
+            if beside <= budget and (best is None or needed < best[0]):
+                best = needed, plan
+            return beside
+
+        for corner in _corners(self.choices):
+            measure(corner)
+        for _ in range(_TIGHTENINGS):
+            asking = replace(problem, host_budget_bytes=asked) if on_gpu else replace(problem, gpu_budget_bytes=asked)
+            assignment = asking.assignment()
+            if assignment is None or assignment in tried:
+                break
+            beside = measure(assignment)
+            if beside <= budget:
+                break
+            asked -= beside - budget
+        return best
+
+    def _untuned(self, assignment: Assignment) -> Plan:
+        """Each fetch runs beside the pass before its own."""
+        units, rules = self.choices.units(assignment), list[Rule]()
         if any(unit.update_on is Processor.CPU for unit in units[GRADIENT_SLOTS:]):
             rules.append(GradientSlots(GRADIENT_SLOTS))
-        rules.append(ByPriority())
-        plan = replace(self._template, policy="joint", units=units, rules=tuple(rules))
+        if any(unit.parameters.leaves or unit.states.leaves or unit.kept.leaves for unit in units) or rules:
+            rules.append(ByPriority())
+        return replace(self._template, units=units, rules=tuple(rules))
+
+    def _lowered(self, assignment: Assignment) -> tuple[Plan, Schedule]:
+        plan = self._untuned(assignment)
         while True:
             try:
-                return replace(plan, units=tune_prefetches(self.profile, plan))
+                return plan, lower(self.profile, plan)
             except RuleError as error:
-                plan = replace(plan, rules=tuple(r for r in plan.rules if r != error.rule))
-
-    def judged(self, assignment):
-        plan = self.plan_for(assignment)
-        while True:
-            try:
-                return self._judge(plan)
-            except RuleError as error:
-                plan = replace(plan, rules=tuple(r for r in plan.rules if r != error.rule))
-
-    def search(self, shipped):
-        relaxed = self.relaxation()
-        bound = relaxed.bound()
-        if bound is None: return []
-        starts = [a for p in shipped if (a := self.choices.assignment(p.units)) is not None]
-        found = JointSearch(relaxed, self.judged, bound).run(starts)
-        return [] if found is None else [self.plan_for(found.assignment)]
+                plan = replace(plan, rules=tuple(rule for rule in plan.rules if rule != error.rule))
 
 
-def _shipped(profile: Profile, judge: Judge) -> Iterator[Plan]:
+def _formats(profile: Profile) -> tuple[Format, Format]:
+    """AutoHete's: gradients and what the CPU updates cross as the GPU computes with them."""
+    return Format(profile.element_bytes), Format(profile.element_bytes)
+
+
+def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
+    """What the shipped systems plan with their default flags, but for those that cannot be faster than ``best``."""
+    states = sum(block.parameters for block in profile.blocks) * (profile.element_bytes + profile.optimizer_bytes)
     for name, system in policies.POLICIES.items():
-        if system is Joint or name == "zero_infinity":
+        if system is Joint or (name in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
             continue
+        if system is AutoHete:
+            relaxed = replace(AutoHete().program(profile), pending=False).solve()
+            if relaxed is not None and relaxed.value >= best:
+                continue
         try:
             plan = system().plan(profile, judge)
-        except InfeasibleError:
+            judge(plan)
+        except InfeasibleError:  # or it needs drives
             continue
-        yield plan
+        if not plan.delayed:
+            yield plan
+
+
+def _corners(choices: Choices) -> Iterator[Assignment]:
+    """Every unit with its n-th choices."""
+    most = [max(map(len, every)) for every in (choices.activations, choices.others)]
+    for a, o in product(range(most[0]), range(most[1])):
+        pairs = zip(choices.activations, choices.others, strict=True)
+        yield tuple((min(a, len(some) - 1), min(o, len(others) - 1)) for some, others in pairs)
+
+
+def _without_slots(plan: Plan) -> Plan:
+    return replace(plan, rules=tuple(rule for rule in plan.rules if not isinstance(rule, GradientSlots)))
+
+
+def _without_priority(plan: Plan) -> Plan:
+    return replace(plan, rules=tuple(rule for rule in plan.rules if not isinstance(rule, ByPriority)))
+
+
+def _states_later(plan: Plan) -> Plan:
+    return _with_states_ahead(plan, 0)
+
+
+def _states_earlier(plan: Plan) -> Plan:
+    return _with_states_ahead(plan, 2)
+
+
+def _with_states_ahead(plan: Plan, ahead: int) -> Plan:
+    units = (replace(unit, states=replace(unit.states, ahead=ahead)) if unit.fetches_states else unit for unit in plan.units)
+    return replace(plan, units=tuple(units))
+
+
+def _activations_earlier(plan: Plan) -> Plan:
+    units = (
+        replace(unit, kept=replace(unit.kept, ahead=unit.kept.ahead + 2)) if unit.kept.leaves else unit for unit in plan.units
+    )
+    return replace(plan, units=tuple(units))
 
 
 SYSTEM = Joint
