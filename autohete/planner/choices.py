@@ -6,6 +6,7 @@ up over both, and so do bytes, but for what parameters and updates have to do wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autohete.plan import Activations, Format, Processor, Rest, Route, UnitPlan
@@ -47,6 +48,10 @@ class Choices:
             replace(others[o], activations=activations[a].activations, kept=activations[a].kept)
             for activations, others, (a, o) in zip(self.activations, self.others, assignment, strict=True)
         )
+
+    def where(self, allowed: Callable[[UnitPlan], bool]) -> Choices:
+        """Those that are ``allowed``; of each unit that must be some."""
+        return Choices(*(tuple(tuple(filter(allowed, some)) for some in every) for every in (self.activations, self.others)))
 
     def assignment(self, units: tuple[UnitPlan, ...]) -> Assignment | None:
         """The choices of which ``units`` are made, whatever their distances; None if they are made of others."""

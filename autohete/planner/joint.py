@@ -22,7 +22,9 @@ from autohete.policy import Judgement, Verdict
 #: A plan this close to what no other can beat needs no further search.
 _PROVEN = 0.002
 #: Judgements to spend: they take as long as the model has units, so that all together take some seconds.
-_EFFORT_TIMES_UNITS, _LEAST_EFFORT, _MOST_EFFORT = 4000, 30, 160
+_EFFORT_TIMES_UNITS, _LEAST_EFFORT, _MOST_EFFORT = 3000, 30, 80
+#: ... and none that no longer help: so many without a gain of more than this share are enough.
+_PATIENCE, _GAIN = 30, 0.0005
 #: Changes that are drawn for each judgement at most, when the rows rule most of them out.
 _DRAWS = 40
 #: Where to start: shares of the estimated stalls, and how often with less memory when a start needs more than there is.
@@ -77,12 +79,17 @@ class JointSearch:
         if self.best is None:
             return
         drawn, here = Changes(self._relaxed), self.best
-        lowest = self._relaxed.values()
+        lowest, last, patience = self._relaxed.values(), self.best.seconds, _PATIENCE
         for _ in range(self._effort):
+            if self._done or not patience:
+                return
             found = next((one for one in drawn.around(here.assignment, _DRAWS) if self._may_help(one, lowest, here)), None)
-            if found is None or self._done:
+            if found is None:
                 return
             seconds = self._seconds(found)
+            patience -= 1
+            if self.best.seconds < last * (1 - _GAIN):
+                last, patience = self.best.seconds, _PATIENCE
             if seconds <= here.seconds * (1 + _SLACK):
                 here = Found(found, seconds)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from autohete import policies
-from autohete.errors import InfeasibleError, RuleError
+from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering import lower
 from autohete.memory_waits import least_bytes
 from autohete.plan import Format, Plan, Processor
@@ -53,29 +53,41 @@ class Joint:
         Raises:
             InfeasibleError: no plan fits; says which memory binds and the smallest budget that works.
         """
-        family = Family(profile, judge, all_choices(profile, *_formats(profile)))
-        relaxed = family.relaxation()
-        bound = relaxed.bound()
-        search = None if bound is None else JointSearch(relaxed, family.judged, bound)
-        if search is not None:
-            search.start()
-        best = search.best.seconds if search is not None and search.best is not None else float("inf")
-        candidates = []
-        for plan in _shipped(profile, judge, best):
-            if judge(plan).verdict is Verdict.OK:
-                candidates.append(plan)
-                assignment = family.choices.assignment(plan.units)
-                if search is not None and assignment is not None:
-                    search.try_(assignment)
-        lowest = min((judge(plan).seconds for plan in candidates), default=float("inf"))
-        if search is not None and search.best is not None:
-            search.go_on()
+        return best_plan(profile, judge, every_choice(profile))
+
+
+def every_choice(profile: Profile) -> Choices:
+    """What may be decided for each unit; gradients and what the CPU updates cross as the GPU computes with them."""
+    element = Format(profile.element_bytes)
+    return all_choices(profile, upload=element, gradients=element)
+
+
+def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
+    """The best plan of ``choices``, or of the shipped systems if one of those is faster; errors as of :meth:`Joint.plan`."""
+    family = Family(profile, judge, choices)
+    relaxed = family.relaxation()
+    bound = relaxed.bound()
+    search = None if bound is None else JointSearch(relaxed, family.judged, bound)
+    if search is not None:
+        search.start()
+    shipped = [plan for plan in _shipped(profile, judge, _seconds(search)) if judge(plan).verdict is Verdict.OK]
+    candidates = list(shipped)
+    if search is not None:
+        for plan in shipped:
+            if (assignment := choices.assignment(plan.units)) is not None:
+                search.try_(assignment)
+        search.go_on()
+        if search.best is not None:
             candidates.append(family.polished(search.best.assignment))
-        if not candidates:
-            return family.frugal(relaxed)
-        found = min(candidates, key=lambda plan: judge(plan).seconds)
-        proven = min(lowest, judge(found).seconds, float("inf") if bound is None else bound)
-        return replace(found, bound_seconds=proven)
+    if not candidates:
+        return family.frugal(relaxed)
+    found = min(candidates, key=lambda plan: judge(plan).seconds)
+    proven = [judge(plan).seconds for plan in candidates]
+    return replace(found, bound_seconds=min([*proven, *([] if bound is None else [bound])]))
+
+
+def _seconds(search: JointSearch | None) -> float:
+    return search.best.seconds if search is not None and search.best is not None else float("inf")
 
 
 class Family:
@@ -195,11 +207,6 @@ class Family:
                 plan = replace(plan, rules=tuple(rule for rule in plan.rules if rule != error.rule))
 
 
-def _formats(profile: Profile) -> tuple[Format, Format]:
-    """AutoHete's: gradients and what the CPU updates cross as the GPU computes with them."""
-    return Format(profile.element_bytes), Format(profile.element_bytes)
-
-
 def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
     """What the shipped systems plan with their default flags, but for those that cannot be faster than ``best``."""
     states = sum(block.parameters for block in profile.blocks) * (profile.element_bytes + profile.optimizer_bytes)
@@ -213,7 +220,7 @@ def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
         try:
             plan = system().plan(profile, judge)
             judge(plan)
-        except InfeasibleError:  # or it needs drives
+        except (InfeasibleError, InputError):  # not for this memory, these micro-batches, or a node without drives
             continue
         if not plan.delayed:
             yield plan
