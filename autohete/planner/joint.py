@@ -7,15 +7,18 @@ long some have faster ones around them. What the rows rule out is not simulated.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autohete.plan import UnitPlan
 from autohete.planner.choices import Assignment, Choices
+from autohete.planner.program import Objective
 from autohete.planner.relaxation import Places, Relaxation, Values, as_assignment
 from autohete.policy import Judgement, Verdict
 
@@ -27,6 +30,8 @@ _EFFORT_TIMES_UNITS, _LEAST_EFFORT, _MOST_EFFORT = 3000, 30, 80
 _PATIENCE, _GAIN = 30, 0.0005
 #: Changes that are drawn for each judgement at most, when the rows rule most of them out.
 _DRAWS = 40
+#: So many assignments are all ranked.
+_FEW = 3000
 #: Where to start: shares of the estimated stalls, and how often with less memory when a start needs more than there is.
 _STALLS = (0.0, 0.3, 1.0)
 _TIGHTENINGS = 3
@@ -70,34 +75,75 @@ class JointSearch:
         self._seconds(assignment)
 
     def start(self) -> None:
-        """Judge those that the relaxation favours."""
+        """Judge those that the relaxation favours; if none of them fits, the one that surely takes least of the GPU."""
         for stalls in _STALLS:
             self._start(stalls)
+        if self.best is None:
+            frugal = replace(self._relaxed, objective=Objective.GPU_BYTES).assignment()
+            if frugal is not None:
+                self._seconds(frugal)
 
     def go_on(self) -> None:
-        """Walk from the best so far, until the effort is spent or no other can be faster by as much as matters."""
-        if self.best is None:
-            return
-        drawn, here = Changes(self._relaxed), self.best
-        lowest, last, patience = self._relaxed.values(), self.best.seconds, _PATIENCE
+        """Walk from the best so far, until the effort is spent or no other can be faster by as much as matters.
+
+        Where there are few assignments, all are ranked instead.
+        """
+        if math.prod(map(len, (*self._relaxed.choices.activations, *self._relaxed.choices.others))) <= _FEW:
+            self._rank_all()
+        elif self._judged:
+            self._walk()
+
+    def _rank_all(self) -> None:
+        choices, lowest = self._relaxed.choices, self._relaxed.values()
+        usual = replace(self._relaxed, stalls=_USUAL_STALLS).values()
+        pairs = [product(range(len(a)), range(len(o))) for a, o in zip(choices.activations, choices.others, strict=True)]
+        ranked = []
+        for assignment in product(*pairs):
+            rows = lowest.of(assignment)
+            if lowest.fits(rows):
+                ranked.append((usual.value(usual.of(assignment)), lowest.seconds(rows), assignment))
+        effort = _MOST_EFFORT * 2
+        for _, bound, assignment in sorted(ranked):
+            if self._done or not effort:
+                return
+            if assignment not in self._judged and (self.best is None or bound < self.best.seconds):
+                self._seconds(assignment)
+                effort -= 1
+
+    def _walk(self) -> None:
+        drawn, lowest = Changes(self._relaxed), self._relaxed.values()
+        here = min(self._judged, key=self._score)
+        last, patience = self._score(here), _PATIENCE
         for _ in range(self._effort):
             if self._done or not patience:
                 return
-            found = next((one for one in drawn.around(here.assignment, _DRAWS) if self._may_help(one, lowest, here)), None)
+            limit = self._score(here)[1] * (1 + _SLACK)
+            found = next((one for one in drawn.around(here, _DRAWS) if self._may_help(one, lowest, limit)), None)
             if found is None:
                 return
-            seconds = self._seconds(found)
+            self._seconds(found)
+            excess, seconds = self._score(found)
+            if excess < self._score(here)[0] or (excess == self._score(here)[0] and seconds <= limit):
+                here = found
             patience -= 1
-            if self.best.seconds < last * (1 - _GAIN):
-                last, patience = self.best.seconds, _PATIENCE
-            if seconds <= here.seconds * (1 + _SLACK):
-                here = Found(found, seconds)
+            if (excess, seconds) < (last[0], last[1] * (1 - _GAIN)):
+                last, patience = (excess, seconds), _PATIENCE
 
-    def _may_help(self, assignment: Assignment, lowest: Values, here: Found) -> bool:
+    def _score(self, assignment: Assignment) -> tuple[float, float]:
+        """By what share a memory is exceeded, and then the time."""
+        found, budgets = self._judged[assignment], self._relaxed
+        used = (
+            found.gpu_peak_bytes / max(budgets.gpu_budget_bytes, 1),
+            found.host_peak_bytes / max(budgets.host_budget_bytes, 1),
+        )
+        excess = max(*used, 1.0) - 1
+        return excess, found.seconds if not excess else np.inf
+
+    def _may_help(self, assignment: Assignment, lowest: Values, limit: float) -> bool:
         if assignment in self._judged:
             return False
         rows = lowest.of(assignment)
-        return lowest.fits(rows) and lowest.seconds(rows) <= here.seconds * (1 + _SLACK)
+        return lowest.fits(rows) and lowest.seconds(rows) <= limit
 
     @property
     def _done(self) -> bool:
