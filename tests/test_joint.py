@@ -103,7 +103,7 @@ def every_assignment(choices: Choices) -> list[Assignment]:
 
 
 #: Transformer blocks, and how many choices of parameters and updates each unit has beside doing nothing.
-SMALL = [(seed, blocks, most) for seed in range(300 if WIDE else 6) for blocks, most in ((1, 3), (2, 1))]
+SMALL = [(seed, blocks, most) for seed in range(300 if WIDE else 4) for blocks, most in ((1, 3), (2, 1))]
 
 
 @pytest.mark.parametrize(("seed", "blocks", "most"), SMALL)
@@ -127,7 +127,7 @@ def test_the_search_is_within_a_percent_of_the_best_of_all(seed: int, blocks: in
     assert search.best.seconds <= best * 1.01
 
 
-@pytest.mark.parametrize("seed", range(200 if WIDE else 10))
+@pytest.mark.parametrize("seed", range(200 if WIDE else 6))
 def test_no_assignment_goes_below_its_rows(seed: int) -> None:
     """No simulated iteration is shorter, and no peak lower, than the rows say; the host holds what they say at rest."""
     profile = drawn_profile(seed, 2 + seed % 4)
@@ -145,7 +145,7 @@ def test_no_assignment_goes_below_its_rows(seed: int) -> None:
 
 
 @given(strategies.profiles(max_micro_batches=2))
-@settings(max_examples=300 if WIDE else 12)
+@settings(max_examples=300 if WIDE else 10)
 def test_never_slower_than_any_shipped_system(profile: Profile) -> None:
     """On any input the plan fits and is at most as slow as what every other policy does with its default flags."""
     judge = judge_for(profile)
@@ -174,15 +174,13 @@ def planned(profile: Profile, judge: Judge) -> Plan | None:
         return None
 
 
-@pytest.mark.parametrize("name", ["gpt-4b", "gpt-20b"])
-def test_it_gains_over_three_integers(name: str) -> None:
-    """On the published node it trains at least 2 % faster than AutoHete: with states that stream to the GPU."""
-    profile = analytic_profile(
-        replace(named_workload(name), precision=Precision.FP16, kernels=Kernels.EAGER), load_hardware(NODE)
-    )
+def test_it_gains_over_three_integers() -> None:
+    """The largest model trains at least 20 % faster than with AutoHete on the published node: states stream to the GPU."""
+    workload = replace(named_workload("gpt-22b"), precision=Precision.FP16, kernels=Kernels.EAGER)
+    profile = analytic_profile(workload, load_hardware(NODE))
     judge = judge_for(profile)
     plan = Joint().plan(profile, judge)
-    assert judge(plan).seconds * 1.02 <= judge(AutoHete().plan(profile, judge)).seconds
+    assert judge(plan).seconds * 1.2 <= judge(AutoHete().plan(profile, judge)).seconds
     assert any(unit.fetches_states for unit in plan.units)
 
 
