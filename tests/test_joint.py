@@ -195,7 +195,7 @@ def test_doing_nothing_is_a_plan() -> None:
 
 @pytest.mark.parametrize(("key", "size", "memory"), [("gpu.memory", "2GiB", "gpu"), ("host.memory", "60GB", "host")])
 def test_an_infeasible_budget_names_the_smallest_that_works(key: str, size: str, memory: str) -> None:
-    """The error says which memory binds and how much would do; that much does, and a little less does not."""
+    """The error says which memory binds and how much would do; that much does, and 3 % less does not."""
     workload = named_workload("gpt-10b")
     profile = analytic_profile(workload, load_hardware(NODE, {key: size}))
     with pytest.raises(InfeasibleError, match=f"{memory} memory for tensors is .*short by .*smallest that works is") as caught:
@@ -210,7 +210,7 @@ def test_an_infeasible_budget_names_the_smallest_that_works(key: str, size: str,
 
     assert verdict_with(caught.value.needed_bytes + reserved) is Verdict.OK
     with pytest.raises(InfeasibleError):
-        verdict_with(int(caught.value.needed_bytes * 0.98) + reserved)
+        verdict_with(int(caught.value.needed_bytes * 0.97) + reserved)
 
 
 def test_a_plan_of_another_system_keeps_what_that_is_made_of() -> None:

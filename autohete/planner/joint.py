@@ -74,10 +74,12 @@ class JointSearch:
         """Judge an assignment from which the search may start."""
         self._seconds(assignment)
 
-    def start(self) -> None:
-        """Judge those that the relaxation favours; if none of them fits, the one that surely takes least of the GPU."""
-        for stalls in _STALLS:
-            self._start(stalls)
+    def start(self, *others: Relaxation) -> None:
+        """Judge what the relaxation favours, and ``others`` with fewer choices; if none fits, what takes least of the GPU."""
+        for problem in (self._relaxed, *others):
+            taken: set[int] = set()
+            for stalls in _STALLS:
+                self._start(replace(problem, stalls=stalls, pending=True), taken)
         if self.best is None:
             frugal = replace(self._relaxed, objective=Objective.GPU_BYTES).assignment()
             if frugal is not None:
@@ -160,18 +162,19 @@ class JointSearch:
             self.best = Found(assignment, found.seconds)
         return found.seconds
 
-    def _start(self, stalls: float) -> None:
+    def _start(self, problem: Relaxation, taken: set[int]) -> None:
         """The optimum with pending memory, asked for less while too much is used."""
-        problem = replace(self._relaxed, stalls=stalls, pending=True)
         for _ in range(_TIGHTENINGS):
-            assignment = None if self._done else problem.assignment()
-            if assignment is None or self._seconds(assignment) < np.inf:
+            found = None if self._done else problem.assignment(taken)
+            # The same units among all choices.
+            here = None if found is None else self._relaxed.choices.assignment(problem.choices.units(found))
+            if here is None or self._seconds(here) < np.inf:
                 return
-            found = self._judged[assignment]
+            used = self._judged[here]
             problem = replace(
                 problem,
-                gpu_budget_bytes=problem.gpu_budget_bytes - max(0, found.gpu_peak_bytes - self._relaxed.gpu_budget_bytes),
-                host_budget_bytes=problem.host_budget_bytes - max(0, found.host_peak_bytes - self._relaxed.host_budget_bytes),
+                gpu_budget_bytes=problem.gpu_budget_bytes - max(0, used.gpu_peak_bytes - self._relaxed.gpu_budget_bytes),
+                host_budget_bytes=problem.host_budget_bytes - max(0, used.host_peak_bytes - self._relaxed.host_budget_bytes),
             )
 
 

@@ -9,7 +9,7 @@ An assignment follows by rounding; then single choices are changed as long as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,16 @@ class Relaxation:
             return None
         return program.least_seconds()
 
-    def assignment(self) -> Assignment | None:
-        """Choices near the optimum; None if nothing fits by the rows."""
-        program = _Program(self)
+    def assignment(self, taken: set[int] | None = None) -> Assignment | None:
+        """Choices near the optimum; None if nothing fits by the rows.
+
+        Args:
+            taken: rows that bound in problems like this one; those of this one are added.
+        """
+        program = _Program(self, taken or ())
         shares = program.shares()
+        if taken is not None:
+            taken.update(program.taken)
         return None if shares is None else self.improved(program.rounded(shares))
 
     def improved(self, assignment: Assignment) -> Assignment:
@@ -174,9 +180,13 @@ class _Program:
 
     Args:
         problem: what is asked.
+        taken: rows to begin with, beside the loads.
+
+    Attributes:
+        taken: the rows that were taken up.
     """
 
-    def __init__(self, problem: Relaxation) -> None:
+    def __init__(self, problem: Relaxation, taken: Iterable[int] = ()) -> None:
         values, choices = problem.values(), problem.choices
         rows, self._times, self._scale = values.rows, values.times, values.scale
         #: Of each variable its unit and choice; those of activations come first, the last variable is the time.
@@ -191,7 +201,7 @@ class _Program:
         group = np.concatenate([self._halves[0][0], units + self._halves[1][0]])
         entries = (np.ones(len(group)), (group, np.arange(len(group))))
         self._one_each = csr_array(entries, shape=(2 * units, len(group) + 1))
-        self._taken = {*range(min(6, self._times)), self._times, count - 1}
+        self.taken = {*range(min(6, self._times)), self._times, count - 1, *taken}
 
     def shares(self) -> Numbers | None:
         """The optimum of the rows that bind; None if the budgets are too small."""
@@ -201,9 +211,9 @@ class _Program:
                 return None
             broken = self._matrix @ found - self._limits
             worst = [int(row) for row in np.argsort(-broken)[:_ROWS_PER_ROUND] if broken[row] > _TOLERANCE]
-            if self._taken.issuperset(worst):
+            if self.taken.issuperset(worst):
                 break
-            self._taken.update(worst)
+            self.taken.update(worst)
         return found
 
     def least_seconds(self) -> float:
@@ -215,7 +225,7 @@ class _Program:
         return float(found[-1]) * self._scale * (1 - _SOLVER)
 
     def _solved(self, cost: Numbers) -> Numbers | None:
-        rows = sorted(self._taken)
+        rows = sorted(self.taken)
         bounds = [(0, 1)] * (len(cost) - 1) + [(None, None)]
         found = linprog(
             cost,

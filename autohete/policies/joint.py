@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
+
 from autohete import policies
 from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering import lower
@@ -27,7 +29,7 @@ from autohete.plan.rules import ByPriority, GradientSlots, Rule
 from autohete.planner.choices import Assignment, Choices, all_choices
 from autohete.planner.joint import JointSearch
 from autohete.planner.program import Objective
-from autohete.planner.relaxation import Relaxation
+from autohete.planner.relaxation import Relaxation, as_assignment
 from autohete.planner.rows import Costs, Model
 from autohete.planner.search import infeasible
 from autohete.planner.steps import GRADIENT_SLOTS, Counts
@@ -39,8 +41,8 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
 
 #: Systems that never move parameters, gradients or states: without room for those they are not asked.
 _STATES_ON_GPU = ("resident", "offload_activations", "capuchin")
-#: How often a memory is asked for less when a plan needs more of it than there is.
-_TIGHTENINGS = 4
+#: How many plans are measured to find the one that needs least memory.
+_MEASUREMENTS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
     relaxed = family.relaxation()
     bound = relaxed.bound()
     search = None if bound is None else JointSearch(relaxed, family.judged, bound)
-    if search is not None:
-        search.start()
+    if search is not None:  # rows do not say how badly copies of activations get in each other's way
+        search.start(Family(profile, judge, choices.where(lambda unit: not unit.kept.leaves)).relaxation())
     shipped = [plan for plan in _shipped(profile, judge, _seconds(search)) if judge(plan).verdict is Verdict.OK]
     candidates = list(shipped)
     if search is not None:
@@ -163,30 +165,35 @@ class Family:
         on_gpu = problem.objective is Objective.GPU_BYTES
         memory, other = (GPU_MEMORY, HOST_MEMORY) if on_gpu else (HOST_MEMORY, GPU_MEMORY)
         budget = problem.host_budget_bytes if on_gpu else problem.gpu_budget_bytes
-        asked = budget
-        tried: set[Assignment] = set()
 
-        def measure(assignment: Assignment) -> float:
-            """Bytes of the other memory."""
+        def measured(assignment: Assignment) -> tuple[float, float]:
+            """Bytes of the one memory, and of the other."""
             nonlocal best
-            tried.add(assignment)
             plan, schedule = self._lowered(assignment)
             needed, beside = least_bytes(schedule, memory), least_bytes(schedule, other)
             if beside <= budget and (best is None or needed < best[0]):
                 best = needed, plan
-            return beside
+            return needed, beside
 
-        for corner in _corners(self.choices):
-            measure(corner)
-        for _ in range(_TIGHTENINGS):
-            asking = replace(problem, host_budget_bytes=asked) if on_gpu else replace(problem, gpu_budget_bytes=asked)
-            assignment = asking.assignment()
-            if assignment is None or assignment in tried:
+        starts = list(_corners(self.choices))
+        relaxed = problem.assignment()
+        if relaxed is not None:
+            starts.append(relaxed)
+        sizes = [(beside > budget, needed, start) for start in starts for needed, beside in [measured(start)]]
+        exceeds, least, start = min(sizes)
+        if exceeds:
+            return None
+        values, here, allowed = problem.values(), np.array(start), np.ones(len(start), bool)
+        for _ in range(_MEASUREMENTS):
+            rows = values.of(here)
+            unit, half, choice = values.best(here, rows, allowed)
+            if values.value(values.after(here, rows, unit, half, choice)) >= values.value(rows):
                 break
-            beside = measure(assignment)
-            if beside <= budget:
-                break
-            asked -= beside - budget
+            before, here[unit, half] = here[unit, half], choice
+            needed, beside = measured(as_assignment(here))
+            if beside > budget or needed > least:
+                here[unit, half], allowed[unit] = before, False
+            least = min(least, needed) if beside <= budget else least
         return best
 
     def _untuned(self, assignment: Assignment) -> Plan:
