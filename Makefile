@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= paper_figs
 BIN := $(VENV)/bin
 
-.PHONY: figure intervals timeline published safety train fidelity gpu-check test wide lint benchmark benchmark-runtime clean
+.PHONY: figure intervals timeline published safety joint train fidelity gpu-check test wide lint benchmark benchmark-runtime clean
 
 figure: $(VENV)/simulator
 	$(BIN)/python experiments/fig_throughput.py --out $(OUT)
@@ -20,6 +20,9 @@ published: $(VENV)/simulator
 
 safety: $(VENV)/simulator
 	$(BIN)/python experiments/safety.py --out $(OUT)
+
+joint: $(VENV)/simulator
+	$(BIN)/python experiments/joint.py --out $(OUT)
 
 train: $(VENV)/dev
 	$(BIN)/autohete train

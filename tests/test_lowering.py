@@ -180,13 +180,13 @@ def test_every_policy_plans(name: str, data: st.DataObject) -> None:
     profile, policy = data.draw(strategies.profiles()), data.draw(strategies.policies(name))
     plan = planned_by(profile, policy)
     if plan is None:
-        refuses = ("autohete", "zero_infinity", *(["stronghold"] if profile.workload.clips else []))
+        refuses = ("autohete", "joint", "zero_infinity", *(["stronghold"] if profile.workload.clips else []))
         assert name in refuses, "policies with fixed rules return their plan, if there are drives for it"
         return
     assert len(plan.units) == len(profile.blocks)
     assert plan.policy == policy.name
     assert plan_faults(profile, plan) == []
-    if name == "autohete":
+    if name in ("autohete", "joint"):
         assert simulate_plan(profile, plan).verdict is Verdict.OK, "what is searched for fits"
 
 

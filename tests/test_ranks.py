@@ -126,7 +126,7 @@ def test_policies_of_several_gpus(policy: str, gpus: int, tied: bool) -> None:
     assert Kind.REDUCE_GRADIENTS in {task.id.kind for task in lower(profile, plan).tasks}
 
 
-@pytest.mark.parametrize("policy", ["autohete", "patrickstar", "stronghold", "l2l", "streamed_states:weights"])
+@pytest.mark.parametrize("policy", ["autohete", "joint", "patrickstar", "stronghold", "l2l", "streamed_states:weights"])
 def test_policies_of_one_gpu(policy: str) -> None:
     """What plans for one GPU says so, and which policies share a model."""
     with pytest.raises(InputError, match=r"plans for one GPU, not for 4: .*zero_offload"):

@@ -43,6 +43,7 @@ POLICIES = [
     "stronghold:window=2",
     "autohete",
     "autohete:priority=off",
+    "joint",
 ]
 #: Between them these use copies of parameters and gradients both ways and both kinds of update; lanes are fifo.
 EVERYTHING_MOVES = [

@@ -7,16 +7,20 @@ say how far from proven the answer is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
+from autohete.errors import InfeasibleError
+from autohete.hardware import Hardware
 from autohete.planner.bounds import Choices
 from autohete.planner.program import Objective, Program
 from autohete.planner.steps import Counts
 from autohete.policy import Judgement, Verdict
+from autohete.units import format_bytes
 
 #: A plan this close to what no other can beat needs no further search.
 _PROVEN = 0.005
@@ -75,6 +79,19 @@ def least_memory(
         if found is not None and (best is None or found < best[0]):
             best = found, counts
     return best
+
+
+def infeasible(memory: str, have: float, needed: float, hardware: Hardware) -> InfeasibleError:
+    """An error that names the memory that binds, and the smallest that works."""
+    reserved = hardware.gpu.reserved_bytes if memory == "gpu" else 0
+    beside = f" beside the {format_bytes(reserved)} that are reserved" if reserved > 1 else ""
+    return InfeasibleError(
+        f"no plan fits: {memory} memory for tensors is {format_bytes(have)}, short by {format_bytes(needed - have)}; "
+        f"the smallest that works is {format_bytes(needed)} ({math.ceil(needed)} B){beside}",
+        constraint=memory,
+        capacity_bytes=round(have),
+        needed_bytes=math.ceil(needed),
+    )
 
 
 def _effort(program: Program) -> int:

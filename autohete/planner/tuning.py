@@ -125,7 +125,8 @@ class _Lifetimes:
         if task.id in self.place:
             return self.place[task.id]
         if task.id not in self.first:
-            begin = -self.count + 1
+            # States that share room wait for each other from iteration to iteration: what is open may start as early as can be.
+            begin = self.first[task.id] = -self.count + 1
             for edge in task.after:
                 before = self.place[edge.task] + 1 if edge.task in self.place else self.earliest(self.tasks[edge.task])
                 begin = max(begin, before - edge.back * self.count)

@@ -15,16 +15,15 @@ DeepSpeed's does.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
-from autohete.errors import InfeasibleError, InputError, check_fields
+from autohete.errors import InputError, check_fields
 from autohete.lowering import lower
 from autohete.memory_waits import least_bytes
 from autohete.plan import Footprint, Format, Plan
 from autohete.plan.rules import ByPriority, GradientSlots, Rule
 from autohete.planner.program import Objective, Program
-from autohete.planner.search import best_counts, least_memory
+from autohete.planner.search import best_counts, infeasible, least_memory
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
@@ -32,7 +31,6 @@ from autohete.policies.sharing import check_one_gpu
 from autohete.policy import Judge, Judgement
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
-from autohete.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,6 @@ class AutoHete:
         If a plan fits the GPU with a larger host, the host binds; otherwise the GPU does. What a plan needs does not depend on
         time, so that what is named here works though the next measurement is another.
         """
-        hardware = profile.hardware
 
         def host_bytes(counts: Counts) -> float | None:
             schedule = lower(profile, self._untuned(profile, counts))
@@ -147,15 +144,7 @@ class AutoHete:
         needed, counts = least
         if needed <= have:
             return counts
-        reserved = hardware.gpu.reserved_bytes if memory == "gpu" else 0
-        beside = f" beside the {format_bytes(reserved)} that are reserved" if reserved > 1 else ""
-        raise InfeasibleError(
-            f"no plan fits: {memory} memory for tensors is {format_bytes(have)}, short by {format_bytes(needed - have)}; "
-            f"the smallest that works is {format_bytes(needed)} ({math.ceil(needed)} B){beside}",
-            constraint=memory,
-            capacity_bytes=round(have),
-            needed_bytes=math.ceil(needed),
-        )
+        raise infeasible(memory, have, needed, profile.hardware)
 
     def _traffic(self, profile: Profile) -> tuple[int, int]:
         """DRAM bytes per parameter of the Adam kernel and of the casts around it."""

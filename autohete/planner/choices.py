@@ -1,0 +1,104 @@
+"""What may be decided for each unit by itself: activations, parameters, and who updates with states from where.
+
+A choice of one unit is a pair: a :class:`~autohete.plan.UnitPlan` with its activations alone, and one with the rest. Times add
+up over both, and so do bytes, but for what parameters and updates have to do with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autohete.plan import Activations, Format, Processor, Rest, Route, UnitPlan
+from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY
+
+#: For each unit the places of its two choices in their lists.
+Assignment = tuple[tuple[int, int], ...]
+
+KEEP = UnitPlan()
+RECOMPUTE = UnitPlan(Activations.RECOMPUTE)
+#: What backward needs comes while the unit above is computed, which takes two passes where that is recomputed.
+OFFLOAD = UnitPlan(kept=Rest(HOST_MEMORY, ahead=1))
+OFFLOAD_INPUT = UnitPlan(Activations.RECOMPUTE, kept=Rest(HOST_MEMORY, ahead=2))
+
+RESIDENT = Route()
+FETCHED = Route(HOST_MEMORY)
+#: Fetched once, for forward: what the last units do, whose backward follows soon.
+STAYS_AFTER_FORWARD = Route(HOST_MEMORY, stays_after_forward=True)
+#: Fetched once, for backward: what the first units do, whose next forward follows soon.
+STAYS_AFTER_BACKWARD = Route(HOST_MEMORY, stays_after_backward=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The choices of every unit.
+
+    Args:
+        activations: of each unit.
+        others: of each unit, its parameters and updates.
+    """
+
+    activations: tuple[tuple[UnitPlan, ...], ...]
+    others: tuple[tuple[UnitPlan, ...], ...]
+
+    def units(self, assignment: Assignment) -> tuple[UnitPlan, ...]:
+        """The decisions of ``assignment``."""
+        return tuple(
+            replace(others[o], activations=activations[a].activations, kept=activations[a].kept)
+            for activations, others, (a, o) in zip(self.activations, self.others, assignment, strict=True)
+        )
+
+    def where(self, allowed: Callable[[UnitPlan], bool]) -> Choices:
+        """Those that are ``allowed``; of each unit that must be some."""
+        return Choices(*(tuple(tuple(filter(allowed, some)) for some in every) for every in (self.activations, self.others)))
+
+    def assignment(self, units: tuple[UnitPlan, ...]) -> Assignment | None:
+        """The choices of which ``units`` are made, whatever their distances; None if they are made of others."""
+        found = []
+        for activations, others, unit in zip(self.activations, self.others, units, strict=True):
+            kept, rest = _without_distances(unit)
+            if kept not in (plain := [_without_distances(one)[0] for one in activations]):
+                return None
+            if rest not in (far := [_without_distances(one)[1] for one in others]):
+                return None
+            found.append((plain.index(kept), far.index(rest)))
+        return tuple(found)
+
+
+def _without_distances(unit: UnitPlan) -> tuple[UnitPlan, UnitPlan]:
+    kept = UnitPlan(unit.activations, kept=Rest(unit.kept.home))
+    route = replace(unit.parameters, ahead_in_forward=1, ahead_in_backward=1)
+    states = replace(unit.states, ahead=1)
+    return kept, replace(unit, activations=Activations.KEEP, kept=Rest(), parameters=route, states=states)
+
+
+def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
+    """Every choice there is for ``profile``; embedding and head keep their activations.
+
+    Args:
+        profile: says which units there are.
+        upload: how what the CPU updates crosses to the GPU.
+        gradients: how they cross to the host.
+    """
+    last = len(profile.blocks) - 1
+    on_gpu = UnitPlan(gradients=gradients, refresh=upload)
+    on_cpu = replace(on_gpu, update_on=Processor.CPU)
+    updates = [on_gpu, replace(on_gpu, states=Rest(HOST_MEMORY)), on_cpu]
+    if profile.workload.micro_batches > 1:  # sums of gradients on the host, or on the GPU
+        updates.append(replace(on_cpu, accumulate_on=Processor.GPU))
+    routes = [RESIDENT, FETCHED, STAYS_AFTER_FORWARD, STAYS_AFTER_BACKWARD]
+
+    def others(unit: int) -> tuple[UnitPlan, ...]:
+        shared = unit == 0 and profile.workload.tied_embeddings
+        return tuple(
+            replace(update, parameters=replace(route, fetched=upload) if route.leaves else route)
+            for route in (routes[:1] if shared else routes)
+            for update in updates
+        )
+
+    inner = (KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT)
+    return Choices(
+        tuple(inner if 0 < unit < last else (KEEP,) for unit in range(last + 1)),
+        tuple(others(unit) for unit in range(last + 1)),
+    )

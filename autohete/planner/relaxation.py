@@ -1,0 +1,259 @@
+"""The linear program over the rows of a problem, and assignments that come near its optimum.
+
+The program shares every unit out among its choices so that the longest row of seconds is shortest and no row of bytes exceeds
+its budget. Of a thousand rows few bind: it begins with the loads of engines and takes up the rows that its solution breaks.
+With fewer rows its value is no higher, so every value is a bound.
+
+An assignment follows by rounding; then single choices are changed as long as that makes the rows better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from autohete.planner.choices import Assignment, Choices
+from autohete.planner.program import Objective
+from autohete.planner.rows import Model, Numbers, Rows, stacked
+
+#: Places of choices: one for each unit, or those of both halves, of shape (units, 2).
+Places = NDArray[np.integer[Any]]
+#: A row is broken if it exceeds its limit by more than this share of it.
+_TOLERANCE = 1e-6
+#: How often broken rows are taken up, and how many at a time.
+_ROUNDS, _ROWS_PER_ROUND = 8, 24
+#: Engines whose work tells apart what takes equally long: one that moves and computes less is better in practice.
+_LOADS, _LOAD_WEIGHT = 4, 5e-4
+#: Of bytes above the budget, as a share of it, in shares of the time: more than any time can make up for.
+_PENALTY = 100.0
+#: Solvers are exact to about this share.
+_SOLVER = 1e-7
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Relaxation:
+    """The program of one problem.
+
+    Args:
+        choices: of each unit.
+        model: its rows.
+        gpu_budget_bytes, host_budget_bytes: capacities for tensors.
+        stalls: share of the estimated stalls that is added to the time.
+        pending: count also what typical timing adds to the memories. Without both, the program's value is a bound.
+        objective: what to minimise; a memory that is minimised has no budget.
+    """
+
+    choices: Choices
+    model: Model
+    gpu_budget_bytes: float
+    host_budget_bytes: float
+    stalls: float = 0.0
+    pending: bool = False
+    objective: Objective = Objective.SECONDS
+
+    def bound(self) -> float | None:
+        """Seconds that no assignment within the budgets goes below; None if there is none."""
+        program = _Program(self)
+        if program.shares() is None:
+            return None
+        return program.least_seconds()
+
+    def assignment(self, taken: set[int] | None = None) -> Assignment | None:
+        """Choices near the optimum; None if nothing fits by the rows.
+
+        Args:
+            taken: rows that bound in problems like this one; those of this one are added.
+        """
+        program = _Program(self, taken or ())
+        shares = program.shares()
+        if taken is not None:
+            taken.update(program.taken)
+        return None if shares is None else self.improved(program.rounded(shares))
+
+    def improved(self, assignment: Assignment) -> Assignment:
+        """Changes one choice after another for the best one, as long as the value falls."""
+        values, here = self.values(), np.array(assignment)
+        rows, everywhere = values.of(here), np.ones(len(here), bool)
+        while True:
+            unit, half, choice = values.best(here, rows, everywhere)
+            changed = values.after(here, rows, unit, half, choice)
+            if not values.value(changed) < values.value(rows) - _TOLERANCE:
+                return as_assignment(here)
+            here[unit, half], rows = choice, changed
+
+    def values(self) -> Values:
+        """What makes one assignment better than another."""
+        gpu = self.model.gpu_bytes + self.model.pending * float(self.pending)
+        host = self.model.host_bytes.take([int(self.pending or self.objective is not Objective.SECONDS)])
+        gpu_shares = gpu * (1 / max(self.gpu_budget_bytes, 1.0))
+        host_shares = host * (1 / max(self.host_budget_bytes, 1.0))
+        if self.objective is Objective.GPU_BYTES:
+            least, shares = gpu, host_shares
+        elif self.objective is Objective.HOST_BYTES:
+            least, shares = host, gpu_shares
+        else:
+            least, shares = self.model.seconds + self.model.stalls * self.stalls, stacked([gpu_shares, host_shares])
+        scale = max(float(least.of(((0, 0),) * len(self.choices.others)).max()), 1e-9)
+        return Values(self.choices, least * (1 / scale), shares, scale)
+
+
+class Values:
+    """Rows of what is minimised, seconds in general, and rows of bytes, as shares of a typical value and of the budgets.
+
+    Args:
+        choices: of each unit.
+        seconds, shares: the rows.
+        scale: of what the first are shares.
+    """
+
+    def __init__(self, choices: Choices, seconds: Rows, shares: Rows, scale: float) -> None:
+        self.rows, self.scale, self.times = stacked([seconds, shares]), scale, len(seconds.fixed)
+        self._choices = choices
+        self._valid = [
+            np.arange(max(map(len, every)))[None, :] < np.array([len(some) for some in every])[:, None]
+            for every in (choices.activations, choices.others)
+        ]
+
+    def near(self, rows: Numbers, count: int) -> Values:
+        """The same with fewer rows: the loads, and of seconds and of bytes so many that come next to binding in ``rows``."""
+        seconds, shares = rows[: self.times], rows[self.times :]
+        times = np.union1d(np.arange(min(_LOADS, self.times)), np.argsort(-seconds, kind="stable")[:count])
+        places = np.sort(np.argsort(-shares, kind="stable")[:count]) + self.times
+        return Values(self._choices, self.rows.take(times), self.rows.take(places), self.scale)
+
+    def of(self, assignment: Assignment | Places) -> Numbers:
+        """The rows of ``assignment``."""
+        return self.rows.of(assignment)
+
+    def seconds(self, rows: Numbers) -> float:
+        """The longest of the rows of seconds."""
+        return float(rows[: self.times].max()) * self.scale
+
+    def fits(self, rows: Numbers) -> bool:
+        """Whether no row exceeds its budget."""
+        return bool(rows[self.times :].max() <= 1)
+
+    def value(self, rows: Numbers) -> float:
+        """Of one assignment: its longest row of seconds, a little for its work, much for bytes that are too many."""
+        return float(self._value(rows[:, None])[0])
+
+    def _value(self, rows: Numbers) -> Numbers:
+        seconds, used = rows[: self.times], rows[self.times :]
+        value = seconds.max(axis=0) + _LOAD_WEIGHT * seconds[:_LOADS].sum(axis=0)
+        return np.asarray(value + _PENALTY * np.maximum(used.max(axis=0) - 1, 0))
+
+    def after(self, here: Places, rows: Numbers, unit: int, half: int, choice: int) -> Numbers:
+        """The rows with another choice of one unit."""
+        part = self._half(half)
+        return np.asarray(rows + part[:, unit, choice] - part[:, unit, here[unit, half]])
+
+    def best(self, here: Places, rows: Numbers, allowed: NDArray[np.bool_]) -> tuple[int, int, int]:
+        """The best change of one choice of one unit that is ``allowed``: unit, half and choice."""
+        found: list[tuple[float, int, int, int]] = []
+        units = np.arange(len(here))
+        for half, valid in enumerate(self._valid):
+            part = self._half(half)
+            change = part - part[:, units, here[:, half]][:, :, None]
+            values = self._value((rows[:, None, None] + change).reshape(len(rows), -1)).reshape(valid.shape)
+            values = np.where(valid & allowed[:, None], values, np.inf)
+            unit, choice = np.unravel_index(int(values.argmin()), values.shape)
+            found.append((float(values[unit, choice]), int(unit), half, int(choice)))
+        return min(found)[1:]
+
+    def _half(self, half: int) -> Numbers:
+        return self.rows.others if half else self.rows.activations
+
+
+def as_assignment(array: Places) -> Assignment:
+    """An array of shape (units, 2) as pairs."""
+    return tuple((int(a), int(o)) for a, o in array)
+
+
+class _Program:
+    """A linear program that takes up rows as they are broken.
+
+    Args:
+        problem: what is asked.
+        taken: rows to begin with, beside the loads.
+
+    Attributes:
+        taken: the rows that were taken up.
+    """
+
+    def __init__(self, problem: Relaxation, taken: Iterable[int] = ()) -> None:
+        values, choices = problem.values(), problem.choices
+        rows, self._times, self._scale = values.rows, values.times, values.scale
+        #: Of each variable its unit and choice; those of activations come first, the last variable is the time.
+        self._halves = [np.array(list(_places(every))).T for every in (choices.activations, choices.others)]
+        columns = [part[:, of[0], of[1]] for part, of in zip((rows.activations, rows.others), self._halves, strict=True)]
+        count = len(rows.fixed)
+        time = np.where(np.arange(count) < self._times, -1.0, 0.0)
+        self._matrix = np.column_stack([*columns, time])
+        self._limits = np.where(np.arange(count) < self._times, 0.0, 1.0) - rows.fixed
+        self._load = np.append(self._matrix[:_LOADS, :-1].sum(axis=0) * _LOAD_WEIGHT, 1.0)
+        units = len(choices.activations)
+        group = np.concatenate([self._halves[0][0], units + self._halves[1][0]])
+        entries = (np.ones(len(group)), (group, np.arange(len(group))))
+        self._one_each = csr_array(entries, shape=(2 * units, len(group) + 1))
+        self.taken = {*range(min(6, self._times)), self._times, count - 1, *taken}
+
+    def shares(self) -> Numbers | None:
+        """The optimum of the rows that bind; None if the budgets are too small."""
+        for _ in range(_ROUNDS):
+            found = self._solved(self._load)
+            if found is None:
+                return None
+            broken = self._matrix @ found - self._limits
+            worst = [int(row) for row in np.argsort(-broken)[:_ROWS_PER_ROUND] if broken[row] > _TOLERANCE]
+            if self.taken.issuperset(worst):
+                break
+            self.taken.update(worst)
+        return found
+
+    def least_seconds(self) -> float:
+        """The least time under the rows that were taken up."""
+        cost = np.zeros(self._matrix.shape[1])
+        cost[-1] = 1
+        found = self._solved(cost)
+        assert found is not None, "the same rows had a solution with another cost"
+        return float(found[-1]) * self._scale * (1 - _SOLVER)
+
+    def _solved(self, cost: Numbers) -> Numbers | None:
+        rows = sorted(self.taken)
+        bounds = [(0, 1)] * (len(cost) - 1) + [(None, None)]
+        found = linprog(
+            cost,
+            A_ub=csr_array(self._matrix[rows]),
+            b_ub=self._limits[rows],
+            A_eq=self._one_each,
+            b_eq=np.ones(self._one_each.shape[0]),
+            bounds=bounds,
+            method="highs",
+        )
+        return np.asarray(found.x) if found.status == 0 else None
+
+    def rounded(self, shares: Numbers) -> Assignment:
+        """For each unit the choices with the largest shares."""
+        best: list[dict[int, int]] = []
+        offset = 0
+        for units, choices in self._halves:
+            largest: dict[int, tuple[float, int]] = {}
+            for place, (unit, choice) in enumerate(zip(units.tolist(), choices.tolist(), strict=True)):
+                share = float(shares[offset + place])
+                if unit not in largest or share > largest[unit][0] + _TOLERANCE:
+                    largest[unit] = share, choice
+            best.append({unit: choice for unit, (_, choice) in largest.items()})
+            offset += len(units)
+        return tuple((best[0][unit], best[1][unit]) for unit in range(len(best[0])))
+
+
+def _places(every: tuple[tuple[object, ...], ...]) -> Iterator[tuple[int, int]]:
+    for unit, some in enumerate(every):
+        for choice in range(len(some)):
+            yield unit, choice

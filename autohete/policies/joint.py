@@ -1,0 +1,274 @@
+"""One decision for parameters, optimizer states, gradients and activations of every unit, which no published system makes.
+
+- Each unit by itself keeps, recomputes or offloads its activations, or recomputes them from an input that rests on the host;
+  has its parameters on the GPU, or on the host with a copy that stays between two passes or does not; and is updated by the
+  CPU, or by the GPU with states that stay there or stream from the host. Of several micro-batches the CPU's gradients are
+  added up on the host or on the GPU. DeepSpeed and Megatron-LM forbid most of these mixtures.
+- Copies, casts, updates and rules are AutoHete's (``autohete.py``), so that what is gained over it is gained by decisions.
+- What the shipped systems would do with their default flags is tried, too, and taken where it is faster: with that system's
+  rules, formats and footprint. So this is never slower than any of them.
+
+A linear program over lower bounds of the time and of the memory chooses where to begin; simulations go on from there
+(``autohete/planner/joint.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from autohete import policies
+from autohete.errors import InfeasibleError, InputError, RuleError
+from autohete.lowering import lower
+from autohete.memory_waits import least_bytes
+from autohete.plan import Format, Plan, Processor
+from autohete.plan.rules import ByPriority, GradientSlots, Rule
+from autohete.planner.choices import Assignment, Choices, all_choices
+from autohete.planner.joint import JointSearch
+from autohete.planner.program import Objective
+from autohete.planner.relaxation import Relaxation, as_assignment
+from autohete.planner.rows import Costs, Model
+from autohete.planner.search import infeasible
+from autohete.planner.steps import GRADIENT_SLOTS, Counts
+from autohete.planner.tuning import tune_prefetches
+from autohete.policies.autohete import AutoHete
+from autohete.policies.sharing import check_one_gpu
+from autohete.policy import Judge, Judgement, Verdict
+from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
+
+#: Systems that never move parameters, gradients or states: without room for those they are not asked.
+_STATES_ON_GPU = ("resident", "offload_activations", "capuchin", "sqrt_checkpoint", "rotor")
+#: How many plans are measured to find the one that needs least memory.
+_MEASUREMENTS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The joint planner."""
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`.
+
+        Raises:
+            InfeasibleError: no plan fits; says which memory binds and the smallest budget that works.
+        """
+        check_one_gpu("joint", profile)
+        return best_plan(profile, judge, every_choice(profile))
+
+
+def every_choice(profile: Profile) -> Choices:
+    """What may be decided for each unit; gradients and what the CPU updates cross as the GPU computes with them."""
+    element = Format(profile.element_bytes)
+    return all_choices(profile, upload=element, gradients=element)
+
+
+def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
+    """The best plan of ``choices``, or of the shipped systems if one of those is faster; errors as of :meth:`Joint.plan`."""
+    family = Family(profile, judge, choices)
+    relaxed = family.relaxation()
+    bound = relaxed.bound()
+    search = None if bound is None else JointSearch(relaxed, family.judged, bound)
+    if search is not None:  # rows do not say how badly copies of activations get in each other's way
+        search.start(Family(profile, judge, choices.where(lambda unit: not unit.kept.leaves)).relaxation())
+    shipped = [plan for plan in _shipped(profile, judge, _seconds(search)) if judge(plan).verdict is Verdict.OK]
+    candidates = list(shipped)
+    if search is not None:
+        for plan in shipped:
+            if (assignment := choices.assignment(plan.units)) is not None:
+                search.try_(assignment)
+        search.go_on()
+        if search.best is not None:
+            candidates.append(family.polished(search.best.assignment))
+    if not candidates:
+        return family.frugal(relaxed)
+    found = min(candidates, key=lambda plan: judge(plan).seconds)
+    proven = [judge(plan).seconds for plan in candidates]
+    return replace(found, bound_seconds=min([*proven, *([] if bound is None else [bound])]))
+
+
+def _seconds(search: JointSearch | None) -> float:
+    return search.best.seconds if search is not None and search.best is not None else float("inf")
+
+
+class Family:
+    """The plans of given choices for each unit.
+
+    Args:
+        profile: times and sizes.
+        judge: tries plans.
+        choices: of each unit.
+    """
+
+    def __init__(self, profile: Profile, judge: Judge, choices: Choices) -> None:
+        self.profile, self.choices, self._judge = profile, choices, judge
+        self._template = replace(AutoHete().plan_for(profile, Counts(0, 0, 0)), policy="joint")
+        self._plans: dict[Assignment, Plan] = {}
+
+    def relaxation(self) -> Relaxation:
+        """The search's problem."""
+        hardware = self.profile.hardware
+        model = Model(Costs(self.profile, self._template, self.choices))
+        return Relaxation(self.choices, model, hardware.gpu_capacity_bytes, hardware.host.memory_bytes)
+
+    def judged(self, assignment: Assignment) -> Judgement:
+        """Time and memory of the plan of ``assignment``."""
+        plan = self._untuned(assignment)
+        while True:
+            try:
+                tuned = replace(plan, units=tune_prefetches(self.profile, plan))
+                found = self._judge(tuned)
+            except RuleError as error:  # it changes nothing in this plan
+                plan = replace(plan, rules=tuple(rule for rule in plan.rules if rule != error.rule))
+            else:
+                self._plans[assignment] = tuned
+                return found
+
+    def polished(self, assignment: Assignment) -> Plan:
+        """The plan of ``assignment``, which was judged, with fewer rules or other distances where that is faster."""
+        best = self._plans[assignment]
+        for change in (_without_slots, _without_priority, _states_later, _states_earlier, _activations_earlier):
+            changed = change(best)
+            if changed == best:
+                continue
+            try:
+                found = self._judge(changed)
+            except RuleError:
+                continue
+            if found.verdict is Verdict.OK and found.seconds < self._judge(best).seconds:
+                best = changed
+        return best
+
+    def frugal(self, relaxed: Relaxation) -> Plan:
+        """The plan that needs the least memory if copies wait for room; raises if that is more than there is.
+
+        If a plan fits the GPU with a larger host, the host binds; otherwise the GPU does.
+        """
+        binds: tuple[Objective, float, float] | None = None
+        for objective in (Objective.HOST_BYTES, Objective.GPU_BYTES):
+            least = self._least(replace(relaxed, objective=objective))
+            have = relaxed.host_budget_bytes if objective is Objective.HOST_BYTES else relaxed.gpu_budget_bytes
+            if least is None:
+                continue
+            needed, plan = least
+            if needed <= have:
+                return replace(plan, memory_waits=True)
+            binds = binds or (objective, have, needed)
+        assert binds is not None, "on a GPU that is large enough everything fits without a host"
+        memory, have, needed = binds
+        raise infeasible(memory, have, needed, self.profile.hardware)
+
+    def _least(self, problem: Relaxation) -> tuple[float, Plan] | None:
+        """The plan that needs the least of one memory within the other's budget, and how much; None if none is found."""
+        best: tuple[float, Plan] | None = None
+        on_gpu = problem.objective is Objective.GPU_BYTES
+        memory, other = (GPU_MEMORY, HOST_MEMORY) if on_gpu else (HOST_MEMORY, GPU_MEMORY)
+        budget = problem.host_budget_bytes if on_gpu else problem.gpu_budget_bytes
+
+        def measured(assignment: Assignment) -> tuple[float, float]:
+            """Bytes of the one memory, and of the other."""
+            nonlocal best
+            plan, schedule = self._lowered(assignment)
+            needed, beside = least_bytes(schedule, memory), least_bytes(schedule, other)
+            if beside <= budget and (best is None or needed < best[0]):
+                best = needed, plan
+            return needed, beside
+
+        starts = list(_corners(self.choices))
+        relaxed = problem.assignment()
+        if relaxed is not None:
+            starts.append(relaxed)
+        sizes = [(beside > budget, needed, start) for start in starts for needed, beside in [measured(start)]]
+        exceeds, least, start = min(sizes)
+        if exceeds:
+            return None
+        values, here, allowed = problem.values(), np.array(start), np.ones(len(start), bool)
+        for _ in range(_MEASUREMENTS):
+            rows = values.of(here)
+            unit, half, choice = values.best(here, rows, allowed)
+            if values.value(values.after(here, rows, unit, half, choice)) >= values.value(rows):
+                break
+            before, here[unit, half] = here[unit, half], choice
+            needed, beside = measured(as_assignment(here))
+            if beside > budget or needed > least:
+                here[unit, half], allowed[unit] = before, False
+            least = min(least, needed) if beside <= budget else least
+        return best
+
+    def _untuned(self, assignment: Assignment) -> Plan:
+        """Each fetch runs beside the pass before its own."""
+        units, rules = self.choices.units(assignment), list[Rule]()
+        if any(unit.update_on is Processor.CPU for unit in units[GRADIENT_SLOTS:]):
+            rules.append(GradientSlots(GRADIENT_SLOTS))
+        if any(unit.parameters.leaves or unit.states.leaves or unit.kept.leaves for unit in units) or rules:
+            rules.append(ByPriority())
+        return replace(self._template, units=units, rules=tuple(rules))
+
+    def _lowered(self, assignment: Assignment) -> tuple[Plan, Schedule]:
+        plan = self._untuned(assignment)
+        while True:
+            try:
+                return plan, lower(self.profile, plan)
+            except RuleError as error:
+                plan = replace(plan, rules=tuple(rule for rule in plan.rules if rule != error.rule))
+
+
+def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
+    """What the shipped systems plan with their default flags, but for those that cannot be faster than ``best``."""
+    states = sum(block.parameters for block in profile.blocks) * (profile.element_bytes + profile.optimizer_bytes)
+    for name, system in policies.POLICIES.items():
+        if system is Joint or (name in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
+            continue
+        if system is AutoHete:
+            relaxed = replace(AutoHete().program(profile), pending=False).solve()
+            if relaxed is not None and relaxed.value >= best:
+                continue
+        try:
+            plan = system().plan(profile, judge)
+            judge(plan)
+        except (InfeasibleError, InputError):  # not for this memory, these micro-batches, or a node without drives
+            continue
+        if not plan.delayed:
+            yield plan
+
+
+def _corners(choices: Choices) -> Iterator[Assignment]:
+    """Every unit with its n-th choices."""
+    most = [max(map(len, every)) for every in (choices.activations, choices.others)]
+    for a, o in product(range(most[0]), range(most[1])):
+        pairs = zip(choices.activations, choices.others, strict=True)
+        yield tuple((min(a, len(some) - 1), min(o, len(others) - 1)) for some, others in pairs)
+
+
+def _without_slots(plan: Plan) -> Plan:
+    return replace(plan, rules=tuple(rule for rule in plan.rules if not isinstance(rule, GradientSlots)))
+
+
+def _without_priority(plan: Plan) -> Plan:
+    return replace(plan, rules=tuple(rule for rule in plan.rules if not isinstance(rule, ByPriority)))
+
+
+def _states_later(plan: Plan) -> Plan:
+    return _with_states_ahead(plan, 0)
+
+
+def _states_earlier(plan: Plan) -> Plan:
+    return _with_states_ahead(plan, 2)
+
+
+def _with_states_ahead(plan: Plan, ahead: int) -> Plan:
+    units = (replace(unit, states=replace(unit.states, ahead=ahead)) if unit.fetches_states else unit for unit in plan.units)
+    return replace(plan, units=tuple(units))
+
+
+def _activations_earlier(plan: Plan) -> Plan:
+    units = (
+        replace(unit, kept=replace(unit.kept, ahead=unit.kept.ahead + 2)) if unit.kept.leaves else unit for unit in plan.units
+    )
+    return replace(plan, units=tuple(units))
+
+
+SYSTEM = Joint
