@@ -3,9 +3,9 @@
 After a first iteration has measured times and sizes of all units, a dynamic program decides for each forward of each unit, the
 recomputations included, whether it keeps all that backward needs (*Fall*), its input (*Fck*) or nothing (*Fnone*). A unit may
 be recomputed several times, as segments lie within segments; an input that is kept stays until its unit's backward
-(*persistent* schedules). The program is in ``planner/chain.py``, which says what it decides. The paper's code
+(*persistent* schedules). The program is in ``planner/chain.py``, which says what it decides. The authors' code
 (gitlab.inria.fr/hiepacs/rotor) was read in its adaptation by ColossalAI at 11d570fd,
-``colossalai/auto_parallel/checkpoint/ckpt_solver_rotor.py``. What is different here:
+``colossalai/auto_parallel/checkpoint/ckpt_solver_rotor.py``; the text of the paper was not read. What is different here:
 
 - Units are transformer blocks; embedding and head keep their activations.
 - The code rounds all sizes up to a 500th of the memory (``memory_slots``); here they are exact.

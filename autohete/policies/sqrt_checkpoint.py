@@ -1,13 +1,16 @@
 """Sublinear memory by segments (Chen et al. 2016, arXiv 1604.06174): about the square root of n units keep their input.
 
 Forward keeps the input of each segment's first unit alone. Backward computes a segment forward again, which keeps all
-activations this time, then goes through it (algorithm 1). With k segments of n units, k inputs and the activations of n / k
-units are there at a time, for one more forward in all; that is least for k near the square root of n. Units are transformer
-blocks here. Everything else is on the GPU, which updates after backward.
+activations this time, then goes through it. With k segments of n units, k inputs and the activations of n / k units are there
+at a time, for one more forward in all (abstract: memory of the square root of n for one extra forward). That is least for k
+near the square root of n where inputs and activations are alike; a transformer block keeps many times its input, so that
+segments of one block, ``resident:checkpointing=full``, take less. Units are transformer blocks here. Everything else is on the
+GPU, which updates after backward.
 
 A segment has n // k units, and the last one the rest as well, as in ``torch.utils.checkpoint.checkpoint_sequential`` (PyTorch
-2.13). That function does not recompute the last segment, whose backward follows its forward: ``keep_last``. Not modelled: the
-paper's search for a segment's size in bytes (algorithm 3). Its recursion (section 4.4) is a part of what ``rotor`` decides.
+2.13, read there). That function does not recompute the last segment, whose backward follows its forward: ``keep_last``. Not
+modelled: the paper's search for segments by their size in bytes; its recursion is a part of what ``rotor`` decides. The text of
+the paper beyond its abstract was not read.
 """
 
 from __future__ import annotations
