@@ -43,7 +43,7 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
 #: Systems that never move parameters, gradients or states: without room for those they are not asked.
 _STATES_ON_GPU = ("resident", "offload_activations", "capuchin", "sqrt_checkpoint", "rotor")
 #: How many plans are measured to find the one that needs least memory.
-_MEASUREMENTS = 60
+_MEASUREMENTS, _CORNERS = 24, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,8 @@ class Family:
                 best = needed, plan
             return needed, beside
 
-        starts = list(_corners(self.choices))
+        values = problem.values()
+        starts = sorted(_corners(self.choices), key=lambda corner: values.value(values.of(corner)))[:_CORNERS]
         relaxed = problem.assignment()
         if relaxed is not None:
             starts.append(relaxed)
@@ -185,7 +186,7 @@ class Family:
         exceeds, least, start = min(sizes)
         if exceeds:
             return None
-        values, here, allowed = problem.values(), np.array(start), np.ones(len(start), bool)
+        here, allowed = np.array(start), np.ones(len(start), bool)
         for _ in range(_MEASUREMENTS):
             rows = values.of(here)
             unit, half, choice = values.best(here, rows, allowed)
