@@ -31,10 +31,13 @@ from autohete.workload import Precision
 ITERATIONS = 2
 
 
-def needs(schedule: Schedule, model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[tuple[str, int, int, int, int]]:
+def needs(
+    schedule: Schedule, model: nn.Module, batch: tuple[Tensor, Tensor], clip_norm: float | None = None
+) -> list[tuple[str, int, int, int, int]]:
     """One task after another, in issue order: (task, bytes said and needed at its peak, bytes said and left after it)."""
     ledger = Ledger(GPU_MEMORY)
-    training = Training(partition(model).by_use(batch[0]), schedule, next_token_loss, device=ledger)
+    cut = partition(model).by_use(batch[0])
+    training = Training(cut, schedule, next_token_loss, device=ledger, clip_norm=clip_norm)
     sizes = {b.id: b.size_bytes * (b.memory == GPU_MEMORY) for task in schedule.tasks for b in task.allocates}
     alive = {(b.id, 0): b.size_bytes for b in schedule.resident if b.memory == GPU_MEMORY}
     alive |= {(free.id, -1): sizes[free.id] for task in schedule.tasks for free in task.frees if free.back}
@@ -95,12 +98,15 @@ def test_segments_within_segments_need_what_their_schedule_says() -> None:
 @given(st.data())
 def test_no_task_of_any_plan_needs_more(data: st.DataObject) -> None:
     """Whatever a plan moves and recomputes: no task needs, nor leaves, more bytes than the schedule says."""
+    clip_norm = data.draw(st.sampled_from([None, 1.0]))
     workload = replace(MEDIUM, precision=data.draw(st.sampled_from([Precision.FP32, Precision.BF16])))
     profile = profile_for(workload)
+    profile = replace(profile, workload=replace(workload, clip_norm=clip_norm))
     plan = as_executed(data.draw(plans(profile)), profile)
     if plan.delayed:  # one after another is not an order that overlaps iterations
         return
-    for task, said, needed, said_left, left in needs(lower(profile, plan), model_for(workload), batches(workload, 1)[0]):
+    model, batch = model_for(workload), batches(workload, 1)[0]
+    for task, said, needed, said_left, left in needs(lower(profile, plan), model, batch, clip_norm):
         assert (task, needed) <= (task, said)
         assert (task, left) <= (task, said_left)
 
