@@ -180,7 +180,7 @@ def test_every_policy_plans(name: str, data: st.DataObject) -> None:
     profile, policy = data.draw(strategies.profiles()), data.draw(strategies.policies(name))
     plan = planned_by(profile, policy)
     if plan is None:
-        refuses = ("autohete", "joint", "zero_infinity", *(["stronghold"] if profile.workload.clips else []))
+        refuses = ("autohete", "joint", *strategies.NEED_DRIVES, *(["stronghold"] if profile.workload.clips else []))
         assert name in refuses, "policies with fixed rules return their plan, if there are drives for it"
         return
     assert len(plan.units) == len(profile.blocks)

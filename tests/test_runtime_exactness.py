@@ -93,6 +93,7 @@ def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied:
         "fsdp2_offload",
         "l2l:paper,update_on=gpu",
         "zero_infinity",
+        "mlp_offload:cached=2",
         "twin_flow:ratio=40",
         "zero_offload:delayed_update",
     ],

@@ -317,6 +317,10 @@ def _routes(draw: Draw, may_leave: bool) -> Route:
     )
 
 
+#: Policies that plan only for nodes with drives.
+NEED_DRIVES = frozenset({"zero_infinity", "mlp_offload"})
+
+
 @cache
 def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
     """What may be written for each flag of a policy, read off the types of its fields."""
@@ -334,7 +338,7 @@ def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
 @st.composite
 def policies(draw: Draw, name: str | None = None) -> NamedPolicy:
     """Published systems (or the one called ``name``) with some of their flags set."""
-    name = name or draw(st.sampled_from(sorted(set(POLICIES) - {"zero_infinity"})))  # which needs drives
+    name = name or draw(st.sampled_from(sorted(set(POLICIES) - NEED_DRIVES)))
     texts = _flags(name)
     chosen = draw(st.lists(st.sampled_from(sorted(texts)), unique=True)) if texts else []
     try:

@@ -1,0 +1,90 @@
+"""MLP-Offload (Maurya et al. 2025, arXiv 2509.02480): ZeRO-Infinity that sends less to its drives.
+
+Read in the README of its artifact (github DataStates/artifacts, MLP-Offload), which changes DeepSpeed's ``stage3.py``; the
+paper's text was not read. Against ``zero_infinity``:
+
+- Gradients cross in 16 bit beside backward and stay on the host. They are widened right before their update ("delayed in-place
+  mixed-precision gradient conversion"), and nothing is written to a drive in backward.
+- Optimizer states are striped over local drives and a parallel file system, each used by one process at a time ("virtual tier
+  concurrency control"). The table ``[nvme]`` stands for all of them together, at what they reach without contention.
+- States are read ahead of their update and written behind it.
+- Sub-groups are updated upwards and downwards in turn, so that those that were updated last are in the host's cache for the
+  next step ("cache-friendly ordering"): neither are they read then, nor were they written. A sub-group is a unit here, and the
+  order is always that of backward; as many states as would be in the cache rest on the host instead. That saves as many reads
+  and writes in each iteration.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+from autohete.errors import InputError, check_fields
+from autohete.plan import Activations, Footprint, Plan, Processor, Rest, UnitPlan
+from autohete.plan.rules import Barrier, UpdatesAfterBackward
+from autohete.policies import traffic
+from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.sharing import shared
+from autohete.policy import Judge, Verdict
+from autohete.profile import Profile
+from autohete.schedule import NVME_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class MlpOffload:
+    """MLP-Offload. Needs hardware with a table ``[nvme]``.
+
+    Args:
+        checkpointing: full, none, or the better of both.
+        cached: units whose states the host's memory caches; None: as many as fit there.
+    """
+
+    checkpointing: Checkpointing = Checkpointing.BEST
+    cached: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.cached is not None and self.cached < 0:
+            raise InputError(f"mlp_offload:cached={self.cached} must be 0 or more units, or left out")
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.policy.Policy`."""
+        count = len(profile.blocks)
+
+        def plan_for(activations: Activations) -> Plan:
+            if self.cached is not None:
+                return _plan(profile, activations, min(self.cached, count))
+
+            def too_many(cached: int) -> bool:  # memory grows with them
+                return judge(_plan(profile, activations, cached)).verdict is Verdict.HOST_OUT_OF_MEMORY
+
+            return _plan(profile, activations, bisect_left(range(1, count + 1), True, key=too_many))
+
+        return with_checkpointing(self.checkpointing, plan_for, judge)
+
+
+def _plan(profile: Profile, activations: Activations, cached: int) -> Plan:
+    """The last ``cached`` units to be updated have their states on the host."""
+    element, mixed, last = profile.element_bytes, traffic.is_mixed(profile), len(profile.blocks) - 1
+    on_host = UnitPlan(update_on=Processor.CPU)
+    on_drives = replace(on_host, states=Rest(NVME_MEMORY, ahead=1))
+
+    def unit(block: int) -> UnitPlan:
+        found = on_host if block < cached else on_drives
+        return replace(found, activations=activations) if 0 < block < last else found
+
+    return Plan(
+        policy="mlp_offload",
+        units=shared(map(unit, range(last + 1)), 3, profile),
+        rules=(UpdatesAfterBackward(), Barrier()),
+        update_bytes=traffic.ADAM_KERNEL,
+        elementwise_bytes=traffic.UNSCALE + traffic.casts(profile),
+        scales_gradients=True,
+        footprint=Footprint(
+            # States where they are cached; the gradient, which stays, and the 16-bit parameters as they go up.
+            host_optimizer_bytes=profile.optimizer_bytes + element + (element if mixed else 0),
+        ),
+    )
+
+
+SYSTEM = MlpOffload
