@@ -42,7 +42,7 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
 #: Systems that never move parameters, gradients or states: without room for those they are not asked.
 _STATES_ON_GPU = ("resident", "offload_activations", "capuchin")
 #: How many plans are measured to find the one that needs least memory.
-_MEASUREMENTS, _CORNERS = 24, 4
+_MEASUREMENTS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +176,13 @@ class Family:
             return needed, beside
 
         values = problem.values()
-        starts = sorted(_corners(self.choices), key=lambda corner: values.value(values.of(corner)))[:_CORNERS]
+        corners = sorted(_corners(self.choices), key=lambda corner: values.value(values.of(corner)))
         relaxed = problem.assignment()
-        if relaxed is not None:
-            starts.append(relaxed)
-        sizes = [(beside > budget, needed, start) for start in starts for needed, beside in [measured(start)]]
-        exceeds, least, start = min(sizes)
-        if exceeds:
+        for start in corners if relaxed is None else [relaxed, *corners]:  # what comes first needs least, if it fits
+            least, beside = measured(start)
+            if beside <= budget:
+                break
+        else:
             return None
         here, allowed = np.array(start), np.ones(len(start), bool)
         for _ in range(_MEASUREMENTS):
