@@ -42,8 +42,8 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
 
 #: Systems that never move parameters, gradients or states: without room for those they are not asked.
 _STATES_ON_GPU = ("resident", "offload_activations", "capuchin", "sqrt_checkpoint", "rotor")
-#: How many plans are measured to find the one that needs least memory.
-_MEASUREMENTS, _CORNERS = 24, 4
+#: How many plans that fit are tried to begin with, and how many around the best of them, to find what needs least memory.
+_CORNERS, _MEASUREMENTS = 6, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +178,18 @@ class Family:
             return needed, beside
 
         values = problem.values()
-        starts = sorted(_corners(self.choices), key=lambda corner: values.value(values.of(corner)))[:_CORNERS]
+        corners = sorted(_corners(self.choices), key=lambda corner: values.value(values.of(corner)))
         relaxed = problem.assignment()
-        if relaxed is not None:
-            starts.append(relaxed)
-        sizes = [(beside > budget, needed, start) for start in starts for needed, beside in [measured(start)]]
-        exceeds, least, start = min(sizes)
-        if exceeds:
+        fitting: list[tuple[float, Assignment]] = []
+        for corner in corners if relaxed is None else [relaxed, *corners]:  # what comes first needs least, if it fits
+            needed, beside = measured(corner)
+            if beside <= budget:
+                fitting.append((needed, corner))
+            if len(fitting) == _CORNERS:
+                break
+        if not fitting:
             return None
+        least, start = min(fitting)
         here, allowed = np.array(start), np.ones(len(start), bool)
         for _ in range(_MEASUREMENTS):
             rows = values.of(here)
