@@ -33,7 +33,7 @@ import csv
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, is_dataclass
+from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 
 import numpy as np
 from cyclopts import App
@@ -42,7 +42,7 @@ from scipy.stats import qmc
 
 from autohete.cli import run_app
 from autohete.errors import InputError
-from autohete.hardware import UncertainFigure, load_hardware, uncertain_figures
+from autohete.hardware import Hardware, UncertainFigure, load_hardware, uncertain_figures
 from autohete.report.tables import console, table
 from autohete.report.write import make_folder, write_text
 from experiments import published
@@ -98,9 +98,14 @@ class Prior:
 
 def prior() -> Prior:
     """The node's uncertain figures that enter this comparison."""
-    figures = tuple(f for f in uncertain_figures(NODE) if f.key not in _WITHOUT_EFFECT)
+    figures = tuple(f for f in _figures_of_one_gpu(NODE) if f.key not in _WITHOUT_EFFECT)
     low, nominal, high = (np.log([getattr(figure, end) for figure in figures]) for end in ("low", "value", "high"))
     return Prior(figures, low, nominal, high)
+
+
+def _figures_of_one_gpu(node: str) -> list[UncertainFigure]:
+    """Those that several GPUs alone have are left out."""
+    return [f for f in uncertain_figures(node) if not f.key.startswith(("interconnect.", "cpu.ranks_"))]
 
 
 def hypercube(known: Prior, count: int, seed: int) -> Array:
@@ -134,14 +139,22 @@ class Evidence:
         ]
 
 
+def rows_of_one_gpu() -> list[published.Source]:
+    """The published rows that say something about this comparison, which is one of one GPU."""
+    return [
+        source.model_copy(update={"rows": tuple(row for row in source.rows if row.gpus == 1)}) for source in published.sources()
+    ]
+
+
 def gather_evidence() -> Evidence:
     """The calibrating phases of nodes with this GPU or a host of this generation; the error is that of all other phases."""
     rows = []
-    for source in published.sources():
+    sources = rows_of_one_gpu()
+    for source in sources:
         for row in source.rows:
             if (row.hardware or source.hardware).startswith(_FAMILY):
                 rows += [(source, row, phase) for phase in row.calibrates if phase != "iteration"]
-    others = [c for c in published.checks() if c.is_time and not c.calibrates]
+    others = [c for c in published.checks(sources) if c.is_time and not c.calibrates]
 
     def width(some: list[published.Check]) -> float:
         return float(np.sqrt(np.mean([np.log(1 + c.error) ** 2 for c in some])))
@@ -269,11 +282,17 @@ def _system(policy: str) -> str:
 
 def digest() -> str:
     """Of everything that the intervals depend on besides code: hardware figures, published rows, models and policies."""
-    sources = published.sources()
+    sources = rows_of_one_gpu()
     nodes = sorted({NODE, *(row.hardware or source.hardware for source in sources for row in source.rows)})
-    hardware = [f"{_stated(load_hardware(node))} {_stated(uncertain_figures(node))}" for node in nodes]
-    given = [*hardware, *map(_stated, sources), *map(_stated, MODELS.values()), *POLICIES]
+    hardware = [f"{_stated(_hardware_of_one_gpu(node))} {_stated(_figures_of_one_gpu(node))}" for node in nodes]
+    rows = [source.model_dump_json(exclude_defaults=True) for source in sources]
+    given = [*hardware, *rows, *map(_stated, MODELS.values()), *POLICIES]
     return hashlib.sha256("".join(given).encode()).hexdigest()[:16]
+
+
+def _hardware_of_one_gpu(node: str) -> Hardware:
+    found = load_hardware(node)
+    return replace(found, interconnect=None, cpu=replace(found.cpu, ranks_update_bandwidth=None))
 
 
 def _stated(value: object) -> str:

@@ -204,10 +204,10 @@ def middle(measured: bool | float | tuple[float, float]) -> float:
     return sum(ends(measured)) / 2
 
 
-def checks() -> list[Check]:
-    """Simulate every row."""
+def checks(of: Sequence[Source] | None = None) -> list[Check]:
+    """Simulate every row, or every row ``of`` some sources."""
     found = []
-    for source in sources():
+    for source in sources() if of is None else of:
         for row in source.rows:
             simulation = source.simulate(row)
             predicted = phases(simulation)
