@@ -396,12 +396,14 @@ def _check_writable(path: str) -> None:
 
 
 def _write_outputs(found: tuple[Summary, Simulation | None], outputs: dict[str, str]) -> None:
+    from autohete.summary import node_text
+
     summary, simulation = found
     if simulation is None:
         raise InputError(f"there is no timeline to write: {summary.explanation}")
     trace, steady = simulation.trace, simulation.steady
     first, last = steady.first, min(steady.first + 1, trace.iterations - 1)
-    title = f"{summary.workload} on {summary.hardware}: {summary.policy}"
+    title = f"{summary.workload} on {node_text(summary.hardware, summary.gpus)}: {summary.policy}"
     occupancies = [simulation.gpu, simulation.host]
     if "--trace" in outputs:
         from autohete.report.perfetto import write_perfetto

@@ -82,6 +82,11 @@ class Summary:
     gpu_holders: dict[str, int]
 
 
+def node_text(name: str, gpus: int) -> str:
+    """A hardware by its name, and how many of its GPUs train together if there are several."""
+    return name if gpus == 1 else f"{gpus} GPUs of {name}"
+
+
 def proven_within(simulation: Simulation) -> float | None:
     """By how much the iteration exceeds what no plan of its policy goes below, as a share of that; None: not proven."""
     bound = simulation.plan.bound_seconds

@@ -59,7 +59,9 @@ class Clipping:
             seconds = self._profile.elementwise_seconds(size, beside_gpu=self._plan.updates_beside_gpu)
             norm = b.task(Kind.GRADIENT_NORM, unit, CPU, seconds, unit)
         else:
-            norm = b.task(Kind.GRADIENT_NORM, unit, GPU, self._profile.gpu_memory_seconds(size))
+            # Beside backward on the stream of the reductions, which it follows (DeepSpeed's ``reduction_stream``).
+            lane = COLLECTIVE if self._shards.gpus > 1 else GPU
+            norm = b.task(Kind.GRADIENT_NORM, unit, lane, self._profile.gpu_memory_seconds(size))
             if self._plan.in_slot(unit) or plan.gradients_replace_parameters:
                 b.read(norm, Value.PARAMETERS, unit)
         b.write(norm, value, unit, memory)  # changes nothing, but who takes them away afterwards waits for it

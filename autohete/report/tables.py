@@ -21,7 +21,7 @@ from autohete.policies import POLICIES
 from autohete.policy import Verdict
 from autohete.schedule import CPU, GPU, HOST_MEMORY
 from autohete.simulate import Simulation
-from autohete.summary import Summary, runs_of_equal_units
+from autohete.summary import Summary, node_text, runs_of_equal_units
 from autohete.units import format_bytes, format_seconds
 from autohete.workload import WORKLOADS, Workload
 
@@ -172,8 +172,9 @@ def print_plan(summary: Summary, found: Simulation | None) -> None:
 
 def _print_decisions(out: Console, found: Simulation) -> None:
     plan, profile = found.plan, found.profile
+    node = node_text(profile.hardware.name, profile.hardware.gpus)
     shown = table(
-        f"{profile.workload.name} on {profile.hardware.name}: {plan.policy}, plan {plan.counts}",
+        f"{profile.workload.name} on {node}: {plan.policy}, plan {plan.counts}",
         ["blocks", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
         left=4,
         elsewhere=IN_JSON,
@@ -213,8 +214,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     out = console()
     first = summaries[0]
     shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens"
-    hardware = first.hardware if first.gpus == 1 else f"{first.gpus} GPUs of {first.hardware}"
-    title = f"{first.workload} ({shape}) on {hardware}, {first.clock}"
+    title = f"{first.workload} ({shape}) on {node_text(first.hardware, first.gpus)}, {first.clock}"
     columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", "GPU peak", "host peak", "plan"]
     give_way = ["tokens/s", "TFLOP/s", "host peak", "samples/s", "plan"]
     speeds = table(title, columns, left=2, give_way=give_way, elsewhere=IN_JSON)
