@@ -33,8 +33,8 @@ class Shards:
         return self._part(unit, 3)
 
     def share(self, unit: int) -> float:
-        """Of the work of an update."""
-        return self.updated(unit) / self._profile.blocks[unit].parameters
+        """Of the work of an update; a unit may have nothing to update."""
+        return self.updated(unit) / max(self._profile.blocks[unit].parameters, 1) if self.stage(unit) else 1.0
 
     def comes_and_goes(self, unit: int) -> bool:
         """Whether the whole parameters are on the GPU only for their uses."""

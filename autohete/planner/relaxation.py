@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
+from autohete.errors import check_fields
 from autohete.planner.choices import Assignment, Choices
 from autohete.planner.program import Objective
 from autohete.planner.rows import Model, Numbers, Rows, stacked
@@ -56,6 +57,9 @@ class Relaxation:
     stalls: float = 0.0
     pending: bool = False
     objective: Objective = Objective.SECONDS
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def bound(self) -> float | None:
         """Seconds that no assignment within the budgets goes below; None if there is none."""
