@@ -49,7 +49,7 @@ def simulate(
     ----------
     policy:
         NAME[:flag,flag=value], or MODULE:CLASS[,flag=value] of your own; repeat to compare. Without it: the paper's systems,
-        or with --gpus those that share a model.
+        with --gpus those that share a model, with --clip-norm without those that cannot clip (stronghold).
     trace:
         Write the timeline for ui.perfetto.dev and `autohete compare` to this file (one policy).
     gantt:
@@ -59,11 +59,13 @@ def simulate(
     json_:
         Print JSON: one object, or a list of them for several policies.
     """
-    from autohete.policies import COMPARED, COMPARED_BY_SEVERAL, parse_policy
+    from autohete.policies import CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, parse_policy
     from autohete.summary import answer
 
     chosen = question.answerable()
-    compared = COMPARED if question.gpus == 1 else COMPARED_BY_SEVERAL
+    compared: tuple[str, ...] = COMPARED if question.gpus == 1 else COMPARED_BY_SEVERAL
+    if chosen.workload.clips:
+        compared = tuple(name for name in compared if name not in CANNOT_CLIP)
     files = {"--trace": trace, "--gantt": gantt, "--memory": memory}
     outputs = {option: path for option, path in files.items() if path is not None}
     policies = [parse_policy(text) for text in policy or compared]

@@ -62,7 +62,10 @@ def with_memory_waits(schedule: Schedule, trace: Trace) -> Schedule | None:
 
 
 def least_bytes(schedule: Schedule, memory: str) -> int:
-    """Bytes of ``memory`` with which waits make ``schedule`` fit, whatever its tasks last: what its thrifty order holds."""
+    """Bytes of ``memory`` with which waits make ``schedule`` fit, whatever its tasks last: what its thrifty order holds.
+
+    Of the GPU's memory no order is known that holds less; of others one may.
+    """
     guide, found = thrifty_order(schedule), lives(schedule, memory)
     change = np.zeros(guide.start.size * 2, np.int64)  # after each start and end, which a thrifty order numbers
     # As long as the places: some NumPy versions read past the end of values that they would have to repeat.

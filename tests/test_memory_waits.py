@@ -78,13 +78,15 @@ def test_nothing_that_lasts_longer_or_shorter_exceeds_a_capacity(data: st.DataOb
 
 @given(st.data())
 def test_the_least_memory_is_enough(data: st.DataObject) -> None:
-    """With the least that is named, waits make any plan fit, whatever trace they are looked for in; no trace holds less."""
+    """With the least that is named, waits make any plan fit, whatever trace they are looked for in.
+
+    No trace holds less of the GPU's memory. Of the host's, the order that saves GPU memory may hold more than another.
+    """
     profile = data.draw(strategies.profiles())
     schedule = lower(profile, data.draw(strategies.plans(profile)))
     least = {memory.name: least_bytes(schedule, memory.name) for memory in schedule.memories}
     trace, other = (SimExecutor().run(each, 4) for each in (schedule, redrawn(data, schedule)))
-    for memory, size in least.items():
-        assert size <= occupancy(trace, memory).peak_bytes
+    assert least[GPU_MEMORY] <= occupancy(trace, GPU_MEMORY).peak_bytes
     tight = with_capacities(schedule, least)
     safe = with_memory_waits(tight, replace(other, schedule=tight))
     assert safe is not None

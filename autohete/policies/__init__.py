@@ -51,6 +51,8 @@ POLICIES: dict[str, type[System]] = dict(_shipped())
 COMPARED = ("resident", "zero_offload", "patrickstar", "stronghold", "autohete")
 #: The same where several GPUs share a model.
 COMPARED_BY_SEVERAL = ("resident:zero_stage=3", "zero_offload", "fsdp2_offload", "twin_flow", "deep_optimizer_states")
+#: Those of them whose updates cannot wait for the norm of all gradients.
+CANNOT_CLIP = ("stronghold",)
 
 
 @dataclass(frozen=True, slots=True)
