@@ -158,11 +158,12 @@ def least_parameter_slots(profile: Profile, plan: Plan) -> int:
 def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
     """The tasks of an iteration as a program would issue them, and the stays of parameters that come and go."""
     micro_batches = profile.workload.micro_batches
-    builder = Builder(passes_of(plan, micro_batches), gradients_back=int(plan.delayed))
+    recomputations = plan.recomputations()
+    builder = Builder(passes_of(recomputations, micro_batches), gradients_back=int(plan.delayed))
     compute, clipping = Compute(builder, profile, plan), Clipping(builder, profile, plan)
     updates = Updates(builder, profile, plan, clipping)
     parameters, activations = Parameters(builder, profile, plan), OffloadedActivations(builder, profile, plan)
-    units, recomputations = range(len(plan.units)), plan.recomputations()
+    units = range(len(plan.units))
 
     def update(unit: int) -> None:
         updates.update(unit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autohete.lowering.builder import Builder
 from autohete.lowering.shards import Shards
 from autohete.plan import Activations, Plan, Recomputation
@@ -9,9 +11,14 @@ from autohete.profile import Profile
 from autohete.schedule import GPU, GPU_MEMORY, BufferId, Kind, TaskId, Value
 
 
-def passes_of(plan: Plan, micro_batches: int) -> list[TaskId]:
-    """The GPU's passes in order."""
-    last, recomputations = len(plan.units) - 1, plan.recomputations()
+def passes_of(recomputations: Sequence[Sequence[Recomputation]], micro_batches: int) -> list[TaskId]:
+    """The GPU's passes in order.
+
+    Args:
+        recomputations: of each unit what is recomputed right before its backward.
+        micro_batches: how many.
+    """
+    last = len(recomputations) - 1
     passes: list[TaskId] = []
     for m in range(micro_batches):
         passes += (TaskId(Kind.FORWARD, unit, m) for unit in range(last + 1))

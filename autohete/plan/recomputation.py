@@ -46,7 +46,7 @@ def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:
     for top in reversed(range(len(units))):
         if there[top] is Activations.KEEP:
             continue
-        start = max(unit for unit in range(top + 1) if there[unit] is Activations.RECOMPUTE)
+        start = next(unit for unit in range(top, -1, -1) if there[unit] is Activations.RECOMPUTE)
         for unit in range(start, top + 1):
             there[unit] = forwards[unit][done[unit]]
             found[top].append(Recomputation(unit, done[unit] - 1, there[unit], unit < top))
