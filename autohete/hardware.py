@@ -165,6 +165,10 @@ class Hardware:
         """How many of the GPUs that train together share a host."""
         return min(self.gpus, self.interconnect.gpus) if self.interconnect else 1
 
+    def part_of(self, count: int) -> int:
+        """Elements that each GPU has when all that train together share so many."""
+        return -(-count // self.gpus)
+
     def shared_by(self, gpus: int) -> Hardware:
         """What one of ``gpus`` GPUs has of it while all do the same: its own links, and an equal part of its host.
 

@@ -51,10 +51,10 @@ class Clipping:
 
     def norm(self, unit: int) -> None:
         """Of the unit's gradients, which are complete."""
-        b, plan, on_host = self._builder, self._plan.units[unit], self.norm_on(unit) is Processor.CPU
+        b, on_host = self._builder, self.norm_on(unit) is Processor.CPU
         side, memory = (Processor.CPU, HOST_MEMORY) if on_host else (Processor.GPU, GPU_MEMORY)
         size = _gradient_bytes(self._profile, self._plan, unit, side) * self._shards.share(unit)
-        value = Value.GRADIENT_SHARD if self._shards.stage(unit) >= 2 and not on_host else Value.GRADIENTS
+        value = Value.GRADIENTS if on_host else self._shards.gradients(unit)
         if on_host:
             seconds = self._profile.elementwise_seconds(size, beside_gpu=self._plan.updates_beside_gpu)
             norm = b.task(Kind.GRADIENT_NORM, unit, CPU, seconds, unit)
@@ -62,15 +62,13 @@ class Clipping:
             # Beside backward on the stream of the reductions, which it follows (DeepSpeed's ``reduction_stream``).
             lane = COLLECTIVE if self._shards.gpus > 1 else GPU
             norm = b.task(Kind.GRADIENT_NORM, unit, lane, self._profile.gpu_memory_seconds(size))
-            if self._plan.in_slot(unit) or plan.gradients_replace_parameters:
+            if self._plan.gradients_in_parameters(unit):
                 b.read(norm, Value.PARAMETERS, unit)
         b.write(norm, value, unit, memory)  # changes nothing, but who takes them away afterwards waits for it
         b.write(norm, Value.GRADIENT_NORM, unit, memory)
 
     def coefficient(self) -> None:
         """From all norms, on the side where updates are; it needs each of them."""
-        if not self.clips:
-            return
         b, profile = self._builder, self._profile
         norms = [self.norm_on(unit) for unit in range(len(self._plan.units))]
         updates = [unit.update_on for unit in self._plan.units]

@@ -58,8 +58,7 @@ def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
     for i, unit in enumerate(plan.units):
         count, on_cpu = shards.updated(i), unit.update_on is Processor.CPU
         if not unit.parameters.leaves:
-            value = Value.PARAMETER_SHARD if shards.stage(i) == 3 else Value.PARAMETERS
-            yield Buffer(BufferId(value, GPU_MEMORY, i), shards.kept(i) * element)
+            yield Buffer(BufferId(shards.parameters(i), GPU_MEMORY, i), shards.kept(i) * element)
         if on_cpu:
             host_states += count * max(held.host_optimizer_bytes - (optimizer if unit.reads_states else 0), 0)
             updated.append(count)

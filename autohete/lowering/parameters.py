@@ -164,7 +164,7 @@ class Parameters:
         seconds = self._profile.h2d_seconds(self._refresh_bytes(unit), pinned=self._plan.units[unit].refresh.pinned)
         refresh = b.task(Kind.REFRESH, unit, H2D, seconds, unit)
         b.read(refresh, Value.PARAMETERS, unit, HOST_MEMORY)
-        b.write(refresh, Value.PARAMETER_SHARD if self._shards.stage(unit) == 3 else Value.PARAMETERS, unit)
+        b.write(refresh, self._shards.parameters(unit), unit)
         return refresh
 
     def _copy_home(self, kind: Kind, unit: int, micro_batch: int, priority: int) -> None:

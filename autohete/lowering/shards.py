@@ -5,7 +5,7 @@ from __future__ import annotations
 from autohete.errors import InputError
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY
+from autohete.schedule import HOST_MEMORY, Value
 
 
 class Shards:
@@ -40,9 +40,17 @@ class Shards:
         """Whether the whole parameters are on the GPU only for their uses."""
         return self._plan.units[unit].parameters.leaves or self.stage(unit) == 3
 
+    def parameters(self, unit: int) -> Value:
+        """What an update changes on the GPU: the parameters, or this GPU's part of them."""
+        return Value.PARAMETER_SHARD if self.stage(unit) == 3 else Value.PARAMETERS
+
+    def gradients(self, unit: int) -> Value:
+        """What an update takes from the GPU, likewise."""
+        return Value.GRADIENT_SHARD if self.stage(unit) >= 2 else Value.GRADIENTS
+
     def _part(self, unit: int, from_stage: int) -> int:
         count = self._profile.blocks[unit].parameters
-        return -(-count // self.gpus) if self.stage(unit) >= from_stage else count
+        return self._profile.hardware.part_of(count) if self.stage(unit) >= from_stage else count
 
     def check(self) -> None:
         """Refuse what cannot be shared as planned.
@@ -69,7 +77,7 @@ class Shards:
                     f"parameters of unit {unit} rest on the host in parts: update them on the CPU, and let them neither move "
                     "nor stay on the GPU after backward"
                 )
-            if stage >= 2 and (plan.gradients_replace_parameters or self._plan.in_slot(unit)):
+            if stage >= 2 and self._plan.gradients_in_parameters(unit):
                 raise InputError(
                     f"gradients of unit {unit} lie where its parameters do, but each GPU keeps a part of them: give them "
                     "memory of their own, or zero_stage 1"

@@ -87,7 +87,7 @@ class Updates:
         seconds = self._profile.collective_seconds(self._profile.blocks[unit].parameters * element)
         reduce = b.task(Kind.REDUCE_GRADIENTS, unit, COLLECTIVE, seconds if stage else 2 * seconds, unit, micro_batch)
         if stage < 2:
-            if self._plan.in_slot(unit) or self._plan.units[unit].gradients_replace_parameters:
+            if self._plan.gradients_in_parameters(unit):
                 b.read(reduce, Value.PARAMETERS, unit)
             b.write(reduce, Value.GRADIENTS, unit)
             return
@@ -106,7 +106,7 @@ class Updates:
         update = b.task(Kind.GPU_UPDATE, unit, GPU, (times.gpu_update_seconds + scaling) * share)
         self._takes_gradients(update)
         self._clipping.scale(update)
-        b.write(update, Value.PARAMETER_SHARD if self._shards.stage(unit) == 3 else Value.PARAMETERS, unit)
+        b.write(update, self._shards.parameters(unit), unit)
         b.workspace(update, math.ceil(times.gpu_update_workspace_bytes * share))
         if self._plan.units[unit].fetches_states:
             b.write(update, Value.OPTIMIZER_STATES, unit)
@@ -211,9 +211,9 @@ class Updates:
     def _takes_gradients(self, task: TaskId) -> None:
         """``task`` is the last to read the unit's gradients on the GPU, which may lie where its parameters do."""
         b, unit = self._builder, self._plan.units[task.unit]
-        value = Value.GRADIENT_SHARD if self._shards.stage(task.unit) >= 2 else Value.GRADIENTS
+        value = self._shards.gradients(task.unit)
         b.read(task, value, task.unit)
-        if self._plan.in_slot(task.unit) or unit.gradients_replace_parameters:
+        if self._plan.gradients_in_parameters(task.unit):
             b.read(task, Value.PARAMETERS, task.unit)
         if not unit.gradients_replace_parameters:
             made_by = task.micro_batch if unit.accumulates_on_host else 0

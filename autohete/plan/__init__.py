@@ -6,9 +6,11 @@ Routes (``routes.py``) say where values rest and how they travel, rules (``rules
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from autohete.errors import InputError, check_fields
+from autohete.errors import InputError, RuleError, check_fields
 from autohete.plan.recomputation import Recomputation, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import Barrier, Rule, SerialUpdates, UpdatesAfterBackward
@@ -26,7 +28,10 @@ __all__ = [
     "Rest",
     "Route",
     "UnitPlan",
+    "without_refused_rules",
 ]
+
+T = TypeVar("T")
 
 
 def _check_size(name: str, value: float) -> None:
@@ -151,6 +156,10 @@ class Plan:
         """Whether the gradients of ``unit`` live in a slot with its parameters."""
         return self.slots is not None and self.slots.with_gradients and self.units[unit].parameters.leaves
 
+    def gradients_in_parameters(self, unit: int) -> bool:
+        """Whether the gradients of ``unit`` on the GPU live and end with the memory of its parameters."""
+        return self.in_slot(unit) or self.units[unit].gradients_replace_parameters
+
     @property
     def updates_beside_gpu(self) -> bool:
         """Whether the CPU updates unit by unit while the GPU trains, instead of all at once while it waits."""
@@ -186,3 +195,17 @@ class Plan:
         return PlanCounts(
             self.checkpointed_blocks, self.offloaded_parameter_blocks, self.offloaded_optimizer_blocks, len(self.units)
         )
+
+
+def without_refused_rules(plan: Plan, attempt: Callable[[Plan], T]) -> tuple[Plan, T]:
+    """``plan`` without the rules for which ``attempt`` refuses it, and what that gives for the rest.
+
+    Args:
+        plan: may have rules that change nothing in it.
+        attempt: such as :func:`autohete.lowering.lower`; raises :class:`~autohete.errors.RuleError` for one rule at a time.
+    """
+    while True:
+        try:
+            return plan, attempt(plan)
+        except RuleError as error:
+            plan = replace(plan, rules=tuple(rule for rule in plan.rules if rule != error.rule))

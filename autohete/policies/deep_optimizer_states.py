@@ -81,8 +81,7 @@ class DeepOptimizerStates:
         gpu = UnitPlan(states=Rest(HOST_MEMORY, ahead=0))
         units = [gpu if unit in on_gpu else cpu for unit in range(count)]
         units[1:-1] = [replace(unit, activations=activations) for unit in units[1:-1]]
-        gpus = profile.hardware.gpus  # each has a part of every sub-group
-        parts = [-(-block.parameters // gpus) for block in profile.blocks]
+        parts = [profile.hardware.part_of(block.parameters) for block in profile.blocks]  # each GPU's of every sub-group
         largest = max((parts[unit] for unit in on_gpu), default=0)
         unused = 4 * sum(parts[unit] for unit in on_gpu)  # gradients that stay on the GPU
         staged = 2 * max(parts) * (min(stride, count) - 1) if mixed else 0
@@ -114,7 +113,7 @@ def _balanced(profile: Profile, elementwise_bytes: int) -> int:
     """The stride at which the CPU updates the others while the states of one transformer block come, are updated and leave."""
     block, gpus = 1, profile.hardware.gpus
     times = profile.blocks[block]
-    states = -(-times.parameters // gpus) * profile.optimizer_bytes
+    states = profile.hardware.part_of(times.parameters) * profile.optimizer_bytes
     away = profile.h2d_seconds(states) + times.gpu_update_seconds / gpus + profile.d2h_seconds(states)
     on_cpu = profile.cpu_update_seconds(block, traffic.ADAM_KERNEL, elementwise_bytes) / gpus
     count = len(profile.blocks)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -24,7 +25,7 @@ from autohete import policies
 from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering import lower
 from autohete.memory_waits import least_bytes
-from autohete.plan import Format, Plan, Processor
+from autohete.plan import Format, Plan, Processor, without_refused_rules
 from autohete.plan.rules import ByPriority, GradientSlots, Rule
 from autohete.planner.choices import Assignment, Choices, all_choices
 from autohete.planner.joint import JointSearch
@@ -116,16 +117,13 @@ class Family:
 
     def judged(self, assignment: Assignment) -> Judgement:
         """Time and memory of the plan of ``assignment``."""
-        plan = self._untuned(assignment)
-        while True:
-            try:
-                tuned = replace(plan, units=tune_prefetches(self.profile, plan))
-                found = self._judge(tuned)
-            except RuleError as error:  # it changes nothing in this plan
-                plan = replace(plan, rules=tuple(rule for rule in plan.rules if rule != error.rule))
-            else:
-                self._plans[assignment] = tuned
-                return found
+
+        def tuned(plan: Plan) -> tuple[Plan, Judgement]:
+            plan = replace(plan, units=tune_prefetches(self.profile, plan))
+            return plan, self._judge(plan)
+
+        _, (self._plans[assignment], found) = without_refused_rules(self._untuned(assignment), tuned)
+        return found
 
     def polished(self, assignment: Assignment) -> Plan:
         """The plan of ``assignment``, which was judged, with fewer rules or other distances where that is faster."""
@@ -213,12 +211,7 @@ class Family:
         return replace(self._template, units=units, rules=tuple(rules))
 
     def _lowered(self, assignment: Assignment) -> tuple[Plan, Schedule]:
-        plan = self._untuned(assignment)
-        while True:
-            try:
-                return plan, lower(self.profile, plan)
-            except RuleError as error:
-                plan = replace(plan, rules=tuple(rule for rule in plan.rules if rule != error.rule))
+        return without_refused_rules(self._untuned(assignment), partial(lower, self.profile))
 
 
 def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:

@@ -75,7 +75,7 @@ class TwinFlow:
     def _plan(self, profile: Profile, activations: Activations, on_gpu: int) -> Plan:
         """The GPU updates the first ``on_gpu`` units."""
         element, mixed = profile.element_bytes, traffic.is_mixed(profile)
-        parameters = [-(-block.parameters // profile.hardware.gpus) for block in profile.blocks]  # that one GPU updates
+        parameters = [profile.hardware.part_of(block.parameters) for block in profile.blocks]  # that one GPU updates
         units = []
         for block in range(len(parameters)):
             inner = 0 < block < len(parameters) - 1

@@ -13,15 +13,26 @@ from __future__ import annotations
 import typing
 from dataclasses import replace
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from autohete.errors import InputError, RuleError
+from autohete.errors import InputError
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 from autohete.lowering import least_parameter_slots, lower
-from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import (
+    Activations,
+    Footprint,
+    Format,
+    ParameterSlots,
+    Plan,
+    Processor,
+    Rest,
+    Route,
+    UnitPlan,
+    without_refused_rules,
+)
 from autohete.plan.rules import (
     Barrier,
     BlockingCopies,
@@ -233,13 +244,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
 
 def without_idle_rules(profile: Profile, plan: Plan) -> Plan:
     """The plan without the rules for which :func:`autohete.lowering.lower` would refuse it."""
-    while True:
-        try:
-            lower(profile, plan)
-        except RuleError as error:
-            plan = replace(plan, rules=tuple(rule for rule in plan.rules if rule is not error.rule))
-        else:
-            return plan
+    return without_refused_rules(plan, partial(lower, profile))[0]
 
 
 def _rules(units: int) -> st.SearchStrategy[Rule]:
