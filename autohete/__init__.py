@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autohete.runtime.trainer import Trainer
+    from autohete.train.trainer import Trainer
 
 __all__ = ["Trainer", "__version__"]
 
@@ -14,7 +14,7 @@ __version__ = "0.1.0"  # the only place; pyproject.toml reads it here
 
 def __getattr__(name: str) -> Any:
     if name == "Trainer":  # PyTorch is loaded when it is asked for, and only then
-        from autohete.runtime.trainer import Trainer
+        from autohete.train.trainer import Trainer
 
         return Trainer
     raise AttributeError(f"module 'autohete' has no attribute {name!r}")

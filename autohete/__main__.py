@@ -1,12 +1,12 @@
 """The program ``autohete``, also as ``python -m autohete``."""
 
-from autohete.interrupt import catch_interrupts
+from autohete.cli.interrupt import catch_interrupts
 
 
 def main() -> None:
     """Entry point; catches interrupts before it imports what takes time."""
     catch_interrupts("autohete")
-    from autohete.cli import main as run
+    from autohete.cli.app import main as run
 
     run()
 

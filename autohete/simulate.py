@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from autohete.analysis.occupancy import Occupancy, occupancy
+from autohete.analysis.worst_case import WorstCase, worst_case
 from autohete.errors import InfeasibleError, InputError
-from autohete.executor import Executor
+from autohete.execution import Executor
+from autohete.execution.trace import Steady, Trace
 from autohete.hardware import Hardware
 from autohete.lowering import lower
-from autohete.memory import Occupancy, occupancy
-from autohete.memory_waits import least_bytes, with_memory_waits
+from autohete.lowering.memory_waits import least_bytes, with_memory_waits
 from autohete.plan import Plan
-from autohete.policy import Judgement, Policy, Verdict
+from autohete.plan.policy import Judgement, Policy, Verdict
 from autohete.profile import Profile, analytic_profile
+from autohete.quantities import format_bytes
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
 from autohete.sim import SimExecutor
-from autohete.trace import Steady, Trace
-from autohete.units import format_bytes
 from autohete.workload import Workload
-from autohete.worst_case import WorstCase, worst_case
 
 #: Iterations of the first try; doubled until the steady state shows. Behind a barrier each repeats the one before at once.
 _FIRST_TRY = 4
@@ -132,7 +132,7 @@ def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor
 
 
 class SimulatingJudge:
-    """The judge that a policy tries its plans on: the simulator, each plan once. A :data:`~autohete.policy.Judge`.
+    """The judge that a policy tries its plans on: the simulator, each plan once. A :data:`~autohete.plan.policy.Judge`.
 
     It keeps the simulations of the fastest plan that fits and of the last one, which is what policies choose.
     """

@@ -17,16 +17,16 @@ from cyclopts import App
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benchmarks/joint.py` from anywhere
 
-from autohete.cli import run_app
+from autohete.cli.app import run_app
 from autohete.hardware import load_hardware
 from autohete.plan import Plan
+from autohete.plan.policy import Judge
 from autohete.policies.autohete import AutoHete
 from autohete.policies.joint import Joint
-from autohete.policy import Judge
 from autohete.profile import Profile, analytic_profile
+from autohete.quantities import format_seconds
 from autohete.report.tables import console, table
 from autohete.simulate import judge_for
-from autohete.units import format_seconds
 from autohete.workload import Workload
 
 NODE = "a100-40gb-epyc7713"

@@ -20,16 +20,16 @@ from joblib import Parallel, delayed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benchmarks/planner.py` from anywhere
 
-from autohete.cli import run_app
+from autohete.cli.app import run_app
 from autohete.errors import InfeasibleError
 from autohete.hardware import Hardware, Link, load_hardware, preset_names
+from autohete.plan.policy import Judge, Verdict
 from autohete.planner.steps import Counts
 from autohete.policies.autohete import AutoHete
-from autohete.policy import Judge, Verdict
 from autohete.profile import Profile, analytic_profile
+from autohete.quantities import format_seconds
 from autohete.report.tables import console, table
 from autohete.simulate import judge_for
-from autohete.units import format_seconds
 from autohete.workload import Workload
 
 _DIRECTIONS = [step for step in product((-1, 0, 1), repeat=3) if any(step)]

@@ -20,25 +20,26 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benchmarks/runtime.py` from anywhere
 
-from autohete.bounds import period_bounds
+from autohete.analysis.bounds import period_bounds
+from autohete.execution.trace import Clock
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.report.tables import console, table
 from autohete.runtime.batch import Batch
-from autohete.runtime.device import Counting, Ledger
-from autohete.runtime.executor import TorchExecutor
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.machine import forget_cache
-from autohete.runtime.model import GPT, Block, next_token_loss
+from autohete.runtime.ledger import Counting, Ledger
+from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import partition
-from autohete.runtime.plans import as_executed, everything_resident
-from autohete.runtime.trainer import measured_profile_on
+from autohete.runtime.torch_executor import TorchExecutor
 from autohete.runtime.training import Training
 from autohete.schedule import GPU, GPU_MEMORY, Kind, TaskId
 from autohete.simulate import judge_for, safety, simulate_plan
-from autohete.trace import Clock
+from autohete.train.as_executed import as_executed, everything_resident
+from autohete.train.gpt import GPT, Block
+from autohete.train.microbenchmarks import forget_cache
+from autohete.train.trainer import measured_profile_on
 from autohete.workload import Precision, Workload
 
 #: Blocks take 20 ms forward and 30 ms backward here.

@@ -18,19 +18,19 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benchmarks/simulator.py` from anywhere
 
+from autohete.execution.trace import Trace
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan
+from autohete.plan.policy import Judge, Judgement
 from autohete.planner.steps import Counts
 from autohete.policies.autohete import AutoHete
-from autohete.policy import Judge, Judgement
 from autohete.profile import Profile, analytic_profile
 from autohete.report.tables import console, table
 from autohete.schedule import Schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan
 from autohete.testing.list_scheduler import list_schedule
-from autohete.trace import Trace
 from autohete.workload import Workload
 
 ROUNDS = 9
@@ -120,11 +120,11 @@ def planner() -> None:
 
 def analyses() -> None:
     """One simulated answer, step by step."""
-    from autohete.analysis import usage
-    from autohete.bounds import period_bounds
-    from autohete.memory import occupancy
-    from autohete.memory_waits import with_memory_waits
-    from autohete.worst_case import worst_case
+    from autohete.analysis.bounds import period_bounds
+    from autohete.analysis.occupancy import occupancy
+    from autohete.analysis.usage import usage
+    from autohete.analysis.worst_case import worst_case
+    from autohete.lowering.memory_waits import with_memory_waits
 
     found = profile(96)
     plan = AutoHete().plan_for(found, Counts(96, 96, 86))

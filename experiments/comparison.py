@@ -12,12 +12,12 @@ from statistics import mean
 from joblib import Parallel, delayed
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autohete.cli.interrupt import children_uninterrupted
 from autohete.hardware import load_hardware
-from autohete.interrupt import children_uninterrupted
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
+from autohete.report.summary import Summary, answer
 from autohete.report.tables import console
-from autohete.summary import Summary, answer
 from autohete.workload import WORKLOADS, Kernels, Precision
 
 NODE = "a100-40gb-epyc7713"

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fidelity.py` from anywhere
 
 if __name__ == "__main__":  # before the imports that take time
-    from autohete.interrupt import catch_interrupts
+    from autohete.cli.interrupt import catch_interrupts
 
     catch_interrupts("fidelity")
 
@@ -44,10 +44,11 @@ from matplotlib.ticker import NullFormatter
 from rich.progress import track
 from torch import Tensor
 
-from autohete.analysis import Cause
-from autohete.cli import run_app
-from autohete.compare import Comparison, compare
+from autohete.analysis.compare import Comparison, compare
+from autohete.analysis.usage import Cause
+from autohete.cli.app import run_app
 from autohete.errors import InfeasibleError
+from autohete.execution.trace import Clock, Trace
 from autohete.hardware import Hardware, load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
@@ -55,12 +56,12 @@ from autohete.report.gantt import two_row_figure
 from autohete.report.style import BLUE, VERMILION, save_figure, style
 from autohete.report.tables import console, table
 from autohete.report.write import make_folder, write_text
-from autohete.runtime.executor import TorchExecutor
-from autohete.runtime.model import GPT, next_token_loss
-from autohete.runtime.plans import as_executed, everything_resident
-from autohete.runtime.trainer import measured_hardware, measured_profile_on
+from autohete.runtime.losses import next_token_loss
+from autohete.runtime.torch_executor import TorchExecutor
 from autohete.simulate import Simulation, judge_for, safety, simulate_plan, simulate_schedule
-from autohete.trace import Clock, Trace
+from autohete.train.as_executed import as_executed, everything_resident
+from autohete.train.gpt import GPT
+from autohete.train.trainer import measured_hardware, measured_profile_on
 from autohete.workload import Precision, Workload
 
 POLICIES = [

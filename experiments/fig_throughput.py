@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_throughput.py` from anywhere
 
 if __name__ == "__main__":  # before the imports that take time
-    from autohete.interrupt import catch_interrupts
+    from autohete.cli.interrupt import catch_interrupts
 
     catch_interrupts("fig_throughput")
 
@@ -38,17 +38,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from autohete.cli import run_app
+from autohete.cli.app import run_app
 from autohete.hardware import load_hardware
+from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
-from autohete.policy import Verdict
+from autohete.quantities import format_bytes, format_seconds
 from autohete.report.style import BLUE, PURPLE, SKY, VERMILION, YELLOW, save_figure, style
+from autohete.report.summary import Summary
 from autohete.report.tables import console, or_dash, table
 from autohete.report.write import make_folder, write_text
 from autohete.schedule import GPU
 from autohete.simulate import simulate
-from autohete.summary import Summary
-from autohete.units import format_bytes, format_seconds
 from experiments.comparison import (
     AUTOHETE,
     MODELS,

@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/gpu_check.py` from anywhere
 
 if __name__ == "__main__":  # before the imports that take time
-    from autohete.interrupt import catch_interrupts
+    from autohete.cli.interrupt import catch_interrupts
 
     catch_interrupts("gpu_check")
 
@@ -54,23 +54,24 @@ from cyclopts import App
 from torch import Tensor, nn
 
 from autohete import Trainer
-from autohete.cli import run_app
+from autohete.cli.app import run_app
+from autohete.cli.interrupt import children_uninterrupted
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import load_hardware
-from autohete.interrupt import children_uninterrupted
 from autohete.plan import Plan
 from autohete.policies import parse_policy
 from autohete.profile import Profile
+from autohete.quantities import format_bytes
 from autohete.report.tables import console
 from autohete.report.write import make_folder, write_text
-from autohete.runtime.machine import versions
-from autohete.runtime.model import GPT, next_token_loss, seeded_gpt
+from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
-from autohete.runtime.plans import as_executed
-from autohete.runtime.trainer import measured_hardware, measured_profile_on
 from autohete.schedule import Kind
 from autohete.simulate import judge_for, simulate_plan
-from autohete.units import format_bytes
+from autohete.train.as_executed import as_executed
+from autohete.train.gpt import GPT, seeded_gpt
+from autohete.train.microbenchmarks import versions
+from autohete.train.trainer import measured_hardware, measured_profile_on
 from autohete.workload import Precision, Workload
 from experiments.fidelity import with_budget
 

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/intervals.py` from anywhere
 
 if __name__ == "__main__":  # before the imports that take time
-    from autohete.interrupt import catch_interrupts
+    from autohete.cli.interrupt import catch_interrupts
 
     catch_interrupts("intervals")
 
@@ -40,7 +40,7 @@ from cyclopts import App
 from numpy.typing import NDArray
 from scipy.stats import qmc
 
-from autohete.cli import run_app
+from autohete.cli.app import run_app
 from autohete.errors import InputError
 from autohete.hardware import Hardware, UncertainFigure, load_hardware, uncertain_figures
 from autohete.report.tables import console, table

@@ -25,16 +25,16 @@ from joblib import Parallel, delayed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/joint.py` from anywhere
 
-from autohete.cli import run_app
+from autohete.cli.app import run_app
 from autohete.hardware import load_hardware
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.policies.autohete import AutoHete
 from autohete.policies.joint import best_plan, every_choice
 from autohete.profile import analytic_profile
+from autohete.quantities import format_seconds
 from autohete.report.tables import console, table
 from autohete.report.write import make_folder, write_text
 from autohete.simulate import judge_for
-from autohete.units import format_seconds
 from experiments.comparison import MODELS, NODE
 
 #: What a choice is without each decision.

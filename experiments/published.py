@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/published.py` from anywhere
 
 if __name__ == "__main__":  # before the imports that take time
-    from autohete.interrupt import catch_interrupts
+    from autohete.cli.interrupt import catch_interrupts
 
     catch_interrupts("published")
 
@@ -38,18 +38,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from pydantic import BaseModel, ConfigDict, Field
 
-from autohete.cli import run_app
+from autohete.cli.app import run_app
 from autohete.hardware import load_hardware
 from autohete.plan import Processor
+from autohete.plan.policy import Verdict
 from autohete.plan.rules import BlockingCopies
 from autohete.policies import parse_policy, traffic
-from autohete.policy import Verdict
+from autohete.quantities import format_seconds
 from autohete.report.style import BLUE, ORANGE, save_figure, style
 from autohete.report.tables import console, table
 from autohete.report.write import make_folder, write_text
 from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
-from autohete.units import format_seconds
 from autohete.workload import WORKLOADS, Kernels, Precision, Workload
 
 FOLDER = Path(__file__).parent / "published"

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/safety.py` from anywhere
 
 if __name__ == "__main__":  # before the imports that take time
-    from autohete.interrupt import catch_interrupts
+    from autohete.cli.interrupt import catch_interrupts
 
     catch_interrupts("safety")
 
@@ -28,12 +28,12 @@ import io
 
 from cyclopts import App
 
-from autohete.cli import run_app
-from autohete.policy import Verdict
+from autohete.cli.app import run_app
+from autohete.plan.policy import Verdict
+from autohete.quantities import format_bytes, format_seconds
+from autohete.report.summary import Summary
 from autohete.report.tables import console, table
 from autohete.report.write import make_folder, write_text
-from autohete.summary import Summary
-from autohete.units import format_bytes, format_seconds
 from experiments.comparison import Job, grid, run_all
 
 COLUMNS = [

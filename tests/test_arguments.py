@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from reference import model_for
+from support.reference import model_for
 from test_runtime_exactness import SMALL
 from torch import nn
 
 from autohete import Trainer
 from autohete.errors import InputError
 from autohete.runtime.optimizer import Adam
-from autohete.runtime.trainer import Mode, NonFinite
+from autohete.train.trainer import Mode, NonFinite
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "adam as an optimizer class": ({"adam": torch.optim.AdamW}, r"adam is the class AdamW: .*Adam\(lr="),

@@ -15,11 +15,11 @@ from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.runtime.batch import Batch
-from autohete.runtime.executor import TorchExecutor
-from autohete.runtime.model import next_token_loss
-from autohete.runtime.plans import as_executed
-from autohete.runtime.trainer import Trainer, measured_profile_on
+from autohete.runtime.losses import next_token_loss
+from autohete.runtime.torch_executor import TorchExecutor
 from autohete.simulate import judge_for
+from autohete.train.as_executed import as_executed
+from autohete.train.trainer import Trainer, measured_profile_on
 
 IDS, TARGETS = batches()[0]
 

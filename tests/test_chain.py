@@ -13,9 +13,9 @@ from test_golden import profile_with
 from autohete.errors import InputError
 from autohete.lowering import lower
 from autohete.plan import Activations, Plan, Rest, UnitPlan
+from autohete.plan.policy import Verdict
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies import parse_policy
-from autohete.policy import Verdict
 from autohete.profile import BlockProfile, LossProfile, Profile
 from autohete.schedule import GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, parse_schedule
 from autohete.simulate import judge_for, simulate_plan

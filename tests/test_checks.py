@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from plans import with_gradients_replacing
+from support.plans import with_gradients_replacing
 
 import autohete.testing
+from autohete.analysis.occupancy import Occupancy, occupancy
 from autohete.errors import InfeasibleError
+from autohete.execution.trace import Trace
 from autohete.hardware import Nvme, load_hardware
 from autohete.lowering import lower
-from autohete.memory import Occupancy, occupancy
 from autohete.plan import Activations, Footprint, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan.policy import Judge
 from autohete.plan.rules import ByPriority, Rule
 from autohete.policies import parse_policy
-from autohete.policy import Judge
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import (
     GPU_MEMORY,
@@ -43,7 +44,6 @@ from autohete.simulate import judge_for
 from autohete.testing import checks, strategies
 from autohete.testing.list_scheduler import list_schedule
 from autohete.testing.strategies import without_idle_rules
-from autohete.trace import Trace
 from autohete.workload import Workload
 
 SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch_size=2)

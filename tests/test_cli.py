@@ -262,7 +262,7 @@ def test_help_needs_no_heavy_import() -> None:
     """``--help`` loads neither SciPy nor matplotlib, SimPy or torch."""
     code = (
         "import sys, contextlib\n"
-        "from autohete.cli import main\n"
+        "from autohete.cli.app import main\n"
         "sys.argv = ['autohete', 'simulate', '--help']\n"
         "with contextlib.suppress(SystemExit): main()\n"
         "print(sorted(m for m in ('scipy', 'matplotlib', 'simpy', 'torch') if m in sys.modules))"
@@ -300,7 +300,7 @@ def test_a_closed_pipe_is_no_error_of_an_experiment() -> None:
     """Whatever runs by ``run_app`` ends quietly at a closed pipe, also one that closes before the last flush."""
     code = (
         "from cyclopts import App\n"
-        "from autohete.cli import run_app\n"
+        "from autohete.cli.app import run_app\n"
         "def command() -> None: print('x')\n"
         "run_app(App(name='x', default_command=command))"
     )
@@ -336,7 +336,9 @@ def interrupted_at(module: str, *command: str) -> subprocess.CompletedProcess[st
     )
 
 
-@pytest.mark.parametrize("module", ["cyclopts", "autohete.cli", "rich.console", "numpy", "scipy.sparse", "autohete.policies"])
+@pytest.mark.parametrize(
+    "module", ["cyclopts", "autohete.cli.app", "rich.console", "numpy", "scipy.sparse", "autohete.policies"]
+)
 def test_an_interrupt_while_importing_is_one_line(module: str) -> None:
     """An interrupt during any import, before and after the command has begun, is one line and exit code 130."""
     done = interrupted_at(module, "autohete", "simulate", *SMALL)
@@ -390,7 +392,7 @@ def test_interrupted_work_is_cleaned_up() -> None:
     code = (
         "import atexit, os, signal\n"
         "from cyclopts import App\n"
-        "from autohete.cli import run_app\n"
+        "from autohete.cli.app import run_app\n"
         "atexit.register(os.write, 1, b'exit functions')\n"
         "def command() -> None:\n"
         "    try: os.kill(os.getpid(), signal.SIGINT); signal.pause()\n"
@@ -407,7 +409,7 @@ def test_an_interrupt_that_cannot_be_passed_on_ends_at_once(wait: str) -> None:
     """An interrupt in a finalizer, where Python drops exceptions, and a second one both end the program with one line."""
     code = (
         "import os, signal\n"
-        "from autohete.interrupt import interruptible\n"
+        "from autohete.cli.interrupt import interruptible\n"
         "def hit():\n    try: os.kill(os.getpid(), signal.SIGINT); signal.pause()\n"
         f"    except KeyboardInterrupt:\n        if {wait == 'hit(); hit()'}: return\n        raise\n"
         "with interruptible('x'):\n" + "\n".join(f"    {line}" for line in wait.splitlines()) + "\n"

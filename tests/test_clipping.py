@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Outcome, batches, model_for, train_by_schedule, train_plainly
-from test_device import MEDIUM, profile_for
+from support.reference import Outcome, batches, model_for, train_by_schedule, train_plainly
+from test_ledger import MEDIUM, profile_for
 from test_runtime_exactness import CLIP_NORM, SMALL, STEPS, profile_of, without_edge
 from torch import Tensor, nn
 
@@ -20,14 +20,14 @@ from autohete.errors import InputError, ScheduleError, TaskError
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.runtime.batch import Batch
-from autohete.runtime.clipping import Clipping
-from autohete.runtime.model import next_token_loss
+from autohete.runtime.gradient_norm import Clipping
+from autohete.runtime.losses import next_token_loss
+from autohete.runtime.observe import observed
 from autohete.runtime.partition import partition
-from autohete.runtime.plans import everything_resident
-from autohete.runtime.profiler import observed
 from autohete.runtime.training import Training
 from autohete.schedule import Edge, Kind, Lane, Schedule, Task, TaskId
 from autohete.simulate import judge_for
+from autohete.train.as_executed import everything_resident
 from autohete.workload import Precision, Workload
 
 CLIPS = Schedule((Lane("gpu"),), (Task(TaskId(Kind.CLIP, 0), "gpu", 0),))

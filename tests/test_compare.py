@@ -19,15 +19,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from plans import with_drives
 from rich.console import Console
+from support.plans import with_drives
 from test_cli import SMALL, autohete, refused
 
-from autohete.analysis import Cause
-from autohete.compare import Comparison, Pair, compare, pair
+from autohete.analysis.compare import Comparison, Pair, compare, pair
+from autohete.analysis.usage import Cause
 from autohete.errors import InputError
+from autohete.execution.trace import Clock, Trace
 from autohete.policies import POLICIES, parse_policy
-from autohete.report import comparison as tables
+from autohete.report import comparison_tables as tables
 from autohete.report.gantt import two_row_figure
 from autohete.report.perfetto import check_perfetto, read_trace, write_perfetto
 from autohete.report.style import save_figure
@@ -35,7 +36,6 @@ from autohete.schedule import Kind, Lane, Schedule, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, run_until_steady, simulate
 from autohete.testing.strategies import schedules
-from autohete.trace import Clock, Trace
 from autohete.workload import named_workload
 
 HEADER = "autohete-schedule 2\nlane gpu fifo\nlane h2d fifo\nlane d2h fifo\nlane cpu priority\n"
@@ -557,7 +557,7 @@ def test_help_of_compare_is_quick() -> None:
     """``compare --help`` loads neither numpy nor matplotlib nor torch."""
     code = (
         "import sys, contextlib\n"
-        "from autohete.cli import main\n"
+        "from autohete.cli.app import main\n"
         "sys.argv = ['autohete', 'compare', '--help']\n"
         "with contextlib.suppress(SystemExit): main()\n"
         "print(sorted(m for m in ('numpy', 'scipy', 'matplotlib', 'simpy', 'torch') if m in sys.modules))"

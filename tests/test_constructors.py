@@ -19,9 +19,9 @@ from autohete.plan.rules import BlockingCopies, GradientSlots, Window
 from autohete.policies import POLICIES
 from autohete.policies.checkpointing import with_checkpointing
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.model import GPT
-from autohete.runtime.trainer import Trainer
 from autohete.schedule import Lane, Schedule, SharedResource
+from autohete.train.gpt import GPT
+from autohete.train.trainer import Trainer
 
 #: Made by the package alone, from members.
 RESULTS = {"Summary"}

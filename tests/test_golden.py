@@ -31,12 +31,12 @@ from pathlib import Path
 
 import pytest
 
+from autohete.execution.sharing import FULL_RATE, Sharing
+from autohete.execution.trace import check_trace
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import BlockProfile, LossProfile, Profile
-from autohete.sharing import FULL_RATE, Sharing
 from autohete.simulate import Simulation, judge_for, simulate_plan
-from autohete.trace import check_trace
 from autohete.workload import BlockRole, Precision, Workload
 
 GOLDEN = Path(__file__).parent / "golden"

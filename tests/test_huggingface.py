@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Outcome
+from support.reference import Outcome
 from test_partition import EVERYTHING_MOVES, VOCABULARY, batches, profile_for, train_by_policy, train_plainly
 from torch import Tensor
 
@@ -17,12 +17,12 @@ from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
-from autohete.runtime.model import next_token_loss
+from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.trainer import Trainer
 from autohete.runtime.training import Training
 from autohete.simulate import judge_for
+from autohete.train.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
 

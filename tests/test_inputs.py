@@ -18,7 +18,7 @@ from autohete.policies import parse_policy
 from autohete.policies.autohete import AutoHete
 from autohete.policies.checkpointing import Checkpointing
 from autohete.policies.stronghold import StrongHold
-from autohete.units import UNITS, format_bytes, format_seconds, parse_quantity
+from autohete.quantities import UNITS, format_bytes, format_seconds, parse_quantity
 from autohete.workload import WORKLOADS, BlockRole, Precision, Workload, named_workload
 
 NODE = "a100-40gb-epyc7713"
@@ -238,7 +238,7 @@ def test_bad_figures_are_refused(key: str, value: str, message: str) -> None:
 def _preset_text() -> str:
     import autohete
 
-    return (Path(autohete.__file__).parent / "hardware" / f"{NODE}.toml").read_text()
+    return (Path(autohete.__file__).parent / "hardware" / "presets" / f"{NODE}.toml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, load_hardware
 from autohete.plan import Plan, Processor, UnitPlan
+from autohete.plan.policy import Judge, Verdict
 from autohete.planner.choices import Assignment, Choices
-from autohete.planner.joint import JointSearch
+from autohete.planner.joint_search import JointSearch
 from autohete.policies import POLICIES
 from autohete.policies.autohete import AutoHete
 from autohete.policies.joint import Family, Joint, best_plan, every_choice
-from autohete.policy import Judge, Verdict
 from autohete.profile import Profile, analytic_profile
 from autohete.simulate import judge_for
 from autohete.testing import strategies

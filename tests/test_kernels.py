@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from autohete.hardware import Hardware, load_hardware, preset_names
-from autohete.kernels import IMPLEMENTATIONS, Head
 from autohete.profile import Profile, _Roofline, analytic_profile
-from autohete.runtime.model import Block
 from autohete.runtime.precision import DTYPES
 from autohete.testing import strategies
+from autohete.train.gpt import Block
 from autohete.workload import WORKLOADS, Kernels, Precision, Workload
+from autohete.workload.kernels import IMPLEMENTATIONS, Head
 
 modeling_gpt2 = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.runtime.batch import Loss
-from autohete.runtime.model import next_token_loss
-from autohete.runtime.trainer import Trainer
+from autohete.runtime.losses import next_token_loss
+from autohete.train.trainer import Trainer
 
 
 class Balanced(Net):

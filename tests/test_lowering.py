@@ -23,9 +23,9 @@ from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
+from autohete.plan.policy import Verdict
 from autohete.plan.rules import GpuUpdatesAfterBackward, GradientSlots, Rule, UpdatesAfterBackward, Window
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
-from autohete.policy import Verdict
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import HOST_MEMORY, Kind
 from autohete.simulate import judge_for, simulate_plan

@@ -7,22 +7,22 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
-from orders import Orders
+from support.orders import Orders
 from test_worst_case import COPIED, drawn_schedule, redrawn
 
+from autohete.analysis.occupancy import occupancy
+from autohete.analysis.worst_case import worst_case
+from autohete.execution.trace import Trace, check_trace
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.memory import occupancy
-from autohete.memory_waits import least_bytes, with_memory_waits
+from autohete.lowering.memory_waits import least_bytes, with_memory_waits
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
 from autohete.schedule import GPU_MEMORY, Schedule, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import run_until_steady, safety, simulate_policy
 from autohete.testing import strategies
-from autohete.trace import Trace, check_trace
 from autohete.workload import Workload
-from autohete.worst_case import worst_case
 
 
 def with_capacities(schedule: Schedule, capacities: dict[str, int]) -> Schedule:

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
-from autohete.runtime.model import next_token_loss
+from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.trainer import Trainer
+from autohete.train.trainer import Trainer
 
 #: Recomputed once, and several times; all of them resident, and whatever the planner makes of a tight budget.
 POLICIES = [

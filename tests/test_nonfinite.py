@@ -12,19 +12,20 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from plans import with_gradients_replacing
-from reference import batches, model_for
-from test_device import MEDIUM
+from support.plans import with_gradients_replacing
+from support.reference import batches, model_for
+from test_ledger import MEDIUM
 from test_runtime_exactness import CLIP_NORM, POLICIES, profile_of, reaches
 from torch import Tensor, nn
 
 from autohete.errors import NonFiniteGradientError
+from autohete.execution.trace import Clock
 from autohete.lowering import lower
 from autohete.plan import Plan
 from autohete.policies import parse_policy
 from autohete.runtime.batch import Batch
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.model import GPT, next_token_loss
+from autohete.runtime.losses import next_token_loss
 from autohete.runtime.nonfinite import UpdateGate, first_not_finite, updates_wait_for_backward
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
@@ -32,7 +33,7 @@ from autohete.runtime.training import Training
 from autohete.schedule import Kind, Schedule, TaskId
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
-from autohete.trace import Clock
+from autohete.train.gpt import GPT
 from autohete.workload import Precision, Workload
 
 STEPS, BAD_STEP, BAD_BLOCK = 4, 2, 3

@@ -11,31 +11,31 @@ from typing import Any, cast
 
 import pytest
 import torch
-from reference import Outcome, model_for
+from support.reference import Outcome, model_for
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from autohete.errors import InputError, TaskError
+from autohete.execution.trace import Clock
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan, Rest, UnitPlan
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.batch import Batch
-from autohete.runtime.device import Ledger
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.model import next_token_loss
+from autohete.runtime.ledger import Ledger
+from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import ForwardPass, Partition, partition
-from autohete.runtime.plans import as_executed
-from autohete.runtime.profiler import measure, workload_of
-from autohete.runtime.trainer import Trainer
 from autohete.runtime.training import Training
 from autohete.schedule import Kind
 from autohete.simulate import judge_for
-from autohete.trace import Clock
+from autohete.train.as_executed import as_executed
+from autohete.train.profiler import measure, workload_of
+from autohete.train.trainer import Trainer
 from autohete.workload import Precision, Workload
 
 STEPS = 3

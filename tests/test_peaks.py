@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import batches, model_for
-from test_device import MEDIUM, SETTLED, predicted, profile_for
+from support.reference import batches, model_for
+from test_ledger import MEDIUM, SETTLED, predicted, profile_for
 from torch import Tensor, nn
 
 from autohete.hardware import load_hardware
@@ -17,15 +17,15 @@ from autohete.lowering import lower
 from autohete.plan import Activations, Plan, UnitPlan
 from autohete.policies import parse_policy
 from autohete.runtime.batch import Batch
-from autohete.runtime.device import Ledger
-from autohete.runtime.model import next_token_loss
+from autohete.runtime.ledger import Ledger
+from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
-from autohete.runtime.plans import as_executed
-from autohete.runtime.trainer import measured_profile_on
 from autohete.runtime.training import Training
 from autohete.schedule import GPU_MEMORY, Schedule
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
+from autohete.train.as_executed import as_executed
+from autohete.train.trainer import measured_profile_on
 from autohete.workload import Precision
 
 ITERATIONS = 2

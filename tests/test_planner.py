@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from autohete.errors import InfeasibleError
+from autohete.execution.trace import Trace
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, load_hardware
-from autohete.planner.bounds import all_choices
+from autohete.plan.policy import Judge, Verdict
+from autohete.planner.plan_bounds import all_choices
 from autohete.planner.program import Objective
 from autohete.planner.steps import Counts
 from autohete.policies import parse_policy
 from autohete.policies.autohete import AutoHete
-from autohete.policy import Judge, Verdict
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import Schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan, simulate_policy
-from autohete.trace import Trace
 from autohete.workload import Kernels, Precision, Workload, named_workload
 from benchmarks.planner import compare, faster
 from benchmarks.planner import draw as draw_setting

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autohete.analysis.occupancy import occupancy
 from autohete.errors import InputError
 from autohete.hardware import Hardware, Interconnect, load_hardware
 from autohete.lowering import lower
 from autohete.lowering.ranks import every_rank
-from autohete.memory import occupancy
 from autohete.plan import Plan, Processor, Route, UnitPlan
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile

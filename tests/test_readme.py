@@ -13,7 +13,7 @@ from statistics import mean, median
 
 import pytest
 
-from autohete.cli import app
+from autohete.cli.app import app
 from autohete.policies import POLICIES, parse_policy
 
 ROOT = Path(__file__).parents[1]

@@ -21,22 +21,22 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from test_golden import profile_with
 
+from autohete.analysis.occupancy import occupancy
 from autohete.errors import InputError
+from autohete.execution.trace import Clock, Trace
 from autohete.hardware import load_hardware
-from autohete.memory import occupancy
 from autohete.policies import COMPARED, parse_policy
 from autohete.profile import analytic_profile
+from autohete.quantities import format_bytes, format_seconds
 from autohete.report import tables
 from autohete.report.gantt import combined_figure, gantt_figure, memory_figure, window_ns
 from autohete.report.perfetto import check_perfetto, perfetto_json, write_perfetto
 from autohete.report.style import LOOKS, look, luminance, save_figure
+from autohete.report.summary import Summary, answer, summarize
 from autohete.report.write import atomic_write
 from autohete.schedule import Edge, Kind, Lane, Memory, Schedule, Task, TaskId
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, simulate
-from autohete.summary import Summary, answer, summarize
-from autohete.trace import Clock, Trace
-from autohete.units import format_bytes, format_seconds
 from autohete.workload import Workload, named_workload
 
 CASES = {

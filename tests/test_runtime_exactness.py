@@ -10,10 +10,11 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import with_gradients_replacing
-from reference import Outcome, slowed, train_by_schedule, train_plainly
+from support.plans import with_gradients_replacing
+from support.reference import Outcome, slowed, train_by_schedule, train_plainly
 
 from autohete.errors import AutoHeteError, InputError
+from autohete.execution.trace import check_trace
 from autohete.hardware import Interconnect, Nvme, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, Plan, Processor, Rest, Route, UnitPlan
@@ -24,7 +25,6 @@ from autohete.schedule import COLLECTIVES, HOST_MEMORY, NVME_MEMORY, Kind, Sched
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
-from autohete.trace import check_trace
 from autohete.workload import Precision, Workload
 
 STEPS = 3

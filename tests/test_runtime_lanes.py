@@ -15,19 +15,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import batches, model_for, train_plainly
+from support.reference import batches, model_for, train_plainly
 from test_runtime_exactness import SMALL, profile_of
 
 from autohete.errors import InputError, ScheduleError, TaskError
+from autohete.execution.trace import Clock, check_trace
 from autohete.lowering import lower
 from autohete.policies import parse_policy
-from autohete.runtime.executor import TorchExecutor
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.model import next_token_loss
+from autohete.runtime.losses import next_token_loss
+from autohete.runtime.torch_executor import TorchExecutor
 from autohete.schedule import Schedule, Task, parse_schedule, parse_task_id
 from autohete.simulate import judge_for
 from autohete.testing.strategies import schedules
-from autohete.trace import Clock, check_trace
 
 RING = parse_schedule(
     "autohete-schedule 2\nlane gpu fifo\nlane h2d priority\nlane d2h fifo\nlane cpu priority\n"

@@ -9,17 +9,17 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from reference import slowed, train_by_schedule
-from test_device import profile_for
+from support.reference import slowed, train_by_schedule
+from test_ledger import profile_for
 from test_runtime_exactness import SMALL, STEPS, plainly
 
 from autohete.errors import InfeasibleError
 from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.runtime.lanes import Action
-from autohete.runtime.plans import as_executed, everything_resident
 from autohete.schedule import CPU, D2H, H2D
 from autohete.simulate import simulate_plan, simulate_safely
+from autohete.train.as_executed import as_executed, everything_resident
 from autohete.workload import Precision, Workload
 
 POLICIES = [

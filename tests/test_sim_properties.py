@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import ast
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-import autohete
 from autohete.errors import InputError
+from autohete.execution.trace import Trace, check_trace
 from autohete.lowering import lower
 from autohete.schedule import Discipline, Edge, Flow, Kind, Lane, Schedule, SharedResource, Task, TaskId, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.testing import strategies
 from autohete.testing.list_scheduler import list_schedule
-from autohete.trace import Trace, check_trace
 
 ITERATIONS = 6
-SOURCE = Path(autohete.__file__).parent
 
 
 def run(schedule: Schedule, iterations: int = ITERATIONS) -> Trace:
@@ -241,104 +233,3 @@ def test_longer_run_of_fifo_lanes_begins_alike(schedule: Schedule, iterations: i
 def test_same_schedule_same_trace(schedule: Schedule) -> None:
     """Two runs of a schedule are equal to the tick."""
     assert differences(run(schedule), run(schedule)) == []
-
-
-# --- who may import whom ------------------------------------------------------------------------------------------
-
-_MODEL = {"errors", "units"}
-#: What each module may import from the package, besides modules of its own folder. Modules that are not listed stand
-#: at the end of the pipeline and may import everything that is no executor's inside.
-ALLOWED: dict[str, set[str]] = {
-    "errors": set(),
-    "units": {"errors"},
-    "workload": _MODEL,
-    "hardware": _MODEL,
-    "kernels": _MODEL | {"workload"},
-    "profile": _MODEL | {"workload", "hardware", "kernels"},
-    "plan": _MODEL | {"schedule"},
-    "policy": _MODEL | {"plan", "profile"},
-    "schedule": _MODEL,
-    "sharing": _MODEL | {"schedule"},
-    "trace": _MODEL | {"schedule"},
-    "order": _MODEL | {"schedule", "trace"},
-    "memory": _MODEL | {"schedule", "trace", "order"},
-    "worst_case": _MODEL | {"schedule", "trace", "order", "memory"},
-    "memory_waits": _MODEL | {"schedule", "trace", "order", "memory", "worst_case"},
-    "executor": _MODEL | {"schedule", "trace"},
-    "lowering": _MODEL | {"workload", "hardware", "profile", "plan", "schedule"},
-    "planner": _MODEL | {"workload", "hardware", "profile", "plan", "policy", "schedule", "lowering", "worst_case"},
-    "policies": _MODEL
-    | {"workload", "hardware", "profile", "plan", "policy", "planner", "lowering", "memory_waits", "schedule"},
-    "queues": _MODEL | {"schedule"},
-    "sim": _MODEL | {"schedule", "sharing", "trace", "executor", "queues"},
-    "runtime": _MODEL
-    | {
-        "workload",
-        "hardware",
-        "profile",
-        "schedule",
-        "sharing",
-        "trace",
-        "executor",
-        "memory",
-        "order",
-        "queues",
-        "worst_case",
-    },
-    # The front end of the runtime goes through the pipeline; what executes stays below it.
-    "runtime.plans": _MODEL | {"plan", "profile"},
-    "runtime.profiler": _MODEL | {"workload", "hardware", "profile", "plan", "schedule", "lowering", "trace"},
-    "runtime.trainer": _MODEL
-    | {"workload", "hardware", "lowering", "memory", "plan", "policies", "policy", "profile", "schedule", "simulate", "trace"},
-    "testing.checks": _MODEL
-    | {"profile", "plan", "policy", "schedule", "trace", "memory", "worst_case", "lowering", "testing"},
-    "testing.list_scheduler": _MODEL | {"schedule", "sharing", "trace"},
-}
-#: Packages that only some folders may import.
-ONLY_IN = {"torch": {"runtime"}, "simpy": {"sim"}, "hypothesis": {"testing"}, "experiments": set(), "tests": set()}
-
-
-def _imports(path: Path) -> Iterator[str]:
-    """Dotted names of everything that a source file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: write imports in full"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _sources() -> list[str]:
-    return sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
-
-
-@pytest.mark.parametrize("source", _sources())
-def test_imports_run_one_way(source: str) -> None:
-    """Each module imports only what stands before it in the pipeline; torch, simpy and hypothesis stay in their folders."""
-    parts = Path(source).with_suffix("").parts
-    folder = parts[0]
-    allowed = ALLOWED.get(".".join(parts), ALLOWED.get(folder))
-    for name in _imports(SOURCE / source):
-        package, *inside = name.split(".")
-        assert package not in ONLY_IN or folder in ONLY_IN[package], f"{source} imports {name}"
-        if package == "autohete" and inside and allowed is not None:
-            assert inside[0] in allowed | {folder}, f"{source} imports {name}"
-            if folder == "testing":
-                assert inside[0] in allowed, f"{source} imports {name}"
-
-
-def python(code: str, hash_seed: str = "0") -> str:
-    """What ``code`` prints in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent), "PYTHONHASHSEED": hash_seed}
-    return subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
-
-
-def test_simulation_does_not_load_torch() -> None:
-    """Importing the package, the simulator, the pipeline and the policies loads no torch."""
-    loaded = python("import sys, autohete, autohete.sim, autohete.simulate, autohete.policies; print('torch' in sys.modules)")
-    assert loaded == "False\n"
-
-
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    """``import autohete`` alone loads neither numpy nor scipy nor simpy."""
-    assert python("import sys, autohete; print({'numpy', 'scipy', 'simpy', 'torch'} & set(sys.modules))") == "set()\n"

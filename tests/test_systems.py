@@ -10,14 +10,14 @@ from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import Nvme, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan, Processor
+from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.policies.zero_offload import DeepSpeed
-from autohete.policy import Verdict
 from autohete.profile import Profile, analytic_profile
+from autohete.quantities import rounded_when_pinned
+from autohete.report.summary import answer
 from autohete.schedule import Kind, TaskId
 from autohete.simulate import Simulation, judge_for, simulate_plan
-from autohete.summary import answer
-from autohete.units import rounded_when_pinned
 from autohete.workload import Kernels, Precision, named_workload
 
 NODE = load_hardware("a100-40gb-epyc7713")

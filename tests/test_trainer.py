@@ -13,21 +13,22 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from reference import batches, model_for, train_plainly
-from test_device import MEDIUM, profile_for
+from support.reference import batches, model_for, train_plainly
+from test_ledger import MEDIUM, profile_for
 from torch import Tensor, nn
 
 from autohete import Trainer
 from autohete.errors import InfeasibleError, InputError, NonFiniteLossError
+from autohete.execution.trace import Clock, check_trace
 from autohete.hardware import load_hardware
-from autohete.profile_file import read_profile, write_profile
-from autohete.runtime.device import Counting
-from autohete.runtime.machine import versions
-from autohete.runtime.model import GPT, next_token_loss
+from autohete.profile.file import read_profile, write_profile
+from autohete.runtime.ledger import Counting
+from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
-from autohete.runtime.trainer import Mode, NonFinite
 from autohete.sim import SimExecutor
-from autohete.trace import Clock, check_trace
+from autohete.train.gpt import GPT
+from autohete.train.microbenchmarks import versions
+from autohete.train.trainer import Mode, NonFinite
 from autohete.workload import Precision
 
 STEPS = 3
@@ -269,7 +270,7 @@ def test_a_paced_device_keeps_its_pace() -> None:
 
 def test_profiles_are_read_as_they_were_written(tmp_path: Path) -> None:
     """A profile file gives the same profile again, and has date, machine and versions."""
-    from autohete.runtime.trainer import measured_profile
+    from autohete.train.trainer import measured_profile
 
     found, document, measured = measured_profile(model_for(MEDIUM), batches(MEDIUM, 1)[0], name="medium", quick=True)
     path = tmp_path / "profile.json"

@@ -24,22 +24,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import batches, model_for, train_plainly
-from test_device import MEDIUM, profile_for
+from support.reference import batches, model_for, train_plainly
+from test_ledger import MEDIUM, profile_for
 from test_runtime_lanes import lanes_alive
 from torch import Tensor, nn
 
 from autohete import Trainer
 from autohete.errors import DeviceOutOfMemoryError, InputError, NonFiniteLossError, TaskError
 from autohete.hardware import load_hardware
-from autohete.profile_file import read_profile
-from autohete.runtime.executor import TorchExecutor
-from autohete.runtime.model import next_token_loss
+from autohete.profile.file import read_profile
+from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
-from autohete.runtime.trainer import measured_profile_on
+from autohete.runtime.torch_executor import TorchExecutor
 from autohete.runtime.training import Training
-from autohete.runtime.worker import Worker
 from autohete.schedule import Kind, Task
+from autohete.train.trainer import measured_profile_on
+from autohete.train.worker import Worker
 
 STEPS = 3
 #: Each with a budget that makes it move what it can.
@@ -447,7 +447,7 @@ def test_a_failure_of_preparing_leaves_the_model(where: str, monkeypatch: pytest
         if where == "_policy":
             patch.setattr(trainer, "_policy", SimpleNamespace(plan=broken))
         else:
-            patch.setattr(f"autohete.runtime.trainer.{where}", broken)
+            patch.setattr(f"autohete.train.trainer.{where}", broken)
         with pytest.raises(ArithmeticError, match="broken"):
             trainer.step(batch)
         assert lanes_alive() == ["autohete-trainer"]
@@ -510,8 +510,8 @@ def test_a_dropped_trainer_gives_the_model_back(how: str, monkeypatch: pytest.Mo
 BEGIN = """
 import atexit, os, pickle, random, signal, sys, threading, time
 import torch
-from reference import batches, model_for
-from test_device import MEDIUM
+from support.reference import batches, model_for
+from test_ledger import MEDIUM
 from autohete import Trainer
 from autohete.errors import InputError
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import Scaled, batches, model_for
-from test_device import MEDIUM, profile_for
+from support.reference import Scaled, batches, model_for
+from test_ledger import MEDIUM, profile_for
 from torch import Tensor, nn
 
 from autohete import Trainer
 from autohete.errors import InputError
-from autohete.runtime.model import seeded_gpt
 from autohete.runtime.optimizer import Adam
+from autohete.train.gpt import seeded_gpt
 from autohete.workload import Precision
 
 SMALL = replace(MEDIUM, transformer_blocks=2, precision=Precision.BF16)

@@ -18,21 +18,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Scaled, batches, model_for
-from test_device import MEDIUM, profile_for
+from support.reference import Scaled, batches, model_for
+from test_ledger import MEDIUM, profile_for
 from torch import Tensor, nn
 
 from autohete import Trainer
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.plan import Plan
-from autohete.policy import Judge
+from autohete.plan.policy import Judge
 from autohete.profile import Profile
 from autohete.runtime.guard import GuardedParameter
-from autohete.runtime.model import GPT, next_token_loss
+from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.testing.strategies import plans, without_idle_rules
+from autohete.train.gpt import GPT
 from autohete.workload import Precision, Workload
 
 STEPS = 4

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import event, given, reject, settings
 from hypothesis import strategies as st
-from orders import Orders
+from support.orders import Orders
 
+from autohete.analysis.occupancy import occupancy
+from autohete.analysis.worst_case import worst_case
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.memory import occupancy
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
 from autohete.schedule import GPU_MEMORY, Buffer, Schedule, Value, parse_schedule
@@ -20,7 +21,6 @@ from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
 from autohete.testing import strategies
 from autohete.workload import named_workload
-from autohete.worst_case import worst_case
 
 #: A copy frees what forward allocates; the next forward waits for it only where that is said.
 COPIED = """autohete-schedule 2

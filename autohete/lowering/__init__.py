@@ -24,6 +24,7 @@ from autohete.lowering.waits import CycleError, explained
 from autohete.plan import Plan, Processor
 from autohete.plan.rules import ByPriority, Rule
 from autohete.profile import Profile
+from autohete.quantities import format_bytes
 from autohete.schedule import (
     COLLECTIVE,
     CPU,
@@ -42,7 +43,6 @@ from autohete.schedule import (
     Schedule,
     TaskId,
 )
-from autohete.units import format_bytes
 from autohete.workload import Precision
 
 __all__ = ["least_parameter_slots", "lower"]

@@ -8,6 +8,7 @@ from autohete.hardware import Hardware
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
+from autohete.quantities import rounded_when_pinned
 from autohete.schedule import (
     CPU,
     D2H,
@@ -24,7 +25,6 @@ from autohete.schedule import (
     SharedResource,
     Value,
 )
-from autohete.units import rounded_when_pinned
 
 #: Name of what the two directions of a link share.
 LINK = "link"

@@ -4,7 +4,7 @@ Three integers over n blocks have about n^3 values, few enough to look at all of
 a search that goes on from there has a lower bound for every choice.
 
 The objective is the largest of lower bounds of the period, so its value is what no plan can beat; see
-:class:`autohete.planner.bounds.TimeBounds`.
+:class:`autohete.planner.plan_bounds.TimeBounds`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from autohete.errors import check_fields, check_member
 from autohete.hardware import Hardware
-from autohete.planner.bounds import Choices, Numbers, TimeBounds, all_choices, below
+from autohete.planner.plan_bounds import Choices, Numbers, TimeBounds, all_choices, below
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 
 #: Of plans that the bounds cannot tell apart, the one that moves and computes less is better in practice.

@@ -2,7 +2,7 @@
 
 A row of seconds is a lower bound of the iteration time: an engine has to do its work, and a cycle of waits takes as long as its
 tasks. A row of bytes is what a memory surely holds at a pass. Neither depends on timing, and both are sums over units, so they
-are the rows of a linear program. :class:`autohete.planner.bounds.TimeBounds` has the same for three integers.
+are the rows of a linear program. :class:`autohete.planner.plan_bounds.TimeBounds` has the same for three integers.
 
 They hold for plans whose rules are among ``GradientSlots`` and ``ByPriority``, which leave GPU updates where they are: between
 the backward of their unit and that of the unit below.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.planner.choices import Assignment, Choices
 from autohete.profile import Profile
-from autohete.units import rounded_when_pinned
+from autohete.quantities import rounded_when_pinned
 
 Numbers = NDArray[np.float64]
 

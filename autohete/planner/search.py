@@ -16,11 +16,11 @@ import numpy as np
 
 from autohete.errors import InfeasibleError
 from autohete.hardware import Hardware
-from autohete.planner.bounds import Choices
+from autohete.plan.policy import Judgement, Verdict
+from autohete.planner.plan_bounds import Choices
 from autohete.planner.program import Objective, Program
 from autohete.planner.steps import Counts
-from autohete.policy import Judgement, Verdict
-from autohete.units import format_bytes
+from autohete.quantities import format_bytes
 
 #: A plan this close to what no other can beat needs no further search.
 _PROVEN = 0.005

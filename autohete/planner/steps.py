@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from autohete.lowering.clipping import scaling_seconds
 from autohete.plan import Activations, Format, Plan, Processor, Route, UnitPlan
 from autohete.profile import Profile
+from autohete.quantities import rounded_when_pinned
 from autohete.schedule import HOST_MEMORY
-from autohete.units import rounded_when_pinned
 
 #: Gradients that may wait on the GPU for their copy, the one being made included.
 GRADIENT_SLOTS = 2

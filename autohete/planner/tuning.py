@@ -2,7 +2,7 @@
 
 "Surely" means by the order of the waits within an iteration: the walk adds a prefetch's bytes to what each step may hold that
 it would newly be alive in, and stops where that exceeds the capacity, or where the passes beside it already hide the copy.
-What all steps together can hold at most, whatever the timing, is :func:`autohete.worst_case.worst_case`.
+What all steps together can hold at most, whatever the timing, is :func:`autohete.analysis.worst_case.worst_case`.
 The steps of an iteration form a ring: a prefetch for an early forward may begin in the backward before it.
 """
 

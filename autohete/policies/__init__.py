@@ -21,7 +21,7 @@ from enum import Enum
 
 from autohete.errors import AutoHeteError, InputError, unknown_name
 from autohete.plan import Plan
-from autohete.policy import Judge
+from autohete.plan.policy import Judge
 from autohete.profile import Profile
 
 #: Group of entry points by which other packages name their policies.
@@ -34,7 +34,7 @@ class System(typing.Protocol):
     __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field[typing.Any]]]
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`; whatever the plan calls itself, it gets the name that was asked for."""
+        """See :class:`autohete.plan.policy.Policy`; whatever the plan calls itself, it gets the name that was asked for."""
         ...
 
 
@@ -57,7 +57,7 @@ CANNOT_CLIP = ("stronghold",)
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """A system with its flags; implements :class:`autohete.policy.Policy`."""
+    """A system with its flags; implements :class:`autohete.plan.policy.Policy`."""
 
     name: str
     system: System

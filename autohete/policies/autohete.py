@@ -19,16 +19,16 @@ from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
 from autohete.lowering import lower
-from autohete.memory_waits import least_bytes
+from autohete.lowering.memory_waits import least_bytes
 from autohete.plan import Footprint, Format, Plan
+from autohete.plan.policy import Judge, Judgement
 from autohete.plan.rules import ByPriority, GradientSlots, Rule
 from autohete.planner.program import Objective, Program
 from autohete.planner.search import best_counts, infeasible, least_memory
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
-from autohete.policies.sharing import check_one_gpu
-from autohete.policy import Judge, Judgement
+from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
@@ -56,7 +56,7 @@ class AutoHete:
             raise InputError("autohete: fused_casts writes 16-bit parameters, fp32_upload sends none: choose one")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`.
+        """See :class:`autohete.plan.policy.Policy`.
 
         Raises:
             InfeasibleError: no plan fits; says which memory binds and the smallest budget that works.

@@ -26,8 +26,8 @@ from itertools import accumulate
 
 from autohete.errors import check_fields
 from autohete.plan import Activations, Plan, Rest, UnitPlan
+from autohete.plan.policy import Judge, Verdict, better
 from autohete.plan.rules import GpuUpdatesAfterBackward
-from autohete.policy import Judge, Verdict, better
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 
@@ -54,7 +54,7 @@ class Capuchin:
         check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`; where nothing fits, that which saves most."""
+        """See :class:`autohete.plan.policy.Policy`; where nothing fits, that which saves most."""
         timeline, blocks = _Timeline(profile), range(1, len(profile.blocks) - 1)
         swapped = [] if self.method is Method.RECOMPUTE else timeline.swapped(only_hidden=self.method is Method.BOTH)
         decisions = [(block, UnitPlan(kept=Rest(HOST_MEMORY, ahead))) for block, ahead in swapped]

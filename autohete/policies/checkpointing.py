@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from autohete.errors import check_member
 from autohete.plan import Activations, Plan
-from autohete.policy import Judge, better
+from autohete.plan.policy import Judge, better
 
 
 class Checkpointing(StrEnum):

@@ -24,11 +24,12 @@ import numpy as np
 from autohete import policies
 from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering import lower
-from autohete.memory_waits import least_bytes
+from autohete.lowering.memory_waits import least_bytes
 from autohete.plan import Format, Plan, Processor, without_refused_rules
+from autohete.plan.policy import Judge, Judgement, Verdict
 from autohete.plan.rules import ByPriority, GradientSlots, Rule
 from autohete.planner.choices import Assignment, Choices, all_choices
-from autohete.planner.joint import JointSearch
+from autohete.planner.joint_search import JointSearch
 from autohete.planner.program import Objective
 from autohete.planner.relaxation import Relaxation, as_assignment
 from autohete.planner.rows import Costs, Model
@@ -36,8 +37,7 @@ from autohete.planner.search import infeasible
 from autohete.planner.steps import GRADIENT_SLOTS, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies.autohete import AutoHete
-from autohete.policies.sharing import check_one_gpu
-from autohete.policy import Judge, Judgement, Verdict
+from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
 
@@ -52,7 +52,7 @@ class Joint:
     """The joint planner."""
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`.
+        """See :class:`autohete.plan.policy.Policy`.
 
         Raises:
             InfeasibleError: no plan fits; says which memory binds and the smallest budget that works.

@@ -28,10 +28,10 @@ from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
-from autohete.policies.sharing import check_one_gpu
-from autohete.policy import Judge
+from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -59,7 +59,7 @@ class L2L:
             raise InputError(f"l2l:update_on={self.update_on} is not in the artifact: give paper, too, or update_on=cpu")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
         check_one_gpu("l2l", profile)
         return self._paper(profile) if self.paper else _artifact(profile)
 

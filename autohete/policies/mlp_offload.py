@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Plan, Processor, Rest, UnitPlan
+from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.sharing import shared
-from autohete.policy import Judge, Verdict
+from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
 from autohete.schedule import NVME_MEMORY
 
@@ -48,7 +48,7 @@ class MlpOffload:
             raise InputError(f"mlp_offload:cached={self.cached} must be 0 or more units, or left out")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
         count = len(profile.blocks)
 
         def plan_for(activations: Activations) -> Plan:

@@ -22,8 +22,8 @@ from enum import StrEnum
 
 from autohete.errors import check_fields
 from autohete.plan import Activations, Plan, Rest, UnitPlan
+from autohete.plan.policy import Judge
 from autohete.plan.rules import BlockingCopies, GpuUpdatesAfterBackward
-from autohete.policy import Judge
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -51,7 +51,7 @@ class OffloadActivations:
         check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
         if self.what is What.ALL:
             inner = UnitPlan(Activations.KEEP, kept=Rest(HOST_MEMORY, ahead=1))
         else:  # the block above makes two passes

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan
+from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.sharing import check_one_gpu
-from autohete.policy import Judge
+from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 from autohete.workload import Precision
@@ -60,7 +60,7 @@ class PatrickStar:
             raise InputError(f"patrickstar:gpu_share={self.gpu_share} must be between 1 and 100 percent")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
         check_one_gpu("patrickstar", profile)
         return with_checkpointing(self.checkpointing, lambda activations: self._place(profile, activations, judge), judge)
 

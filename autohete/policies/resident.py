@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Plan, UnitPlan
+from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.sharing import shared
-from autohete.policy import Judge
+from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
 
 
@@ -35,7 +35,7 @@ class Resident:
             raise InputError(f"resident:zero_stage={self.zero_stage} must be 0, 1, 2 or 3")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
 
         def plan_for(activations: Activations) -> Plan:
             inner = UnitPlan(activations)

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from autohete.errors import check_fields
 from autohete.plan import Plan, UnitPlan
+from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.planner.chain import Chain, Stage
-from autohete.policy import Judge
 from autohete.profile import Profile
 
 
@@ -42,7 +42,7 @@ class Rotor:
         check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`; where nothing fits, the quickest of those that take the least."""
+        """See :class:`autohete.plan.policy.Policy`; where nothing fits, the quickest of those that take the least."""
         chain = Chain(_stages(profile), profile.hardware.gpu_capacity_bytes - _there_bytes(profile), nested=self.nested)
         units = tuple(UnitPlan(kept[0], again=tuple(kept[1:-1])) for kept in chain.forwards())
         plan = Plan("rotor", units, rules=(GpuUpdatesAfterBackward(),))

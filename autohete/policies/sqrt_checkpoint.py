@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Plan, UnitPlan
+from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
-from autohete.policy import Judge
 from autohete.profile import Profile
 
 
@@ -43,7 +43,7 @@ class SqrtCheckpoint:
             raise InputError(f"sqrt_checkpoint:segments={self.segments} must be at least 1, or left out")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
         blocks = len(profile.blocks) - 2
         segments = min(self.segments or round(math.sqrt(blocks)), blocks)
         size, last = blocks // segments, blocks // segments * (segments - 1)

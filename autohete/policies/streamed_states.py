@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Plan, Rest, Route, UnitPlan
+from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.sharing import check_one_gpu, shared
-from autohete.policy import Judge
+from autohete.policies.several_gpus import check_one_gpu, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 from autohete.workload import Precision
@@ -62,7 +62,7 @@ class StreamedStates:
             )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
         checkpointing = Checkpointing.FULL if self.inputs else self.checkpointing
         return with_checkpointing(checkpointing, lambda activations: self._plan(profile, activations), judge)
 

@@ -22,11 +22,11 @@ from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
+from autohete.plan.policy import Judge, Verdict, better
 from autohete.plan.rules import Barrier, Window
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.sharing import check_one_gpu
-from autohete.policy import Judge, Verdict, better
+from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 
@@ -59,7 +59,7 @@ class StrongHold:
             raise InputError(f"stronghold:window={self.window} must be at least 1 block")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
         check_one_gpu("stronghold", profile)
 
         def plan_for(activations: Activations) -> Plan:

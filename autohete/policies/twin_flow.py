@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, UnitPlan
+from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, Rule, SerialUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.sharing import shared
-from autohete.policy import Judge, Verdict
+from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
+from autohete.quantities import rounded_when_pinned
 from autohete.schedule import Kind
-from autohete.units import rounded_when_pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class TwinFlow:
             raise InputError(f"twin_flow:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
 
         def plan_for(activations: Activations) -> Plan:
             if self.ratio is not None:

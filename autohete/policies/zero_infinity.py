@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 from autohete.errors import check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.sharing import shared
-from autohete.policy import Judge
+from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, NVME_MEMORY, Kind
 
@@ -47,7 +47,7 @@ class ZeroInfinity:
         check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
         return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:

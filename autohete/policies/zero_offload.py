@@ -29,11 +29,11 @@ from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, UnitPlan
+from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterBackward, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.sharing import shared
-from autohete.policy import Judge
+from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
 from autohete.schedule import Kind
 from autohete.workload import Precision
@@ -114,7 +114,7 @@ class ZeroOffload:
             raise InputError(f"zero_offload:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.policy.Policy`."""
+        """See :class:`autohete.plan.policy.Policy`."""
         return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:

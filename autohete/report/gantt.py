@@ -11,8 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from autohete.analysis.occupancy import Occupancy
 from autohete.errors import InputError
-from autohete.memory import Occupancy
+from autohete.execution.trace import Clock, Nanoseconds, Trace
+from autohete.quantities import format_seconds
 from autohete.report.style import Look, look, luminance, style
 from autohete.schedule import (
     COLLECTIVE,
@@ -28,8 +30,6 @@ from autohete.schedule import (
     NVME_WRITE,
     Kind,
 )
-from autohete.trace import Clock, Nanoseconds, Trace
-from autohete.units import format_seconds
 
 _LANE_NAMES = {
     GPU: "GPU",

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from autohete.analysis.occupancy import Occupancy
 from autohete.errors import InputError, ScheduleError
-from autohete.memory import Occupancy
+from autohete.execution.trace import Clock, Trace
 from autohete.report.write import atomic_write
 from autohete.schedule import KIND_MEANING, parse_schedule
-from autohete.trace import Clock, Trace
 
 _PROCESS = 1
 _FORMAT = "autohete-trace 1"

@@ -14,15 +14,15 @@ from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.markup import escape
 from rich.text import Text
 
-from autohete.analysis import Cause
+from autohete.analysis.usage import Cause
 from autohete.hardware import preset_names, read_hardware
 from autohete.plan import PlanCounts, UnitPlan
+from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES
-from autohete.policy import Verdict
+from autohete.quantities import format_bytes, format_seconds
+from autohete.report.summary import Summary, node_text, runs_of_equal_units
 from autohete.schedule import CPU, GPU, HOST_MEMORY
 from autohete.simulate import Simulation
-from autohete.summary import Summary, node_text, runs_of_equal_units
-from autohete.units import format_bytes, format_seconds
 from autohete.workload import WORKLOADS, Workload
 
 #: Where tables that leave out columns send their readers.

@@ -6,9 +6,9 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from autohete.execution.trace import Trace
+from autohete.quantities import format_seconds
 from autohete.schedule import KIND_MEANING, Kind
-from autohete.trace import Trace
-from autohete.units import format_seconds
 
 #: One letter for each kind, as in task ids where these have one. Bright and plain tell what is next to each other apart.
 _LETTERS = {

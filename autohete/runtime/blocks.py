@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from autohete.runtime.device import DeviceCount, Ledger, Reservation
+from autohete.quantities import rounded_when_pinned
+from autohete.runtime.ledger import DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import AdamStates
 from autohete.runtime.partition import BlockCall
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
-from autohete.units import rounded_when_pinned
 
 
 class Current(threading.local):

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from autohete.errors import AutoHeteError, InputError, TaskError, check_member, check_switch, check_whole
-from autohete.queues import lane_queues
+from autohete.execution.queues import lane_queues
+from autohete.execution.sharing import SharedWork, Sharing
+from autohete.execution.trace import Clock, Trace
 from autohete.schedule import Kind, Schedule, Task, TaskId
-from autohete.sharing import SharedWork, Sharing
-from autohete.trace import Clock, Trace
 
 #: What a lane does for a task: the task and its iteration.
 Action = Callable[[Task, int], None]

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autohete.order import delayed_units
 from autohete.schedule import Discipline, Kind, Schedule
+from autohete.schedule.order import delayed_units
 
 _UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
 

@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from autohete.errors import AutoHeteError, InputError
 from autohete.runtime.batch import Inputs, check_range, first_sequence, leading, on_device, padded
-from autohete.runtime.device import WORKSPACE, Ledger, accounting
+from autohete.runtime.ledger import WORKSPACE, Ledger, accounting
 from autohete.runtime.model_state import (
     NO_EFFECTS,
     Effects,

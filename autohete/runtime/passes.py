@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from autohete.errors import InputError, NonFiniteGradientError
 from autohete.runtime.batch import Batch, Inputs, Loss, on_device
 from autohete.runtime.blocks import Block, Memories, MovedStorage, Saved
-from autohete.runtime.device import WORKSPACE
+from autohete.runtime.ledger import WORKSPACE
 from autohete.runtime.model_state import Place, RandomState, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import BlockCall, ForwardPass, Partition, check_loss, hidden_of, with_hidden

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from autohete.errors import InputError, ScheduleError
-from autohete.order import delayed_units
 from autohete.runtime.blocks import Block, Memories, Side
-from autohete.runtime.clipping import Clipping
 from autohete.runtime.files import Files
+from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.nonfinite import UpdateGate
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.schedule import COPIES, CPU, GPU_MEMORY, HOST_MEMORY, KIND_MEANING, NVME_MEMORY, Kind, Schedule, Value
+from autohete.schedule.order import delayed_units
 
 #: What a saved state calls a parameter's values, and the gradient that a delayed update has not applied yet.
 VALUES, GRADIENT = "values", "gradient"

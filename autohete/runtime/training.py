@@ -12,9 +12,9 @@ from torch import Tensor
 from autohete.errors import DeviceOutOfMemoryError, InputError, check_member
 from autohete.runtime.batch import Batch, Inputs, Loss
 from autohete.runtime.blocks import Current, Memories
-from autohete.runtime.clipping import Clipping
-from autohete.runtime.device import Counting, CudaMemory, DeviceCount, Ledger, accounting, keep_freed_memory
+from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.guard import Guard, check_trainable
+from autohete.runtime.ledger import Counting, CudaMemory, DeviceCount, Ledger, accounting, keep_freed_memory
 from autohete.runtime.model_state import Place, Snapshot, buffers_of, unchanged_random_state
 from autohete.runtime.nonfinite import updates_wait_for_backward
 from autohete.runtime.optimizer import Adam

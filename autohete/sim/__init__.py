@@ -1,5 +1,5 @@
 """The discrete-event executor. Imports SimPy, never torch."""
 
-from autohete.sim.executor import SimExecutor
+from autohete.sim.sim_executor import SimExecutor
 
 __all__ = ["SimExecutor"]

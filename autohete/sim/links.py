@@ -6,7 +6,7 @@ from functools import partial
 
 import simpy
 
-from autohete.sharing import SharedWork, Sharing
+from autohete.execution.sharing import SharedWork, Sharing
 
 
 class SharedLinks:

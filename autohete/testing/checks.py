@@ -19,16 +19,16 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autohete.analysis.occupancy import occupancy
+from autohete.analysis.worst_case import worst_case
 from autohete.errors import InfeasibleError, InputError, ScheduleError
+from autohete.execution.trace import Trace, check_trace
 from autohete.lowering import lower
-from autohete.memory import occupancy
 from autohete.plan import Activations, Plan, Processor, UnitPlan
-from autohete.policy import Judge, Policy
+from autohete.plan.policy import Judge, Policy
 from autohete.profile import Profile
 from autohete.schedule import COLLECTIVE, CPU, GPU_MEMORY, HOST_MEMORY, Buffer, BufferId, Free, Kind, Schedule, TaskId, Value
 from autohete.testing.list_scheduler import list_schedule
-from autohete.trace import Trace, check_trace
-from autohete.worst_case import worst_case
 
 #: Enough for every edge to have both ends in the run, and for what an iteration leaves behind to show.
 _ITERATIONS = 4

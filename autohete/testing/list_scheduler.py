@@ -12,9 +12,9 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from autohete.errors import InputError, ScheduleError
+from autohete.execution.sharing import FULL_RATE, Sharing
+from autohete.execution.trace import Clock, Trace
 from autohete.schedule import Discipline, Graph, Schedule
-from autohete.sharing import FULL_RATE, Sharing
-from autohete.trace import Clock, Trace
 
 _NEVER = 1 << 60
 

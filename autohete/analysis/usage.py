@@ -1,0 +1,158 @@
+"""What a trace says in numbers: how busy each lane is, how much of it the GPU hides, and what the GPU waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autohete.execution.trace import Nanoseconds, Steady, Trace
+from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, NVME_READ, NVME_WRITE, Graph
+
+
+class Cause(StrEnum):
+    """What an idle GPU waits for."""
+
+    H2D = "H2D"
+    D2H = "D2H"
+    OPTIMIZER = "optimizer"
+    NVME = "NVMe"
+    COLLECTIVE = "other GPUs"
+    NOTHING = "nothing"
+
+
+_CAUSE = {
+    H2D: Cause.H2D,
+    D2H: Cause.D2H,
+    CPU: Cause.OPTIMIZER,
+    NVME_READ: Cause.NVME,
+    NVME_WRITE: Cause.NVME,
+    COLLECTIVE: Cause.COLLECTIVE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LaneUse:
+    """A lane in the steady state.
+
+    Args:
+        busy_share: share of the time it works.
+        overlap_share: share of its work that runs while the GPU computes.
+    """
+
+    busy_share: float
+    overlap_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Lanes by name, and the GPU's idle seconds per iteration by cause."""
+
+    lanes: dict[str, LaneUse]
+    idle_seconds: dict[Cause, float]
+
+
+def usage(trace: Trace, steady: Steady) -> Usage:
+    """The use of all lanes over the steady window."""
+    anchors = trace.anchors()
+    begin = int(anchors[steady.first])
+    last = steady.first + steady.cycle
+    end = int(anchors[last]) if last < trace.iterations else int(trace.end_ns.max(initial=0))
+    length = max(end - begin, 1)
+    gpu_starts, gpu_ends = _clipped(trace, GPU, begin, end)
+    lanes: dict[str, LaneUse] = {}
+    for lane in trace.schedule.lanes:
+        starts, ends = _clipped(trace, lane.name, begin, end)
+        busy = int((ends - starts).sum())
+        hidden = float((_busy_until(gpu_starts, gpu_ends, ends) - _busy_until(gpu_starts, gpu_ends, starts)).sum())
+        lanes[lane.name] = LaneUse(busy / length, hidden / busy if busy else 0.0)
+    idle = _idle_by_cause(trace, begin, end)
+    return Usage(lanes, {cause: idle[cause] * 1e-9 / steady.cycle for cause in Cause})
+
+
+def _clipped(trace: Trace, lane: str, begin: int, end: int) -> tuple[Nanoseconds, Nanoseconds]:
+    """Starts and ends of a lane's work inside the window, in order."""
+    tasks = trace.lane_tasks(lane)
+    starts, ends = (np.clip(times[:, tasks].ravel(), begin, end) for times in (trace.start_ns, trace.end_ns))
+    keep = ends > starts
+    order = np.argsort(starts[keep])
+    return starts[keep][order], ends[keep][order]
+
+
+def _busy_until(starts: Nanoseconds, ends: Nanoseconds, times: Nanoseconds) -> NDArray[np.float64]:
+    """How long the intervals have been busy up to each of ``times``."""
+    if not len(starts):
+        return np.zeros(len(times))
+    points = np.stack([starts, ends], axis=1).ravel()
+    done = np.concatenate([[0], np.cumsum(ends - starts)])
+    levels = np.stack([done[:-1], done[1:]], axis=1).ravel()
+    busy: NDArray[np.float64] = np.interp(times, points, levels)
+    return busy
+
+
+def _idle_by_cause(trace: Trace, begin: int, end: int) -> dict[Cause, int]:
+    """Nanoseconds of GPU idleness in the window, by the lane whose work the GPU was waiting for.
+
+    From the end of a gap the walk goes back along the waits that bound: what a task waited for last, or what kept its lane.
+    """
+    idle = dict.fromkeys(Cause, 0)
+    walk = _Walk(trace)
+    gpu = walk.lane_order[GPU]
+    busy_until = begin
+    for instance in gpu:
+        start, stop = walk.start[instance], walk.end[instance]
+        if stop <= begin:
+            continue
+        for cause, length in walk.back(instance, max(busy_until, begin), min(start, end)):
+            idle[cause] += length
+        busy_until = max(busy_until, stop)
+        if start >= end:
+            break
+    return idle
+
+
+class _Walk:
+    """Instances (``iteration * tasks + task``) with what bound each."""
+
+    def __init__(self, trace: Trace) -> None:
+        graph = Graph(trace.schedule)
+        self.tasks = len(trace.schedule.tasks)
+        self.start = trace.start_ns.ravel().tolist()
+        self.end = trace.end_ns.ravel().tolist()
+        self.lanes = [task.lane for task in trace.schedule.tasks]
+        self.waits = [[(graph.index[e.task], e.back) for e in task.after] for task in trace.schedule.tasks]
+        self.lane_order: dict[str, list[int]] = {lane.name: [] for lane in trace.schedule.lanes}
+        for instance in sorted(range(len(self.start)), key=lambda i: (self.start[i], self.end[i])):
+            self.lane_order[self.lanes[instance % self.tasks]].append(instance)
+        self.before = {
+            later: earlier for order in self.lane_order.values() for earlier, later in zip(order, order[1:], strict=False)
+        }
+
+    def bound_by(self, instance: int) -> int | None:
+        """The instance whose end let this one start."""
+        iteration, task = divmod(instance, self.tasks)
+        candidates = [(iteration - back) * self.tasks + t for t, back in self.waits[task] if iteration >= back]
+        if instance in self.before:
+            candidates.append(self.before[instance])
+        return max(candidates, key=lambda i: self.end[i], default=None)
+
+    def back(self, instance: int, begin: int, end: int) -> list[tuple[Cause, int]]:
+        """Split the gap from ``begin`` to ``end`` before ``instance`` by cause."""
+        found: list[tuple[Cause, int]] = []
+        seen: set[int] = set()  # tasks without duration may stand before each other in one instant
+        while end > begin:
+            seen.add(instance)
+            binding = self.bound_by(instance)
+            if binding is None or self.end[binding] <= begin or binding in seen:
+                found.append((Cause.NOTHING, end - begin))
+                break
+            if self.end[binding] < end:
+                found.append((Cause.NOTHING, end - self.end[binding]))
+                end = self.end[binding]
+            start = max(begin, self.start[binding])
+            lane = self.lanes[binding % self.tasks]
+            found.append((_CAUSE.get(lane, Cause.NOTHING), end - start))
+            instance, end = binding, start
+        return found

@@ -1,0 +1,131 @@
+"""The most that a memory can ever hold: over all orders that a schedule allows, whatever its tasks last.
+
+How far an execution has got is one count per event: how often each task has started, and how often it has ended. A start
+waits for ends, of its own iteration or of the one before, so the counts that can be reached are those that keep
+
+    starts of v  <=  ends of u + back        for every edge and for the order of every fifo lane,
+    ends of t    <=  starts of t,
+
+and a buffer is held as often as its allocating task has started more often than its freeing task has ended. The most bytes
+are therefore the optimum of a linear program over differences. Its matrix is that of a network, so the optimum is at whole
+numbers: the bound is exact, and its dual is a proof that is checked in integers. No window of iterations has to be chosen.
+
+A lane takes one task at a time and the instances of one task in turn. Nothing else is used of priority lanes: that two
+of their tasks exclude each other can only make the truth smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+from autohete.analysis.occupancy import Lives, lives, sum_groups
+from autohete.errors import check_fields, unknown_name
+from autohete.schedule import Schedule
+from autohete.schedule.order import order
+
+#: Sums of whole numbers below this are exact in the solver's floating point.
+_EXACT = 2**50
+
+
+@dataclass(frozen=True, slots=True)
+class WorstCase:
+    """The most that one memory can hold.
+
+    Args:
+        memory: its name.
+        capacity_bytes: what it holds.
+        peak_bytes: the most that any order of the schedule's tasks occupies; None: there is no limit.
+        task: the task of the first lane that has started last then; without a limit, the one that may free later and later.
+        holders: what occupies the peak, largest first: buffer group -> bytes. Empty without a limit.
+    """
+
+    memory: str
+    capacity_bytes: int
+    peak_bytes: int | None
+    task: str
+    holders: dict[str, int]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no execution exceeds the capacity."""
+        return self.peak_bytes is not None and self.peak_bytes <= self.capacity_bytes
+
+
+def worst_case(schedule: Schedule, memory: str) -> WorstCase:
+    """The most bytes of ``memory`` that any execution of ``schedule``, which must be valid, can occupy.
+
+    Raises:
+        InputError: the schedule has no such memory.
+    """
+    capacities = {m.name: m.capacity_bytes for m in schedule.memories}
+    if memory not in capacities:
+        raise unknown_name("memory", memory, capacities)
+    capacity, found, edges = capacities[memory], lives(schedule, memory), order(schedule)
+    tasks = len(schedule.tasks)
+    lagging = _lagging(found, edges, tasks)
+    if lagging is not None:
+        return WorstCase(memory, capacity, None, str(schedule.tasks[lagging].id), {})
+    # Where floating point could not be exact, sizes are rounded up to a unit: the bound holds all the same.
+    unit = max(1, -(-sum(found.sizes) // _EXACT))
+    counts = _most(found, edges, tasks, unit) if any(found.sizes) else [0] * (2 * tasks)
+    held = list(found.resident)
+    for a, f, back, size, group in zip(found.allocates, found.frees, found.backs, found.sizes, found.groups, strict=True):
+        alive = counts[a] - counts[tasks + f] + back
+        held.append((group, alive * -(-size // unit) * unit))
+    holders = {group: size for group, size in sum_groups(held).items() if size}
+    first = [i for i, task in enumerate(schedule.tasks) if task.lane == schedule.lanes[0].name]
+    last = max(first, key=lambda i: (counts[i], i), default=None)
+    task = "" if last is None else str(schedule.tasks[last].id)
+    return WorstCase(memory, capacity, sum(holders.values()), task, holders)
+
+
+def _lagging(found: Lives, edges: list[tuple[int, int, int]], tasks: int) -> int | None:
+    """A freeing task that the next allocations never wait for, if there is one."""
+    if not edges:
+        return None
+    u, v, _ = zip(*edges, strict=True)
+    graph = csr_array((np.ones(len(edges), bool), (u, v)), shape=(tasks, tasks))
+    component = connected_components(graph, connection="strong")[1]
+    # It waits for the allocating task; if the allocating task of later iterations waits for it, both are in one component.
+    held = zip(found.allocates, found.frees, found.sizes, strict=True)
+    return next((f for a, f, size in held if size and component[a] != component[f]), None)
+
+
+def _most(found: Lives, edges: list[tuple[int, int, int]], tasks: int, unit: int) -> list[int]:
+    """How often each task has started, and then how often each has ended, when the most bytes are held."""
+    weights = [0] * (2 * tasks)
+    for a, f, size in zip(found.allocates, found.frees, found.sizes, strict=True):
+        weights[a] += -(-size // unit)
+        weights[tasks + f] -= -(-size // unit)
+    # Each row: one count may exceed another by so much.
+    rows = [(v, tasks + u, back) for u, v, back in edges] + [(tasks + i, i, 0) for i in range(tasks)]
+    above, below, limits = (np.array(column) for column in zip(*rows, strict=True))
+    places = np.arange(len(rows))
+    matrix = csr_array(
+        (np.repeat([1.0, -1.0], len(rows)), (np.tile(places, 2), np.concatenate([above, below]))), shape=(len(rows), 2 * tasks)
+    )
+    solved = linprog(-np.array(weights, float), A_ub=matrix, b_ub=limits, bounds=(None, None), method="highs")
+    assert solved.status == 0, f"the bound of a valid schedule exists, but: {solved.message}"
+    counts, flow = ([round(x) for x in column] for column in (solved.x, -solved.ineqlin.marginals))
+    assert _proven(counts, flow, weights, rows), "the solver's optimum is whole and proven by its dual"
+    return counts
+
+
+def _proven(counts: list[int], flow: list[int], weights: list[int], rows: list[tuple[int, int, int]]) -> bool:
+    """Whether ``counts`` keep all ``rows`` and ``flow`` proves that no others weigh more: duality, in exact arithmetic."""
+    balance = [0] * len(weights)
+    for amount, (above, below, _) in zip(flow, rows, strict=True):
+        balance[above] += amount
+        balance[below] -= amount
+    kept = all(counts[above] - counts[below] <= limit for above, below, limit in rows)
+    weight = sum(w * n for w, n in zip(weights, counts, strict=True))
+    limit = sum(amount * limit for amount, (_, _, limit) in zip(flow, rows, strict=True))
+    return kept and min(flow, default=0) >= 0 and balance == weights and weight == limit

@@ -1,0 +1,1 @@
+"""The command line: a file for each command; ``app.py`` puts them together."""

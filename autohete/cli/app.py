@@ -1,0 +1,73 @@
+"""The program's commands. Exit code 0: an answer, also that it does not fit; 2: invalid input; 130: interrupted;
+143: terminated.
+
+Heavy imports (SciPy, SimPy, matplotlib) wait until a command needs them, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import NoReturn, TextIO
+
+from cyclopts import App, CycloptsError
+
+from autohete.cli.compare import compare
+from autohete.cli.interrupt import interruptible
+from autohete.cli.plan import plan
+from autohete.cli.presets import presets
+from autohete.cli.profile import profile
+from autohete.cli.simulate import simulate
+from autohete.cli.train import train
+from autohete.errors import AutoHeteError
+
+app = App(
+    name="autohete",
+    help="Simulate transformer training that does not fit on the GPU: what to keep, what to move, how fast, and why.",
+    help_format="markdown",
+)
+for _command in (simulate, compare, train, profile, plan, presets):
+    app.command(_command)
+
+
+def _refuse(app: App, message: str) -> NoReturn:
+    try:
+        print(f"{app.name[0]}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
+    sys.exit(2)
+
+
+def run_app(app: App) -> None:
+    """Run a command line: one line and exit code 2 for every error that a person can mend, 130 or 143 for a signal."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal of few letters shows the rest by number
+    try:
+        with interruptible(app.name[0]):
+            app(exit_on_error=False, print_error=False, result_action="return_value")
+            print(end="", flush=True)
+    except AutoHeteError as error:
+        _refuse(app, str(error))
+    except CycloptsError as error:
+        _refuse(app, f"{str(error).rstrip('.')}: --help says what is allowed")
+    except BrokenPipeError:
+        _silence(sys.stdout)  # the reader has had enough (``| head``)
+    except SystemExit as ending:
+        if not isinstance(ending.__context__, BrokenPipeError):  # rich ends the program itself, with exit code 1
+            raise
+        _silence(sys.stdout)
+    except OSError as error:
+        _silence(sys.stdout)
+        _refuse(app, f"the output cannot be written: {error.strerror or error}; send it elsewhere")
+
+
+def _silence(stream: TextIO) -> None:
+    """Let the interpreter's last flush of ``stream`` go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def main() -> None:
+    """Run the command line; :mod:`autohete.__main__` is the program's entry point."""
+    run_app(app)

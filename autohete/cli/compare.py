@@ -1,0 +1,57 @@
+"""``autohete compare``."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from autohete.cli.outputs import check_outputs
+
+
+def compare(
+    a: str,
+    b: str,
+    /,
+    *,
+    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    gantt: str | None = None,
+) -> None:
+    """Explain where two runs of one schedule differ, such as a simulated and a measured one.
+
+    Parameters
+    ----------
+    a:
+        A timeline that --trace wrote; differences are in percent of it.
+    b:
+        Another one, of the same schedule; durations may differ.
+    json_:
+        Print JSON: one object.
+    gantt:
+        Draw one iteration of A above and of B below to this .png, .pdf or .svg file.
+    """
+    from autohete.analysis.compare import compare as compare_traces
+    from autohete.report.perfetto import read_trace
+
+    outputs = {"--gantt": gantt} if gantt is not None else {}
+    check_outputs(outputs)
+    traces = read_trace(a), read_trace(b)
+    comparison = compare_traces(*traces, names=(a, b))
+    if gantt is not None:
+        from autohete.report.gantt import two_row_figure
+        from autohete.report.style import save_figure
+
+        # Both have settled by the later one's first; the last iteration runs without a successor to compete with.
+        settled = max(side.steady.first for side in (comparison.a, comparison.b))
+        last = min(trace.iterations for trace in traces) - 1
+        title = f"{os.path.basename(a)} above, {os.path.basename(b)} below"
+        save_figure(two_row_figure(*traces, min(settled, max(0, last - 1)), title), gantt)
+    if json_:
+        print(json.dumps(asdict(comparison), indent=2, ensure_ascii=True))
+    else:
+        from autohete.report.comparison_tables import print_comparison
+
+        print_comparison(comparison)

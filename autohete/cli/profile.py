@@ -1,0 +1,67 @@
+"""``autohete profile``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from autohete.cli.outputs import check_outputs
+from autohete.cli.runtime import check_runtime
+
+
+def profile(
+    out: str,
+    *,
+    device: Literal["emulated", "cuda"] = "emulated",
+    gpu_memory: str | None = None,
+    hidden: int = 256,
+    blocks: int = 8,
+    heads: int = 4,
+    sequence_length: int = 128,
+    batch_size: int = 4,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    dropout: float = 0.1,
+    data: str | None = None,
+    tokenizer: str = "byte",
+    quick: bool = False,
+) -> None:
+    """Measure this machine, and one block of each kind of a GPT on it; write both to OUT (.json).
+
+    Parameters
+    ----------
+    out:
+        The file to write; `autohete simulate --profile` and `autohete train --profile` read it.
+    device:
+        emulated: the CPU stands for a GPU.
+    gpu_memory:
+        Memory of the device, such as 64MiB.
+    hidden:
+        Hidden size.
+    blocks:
+        Transformer blocks; equal blocks are measured once.
+    heads:
+        Attention heads.
+    sequence_length:
+        Tokens of a sequence.
+    batch_size:
+        Sequences per iteration.
+    precision:
+        Of parameters and passes.
+    dropout:
+        Its probability.
+    data:
+        Text file, or folder of text files, as for `autohete train`.
+    tokenizer:
+        byte, or a vocabulary size to train a tokenizer with.
+    quick:
+        Copies up to 64 MiB instead of 1 GiB.
+    """
+    from autohete.train.session import TextModel
+    from autohete.train.session import profile as run
+    from autohete.workload import Precision
+
+    check_outputs({"OUT": out})
+    check_runtime()
+    text_model = TextModel(
+        hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, seed=0
+    )
+    run(text_model, device=device, gpu_memory=gpu_memory, path=out, quick=quick)

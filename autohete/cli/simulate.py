@@ -1,0 +1,95 @@
+"""``autohete simulate``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from autohete.cli.outputs import check_outputs
+from autohete.cli.question import BLANK, Question
+from autohete.errors import InputError
+
+if TYPE_CHECKING:
+    from autohete.report.summary import Summary
+    from autohete.simulate import Simulation
+
+
+def simulate(
+    *,
+    question: Question = BLANK,
+    policy: Annotated[list[str] | None, Parameter(negative=())] = None,
+    trace: str | None = None,
+    gantt: str | None = None,
+    memory: str | None = None,
+    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Simulate training under one or several policies.
+
+    Parameters
+    ----------
+    policy:
+        NAME[:flag,flag=value], or MODULE:CLASS[,flag=value] of your own; repeat to compare. Without it: the paper's systems,
+        with --gpus those that share a model, with --clip-norm without those that cannot clip (stronghold).
+    trace:
+        Write the timeline for ui.perfetto.dev and `autohete compare` to this file (one policy).
+    gantt:
+        Draw two steady iterations and the GPU's memory to this .png, .pdf or .svg file (one policy).
+    memory:
+        Draw GPU and host memory over two steady iterations to this .png, .pdf or .svg file (one policy).
+    json_:
+        Print JSON: one object, or a list of them for several policies.
+    """
+    from autohete.policies import CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, parse_policy
+    from autohete.report.summary import answer
+
+    chosen = question.answerable()
+    compared: tuple[str, ...] = COMPARED if question.gpus == 1 else COMPARED_BY_SEVERAL
+    if chosen.workload.clips:
+        compared = tuple(name for name in compared if name not in CANNOT_CLIP)
+    files = {"--trace": trace, "--gantt": gantt, "--memory": memory}
+    outputs = {option: path for option, path in files.items() if path is not None}
+    policies = [parse_policy(text) for text in policy or compared]
+    if outputs and len(policies) > 1:
+        raise InputError(f"{' and '.join(outputs)} show one policy, not {len(policies)}: choose it with --policy")
+    check_outputs(outputs)
+    answers = [answer(chosen, each) for each in policies]
+    summaries = [summary for summary, _ in answers]
+    if outputs:
+        _write_outputs(answers[0], outputs)
+    if json_:
+        objects = [asdict(summary) for summary in summaries]
+        print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2, ensure_ascii=True))
+    else:
+        from autohete.report.tables import print_summaries
+
+        print_summaries(summaries, chosen.workload)
+
+
+def _write_outputs(found: tuple[Summary, Simulation | None], outputs: dict[str, str]) -> None:
+    from autohete.report.summary import node_text
+
+    summary, simulation = found
+    if simulation is None:
+        raise InputError(f"there is no timeline to write: {summary.explanation}")
+    trace, steady = simulation.trace, simulation.steady
+    first, last = steady.first, min(steady.first + 1, trace.iterations - 1)
+    title = f"{summary.workload} on {node_text(summary.hardware, summary.gpus)}: {summary.policy}"
+    occupancies = [simulation.gpu, simulation.host]
+    if "--trace" in outputs:
+        from autohete.report.perfetto import write_perfetto
+
+        write_perfetto(outputs["--trace"], trace, occupancies)
+    if "--gantt" in outputs:
+        from autohete.report.gantt import combined_figure
+        from autohete.report.style import save_figure
+
+        save_figure(combined_figure(trace, simulation.gpu, first, last, title), outputs["--gantt"])
+    if "--memory" in outputs:
+        from autohete.report.gantt import memory_figure, window_ns
+        from autohete.report.style import save_figure
+
+        figure = memory_figure(occupancies, *window_ns(trace, first, last), title, trace.clock)
+        save_figure(figure, outputs["--memory"])

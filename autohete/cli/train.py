@@ -1,0 +1,117 @@
+"""``autohete train``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from autohete.cli.outputs import check_outputs
+from autohete.cli.runtime import check_runtime
+
+
+def train(
+    *,
+    policy: str = "autohete",
+    device: Literal["emulated", "cuda"] = "emulated",
+    gpu_memory: str = "25%",
+    host_memory: str | None = None,
+    steps: int = 60,
+    data: str | None = None,
+    tokenizer: str = "byte",
+    hidden: int = 256,
+    blocks: int = 8,
+    heads: int = 4,
+    sequence_length: int = 128,
+    batch_size: int = 4,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    dropout: float = 0.1,
+    lr: float = 1e-3,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    mode: Literal["native", "paced"] = "native",
+    hardware: str | None = None,
+    profile: str | None = None,
+    skip_nonfinite: bool = False,
+    trace: str | None = None,
+    predicted_trace: str | None = None,
+    gantt: str | None = None,
+) -> None:
+    """Train a GPT on text, within a memory budget, and hold the prediction against what was measured.
+
+    Parameters
+    ----------
+    policy:
+        NAME[:flag,flag=value].
+    device:
+        emulated: the CPU stands for a GPU, with a byte-exact memory budget.
+    gpu_memory:
+        Budget, such as 64MiB; or a share of what the training would need resident, such as 25%.
+    host_memory:
+        Budget for the host's part of the model states.
+    steps:
+        Iterations.
+    data:
+        Text file, or folder of text files. Without it: the source of Python's standard library.
+    tokenizer:
+        byte, or a vocabulary size to train a tokenizer with.
+    hidden:
+        Hidden size.
+    blocks:
+        Transformer blocks.
+    heads:
+        Attention heads; must divide the hidden size.
+    sequence_length:
+        Tokens of a sequence.
+    batch_size:
+        Sequences per iteration.
+    precision:
+        bf16 has fp32 master weights.
+    dropout:
+        Its probability.
+    lr:
+        Learning rate of AdamW.
+    clip_norm:
+        Scale gradients so that their global norm is at most this, such as 1.0.
+    seed:
+        Of weights, batches and dropout.
+    mode:
+        native: as fast as this machine; paced: as a --hardware would be, slowed down until this machine can keep up.
+    hardware:
+        A preset's name or a TOML file; without it this machine is measured.
+    profile:
+        A file written by `autohete profile` for this model, instead of measuring.
+    skip_nonfinite:
+        Skip a step whose loss is NaN or infinite, instead of stopping.
+    trace:
+        Write the measured timeline for ui.perfetto.dev to this file.
+    predicted_trace:
+        Write the simulated timeline; `autohete compare` explains the difference of both.
+    gantt:
+        Draw one iteration, simulated above and measured below, to this .png, .pdf or .svg file.
+    """
+    from autohete.train.session import TextModel
+    from autohete.train.session import train as run
+    from autohete.workload import Precision
+
+    outputs = {"--trace": trace, "--predicted-trace": predicted_trace, "--gantt": gantt}
+    check_outputs({option: path for option, path in outputs.items() if path is not None})
+    text_model = TextModel(
+        hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, seed
+    )
+    check_runtime()
+    run(
+        text_model,
+        policy=policy,
+        device=device,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        steps=steps,
+        lr=lr,
+        clip_norm=clip_norm,
+        mode=mode,
+        hardware=hardware,
+        profile=profile,
+        skip_nonfinite=skip_nonfinite,
+        trace=trace,
+        predicted_trace=predicted_trace,
+        gantt=gantt,
+    )

@@ -1,0 +1,245 @@
+"""Waits that make a schedule's memory hold whatever its tasks last.
+
+Take any order in which all tasks of a schedule can run, and let every allocation wait for whatever is freed before it in that
+order. Of the buffers that are held at any moment of any execution, one is the last to be allocated *in that order*: its task
+has started, so all that was freed before it in the order is free. What is held is a subset of what the order itself held
+then, and no execution holds more than the order does.
+
+With the order of a steady trace such waits cost nothing: what is waited for has ended when the trace needs it, so every task
+still starts when it did. A schedule whose trace fits can therefore be made safe without losing time. Only the waits of
+allocations that would exceed the capacity without them are added. Where the trace does not fit, or does not repeat, the order
+of :func:`thrifty_order` is taken, which needs little memory and may cost time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autohete.analysis.occupancy import Lives, event_order, lives
+from autohete.analysis.worst_case import worst_case
+from autohete.execution.trace import Nanoseconds, Trace
+from autohete.schedule import GPU_MEMORY, Edge, Schedule, Task
+from autohete.schedule.order import order, topological
+
+#: Iterations over which waits are followed backwards: plans free nothing later than that.
+_DEPTH = 3
+#: Iterations of a thrifty order, and those of them that repeat for ever.
+_ITERATIONS, _REPEATING = 6, range(2, 4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guide:
+    """An order of all tasks to take waits from.
+
+    Args:
+        start, end: when each task starts and ends, shape (iterations, tasks), whole numbers of any unit.
+        rows: the iterations that repeat for ever; there is at least one before them.
+    """
+
+    start: Nanoseconds
+    end: Nanoseconds
+    rows: range
+
+
+def with_memory_waits(schedule: Schedule, trace: Trace) -> Schedule | None:
+    """``schedule`` with so many more waits that its worst case fits every memory; None if none are found that achieve it.
+
+    Args:
+        schedule: valid; returned as it is if it fits already.
+        trace: an execution of it, long enough to show its steady state.
+    """
+    if _fits(schedule):
+        return schedule
+    for guide in (_of_trace(trace), thrifty_order(schedule)):
+        safe = _Waits(schedule, guide).add()
+        if _fits(safe):
+            return safe
+    return None
+
+
+def least_bytes(schedule: Schedule, memory: str) -> int:
+    """Bytes of ``memory`` with which waits make ``schedule`` fit, whatever its tasks last: what its thrifty order holds.
+
+    Of the GPU's memory no order is known that holds less; of others one may.
+    """
+    guide, found = thrifty_order(schedule), lives(schedule, memory)
+    change = np.zeros(guide.start.size * 2, np.int64)  # after each start and end, which a thrifty order numbers
+    # As long as the places: some NumPy versions read past the end of values that they would have to repeat.
+    sizes = np.tile(np.array(found.sizes, np.int64), len(guide.start))
+    np.add.at(change, guide.start[:, found.allocates].ravel(), sizes)
+    np.add.at(change, guide.end[:, found.frees].ravel(), -sizes)
+    before = sum(size for _, size in found.resident) + sum(np.multiply(found.sizes, found.backs).tolist())
+    repeating = guide.start[_REPEATING.start : _REPEATING.stop]
+    return int(before + np.cumsum(change)[repeating].max(initial=0))
+
+
+def _fits(schedule: Schedule) -> bool:
+    return all(worst_case(schedule, memory.name).fits for memory in schedule.memories)
+
+
+def _of_trace(trace: Trace) -> Guide:
+    """The order of the steady cycle of ``trace``."""
+    steady = trace.steady()
+    last = min(steady.first + steady.cycle, trace.iterations - 1)
+    return Guide(trace.start_ns, trace.end_ns, range(min(steady.first + 1, last), last + 1))
+
+
+def thrifty_order(schedule: Schedule) -> Guide:
+    """An order that needs little GPU memory: what allocates some runs when it is needed, all else as soon as it can.
+
+    The first lane's tasks are needed one after another, and so is what they wait for.
+    """
+    tasks = len(schedule.tasks)
+    before: list[list[tuple[int, int]]] = [[] for _ in range(tasks)]
+    after: list[list[tuple[int, int]]] = [[] for _ in range(tasks)]
+    edges = order(schedule)
+    for u, v, back in edges:
+        before[v].append((u, back))
+        after[u].append((v, back))
+    lazy = [task.lane == schedule.lanes[0].name or _only_takes(task) for task in schedule.tasks]
+    waits = [[sum(back <= i for _, back in edges) for edges in before] for i in range(_ITERATIONS)]
+    steps = [task for task in topological(tasks, edges) if schedule.tasks[task].lane == schedule.lanes[0].name]
+    place: dict[tuple[int, int], int] = {}
+    ready: deque[tuple[int, int]] = deque()
+    now = 0
+
+    def run(i: int, task: int) -> None:
+        place[i, task] = len(place)
+        for v, back in after[task]:
+            if i + back < _ITERATIONS:
+                waits[i + back][v] -= 1
+                if not waits[i + back][v] and not lazy[v] and i + back <= now:
+                    ready.append((i + back, v))
+
+    def run_ready() -> None:
+        while ready:
+            instance = ready.popleft()
+            if instance not in place:
+                run(*instance)
+
+    def need(i: int, task: int) -> None:
+        stack = [(i, task)]
+        while stack:
+            at, needed = stack[-1]
+            missing = [(at - back, u) for u, back in before[needed] if at >= back and (at - back, u) not in place]
+            stack += missing
+            if not missing:
+                stack.pop()
+                if (at, needed) not in place:
+                    run(at, needed)
+                    run_ready()
+
+    for now in range(_ITERATIONS):
+        ready.extend((now, task) for task in range(tasks) if not waits[now][task] and not lazy[task])
+        run_ready()
+        for task in steps:
+            need(now, task)
+        for task in range(tasks):
+            need(now, task)  # what is left: no wait can say that it comes after a task of the next iteration
+    start = np.array([[2 * place[i, task] for task in range(tasks)] for i in range(_ITERATIONS)], np.int64)
+    return Guide(start, start + 1, _REPEATING)
+
+
+def _only_takes(task: Task) -> bool:
+    """Whether ``task`` takes memory of the GPU, or of others without freeing some of the GPU's."""
+    takes = {buffer.memory for buffer in task.allocates if buffer.size_bytes}
+    return GPU_MEMORY in takes or (bool(takes) and all(free.id.memory != GPU_MEMORY for free in task.frees))
+
+
+class _Waits:
+    """A schedule that collects waits along the order of a guide."""
+
+    def __init__(self, schedule: Schedule, guide: Guide) -> None:
+        self.schedule, self.guide = schedule, guide
+        edges = order(schedule)
+        self.topological = topological(len(schedule.tasks), edges)
+        self.before: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
+        for u, v, back in edges:
+            self.before[v].append((u, back))
+        self.start, self.end = event_order(schedule, guide.start, guide.end)
+        self.added: list[tuple[int, int, int]] = []
+        self.ended = self._ended()
+
+    def add(self) -> Schedule:
+        """The schedule with the waits that every memory needs, as far as the guide has them."""
+        for memory in self.schedule.memories:
+            self._add(lives(self.schedule, memory.name), memory.capacity_bytes)
+        return self._made()
+
+    def _add(self, found: Lives, capacity: int) -> None:
+        rows = self.guide.rows
+        allocating = sorted(dict.fromkeys(found.allocates), key=lambda a: int(self.start[rows[0], a]))
+        for a in allocating:
+            before = len(self.added)
+            while self._surely(found, a) > capacity:
+                wait = self._best(found, a)
+                if wait is None:
+                    break
+                f, back = wait
+                self.added.append((f, a, back))
+                self.before[a].append(wait)
+                for level in range(back, _DEPTH):
+                    self.ended[level][a] |= self.ended[level - back][f] | 1 << f
+            if len(self.added) > before:
+                self.topological = topological(
+                    len(self.before), [(u, v, b) for v, edges in enumerate(self.before) for u, b in edges]
+                )
+                self.ended = self._ended()
+
+    def _surely(self, found: Lives, a: int) -> int:
+        """What is held at most while ``a`` is the last in the guide's order to have allocated."""
+        late = self._late(a)[found.frees]
+        return max(self._bytes(found, a, row, np.maximum(row + 1 - late, 0) * (late < _DEPTH)) for row in self.guide.rows)
+
+    def _bytes(self, found: Lives, a: int, row: int, freed: NDArray[np.int64]) -> int:
+        """Bytes of what ``a`` of iteration ``row`` and all allocations before it in the guide have made and is not freed."""
+        made = (self.start[:, found.allocates] <= self.start[row, a]).sum(axis=0) + found.backs
+        return int((np.maximum(made - freed, 0) * found.sizes).sum()) + sum(size for _, size in found.resident)
+
+    def _late(self, a: int) -> NDArray[np.int64]:
+        """For each task how many iterations before ``a`` its last instance is that has surely ended when ``a`` starts."""
+        tasks = len(self.schedule.tasks)
+        known = np.zeros(tasks, np.int64)
+        for level in self.ended:
+            bits = np.frombuffer(level[a].to_bytes(tasks // 8 + 1, "little"), np.uint8)
+            known += np.unpackbits(bits, bitorder="little")[:tasks]
+        return _DEPTH - known
+
+    def _best(self, found: Lives, a: int) -> tuple[int, int] | None:
+        """Of the frees that ``a`` could wait for and does not, the one that has been over for the longest time."""
+        guide, late = self.guide, self._late(a)
+        best: tuple[int, int, int] | None = None
+        for f in dict.fromkeys(found.frees):
+            for back in range(min(2, int(late[f]))):
+                if all(self.end[row - back, f] < self.start[row, a] for row in guide.rows):
+                    slack = min(int(guide.start[row, a] - guide.end[row - back, f]) for row in guide.rows)
+                    if best is None or slack > best[0]:
+                        best = slack, f, back
+                    break
+        return None if best is None else best[1:]
+
+    def _ended(self) -> list[list[int]]:
+        """Per level and task a bit for each task whose instance of so many iterations before has ended when it starts."""
+        levels: list[list[int]] = []
+        for level in range(_DEPTH):
+            sets = list(levels[-1]) if levels else [0] * len(self.before)
+            levels.append(sets)
+            for task in self.topological:
+                for u, back in self.before[task]:
+                    if back <= level:
+                        sets[task] |= levels[level - back][u] | 1 << u
+        return levels
+
+    def _made(self) -> Schedule:
+        """The schedule with those of the added waits that no other implies."""
+        waits: dict[int, list[Edge]] = {}
+        for f, a, back in self.added:
+            others = [(u, b) for u, b in self.before[a] if (u, b) != (f, back)]
+            if not any(b <= back and self.ended[back - b][u] >> f & 1 for u, b in others):
+                waits.setdefault(a, []).append(Edge(self.schedule.tasks[f].id, back))
+        tasks = [replace(task, after=(*task.after, *waits.get(i, ()))) for i, task in enumerate(self.schedule.tasks)]
+        return replace(self.schedule, tasks=tuple(tasks)) if waits else self.schedule

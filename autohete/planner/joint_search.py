@@ -1,0 +1,267 @@
+"""From the relaxation of a joint problem to its best plan: the rows know bounds, the judge knows time and memory.
+
+The search starts where the relaxation is best by its bounds and by estimates, and where other systems are. From the best of
+these it goes on by small random changes of some units, and takes each that is no slower: of many assignments that take equally
+long some have faster ones around them. What the rows rule out is not simulated. The same input draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autohete.plan import UnitPlan
+from autohete.plan.policy import Judgement, Verdict
+from autohete.planner.choices import Assignment, Choices
+from autohete.planner.program import Objective
+from autohete.planner.relaxation import Places, Relaxation, Values, as_assignment
+
+#: A plan this close to what no other can beat needs no further search.
+_PROVEN = 0.002
+#: Judgements to spend: they take as long as the model has units, so that all together take some seconds.
+_EFFORT_TIMES_UNITS, _LEAST_EFFORT, _MOST_EFFORT = 3000, 30, 80
+#: ... and none that no longer help: so many without a gain of more than this share are enough.
+_PATIENCE, _GAIN = 30, 0.0005
+#: Changes that are drawn for each judgement at most, when the rows rule most of them out.
+_DRAWS = 40
+#: So many assignments are all ranked.
+_FEW = 3000
+#: Where to start: shares of the estimated stalls, and how often with less memory when a start needs more than there is.
+_STALLS = (0.0, 0.3, 1.0)
+_TIGHTENINGS = 3
+#: Share of the stalls that is estimated where units give way.
+_USUAL_STALLS = 0.3
+#: A change may be slower by this share.
+_SLACK = 0.002
+#: How many units change together.
+_TOGETHER = (1, 1, 2, 4)
+_RUN = (1, 1, 2, 4, 8)
+#: Rows of seconds, and of bytes, that are looked at while units give way.
+_NEAR = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best assignment, and its iteration time."""
+
+    assignment: Assignment
+    seconds: float
+
+
+class JointSearch:
+    """A search for the fastest assignment that fits.
+
+    Args:
+        relaxed: the problem; its rows are bounds.
+        judge: time and memory of an assignment.
+        bound_seconds: what no assignment goes below.
+    """
+
+    def __init__(self, relaxed: Relaxation, judge: Callable[[Assignment], Judgement], bound_seconds: float) -> None:
+        self._relaxed, self._judge, self._bound = relaxed, judge, bound_seconds
+        effort = _EFFORT_TIMES_UNITS // len(relaxed.choices.others)
+        self._effort = min(max(effort, _LEAST_EFFORT), _MOST_EFFORT)
+        self._judged: dict[Assignment, Judgement] = {}
+        self.best: Found | None = None
+
+    def try_(self, assignment: Assignment) -> None:
+        """Judge an assignment from which the search may start."""
+        self._seconds(assignment)
+
+    def start(self, *others: Relaxation) -> None:
+        """Judge what the relaxation favours, and ``others`` with fewer choices; if none fits, what takes least of the GPU."""
+        for problem in (self._relaxed, *others):
+            taken: set[int] = set()
+            for stalls in _STALLS:
+                self._start(replace(problem, stalls=stalls, pending=True), taken)
+        if self.best is None:
+            frugal = replace(self._relaxed, objective=Objective.GPU_BYTES).assignment()
+            if frugal is not None:
+                self._seconds(frugal)
+
+    def go_on(self) -> None:
+        """Walk from the best so far, until the effort is spent or no other can be faster by as much as matters.
+
+        Where there are few assignments, all are ranked instead.
+        """
+        if math.prod(map(len, (*self._relaxed.choices.activations, *self._relaxed.choices.others))) <= _FEW:
+            self._rank_all()
+        elif self._judged:
+            self._walk()
+
+    def _rank_all(self) -> None:
+        choices, lowest = self._relaxed.choices, self._relaxed.values()
+        usual = replace(self._relaxed, stalls=_USUAL_STALLS).values()
+        pairs = [product(range(len(a)), range(len(o))) for a, o in zip(choices.activations, choices.others, strict=True)]
+        ranked = []
+        for assignment in product(*pairs):
+            rows = lowest.of(assignment)
+            if lowest.fits(rows):
+                ranked.append((usual.value(usual.of(assignment)), lowest.seconds(rows), assignment))
+        effort = _MOST_EFFORT * 2
+        for _, bound, assignment in sorted(ranked):
+            if self._done or not effort:
+                return
+            if assignment not in self._judged and (self.best is None or bound < self.best.seconds):
+                self._seconds(assignment)
+                effort -= 1
+
+    def _walk(self) -> None:
+        drawn, lowest = Changes(self._relaxed), self._relaxed.values()
+        here = min(self._judged, key=self._score)
+        last, patience = self._score(here), _PATIENCE
+        for _ in range(self._effort):
+            if self._done or not patience:
+                return
+            limit = self._score(here)[1] * (1 + _SLACK)
+            found = next((one for one in drawn.around(here, _DRAWS) if self._may_help(one, lowest, limit)), None)
+            if found is None:
+                return
+            self._seconds(found)
+            excess, seconds = self._score(found)
+            if excess < self._score(here)[0] or (excess == self._score(here)[0] and seconds <= limit):
+                here = found
+            patience -= 1
+            if (excess, seconds) < (last[0], last[1] * (1 - _GAIN)):
+                last, patience = (excess, seconds), _PATIENCE
+
+    def _score(self, assignment: Assignment) -> tuple[float, float]:
+        """By what share a memory is exceeded, and then the time."""
+        found, budgets = self._judged[assignment], self._relaxed
+        used = (
+            found.gpu_peak_bytes / max(budgets.gpu_budget_bytes, 1),
+            found.host_peak_bytes / max(budgets.host_budget_bytes, 1),
+        )
+        excess = max(*used, 1.0) - 1
+        return excess, found.seconds if not excess else np.inf
+
+    def _may_help(self, assignment: Assignment, lowest: Values, limit: float) -> bool:
+        if assignment in self._judged:
+            return False
+        rows = lowest.of(assignment)
+        return lowest.fits(rows) and lowest.seconds(rows) <= limit
+
+    @property
+    def _done(self) -> bool:
+        return self.best is not None and self.best.seconds <= self._bound * (1 + _PROVEN)
+
+    def _seconds(self, assignment: Assignment) -> float:
+        """Time of a plan that fits; infinite if it does not."""
+        if assignment not in self._judged:
+            self._judged[assignment] = self._judge(assignment)
+        found = self._judged[assignment]
+        if found.verdict is not Verdict.OK:
+            return np.inf
+        if self.best is None or found.seconds < self.best.seconds:
+            self.best = Found(assignment, found.seconds)
+        return found.seconds
+
+    def _start(self, problem: Relaxation, taken: set[int]) -> None:
+        """The optimum with pending memory, asked for less while too much is used."""
+        for _ in range(_TIGHTENINGS):
+            found = None if self._done else problem.assignment(taken)
+            # The same units among all choices.
+            here = None if found is None else self._relaxed.choices.assignment(problem.choices.units(found))
+            if here is None or self._seconds(here) < np.inf:
+                return
+            used = self._judged[here]
+            problem = replace(
+                problem,
+                gpu_budget_bytes=problem.gpu_budget_bytes - max(0, used.gpu_peak_bytes - self._relaxed.gpu_budget_bytes),
+                host_budget_bytes=problem.host_budget_bytes - max(0, used.host_peak_bytes - self._relaxed.host_budget_bytes),
+            )
+
+
+class Changes:
+    """Random changes of an assignment. The numbers are drawn from one fixed sequence.
+
+    Args:
+        relaxed: the problem.
+    """
+
+    def __init__(self, relaxed: Relaxation) -> None:
+        self._random = random.Random(0)
+        self._values = replace(relaxed, stalls=_USUAL_STALLS).values()
+        self._targets = list(_targets(relaxed.choices))
+
+    def around(self, assignment: Assignment, count: int) -> Iterator[Assignment]:
+        """So many changes: units change places, are made alike, or turn; others give way where memory asks for it."""
+        for _ in range(count):
+            here, changed = np.array(assignment), np.zeros(len(assignment), bool)
+            self._random.choice((self._swap, self._run, self._turn, self._turn))(here, changed)
+            yield self._repaired(here, changed)
+
+    def _swap(self, here: Places, changed: NDArray[np.bool_]) -> None:
+        """Two units between embedding and head change places."""
+        if len(here) < 4:
+            return
+        two = self._random.sample(range(1, len(here) - 1), 2)
+        here[two], changed[two] = here[two[::-1]], True
+
+    def _run(self, here: Places, changed: NDArray[np.bool_]) -> None:
+        """The units above or below one are made like it."""
+        unit, length = self._random.randrange(1, len(here) - 1), self._random.choice(_RUN)
+        others = range(unit + 1, unit + length + 1) if self._random.random() < 0.5 else range(unit - length, unit)
+        for other in others:
+            if 0 < other < len(here) - 1:
+                here[other], changed[other] = here[unit], True
+
+    def _turn(self, here: Places, changed: NDArray[np.bool_]) -> None:
+        """Some units turn to another way of one thing; or some to one, some to another."""
+        for _ in range(self._random.choice((1, 1, 2))):
+            half, to = self._random.choice(self._targets)
+            now = here[:, half]
+            wanted = to[np.arange(len(here)), now]
+            able = np.flatnonzero((wanted >= 0) & (wanted != now)).tolist()
+            for unit in self._random.sample(able, min(self._random.choice(_TOGETHER), len(able))):
+                here[unit, half], changed[unit] = wanted[unit], True
+
+    def _repaired(self, here: Places, changed: NDArray[np.bool_]) -> Assignment:
+        """The same, but units that have not ``changed`` give way until memory suffices."""
+        if self._values.fits(self._values.of(here)):
+            return as_assignment(here)
+        values = self._values.near(self._values.of(here), _NEAR)
+        rows = values.of(here)
+        for _ in range(2 * int(changed.sum()) + 2):
+            unit, half, choice = values.best(here, rows, ~changed)
+            if values.fits(rows) or here[unit, half] == choice:
+                break
+            rows = values.after(here, rows, unit, half, choice)
+            here[unit, half] = choice
+        return as_assignment(here)
+
+
+def _targets(choices: Choices) -> Iterator[tuple[int, Places]]:
+    """For each half and each way in which a unit can be there: from which choice to which, -1 for none."""
+    for half, every in enumerate((choices.activations, choices.others)):
+        ways = _WAYS[half]
+        for way in ways:
+            for value in dict.fromkeys(way(one) for some in every for one in some):
+                table = np.full((len(every), max(map(len, every))), -1)
+                for unit, some in enumerate(every):
+                    places = {tuple(other(one) for other in ways): place for place, one in enumerate(some)}
+                    for place, one in enumerate(some):
+                        table[unit, place] = places.get(tuple(value if w is way else w(one) for w in ways), -1)
+                yield half, table
+
+
+def _activations(one: UnitPlan) -> Hashable:
+    return one.activations, one.kept.home
+
+
+def _parameters(one: UnitPlan) -> Hashable:
+    return one.parameters
+
+
+def _update(one: UnitPlan) -> Hashable:
+    return one.update_on, one.states.home, one.accumulate_on
+
+
+#: What of a choice of each half changes by itself.
+_WAYS: tuple[tuple[Callable[[UnitPlan], Hashable], ...], ...] = ((_activations,), (_parameters, _update))

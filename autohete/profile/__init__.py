@@ -1,0 +1,305 @@
+"""How long and how big: seconds and bytes of every block of one workload on one hardware.
+
+The analytic profile is a roofline per block (Williams et al. 2009): matrix products at the GPU's GEMM rate for their shape,
+everything else at its memory bandwidth by the operations that the implementation makes (:mod:`autohete.workload.kernels`),
+plus a fixed cost per kernel, and never faster than the host launches them. A measured profile is the same type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete.errors import check_fields
+from autohete.hardware import Hardware, Link
+from autohete.workload import BlockRole, Precision, Workload
+from autohete.workload.kernels import IMPLEMENTATIONS
+
+#: cuBLAS works through K in steps and pays for filling its pipeline once per tile; a product of inner size K reaches
+#: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
+_GEMM_INNER_HALF = 256
+#: Bytes that a fused AdamW on the GPU touches per parameter: master weight and both moments read and written in fp32 (24);
+#: gradient and, in mixed precision, the 16-bit parameter come on top.
+_ADAM_STATE_TRAFFIC_BYTES = 24
+#: Fused attention runs at about this share of the GEMM rate forward (Dao 2023, table of A100 forward speeds), by FLOPs counted
+#: without the causal mask.
+_ATTENTION_SHARE = 0.65
+#: A wave of tiles begins and ends unevenly, which costs about a quarter of one: 32 and 88 % of the rate at n = 8192 were
+#: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
+_TILE, _WAVES_HALF = 128, 0.25
+#: Its backward makes five products where forward makes two (Dao et al. 2022, algorithm 4).
+_ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProfile:
+    """One block: times in seconds on an undisturbed engine, sizes in bytes.
+
+    Args:
+        role: embedding, transformer or head.
+        parameters: parameters it owns.
+        forward_seconds, backward_seconds: GPU time of one pass; recomputation takes a forward pass again.
+        gpu_update_seconds: optimizer step of this block on the GPU.
+        input_bytes: its input, all that stays when the block is checkpointed; the gradient of it has as many.
+        activation_bytes: what forward keeps for backward, its input included.
+        forward_workspace_bytes, backward_workspace_bytes: what lives only during the pass, beside what it is given, keeps and
+            hands on.
+        gpu_update_workspace_bytes: likewise for the optimizer step on the GPU.
+        measured_checkpointed_workspace_bytes: likewise for a forward that keeps nothing but the input, if it was measured.
+        cpu_update_seconds: optimizer step on the CPU where it was measured; None: by the bytes that the plan says it touches.
+    """
+
+    role: BlockRole
+    parameters: int
+    forward_seconds: float
+    backward_seconds: float
+    gpu_update_seconds: float
+    input_bytes: int
+    activation_bytes: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    gpu_update_workspace_bytes: int = 0
+    cpu_update_seconds: float | None = None
+    measured_checkpointed_workspace_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What forward keeps for backward beside its input."""
+        return self.activation_bytes - self.input_bytes
+
+    @property
+    def checkpointed_workspace_bytes(self) -> int:
+        """What lives only during a forward that keeps its input alone: no more than what another would keep."""
+        if self.measured_checkpointed_workspace_bytes is None:
+            return self.forward_workspace_bytes + self.kept_bytes
+        return self.measured_checkpointed_workspace_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LossProfile:
+    """Cross-entropy between the head's forward and backward.
+
+    Args:
+        seconds: GPU time, its own backward included.
+        logits_bytes: the logits, and as many for their gradient.
+        workspace_bytes: what is alive only during the loss.
+        keeps_logits: the logits stay until backward has ended.
+    """
+
+    seconds: float
+    logits_bytes: int
+    workspace_bytes: int
+    keeps_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Times and sizes of ``workload`` on ``hardware``.
+
+    Copies and CPU updates are not per block: their time is ``latency + bytes / bandwidth`` of the hardware,
+    because the bytes depend on the plan.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    blocks: tuple[BlockProfile, ...]
+    loss: LossProfile
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a parameter or gradient element as the GPU computes with it."""
+        return self.workload.precision.element_bytes
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer state per parameter."""
+        return self.workload.precision.optimizer_bytes
+
+    def h2d_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
+        """A copy of ``size_bytes`` to the GPU, alone on the link."""
+        return _copy_seconds(self.hardware.h2d, size_bytes, pinned)
+
+    def d2h_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
+        """A copy of ``size_bytes`` to the host, alone on the link."""
+        return _copy_seconds(self.hardware.d2h, size_bytes, pinned)
+
+    def nvme_seconds(self, size_bytes: float, *, write: bool) -> float:
+        """A read or write of ``size_bytes``, alone on the drives, which the hardware must have."""
+        nvme = self.hardware.nvme
+        assert nvme is not None, "states rest on drives that there are"
+        return nvme.latency_seconds + size_bytes / (nvme.write_bandwidth if write else nvme.read_bandwidth)
+
+    def collective_seconds(self, size_bytes: float) -> float:
+        """A ring's all-gather to ``size_bytes`` on each GPU, or reduce-scatter of as many; an all-reduce is both.
+
+        Of N GPUs each passes on (N - 1) / N of them in N - 1 steps; what leaves a node goes through the network (NCCL,
+        ``src/graph/tuning.cc``, algorithm ring).
+        """
+        join, gpus = self.hardware.interconnect, self.hardware.gpus
+        assert join is not None or gpus == 1, "several GPUs are joined"
+        if join is None or gpus == 1:
+            return 0.0
+        between, bandwidth = gpus // self.hardware.gpus_of_node - 1, join.bandwidth
+        if between and join.network_bandwidth is not None:
+            bandwidth = min(bandwidth, join.network_bandwidth)
+        steps = gpus - 1
+        latency = (steps - between) * join.latency_seconds + between * join.network_latency_seconds
+        return latency + size_bytes * steps / gpus / bandwidth
+
+    def cpu_update_seconds(
+        self, block: int, kernel_bytes: float, elementwise_bytes: float = 0.0, *, beside_gpu: bool = False
+    ) -> float:
+        """Optimizer step of ``block`` on the CPU, as measured or by the DRAM traffic per parameter.
+
+        Args:
+            block: counted from 0.
+            kernel_bytes: traffic of the Adam kernel.
+            elementwise_bytes: traffic of the elementwise kernels around it.
+            beside_gpu: the step runs while the GPU trains, at ``concurrent_share`` of the rates.
+        """
+        measured, cpu = self.blocks[block].cpu_update_seconds, self.hardware.cpu
+        if measured is not None:
+            return measured
+        seconds = kernel_bytes / cpu.update_bandwidth + elementwise_bytes / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
+        return self.blocks[block].parameters * seconds / (cpu.concurrent_share if beside_gpu else 1.0)
+
+    def gpu_memory_seconds(self, traffic_bytes: float) -> float:
+        """A kernel on the GPU that is bound by so much traffic to its memory."""
+        gpu = self.hardware.gpu
+        return traffic_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency) + gpu.kernel_overhead_seconds
+
+    def elementwise_seconds(self, traffic_bytes: float, *, beside_gpu: bool = False) -> float:
+        """An elementwise kernel on the CPU with so much DRAM traffic; ``beside_gpu`` as for an update."""
+        cpu = self.hardware.cpu
+        rate = (cpu.elementwise_bandwidth or cpu.update_bandwidth) * (cpu.concurrent_share if beside_gpu else 1.0)
+        return traffic_bytes / rate
+
+
+def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:
+    bandwidth = link.bandwidth if pinned else link.pageable_bandwidth or link.bandwidth
+    return link.latency_seconds + size_bytes / bandwidth
+
+
+def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
+    """The roofline profile of ``workload`` on ``hardware``."""
+    roofline = _Roofline(workload, hardware)
+    made = {role: roofline.block(role) for role in BlockRole}  # blocks of one role are alike
+    blocks = tuple(made[workload.role(block)] for block in range(workload.blocks))
+    return Profile(workload, hardware, blocks, roofline.loss())
+
+
+class _Roofline:
+    def __init__(self, workload: Workload, hardware: Hardware) -> None:
+        self.workload, gpu = workload, hardware.gpu
+        if workload.precision is Precision.FP32:
+            efficiency = gpu.gemm_efficiency_32bit or gpu.gemm_efficiency
+            self.flops = gpu.peak_32bit_flops * efficiency
+        else:
+            self.flops = gpu.peak_16bit_flops * gpu.gemm_efficiency
+        self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
+        self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add counts as two FLOPs
+        self.multiprocessors = gpu.multiprocessors
+        self.overhead, self.launch = gpu.kernel_overhead_seconds, hardware.cpu.launch_seconds
+        self.element = workload.precision.element_bytes
+        self.kernels = IMPLEMENTATIONS[workload.kernels]
+
+    def _gemm_seconds(self, rows: int, columns: int, inner: int, batch: int = 1) -> float:
+        """``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory."""
+        shape = (inner + _GEMM_INNER_HALF) / inner
+        if self.multiprocessors is not None:
+            # Parts of tiles: counted whole, 129 rows would be quicker than 128, because a wave's loss is shared by more tiles.
+            waves = batch * rows * columns / _TILE**2 / self.multiprocessors
+            shape *= (waves + _WAVES_HALF) / waves
+        arithmetic = 2 * batch * rows * columns * inner / self.flops * shape
+        traffic = self.element * batch * (rows * inner + inner * columns + rows * columns) / self.bandwidth
+        return max(arithmetic, traffic)
+
+    def _backward_gemm_seconds(self, columns: int, inner: int) -> float:
+        """The two products that follow from ``tokens x inner`` times ``inner x columns``: for the input and for the weights."""
+        tokens = self.workload.tokens
+        return self._gemm_seconds(tokens, inner, columns) + self._gemm_seconds(inner, columns, tokens)
+
+    def _attention_seconds(self) -> tuple[float, float]:
+        """The products of attention, forward and backward; what lies between them is in the table of operations."""
+        w = self.workload
+        if self.kernels.flash:
+            seconds = 4 * w.tokens * w.sequence_length * w.hidden_size / (self.flops * _ATTENTION_SHARE)
+            return seconds, _ATTENTION_BACKWARD * seconds
+        head, batch, s = w.hidden_size // w.heads, w.batch_size * w.heads, w.sequence_length
+        # Scores (and the gradient of the weights) have the head's size inside, the others the sequence length.
+        wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, head, s, batch)
+        return wide + deep, wide + 3 * deep
+
+    def _elementwise_seconds(self, direction: str) -> float:
+        """What is no matrix product, by what the table of operations counts: the slower of memory and instructions."""
+        w, total = self.workload, self.kernels.total
+        hidden, scores = w.tokens * w.hidden_size, w.tokens * w.sequence_length * w.heads
+        bytes_of_hidden = total(direction) * self.element + total("kept_mask")
+        bytes_of_scores = total(f"{direction}_scores") * self.element + total("kept_score_mask")
+        traffic = (bytes_of_hidden * hidden + bytes_of_scores * scores) / self.bandwidth
+        accesses = total(direction) * hidden + total(f"{direction}_scores") * scores
+        return max(traffic, accesses * self.kernels.instructions / self.lanes)
+
+    def _pass_seconds(self, busy: float, kernels: float) -> float:
+        """A pass that keeps the GPU ``busy`` for so long, in so many kernels: no faster than the host launches them."""
+        return max(busy + kernels * self.overhead, kernels * self.launch)
+
+    def block(self, role: BlockRole) -> BlockProfile:
+        w, element, kernels = self.workload, self.element, self.kernels
+        hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
+        parameters = w.block_parameters(role)
+        if role is BlockRole.TRANSFORMER:
+            h, total = w.hidden_size, kernels.total
+            scores = w.tokens * w.sequence_length * w.heads
+            activations = total("kept") * hidden_bytes + total("kept_mask") * w.tokens * h
+            activations += (total("kept_scores") * element + total("kept_score_mask")) * scores
+            shapes = ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))
+            gemm = sum(self._gemm_seconds(w.tokens, *shape) for shape in shapes)
+            gemm_backward = sum(self._backward_gemm_seconds(*shape) for shape in shapes)
+            attention, attention_backward = self._attention_seconds()
+            forward = self._pass_seconds(gemm + attention + self._elementwise_seconds("forward"), total("forward_kernels"))
+            backward = self._pass_seconds(
+                gemm_backward + attention_backward + self._elementwise_seconds("backward"), total("backward_kernels")
+            )
+            # The table's have the output in them, and in backward its gradient and that of the input.
+            workspaces = (
+                (kernels.forward_workspace - 1) * hidden_bytes,
+                (kernels.backward_workspace - 2) * hidden_bytes + kernels.backward_score_workspace * element * scores,
+            )
+        elif role is BlockRole.EMBEDDING:
+            # Gather (or scatter-add) of token and position rows, dropout.
+            activations = w.tokens * (8 + w.hidden_size)  # token ids and dropout mask
+            forward = self._pass_seconds(6 * hidden_bytes / self.bandwidth, 3)
+            # The gradient of the whole table is written, however few tokens there are.
+            backward = self._pass_seconds((5 * hidden_bytes + 2 * element * parameters) / self.bandwidth, 3)
+            workspaces = (hidden_bytes, 0)
+        else:
+            activations = 2 * hidden_bytes  # the norm's input and the projection's
+            gemm = self._gemm_seconds(w.tokens, w.vocabulary_size, w.hidden_size)
+            forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2)
+            gemm_backward = self._backward_gemm_seconds(w.vocabulary_size, w.hidden_size)
+            backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4)
+            workspaces = (0, hidden_bytes)
+        update_traffic = _ADAM_STATE_TRAFFIC_BYTES + (2 * element if element == 2 else element)
+        return BlockProfile(
+            role=role,
+            parameters=parameters,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            gpu_update_seconds=parameters * update_traffic / self.bandwidth + self.overhead,
+            input_bytes=round(min(activations, 8 * w.tokens if role is BlockRole.EMBEDDING else hidden_bytes)),
+            activation_bytes=round(activations),
+            forward_workspace_bytes=round(workspaces[0]),
+            backward_workspace_bytes=round(workspaces[1]),
+        )
+
+    def loss(self) -> LossProfile:
+        w, element, head = self.workload, self.element, self.kernels.head
+        logits = w.tokens * w.vocabulary_size
+        traffic, workspace = (
+            (head.traffic_16bit, head.workspace_16bit) if element == 2 else (head.traffic_32bit, head.workspace_32bit)
+        )
+        seconds = self._pass_seconds(traffic * logits / self.bandwidth, head.kernels)
+        return LossProfile(seconds, element * logits, round(workspace * logits), head.keeps_logits)

@@ -1,0 +1,214 @@
+"""One simulated answer in the form that tables, JSON and CSV show: plain numbers, no arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from autohete.analysis.bounds import period_bounds
+from autohete.analysis.usage import Cause, usage
+from autohete.errors import InfeasibleError
+from autohete.execution.trace import Clock
+from autohete.hardware import Hardware
+from autohete.plan import Plan, PlanCounts, UnitPlan
+from autohete.plan.policy import Verdict
+from autohete.policies import NamedPolicy
+from autohete.profile import Profile
+from autohete.quantities import format_bytes
+from autohete.simulate import Simulation, safety, simulate_policy
+from autohete.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The result of one policy. Rates and times are None where the training does not fit: nothing runs then.
+
+    Args:
+        workload, hardware, policy: names.
+        gpus: how many train together; the memory of the host is what one of them has of it.
+        assumptions: every figure of the workload and flag of the policy, given or not.
+        notes: hardware figures that were changed, and why.
+        clock: whose seconds.
+        verdict: whether it fits; ``explanation`` says what is short, empty if it fits.
+        iteration_seconds: steady; ``first_iteration_seconds`` and ``drain_seconds`` are the ends of a run.
+        proven_within: the iteration exceeds what no plan of this policy goes below by at most this share of it; None if the
+            policy does not search.
+        settled: whether the steady state was seen to repeat; if not, the times are an average over half of a long run.
+        tflops_per_gpu: model TFLOP/s, recomputation not counted.
+        gpu_peak_bytes, host_peak_bytes: None if there is not even a plan.
+        gpu_capacity_bytes, host_capacity_bytes: what tensors can have.
+        gpu_worst_bytes, host_worst_bytes: the most that this schedule may need if its tasks last longer or shorter; None: any
+            number, or the training does not fit anyway.
+        memory_waits: how many more waits make it fit whatever its tasks last; None: none are known that do.
+        safe_iteration_seconds: steady, with these waits.
+        lanes: busy share of each lane; ``overlaps`` the share of its work that runs while the GPU computes.
+        idle_seconds: the GPU's idle time per iteration by cause.
+        bound_seconds: lower bound of the period of this schedule; ``binds`` what imposes it. These and what follows
+            describe the schedule, also one that does not fit.
+        plan: counts.
+        gpu_holders: what occupies the GPU at its peak, in bytes.
+    """
+
+    workload: str
+    hardware: str
+    policy: str
+    gpus: int
+    assumptions: dict[str, object]
+    notes: tuple[str, ...]
+    clock: Clock
+    verdict: Verdict
+    explanation: str
+    iteration_seconds: float | None
+    first_iteration_seconds: float | None
+    drain_seconds: float | None
+    proven_within: float | None
+    settled: bool
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    tflops_per_gpu: float | None
+    gpu_peak_bytes: int | None
+    host_peak_bytes: int | None
+    gpu_capacity_bytes: int
+    host_capacity_bytes: int
+    gpu_worst_bytes: int | None
+    host_worst_bytes: int | None
+    memory_waits: int | None
+    safe_iteration_seconds: float | None
+    lanes: dict[str, float]
+    overlaps: dict[str, float]
+    idle_seconds: dict[Cause, float]
+    bound_seconds: float | None
+    binds: str
+    plan: PlanCounts | None
+    gpu_holders: dict[str, int]
+
+
+def node_text(name: str, gpus: int) -> str:
+    """A hardware by its name, and how many of its GPUs train together if there are several."""
+    return name if gpus == 1 else f"{gpus} GPUs of {name}"
+
+
+def proven_within(simulation: Simulation) -> float | None:
+    """By how much the iteration exceeds what no plan of its policy goes below, as a share of that; None: not proven."""
+    bound = simulation.plan.bound_seconds
+    if not bound or simulation.verdict is not Verdict.OK:
+        return None
+    return max(simulation.iteration_seconds / bound - 1, 0.0)
+
+
+def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
+    """All that the answer takes for granted of the training: a figure that was not given has its default."""
+    return {
+        **{field.name: getattr(workload, field.name) for field in fields(workload)},
+        "optimizer": "adamw",
+        "policy": {field.name: getattr(policy.system, field.name) for field in fields(policy.system)},
+    }
+
+
+def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
+    """The summary of ``simulation``, in which ``policy`` planned."""
+    s = simulation
+    fits = s.verdict is Verdict.OK
+    bounds = period_bounds(s.schedule)
+    use = usage(s.trace, s.steady)
+    timing = safety(s) if fits else None
+    safe = timing.safe if timing else None
+    explanation = ""
+    if not fits:
+        short = s.host if s.verdict is Verdict.HOST_OUT_OF_MEMORY else s.gpu
+        holder, size = next(iter(short.holders.items()))
+        explanation = (
+            f"needs {format_bytes(short.peak_bytes)} of {short.memory} memory{f' at {short.task}' if short.task else ''}, "
+            f"there are {format_bytes(short.capacity_bytes)} for tensors; largest: {holder.replace('_', ' ')} "
+            f"{format_bytes(size)}"
+        )
+    return Summary(
+        workload=s.profile.workload.name,
+        hardware=s.profile.hardware.name,
+        policy=s.plan.policy,
+        gpus=s.profile.hardware.gpus,
+        assumptions=assumptions(s.profile.workload, policy),
+        notes=s.profile.hardware.notes,
+        clock=s.trace.clock,
+        verdict=s.verdict,
+        explanation=explanation,
+        iteration_seconds=s.iteration_seconds if fits else None,
+        first_iteration_seconds=s.trace.first_iteration_seconds() if fits else None,
+        drain_seconds=s.trace.drain_seconds() if fits else None,
+        proven_within=proven_within(s),
+        settled=s.steady.settled,
+        samples_per_second=s.samples_per_second if fits else None,
+        tokens_per_second=s.tokens_per_second if fits else None,
+        tflops_per_gpu=s.tflops_per_gpu if fits else None,
+        gpu_peak_bytes=s.gpu.peak_bytes,
+        host_peak_bytes=s.host.peak_bytes,
+        gpu_capacity_bytes=s.gpu.capacity_bytes,
+        host_capacity_bytes=s.host.capacity_bytes,
+        gpu_worst_bytes=timing.gpu.peak_bytes if timing else None,
+        host_worst_bytes=timing.host.peak_bytes if timing else None,
+        memory_waits=safe.waits if safe else None,
+        safe_iteration_seconds=safe.iteration_seconds if safe else None,
+        lanes={name: lane.busy_share for name, lane in use.lanes.items()},
+        overlaps={name: lane.overlap_share for name, lane in use.lanes.items()},
+        idle_seconds=use.idle_seconds,
+        bound_seconds=bounds.seconds,
+        binds=bounds.binds,
+        plan=s.plan.counts,
+        gpu_holders=s.gpu.holders,
+    )
+
+
+def answer(profile: Profile, policy: NamedPolicy) -> tuple[Summary, Simulation | None]:
+    """Simulate, and summarize; that nothing fits is an answer too (without a simulation)."""
+    try:
+        simulation = simulate_policy(profile, policy)
+    except InfeasibleError as error:
+        return _infeasible(profile.workload, profile.hardware, policy, error), None
+    return summarize(simulation, policy), simulation
+
+
+def runs_of_equal_units(plan: Plan) -> list[tuple[int, int, UnitPlan]]:
+    """First unit, last unit and decisions of each run of units that are planned alike; the embedding is its own."""
+    runs: list[tuple[int, int, UnitPlan]] = []
+    for number, unit in enumerate(plan.units):
+        if number > 1 and runs[-1][2] == unit:
+            runs[-1] = (runs[-1][0], number, unit)
+        else:
+            runs.append((number, number, unit))
+    return runs
+
+
+def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, error: InfeasibleError) -> Summary:
+    return Summary(
+        workload=workload.name,
+        hardware=hardware.name,
+        policy=policy.name,
+        gpus=hardware.gpus,
+        assumptions=assumptions(workload, policy),
+        notes=hardware.notes,
+        clock=Clock.SIMULATED,
+        verdict=Verdict(f"{error.constraint}-out-of-memory"),
+        explanation=str(error),
+        iteration_seconds=None,
+        first_iteration_seconds=None,
+        drain_seconds=None,
+        proven_within=None,
+        settled=True,
+        samples_per_second=None,
+        tokens_per_second=None,
+        tflops_per_gpu=None,
+        gpu_peak_bytes=error.needed_bytes if error.constraint == "gpu" else None,
+        host_peak_bytes=error.needed_bytes if error.constraint == "host" else None,
+        gpu_capacity_bytes=hardware.gpu_capacity_bytes,
+        host_capacity_bytes=hardware.host.memory_bytes,
+        gpu_worst_bytes=None,
+        host_worst_bytes=None,
+        memory_waits=None,
+        safe_iteration_seconds=None,
+        lanes={},
+        overlaps={},
+        idle_seconds={},
+        bound_seconds=None,
+        binds="",
+        plan=None,
+        gpu_holders={},
+    )

@@ -1,0 +1,463 @@
+"""Memories with a budget: every byte that lives on the emulated device, or in the host's part of the model states.
+
+Tensors of both are in this machine's memory, so a budget holds only because a ledger counts them. It does so in two ways:
+
+- *exact*: each storage is entered when it comes to life and struck out when it dies. States are entered where they are made;
+  what a pass of the model allocates is seen by a dispatch mode, which PyTorch calls for every operation, those of backward
+  included. That takes a fifth to two thirds of a training's time.
+- *scheduled*: a task has the bytes that the schedule says that it allocates, from its begin until the task that frees them
+  ends. That costs nothing, and is as good as the sizes in the schedule, so the first iterations are counted in both ways.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autohete.errors import DeviceOutOfMemoryError
+from autohete.quantities import format_bytes
+from autohete.schedule import GPU, GPU_MEMORY, Buffer, BufferId, Kind, Schedule, Task, TaskId
+
+#: Group of what is alive only while a task runs.
+WORKSPACE = "workspace"
+#: How many iterations are counted in both ways where the schedule's sizes are counted.
+CHECKED_ITERATIONS = 2
+#: What PyTorch's allocator for GPUs may reserve beyond the bytes that are allocated: the ends of its segments of 2 and 20 MiB.
+_FRAGMENTS_SHARE, _FRAGMENTS_BYTES = 1.08, 64 * 2**20
+#: Parameters of GNU's malloc (mallopt(3)) and what they are set to.
+_ONE_ARENA, _KEEP_FREE, _MAP_LARGER = (-8, 1), (-1, 2**31 - 1), (-3, 32 * 2**20)
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let this process keep what tensors on the emulated device free for the next ones, as PyTorch keeps a GPU's memory.
+
+    GNU's malloc would hand it back to the system and take it anew, page by page, which makes a backward pass up to 15 % longer,
+    at one time and not at another. Other C libraries are left as they are.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in (_ONE_ARENA, _KEEP_FREE, _MAP_LARGER):
+            mallopt(parameter, value)
+
+
+class Counting(StrEnum):
+    """How the bytes on the device are counted: every storage, or by the sizes in the schedule."""
+
+    EXACT = "exact"
+    SCHEDULED = "scheduled"
+
+
+class Reservation:
+    """Bytes that are counted as long as this lives."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Entry(weakref.ref[Any]):
+    """A storage or reservation that is counted; calls ``buried`` with itself when it dies."""
+
+    __slots__ = ("group", "key", "size")
+
+    def __new__(cls, holder: object, buried: Callable[[weakref.ref[Any]], None], *_: object) -> _Entry:
+        return super().__new__(cls, holder, buried)
+
+    def __init__(self, holder: object, buried: Callable[[weakref.ref[Any]], None], key: int, size: int, group: str) -> None:
+        super().__init__(holder, buried)  # type: ignore[call-arg]
+        self.key, self.size, self.group = key, size, group
+
+
+class Ledger:
+    """The storages of one memory.
+
+    Args:
+        memory: its name, for messages.
+        capacity_bytes: what it holds; None: no limit, only counted.
+
+    Attributes:
+        used_bytes: what lives now.
+        peak_bytes: the most there has been; ``peak_task`` made it, ``peak_holders`` had it: group -> bytes.
+    """
+
+    def __init__(self, memory: str, capacity_bytes: int | None = None) -> None:
+        self.memory, self.capacity_bytes = memory, capacity_bytes
+        self.reset_peak()
+        self._used = 0
+        self._groups: dict[str, int] = {}
+        #: By the storage's address. That of a dead storage may be given to a new one at once.
+        self._entries: dict[int, _Entry] = {}
+        #: Python may bury a storage between any two instructions of any thread; it is booked later, under the lock.
+        self._dead: deque[weakref.ref[Any]] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """What lives now."""
+        with self._lock:
+            self._bury()
+            return self._used
+
+    def holders(self) -> dict[str, int]:
+        """Who has it: group -> bytes, the largest first."""
+        with self._lock:
+            self._bury()
+            return self._holders()
+
+    def reset_peak(self) -> None:
+        """Forget the peak; the next entry sets it anew."""
+        self.peak_bytes, self.peak_task, self.peak_holders = 0, "", dict[str, int]()
+
+    def enter(self, tensor: Tensor, group: str, task: str = "", size_bytes: int | None = None) -> int | None:
+        """Count the storage of ``tensor`` as long as it lives; the entry's key, or None if it was counted before.
+
+        Args:
+            tensor: whose storage.
+            group, task: what it is, and who makes it.
+            size_bytes: what it takes; None: what it holds.
+
+        Raises:
+            DeviceOutOfMemoryError: there is not as much left.
+        """
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        size = storage.nbytes() if size_bytes is None else size_bytes
+        if not size:
+            return None
+        with self._lock:
+            self._bury()
+            if key in self._entries:
+                return None
+            self._add(storage, key, size, group, task)
+        return key
+
+    def reserve(self, size_bytes: int, group: str, task: str = "") -> Reservation:
+        """Count so many bytes as long as the result lives.
+
+        Raises:
+            DeviceOutOfMemoryError: there is not as much left.
+        """
+        reservation = Reservation()
+        if size_bytes:
+            with self._lock:
+                self._bury()
+                self._add(reservation, id(reservation), size_bytes, group, task)
+        return reservation
+
+    def forget(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` no longer, such as when it is in a reservation."""
+        with self._lock:
+            self._bury()
+            entry = self._entries.pop(tensor.untyped_storage()._cdata, None)
+            if entry is not None:
+                self._strike(entry)
+
+    def claim(self, tensor: Tensor, group: str, task: str = "", size_bytes: int | None = None) -> None:
+        """:meth:`enter`, or put what an operation has entered already into ``group``."""
+        if self.enter(tensor, group, task, size_bytes) is None and tensor.untyped_storage().nbytes():
+            self.regroup([tensor.untyped_storage()._cdata], group)
+
+    def regroup(self, keys: list[int], group: str) -> None:
+        """Count what is left of ``keys`` under another group."""
+        with self._lock:
+            self._bury()
+            for entry in filter(None, map(self._entries.get, keys)):
+                self._groups[entry.group] -= entry.size
+                self._groups[group] = self._groups.get(group, 0) + entry.size
+                entry.group = group
+
+    def forget_group(self, group: str, but: Iterable[Tensor]) -> None:
+        """:meth:`forget` everything in ``group`` except for the storages of ``but``."""
+        kept = {tensor.untyped_storage()._cdata for tensor in but}
+        with self._lock:
+            self._bury()
+            for entry in [e for e in self._entries.values() if e.group == group and e.key not in kept]:
+                del self._entries[entry.key]
+                self._strike(entry)
+
+    def _add(self, holder: object, key: int, size: int, group: str, task: str) -> None:
+        if self.capacity_bytes is not None and self._used + size > self.capacity_bytes:
+            raise self._refusal(size, group, task)
+        self._entries[key] = _Entry(holder, self._dead.append, key, size, group)
+        self._used += size
+        self._groups[group] = self._groups.get(group, 0) + size
+        if self._used > self.peak_bytes:
+            self.peak_bytes, self.peak_task, self.peak_holders = self._used, task, dict(self._groups)
+
+    def _bury(self) -> None:
+        while self._dead:
+            entry = self._dead.popleft()
+            assert isinstance(entry, _Entry)
+            del self._entries[entry.key]
+            self._strike(entry)
+
+    def _strike(self, entry: _Entry) -> None:
+        self._used -= entry.size
+        self._groups[entry.group] -= entry.size
+
+    def _holders(self) -> dict[str, int]:
+        return dict(sorted(((g, n) for g, n in self._groups.items() if n), key=lambda item: -item[1]))
+
+    def _refusal(self, size: int, group: str, task: str) -> DeviceOutOfMemoryError:
+        assert self.capacity_bytes is not None
+        largest = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in list(self._holders().items())[:3])
+        free = self.capacity_bytes - self._used
+        message = (
+            f"{task or 'before the first task'}: {self.memory} memory is full: {size} B more ({group.replace('_', ' ')}) are "
+            f"needed, {free} of {self.capacity_bytes} B are free; largest: {largest or 'nothing'}. Give a larger budget, or a "
+            f"policy that moves more off the {self.memory}"
+        )
+        return DeviceOutOfMemoryError(message, task, size, self.capacity_bytes, self._holders())
+
+
+class CudaMemory:
+    """A GPU's memory as PyTorch's allocator counts it: with the workspaces that operations have inside.
+
+    It counts in pieces of 512 bytes. Its attributes are those of :class:`Ledger`.
+
+    Args:
+        device: the GPU.
+        capacity_bytes: what may be allocated; None: all that there is.
+    """
+
+    def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
+        self._device, self.capacity_bytes = device, capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What lives now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most there has been since :meth:`reset_peak`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    @contextmanager
+    def limited(self, beside_bytes: int) -> Iterator[None]:
+        """Let PyTorch take no more from the GPU than the capacity, what it loses between its segments, and ``beside_bytes``."""
+        if self.capacity_bytes is None:
+            yield
+            return
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        limit = beside_bytes + _FRAGMENTS_BYTES + round(_FRAGMENTS_SHARE * self.capacity_bytes)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self._device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+
+    def refusal(self, task: str, error: torch.OutOfMemoryError) -> DeviceOutOfMemoryError:
+        """The allocator's error in our words. It does not say the size as a number: ``size_bytes`` is 0."""
+        allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        capacity = total if self.capacity_bytes is None else self.capacity_bytes
+        reason = ". ".join(str(error).split(". ")[:2])
+        message = (
+            f"{task or 'before the first task'}: {GPU_MEMORY} memory is full: {format_bytes(allocated)} are allocated, "
+            f"{format_bytes(reserved)} reserved, the budget is {format_bytes(capacity)} ({reason}). Give a "
+            "larger budget, or a policy that moves more off the gpu; where much more is reserved than allocated, memory is in "
+            "fragments: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+        return DeviceOutOfMemoryError(message, task, 0, capacity, {"allocated": allocated, "reserved": reserved})
+
+
+class Scheduled:
+    """Counts in ``ledger`` what the schedule says that lives in its memory; what is resident from the beginning.
+
+    Args:
+        ledger: of one of the memories of ``schedule``.
+        schedule: whose tasks allocate and free.
+    """
+
+    def __init__(self, ledger: Ledger, schedule: Schedule) -> None:
+        self._ledger = ledger
+        self._allocates = {
+            task.id: [buffer for buffer in task.allocates if buffer.memory == ledger.memory] for task in schedule.tasks
+        }
+        self._frees = {task.id: task.frees for task in schedule.tasks}
+        #: By id and iteration; what the first iteration frees for the one before is there from the beginning.
+        self._alive: dict[tuple[BufferId, int], Reservation] = {}
+        earlier = {free.id for task in schedule.tasks for free in task.frees if free.back}
+        there = (buffer for buffers in self._allocates.values() for buffer in buffers if buffer.id in earlier)
+        for buffer in (*(b for b in schedule.resident if b.memory == ledger.memory), *there):
+            self._allocate(buffer, -1, "")
+
+    def begin(self, task: TaskId, iteration: int) -> None:
+        """The task has its buffers from now on.
+
+        Raises:
+            DeviceOutOfMemoryError: there is not as much left.
+        """
+        for buffer in self._allocates[task]:
+            self._allocate(buffer, iteration, task.at(iteration))
+
+    def end(self, task: TaskId, iteration: int) -> None:
+        """What the task frees is free."""
+        for free in self._frees[task]:
+            self._alive.pop((free.id, iteration - free.back), None)  # another memory's is not here
+
+    def clear(self) -> None:
+        """Everything is free."""
+        self._alive.clear()
+
+    def _allocate(self, buffer: Buffer, iteration: int, task: str) -> None:
+        self._alive[buffer.id, iteration] = self._ledger.reserve(buffer.size_bytes, buffer.id.group, task)
+
+
+class DeviceCount:
+    """Counts what a training has on the device, storage by storage or by its schedule.
+
+    Args:
+        ledger: the device's.
+        schedule: what is executed.
+        counting: how. ``SCHEDULED`` counts the first iterations in both ways: if a pass has more than the schedule says, the
+            sizes in it are wrong, and every storage is counted from then on.
+
+    Attributes:
+        storages: where to enter storages; None: they are not counted.
+        excess: the first task that had more than the schedule says, and by how many bytes.
+    """
+
+    def __init__(self, ledger: Ledger, schedule: Schedule, counting: Counting) -> None:
+        self._ledger = ledger
+        self.excess: tuple[str, int] | None = None
+        self.storages: Ledger | None = ledger
+        self._scheduled: Scheduled | None = None
+        if counting is Counting.SCHEDULED:
+            self.storages = Ledger(ledger.memory, ledger.capacity_bytes)
+            self._scheduled = Scheduled(ledger, schedule)
+
+    @property
+    def counting(self) -> Counting:
+        """How it is counted now."""
+        return Counting.EXACT if self._scheduled is None or self.excess is not None else Counting.SCHEDULED
+
+    @property
+    def ledger(self) -> Ledger:
+        """Who has counted. If the sizes of the schedule were found wrong it is another one than was given."""
+        return self._ledger if self.excess is None or self.storages is None else self.storages
+
+    def begin(self, task: Task, iteration: int) -> Ledger | None:
+        """``task`` has its buffers from now on; the result is where to enter its storages, None if they are not counted.
+
+        Raises:
+            DeviceOutOfMemoryError: there is not as much left.
+        """
+        scheduled = self._scheduled
+        if scheduled is not None:
+            scheduled.begin(task.id, iteration)
+        # Copies and updates allocate nothing but what they enter themselves; a norm is four bytes that are no state.
+        if task.lane != GPU or task.id.kind in (Kind.GPU_UPDATE, Kind.GRADIENT_NORM, Kind.CLIP):
+            return None
+        if scheduled is not None and iteration == CHECKED_ITERATIONS:  # the passes of those before have ended
+            if self.excess is None:
+                self.storages = None
+            else:
+                self._scheduled = None
+        return self.storages
+
+    def end(self, task: Task, iteration: int) -> None:
+        """What ``task`` frees is free: its tensors are dropped."""
+        scheduled = self._scheduled
+        if scheduled is not None:
+            scheduled.end(task.id, iteration)
+
+    def close(self) -> None:
+        """The training is over: it has nothing on the device any more."""
+        if self._scheduled is not None:
+            self._scheduled.clear()
+
+    @contextmanager
+    def exactly(self, task: str) -> Iterator[None]:
+        """Count storage by storage what runs inside, beside everything that lives already."""
+        storages, self.storages = self.storages, self.ledger
+        try:
+            with accounting(self.storages, task, WORKSPACE):
+                yield
+        finally:
+            self.storages = storages
+
+    def compare(self, task: str) -> None:
+        """Note if there is more than the schedule says."""
+        if self._scheduled is None or self.storages is None or self.excess is not None:
+            return
+        more = 0
+        for _ in range(3):  # other lanes may allocate and free between one look and the next
+            said, found = self._ledger.used_bytes, self.storages.used_bytes
+            more = found - max(said, self._ledger.used_bytes)
+            if more <= 0:
+                return
+        self.excess = task, more
+
+
+class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Enters into ``ledger`` what the operations of one task allocate.
+
+    Args:
+        ledger: the device's.
+        task: who allocates.
+        entered: called with the task after each entry.
+    """
+
+    def __init__(self, ledger: Ledger, task: str, entered: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger, self._task, self._entered = ledger, task, entered
+        self.keys: list[int] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether PyTorch is to wrap what follows, so that its compiler stays out of it: that doubles the time per operation,
+        and loads the compiler. While a mode like this is active nothing is compiled anyway.
+        """
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return result
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        known: set[int] | None = None
+        for output in outputs:
+            if isinstance(output, Tensor):
+                if known is None:
+                    known = {storage._cdata for storage in _storages(args)}
+                if output.untyped_storage()._cdata not in known:  # a view allocates nothing
+                    key = self._ledger.enter(output, WORKSPACE, self._task)
+                    if key is not None:
+                        self.keys.append(key)
+                        self._entered(self._task)
+        return result
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.untyped_storage()
+        elif isinstance(value, (tuple, list)):
+            yield from _storages(value)
+
+
+@contextmanager
+def accounting(ledger: Ledger, task: str, group: str, entered: Callable[[str], None] = lambda task: None) -> Iterator[None]:
+    """Count what is allocated inside; what outlives the block belongs to ``group``. Calls ``entered`` after each entry."""
+    mode = Accounting(ledger, task, entered)
+    with mode:
+        yield
+    ledger.regroup(mode.keys, group)

@@ -1,0 +1,36 @@
+"""What a first batch shows of a model: its partition, and the form of all batches."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from autohete.errors import InputError
+from autohete.runtime.batch import Batch, Form, Loss, check_classes
+from autohete.runtime.losses import next_token_loss
+from autohete.runtime.partition import Partition
+
+
+def observed(partition: Partition, first: Batch, loss: Loss) -> tuple[Partition, Form]:
+    """The partition as a forward of ``first`` shows it, and the form of all batches.
+
+    Raises:
+        InputError: the batch, the model or the loss cannot be trained with; nothing has been changed.
+    """
+
+    def of_first(logits: Tensor) -> Tensor:
+        if loss is next_token_loss:
+            check_classes(first.targets, logits.shape[-1])
+        return loss(logits, first.targets[:1].to(logits.device))
+
+    found = partition.probe(first.with_labels(partition.model), of_first)
+    if found.own_loss is not None:
+        shifted = next_token_loss(found.logits, first.targets[:1].to(found.logits.device)).item()
+        if not math.isclose(shifted, found.own_loss, rel_tol=1e-2) and math.isfinite(found.own_loss):
+            raise InputError(
+                f"the model's own loss of the first labels is {found.own_loss}, but the cross-entropy of its logits against "
+                f"them is {shifted}: it means something else by labels; give targets (batch, sequence), and a loss of logits "
+                "and targets"
+            )
+    return partition.using(found), Form(first, found.rows, found.logits.shape[-1] if loss is next_token_loss else None)

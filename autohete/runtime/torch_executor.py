@@ -1,0 +1,149 @@
+"""Executes a schedule for real: trains on the batches that it is given, and says when everything happened."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from autohete.analysis.worst_case import worst_case
+from autohete.errors import InfeasibleError, InputError, ScheduleError, check_member, check_switch, check_whole
+from autohete.execution.trace import Clock, Trace
+from autohete.quantities import format_bytes
+from autohete.runtime.batch import Batch, Loss
+from autohete.runtime.claims import Claim
+from autohete.runtime.lanes import LaneThreads
+from autohete.runtime.ledger import Counting, Ledger
+from autohete.runtime.observe import observed
+from autohete.runtime.optimizer import Adam
+from autohete.runtime.partition import partition
+from autohete.runtime.training import Training
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
+
+
+class TorchExecutor:
+    """The runtime behind :class:`autohete.execution.Executor`: real tensors, autograd and threads, on the CPU.
+
+    Args:
+        model: whose blocks are in an ``nn.ModuleList``; has the trained parameters after each run.
+        batches: token ids and targets, each (batch, sequence), one pair per micro-batch; or the arguments of the model's
+            forward by name, with ``targets`` or ``labels``.
+        loss: of logits and targets.
+        adam: the optimizer's settings.
+        clip_norm: the largest global norm of the gradients, for schedules that clip them.
+        blocks: name of the block list, where it is not clear.
+        paced: let every task last as long as the schedule says (clock ``emulated``); else as fast as the CPU goes.
+        budget: hold the memories' capacities; else they are not looked at.
+        counting: how the device's bytes are counted.
+
+    After :meth:`run`, ``losses`` has the loss of each iteration and ``parameters`` every trained parameter in block order
+    (fp32 master weights where the model is in 16 bit); ``device`` and ``host`` tell the peaks, if budgets were held; ``late``
+    names the paced tasks whose work ended after their deadline, with the nanoseconds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterator[object],
+        loss: Loss,
+        adam: Adam | None = None,
+        *,
+        blocks: str | None = None,
+        clip_norm: float | None = None,
+        paced: bool = False,
+        budget: bool = True,
+        counting: Counting = Counting.EXACT,
+    ) -> None:
+        check_switch("paced", paced)
+        check_switch("budget", budget)
+        check_member("counting", counting, Counting)
+        self._partition = partition(model, blocks)
+        self._batches, self._loss, self._adam, self._paced, self._budget = batches, loss, adam, paced, budget
+        self._clip_norm = clip_norm
+        #: How the device's bytes are counted; after a run that was to go by the schedule's sizes: how they have been.
+        self.counting = counting
+        self._counting = counting
+        self.losses: list[float] = []
+        self.parameters: list[Tensor] = []
+        self.device: Ledger | None = None
+        self.host: Ledger | None = None
+        self.late: dict[str, int] = {}
+
+    def run(self, schedule: Schedule, iterations: int) -> Trace:
+        """Train ``iterations`` iterations as ``schedule`` says.
+
+        Raises:
+            TaskError: a task failed; names it, with the original error as its cause. No thread is left behind.
+            InfeasibleError: some order of the schedule's tasks needs more of a memory than there is.
+            ScheduleError: a task of the schedule may free memory later and later.
+            DeviceOutOfMemoryError: the states, or a task, need more of a memory than the schedule says.
+            InputError: there are fewer batches than iterations, or the first shows that the model or the loss cannot be
+                trained with.
+        """
+        check_whole("iterations", iterations, 1)
+        claim = Claim(self._partition.model, "trained")
+        try:
+            return self._run(schedule, iterations)
+        finally:
+            claim.release()
+
+    def _run(self, schedule: Schedule, iterations: int) -> Trace:
+        micro_batches = 1 + max((task.id.micro_batch for task in schedule.tasks), default=0)
+        wanted = iterations * micro_batches
+        model, given = self._partition.model, list(itertools.islice(self._batches, wanted))
+        if len(given) < wanted:
+            each = f" of {micro_batches} micro-batches" if micro_batches > 1 else ""
+            raise InputError(f"{iterations} iterations{each} need {wanted} batches, but there are {len(given)}: give more data")
+        batches = [Batch.of(batch, model) for batch in given]
+        self._partition, form = observed(self._partition, batches[0], self._loss)
+        for batch in batches[1:]:
+            form.check(batch)
+        if self._budget:
+            _check_fits(schedule.validate())
+            capacities = {memory.name: memory.capacity_bytes for memory in schedule.memories}
+            self.device, self.host = (Ledger(name, capacities[name]) for name in (GPU_MEMORY, HOST_MEMORY))
+        training = Training(
+            self._partition,
+            schedule,
+            self._loss,
+            self._adam,
+            device=self.device,
+            host=self.host,
+            counting=self._counting,
+            clip_norm=self._clip_norm,
+        )
+        try:
+            clock = Clock.EMULATED if self._paced else Clock.MEASURED_CPU
+            with LaneThreads(schedule, training.perform, clock, paced=self._paced) as lanes:
+                training.guard.wait = lanes.drain
+                for iteration in range(iterations):
+                    training.passes.give(iteration, *batches[iteration * micro_batches : (iteration + 1) * micro_batches])
+                    lanes.admit()
+            self.losses = [training.passes.losses[iteration] for iteration in range(iterations)]
+            self.parameters, self.late = training.parameters(), lanes.late
+            if training.count is not None:
+                self.counting, self.device = training.count.counting, training.count.ledger
+        finally:
+            training.close()
+        return lanes.trace()
+
+
+def _check_fits(schedule: Schedule) -> None:
+    for memory in schedule.memories:
+        worst = worst_case(schedule, memory.name)
+        if worst.peak_bytes is None:
+            raise ScheduleError(
+                f"{worst.task} frees {memory.name} memory, but no later allocation waits for that: it may grow without limit"
+            )
+        if not worst.fits:
+            holder, size = next(iter(worst.holders.items()))
+            largest = f"{holder.replace('_', ' ')} {format_bytes(size)}"
+            raise InfeasibleError(
+                f"where copies are late the schedule needs {worst.peak_bytes} B ({format_bytes(worst.peak_bytes)}) of "
+                f"{memory.name} memory at {worst.task}, there are {memory.capacity_bytes} B; largest: {largest}. Give it that "
+                "much, or more waits: autohete.lowering.memory_waits.with_memory_waits",
+                constraint=memory.name,
+                capacity_bytes=memory.capacity_bytes,
+                needed_bytes=worst.peak_bytes,
+            )

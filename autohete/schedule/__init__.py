@@ -1,0 +1,73 @@
+"""The joint: the tasks of one iteration, with edges that may reach back one iteration.
+
+A schedule exists before it runs, is data, and says everything that an executor needs. Two executors read it
+(``sim`` and ``runtime``); neither sees the plan or the policy it came from. ``str(schedule)`` and
+:func:`parse_schedule` are inverse.
+"""
+
+from autohete.schedule.graph import Graph, Urgency, urgency
+from autohete.schedule.ids import (
+    COLLECTIVE,
+    COLLECTIVES,
+    COPIES,
+    CPU,
+    D2H,
+    GPU,
+    GPU_MEMORY,
+    H2D,
+    HOST_MEMORY,
+    KIND_MEANING,
+    KIND_ORDER,
+    NVME_MEMORY,
+    NVME_READ,
+    NVME_WRITE,
+    BufferId,
+    Copy,
+    Kind,
+    TaskId,
+    Value,
+    parse_buffer_id,
+    parse_instance,
+    parse_task_id,
+)
+from autohete.schedule.text import parse_schedule
+from autohete.schedule.types import Buffer, Discipline, Edge, Flow, Free, Lane, Memory, Schedule, SharedResource, Task
+
+__all__ = [
+    "COLLECTIVE",
+    "COLLECTIVES",
+    "COPIES",
+    "CPU",
+    "D2H",
+    "GPU",
+    "GPU_MEMORY",
+    "H2D",
+    "HOST_MEMORY",
+    "KIND_MEANING",
+    "KIND_ORDER",
+    "NVME_MEMORY",
+    "NVME_READ",
+    "NVME_WRITE",
+    "Buffer",
+    "BufferId",
+    "Copy",
+    "Discipline",
+    "Edge",
+    "Flow",
+    "Free",
+    "Graph",
+    "Kind",
+    "Lane",
+    "Memory",
+    "Schedule",
+    "SharedResource",
+    "Task",
+    "TaskId",
+    "Urgency",
+    "Value",
+    "parse_buffer_id",
+    "parse_instance",
+    "parse_schedule",
+    "parse_task_id",
+    "urgency",
+]

@@ -1,0 +1,65 @@
+"""A schedule with names resolved to indices, and the order of a priority lane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from autohete.schedule.ids import KIND_ORDER
+from autohete.schedule.types import Discipline, Schedule, Task
+
+#: Priority, micro-batch, unit, kind, rank, recomputation: smaller is more urgent.
+Urgency = tuple[int, int, int, int, int, int]
+
+
+def urgency(task: Task) -> Urgency:
+    """The order of a priority lane among tasks of one iteration; the iteration comes after the priority."""
+    return (task.priority, task.id.micro_batch, task.id.unit, KIND_ORDER[task.id.kind], task.id.rank, task.id.again)
+
+
+class Graph:
+    """A schedule's edges as index lists.
+
+    Attributes:
+        lane: lane index of each task.
+        successors: for each task the (task, back) pairs that wait for it.
+        waits: how many same-iteration and how many back-reaching edges each task has.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.index = {task.id: i for i, task in enumerate(schedule.tasks)}
+        lanes = {lane.name: i for i, lane in enumerate(schedule.lanes)}
+        self.lane = [lanes[task.lane] for task in schedule.tasks]
+        self.successors: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
+        self.waits: list[tuple[int, int]] = []
+        for i, task in enumerate(schedule.tasks):
+            back = 0
+            for edge in task.after:
+                self.successors[self.index[edge.task]].append((i, edge.back))
+                back += edge.back
+            self.waits.append((len(task.after) - back, back))
+
+    @cached_property
+    def lane_tasks(self) -> list[list[int]]:
+        """Task indices of each lane in issue order."""
+        found: list[list[int]] = [[] for _ in self.schedule.lanes]
+        for i, lane in enumerate(self.lane):
+            found[lane].append(i)
+        return found
+
+    @cached_property
+    def urgency(self) -> list[Urgency]:
+        """For each task the order of a priority lane, in which the iteration comes after the first number."""
+        return [urgency(task) for task in self.schedule.tasks]
+
+    def edges(self) -> Iterator[tuple[int, int, int]]:
+        """All (predecessor, successor, back): the written ones, and the order that fifo lanes impose, wrap-around included."""
+        for before, successors in enumerate(self.successors):
+            for after, back in successors:
+                yield before, after, back
+        for lane, tasks in zip(self.schedule.lanes, self.lane_tasks, strict=True):
+            if lane.discipline is Discipline.FIFO and tasks:
+                for before, after in zip(tasks, tasks[1:], strict=False):
+                    yield before, after, 0
+                yield tasks[-1], tasks[0], 1

@@ -1,0 +1,247 @@
+"""What tasks and buffers are called: kinds of task, values in memories, and the ids that are made of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autohete.errors import ScheduleError, check_fields, check_member
+
+#: Names of the lanes and memories of one GPU and its host.
+GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"
+GPU_MEMORY, HOST_MEMORY = "gpu", "host"
+#: And of a drive that it has.
+NVME_READ, NVME_WRITE, NVME_MEMORY = "nvme_read", "nvme_write", "nvme"
+#: What several GPUs do together.
+COLLECTIVE = "collective"
+
+
+class Kind(StrEnum):
+    """What a task does; the value is its mnemonic in task ids."""
+
+    FORWARD = "F"
+    LOSS = "L"
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+    GPU_UPDATE = "W"
+    PREFETCH_FORWARD = "PF"
+    PREFETCH_BACKWARD = "PB"
+    REFRESH = "H"
+    FETCH_ACTIVATIONS = "AF"
+    OFFLOAD_ACTIVATIONS = "AO"
+    WRITE_BACK_FORWARD = "WF"
+    WRITE_BACK_BACKWARD = "WB"
+    OFFLOAD_GRADIENTS = "G"
+    CPU_UPDATE = "U"
+    FETCH_STATES = "SF"
+    WRITE_BACK_STATES = "SB"
+    ACCUMULATE = "A"
+    READ_STATES = "NR"
+    WRITE_STATES = "NW"
+    WRITE_GRADIENTS = "NG"
+    GATHER_FORWARD = "CF"
+    GATHER_BACKWARD = "CB"
+    REDUCE_GRADIENTS = "CR"
+    GATHER_UPDATED = "CU"
+    GRADIENT_NORM = "N"
+    CLIP = "C"
+
+    __hash__ = str.__hash__  # an enumeration's own is a call of Python, for each of the ids that lowering looks up
+
+
+KIND_MEANING: dict[Kind, str] = {
+    Kind.FORWARD: "forward",
+    Kind.LOSS: "loss",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.GPU_UPDATE: "GPU update",
+    Kind.PREFETCH_FORWARD: "prefetch of parameters for forward",
+    Kind.PREFETCH_BACKWARD: "prefetch of parameters for backward",
+    Kind.REFRESH: "refresh of updated parameters",
+    Kind.FETCH_ACTIVATIONS: "fetch of activations",
+    Kind.OFFLOAD_ACTIVATIONS: "offload of activations",
+    Kind.WRITE_BACK_FORWARD: "write-back of parameters after forward",
+    Kind.WRITE_BACK_BACKWARD: "write-back of parameters after their update",
+    Kind.OFFLOAD_GRADIENTS: "offload of gradients",
+    Kind.CPU_UPDATE: "CPU update",
+    Kind.FETCH_STATES: "fetch of optimizer states",
+    Kind.WRITE_BACK_STATES: "write-back of optimizer states",
+    Kind.ACCUMULATE: "accumulation of gradients on the host",
+    Kind.READ_STATES: "read of optimizer states from NVMe",
+    Kind.WRITE_STATES: "write of optimizer states to NVMe",
+    Kind.WRITE_GRADIENTS: "write of gradients to NVMe",
+    Kind.GATHER_FORWARD: "all-gather of parameters for forward",
+    Kind.GATHER_BACKWARD: "all-gather of parameters for backward",
+    Kind.REDUCE_GRADIENTS: "reduction of gradients over the GPUs",
+    Kind.GATHER_UPDATED: "all-gather of updated parameters",
+    Kind.GRADIENT_NORM: "norm of gradients",
+    Kind.CLIP: "clip coefficient",
+}
+#: What all GPUs do together.
+COLLECTIVES = (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.REDUCE_GRADIENTS, Kind.GATHER_UPDATED)
+_MNEMONICS = frozenset(kind.value for kind in Kind)
+KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TaskId:
+    """A task within an iteration: ``F3`` is forward of unit 3, ``F3m1`` of its second micro-batch, ``F3r2`` on the third GPU.
+
+    Args:
+        kind: what it does.
+        unit: which part of the model.
+        micro_batch, rank: which of several, from 0.
+        again: which of several recomputations of a unit, from 0: ``R3a1`` is the second.
+    """
+
+    kind: Kind
+    unit: int
+    micro_batch: int = 0
+    rank: int = 0
+    again: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.kind) is not Kind:  # a lowering makes thousands of ids: only a fault is worth a call
+            check_member("kind", self.kind, Kind)
+
+    def __str__(self) -> str:
+        micro_batch = f"m{self.micro_batch}" if self.micro_batch else ""
+        rank = f"r{self.rank}" if self.rank else ""
+        again = f"a{self.again}" if self.again else ""
+        return f"{self.kind}{self.unit}{micro_batch}{rank}{again}"
+
+    def at(self, iteration: int) -> str:
+        """The id of one instance: ``F3@1``."""
+        return f"{self}@{iteration}"
+
+
+_TASK = re.compile(r"([A-Z]+)(\d+)(?:m(\d+))?(?:r(\d+))?(?:a(\d+))?")
+
+
+def parse_task_id(text: str) -> TaskId:
+    """Inverse of ``str(TaskId)``."""
+    match = _TASK.fullmatch(text)
+    if match is None or match[1] not in _MNEMONICS:
+        raise ScheduleError(f"{text!r} is not a task id: write a kind ({' '.join(Kind)}) and a unit, such as F3")
+    return TaskId(Kind(match[1]), int(match[2]), int(match[3] or 0), int(match[4] or 0), int(match[5] or 0))
+
+
+def parse_instance(text: str) -> tuple[TaskId, int]:
+    """Inverse of :meth:`TaskId.at`: ``F3@1`` is forward of unit 3 in iteration 1."""
+    task, at, iteration = text.partition("@")
+    if not at or not iteration.isdecimal() or _TASK.fullmatch(task) is None:
+        raise ScheduleError(f"{text!r} is not a task of an iteration: write it such as F3@1")
+    return parse_task_id(task), int(iteration)
+
+
+class Value(StrEnum):
+    """What takes memory."""
+
+    PARAMETERS = "parameters"
+    PARAMETER_SHARD = "parameter_shard"
+    GRADIENTS = "gradients"
+    GRADIENT_SHARD = "gradient_shard"
+    ARRIVED_GRADIENTS = "arrived_gradients"
+    OPTIMIZER_STATES = "optimizer_states"
+    PINNED_STATES = "pinned_states"
+    ACTIVATIONS = "activations"
+    INPUT = "input"
+    INPUT_GRADIENT = "input_gradient"
+    LOGITS = "logits"
+    LOGITS_GRADIENT = "logits_gradient"
+    WORKSPACE = "workspace"
+    PARAMETER_SLOTS = "parameter_slots"
+    POLICY_BUFFERS = "policy_buffers"
+    GRADIENT_NORM = "gradient_norm"
+    CLIP_COEFFICIENT = "clip_coefficient"
+    OTHER = "other"
+
+    __hash__ = str.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a copy carries, from which memory to which."""
+
+    value: Value
+    source: str
+    target: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+#: What the kinds of task do that copy.
+COPIES = {
+    Kind.PREFETCH_FORWARD: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
+    Kind.PREFETCH_BACKWARD: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
+    Kind.REFRESH: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
+    Kind.WRITE_BACK_FORWARD: Copy(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY),
+    Kind.WRITE_BACK_BACKWARD: Copy(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY),
+    Kind.OFFLOAD_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY),
+    Kind.OFFLOAD_ACTIVATIONS: Copy(Value.ACTIVATIONS, GPU_MEMORY, HOST_MEMORY),
+    Kind.FETCH_ACTIVATIONS: Copy(Value.ACTIVATIONS, HOST_MEMORY, GPU_MEMORY),
+    Kind.FETCH_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, GPU_MEMORY),
+    Kind.WRITE_BACK_STATES: Copy(Value.OPTIMIZER_STATES, GPU_MEMORY, HOST_MEMORY),
+    Kind.READ_STATES: Copy(Value.OPTIMIZER_STATES, NVME_MEMORY, HOST_MEMORY),
+    Kind.WRITE_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, NVME_MEMORY),
+    Kind.WRITE_GRADIENTS: Copy(Value.GRADIENTS, HOST_MEMORY, NVME_MEMORY),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferId:
+    """A value in a memory: ``activations.3:gpu`` are those of unit 3.
+
+    Args:
+        value: what it is.
+        memory: where.
+        unit: whose; None: of the whole model.
+        use: the kind of task that it is there for, where a value is there more than once in an iteration: ``parameters_B.3``.
+        micro_batch: of which it is.
+        again: which of several recomputations it is there for.
+        rank: of which GPU, or of its process on the host: ``activations.3r2:gpu.2``.
+    """
+
+    value: Value
+    memory: str
+    unit: int | None = None
+    use: Kind | None = None
+    micro_batch: int = 0
+    again: int = 0
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.value) is not Value or not (self.use is None or type(self.use) is Kind):  # as for task ids
+            check_fields(self)
+
+    @property
+    def group(self) -> str:
+        """What it has in common with others units': ``parameters_B``."""
+        return str(self.value) if self.use is None else f"{self.value}_{self.use}"
+
+    def __str__(self) -> str:
+        unit = "" if self.unit is None else f".{self.unit}"
+        micro_batch = f"m{self.micro_batch}" if self.micro_batch else ""
+        again = f"a{self.again}" if self.again else ""
+        rank = f"r{self.rank}" if self.rank else ""
+        return f"{self.group}{unit}{micro_batch}{rank}{again}:{self.memory}"
+
+
+_BUFFER = re.compile(r"([a-z_]+?)(?:_([A-Z]+))?(?:\.(\d+))?(?:m(\d+))?(?:r(\d+))?(?:a(\d+))?:([^:]+)")
+
+
+def parse_buffer_id(text: str) -> BufferId:
+    """Inverse of ``str(BufferId)``."""
+    match = _BUFFER.fullmatch(text)
+    if match is None or match[1] not in _VALUES or (match[2] or Kind.FORWARD) not in _MNEMONICS:
+        raise ScheduleError(
+            f"{text!r} is not a buffer: write a value ({' '.join(Value)}), a unit and a memory, such as activations.3:gpu"
+        )
+    unit = None if match[3] is None else int(match[3])
+    use = Kind(match[2]) if match[2] else None
+    return BufferId(Value(match[1]), match[7], unit, use, int(match[4] or 0), int(match[6] or 0), int(match[5] or 0))
+
+
+_VALUES = frozenset(value.value for value in Value)

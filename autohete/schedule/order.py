@@ -1,0 +1,67 @@
+"""What comes before what in every execution of a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autohete.errors import ScheduleError
+from autohete.schedule import Discipline, Kind, Schedule
+
+
+def order(schedule: Schedule) -> list[tuple[int, int, int]]:
+    """All (predecessor, successor, back) that every execution keeps: written edges, and the turns of the lanes.
+
+    A fifo lane's own order says all about two of its tasks; of a priority lane each task waits for itself of the iteration
+    before.
+    """
+    graph = schedule.graph()
+    fifo = [lane.discipline is Discipline.FIFO for lane in schedule.lanes]
+    edges = {(i, i, 1) for i, lane in enumerate(graph.lane) if not fifo[lane]}
+    for u, successors in enumerate(graph.successors):
+        lane = graph.lane[u]
+        edges |= {(u, v, back) for v, back in successors if not (fifo[lane] and graph.lane[v] == lane)}
+    for lane, tasks in enumerate(graph.lane_tasks):
+        if fifo[lane] and tasks:
+            edges |= {(u, v, 0) for u, v in zip(tasks, tasks[1:], strict=False)} | {(tasks[-1], tasks[0], 1)}
+    return sorted(edges)
+
+
+def topological(tasks: int, edges: list[tuple[int, int, int]]) -> list[int]:
+    """All tasks of an iteration, each after those of it that it waits for; of several the first in the schedule.
+
+    Raises:
+        ScheduleError: tasks wait for each other.
+    """
+    before: list[list[int]] = [[] for _ in range(tasks)]
+    for u, v, back in edges:
+        if not back:
+            before[v].append(u)
+    found: dict[int, None] = {}
+    opened: set[int] = set()
+    for task in range(tasks):
+        stack = [task]
+        while stack:
+            missing = [u for u in before[stack[-1]] if u not in found]
+            if missing and stack[-1] in opened:
+                raise ScheduleError("tasks wait for each other in a cycle: Schedule.validate names them")
+            opened.add(stack[-1])
+            stack += missing
+            if not missing:
+                found[stack.pop()] = None
+    return list(found)
+
+
+def delayed_units(schedule: Schedule) -> set[int]:
+    """The units whose CPU update does not wait for the gradients of its own iteration."""
+    before = {task.id: [edge.task for edge in task.after if not edge.back] for task in schedule.tasks}
+    found: set[int] = set()
+    for update in before:
+        if update.kind is Kind.CPU_UPDATE:
+            seen, rest = {update}, [update]
+            while rest:
+                new = [task for task in before[rest.pop()] if task not in seen]
+                seen.update(new)
+                rest += new
+            if replace(update, kind=Kind.OFFLOAD_GRADIENTS) not in seen:
+                found.add(update.unit)
+    return found

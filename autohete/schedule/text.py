@@ -1,0 +1,141 @@
+"""A schedule as text, a line per task, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autohete.errors import ScheduleError
+from autohete.schedule.ids import parse_buffer_id, parse_task_id
+from autohete.schedule.types import Buffer, Discipline, Edge, Flow, Free, Lane, Memory, Schedule, SharedResource, Task
+
+_HEADER = "autohete-schedule 2"
+_COUNTS = " counts-lanes"
+
+
+def lines(schedule: Schedule) -> Iterator[str]:
+    yield _HEADER
+    for lane in schedule.lanes:
+        yield f"lane {lane.name} {lane.discipline}"
+    for memory in schedule.memories:
+        yield f"memory {memory.name} {memory.capacity_bytes}"
+    for flow in schedule.flows:
+        yield f"flow {flow.lane} {flow.demand!r} {flow.weight!r}"
+    for resource in schedule.resources:
+        yield f"share {resource.name} {resource.capacity!r} {','.join(resource.lanes)}{_COUNTS * resource.counts_lanes}"
+    for buffer in schedule.resident:
+        yield f"resident {buffer}"
+    for task in schedule.tasks:
+        words = [f"task {task.id} {task.lane} {task.duration_ns}"]
+        if task.priority:
+            words.append(f"priority={task.priority}")
+        for key, items in (("after", task.after), ("allocates", task.allocates), ("frees", task.frees)):
+            if items:
+                words.append(f"{key}={','.join(map(str, items))}")
+        yield " ".join(words)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Inverse of ``str(schedule)``. Blank lines and ``#`` comments are passed over. Does not :meth:`Schedule.validate`.
+
+    Raises:
+        ScheduleError: a line that cannot be read, with its number.
+    """
+    parts: dict[str, list[object]] = {key: [] for key in ("lane", "memory", "flow", "share", "resident", "task")}
+    lines = [(number, line.split("#", 1)[0].split()) for number, line in enumerate(text.splitlines(), 1)]
+    lines = [(number, words) for number, words in lines if words]
+    if not lines or " ".join(lines[0][1]) != _HEADER:
+        raise ScheduleError(f"a schedule's text begins with the line {_HEADER!r}")
+    for number, words in lines[1:]:
+        if words[0] not in parts:
+            raise ScheduleError(f"line {number}: {words[0]!r} is not one of {', '.join(parts)}")
+        try:
+            parts[words[0]].append(_PARSERS[words[0]](words[1:]))
+        except (ValueError, IndexError, KeyError) as error:
+            raise ScheduleError(f"line {number}: cannot read {' '.join(words)!r} ({error})") from error
+        except ScheduleError as error:
+            raise ScheduleError(f"line {number}: {error}") from error
+    return Schedule(
+        lanes=tuple(parts["lane"]),  # type: ignore[arg-type]
+        tasks=tuple(parts["task"]),  # type: ignore[arg-type]
+        memories=tuple(parts["memory"]),  # type: ignore[arg-type]
+        resident=tuple(parts["resident"]),  # type: ignore[arg-type]
+        flows=tuple(parts["flow"]),  # type: ignore[arg-type]
+        resources=tuple(parts["share"]),  # type: ignore[arg-type]
+    )
+
+
+def _parse_lane(words: list[str]) -> Lane:
+    name, discipline = words
+    return Lane(name, Discipline(discipline))
+
+
+def _parse_memory(words: list[str]) -> Memory:
+    name, capacity = words
+    return Memory(name, int(capacity))
+
+
+def _parse_flow(words: list[str]) -> Flow:
+    lane, demand, weight = words
+    return Flow(lane, float(demand), float(weight))
+
+
+def _parse_share(words: list[str]) -> SharedResource:
+    name, capacity, lanes, *counts = words
+    if counts not in ([], [_COUNTS.strip()]):
+        raise ValueError(f"{' '.join(counts)!r} is not {_COUNTS.strip()!r}")
+    return SharedResource(name, float(capacity), tuple(lanes.split(",")), bool(counts))
+
+
+def _parse_buffer(text: str) -> Buffer:
+    buffer, _, size = text.rpartition(":")
+    return Buffer(parse_buffer_id(buffer), int(size))
+
+
+def _parse_resident(words: list[str]) -> Buffer:
+    (text,) = words
+    return _parse_buffer(text)
+
+
+def _back(text: str) -> tuple[str, int]:
+    return (text.removesuffix("@-1"), 1) if text.endswith("@-1") else (text, 0)
+
+
+def _parse_edge(text: str) -> Edge:
+    name, back = _back(text)
+    return Edge(parse_task_id(name), back)
+
+
+def _parse_free(text: str) -> Free:
+    name, back = _back(text)
+    return Free(parse_buffer_id(name), back)
+
+
+def _parse_task(words: list[str]) -> Task:
+    options = dict(word.split("=", 1) for word in words[3:])
+    if len(options) < len(words) - 3:
+        raise ValueError("an option is given twice")
+    if unknown := options.keys() - {"priority", "after", "allocates", "frees"}:
+        raise ValueError(f"unknown {', '.join(sorted(unknown))}")
+
+    def items(key: str) -> list[str]:
+        return options[key].split(",") if key in options else []
+
+    return Task(
+        id=parse_task_id(words[0]),
+        lane=words[1],
+        duration_ns=int(words[2]),
+        after=tuple(_parse_edge(item) for item in items("after")),
+        priority=int(options.get("priority", 0)),
+        allocates=tuple(_parse_buffer(item) for item in items("allocates")),
+        frees=tuple(_parse_free(item) for item in items("frees")),
+    )
+
+
+_PARSERS = {
+    "lane": _parse_lane,
+    "memory": _parse_memory,
+    "flow": _parse_flow,
+    "share": _parse_share,
+    "resident": _parse_resident,
+    "task": _parse_task,
+}

@@ -1,0 +1,172 @@
+"""The parts of a schedule, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from autohete.errors import check_fields
+from autohete.schedule.ids import BufferId, TaskId
+
+if TYPE_CHECKING:
+    from autohete.schedule.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Start after ``task`` of the same iteration (``back`` 0) or of the one before (``back`` 1) has ended."""
+
+    task: TaskId
+    back: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.task}@-1" if self.back else str(self.task)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Bytes of a memory; its id is unique in the schedule."""
+
+    id: BufferId
+    size_bytes: int
+
+    @property
+    def memory(self) -> str:
+        """Where it is."""
+        return self.id.memory
+
+    def __str__(self) -> str:
+        return f"{self.id}:{self.size_bytes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Release of a buffer that was allocated in this iteration (``back`` 0) or in the one before."""
+
+    id: BufferId
+    back: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.id}@-1" if self.back else str(self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One action on one lane.
+
+    Args:
+        id: kind and unit.
+        lane: name of the lane that does it.
+        duration_ns: integer nanoseconds on an undisturbed lane. (Not float seconds: both executors and every check
+            agree to the last tick only on integers.)
+        after: what must have ended before it starts.
+        priority: smaller is more urgent; matters on priority lanes.
+        allocates: buffers that come to life when it starts.
+        frees: buffers that end when it ends.
+    """
+
+    id: TaskId
+    lane: str
+    duration_ns: int
+    after: tuple[Edge, ...] = ()
+    priority: int = 0
+    allocates: tuple[Buffer, ...] = ()
+    frees: tuple[Free, ...] = ()
+
+
+class Discipline(StrEnum):
+    """``FIFO``: tasks in schedule order, like a CUDA stream. ``PRIORITY``: the most urgent ready task."""
+
+    FIFO = "fifo"
+    PRIORITY = "priority"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """An engine that does one task at a time."""
+
+    name: str
+    discipline: Discipline = Discipline.FIFO
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What a lane draws from shared resources while it works: ``demand`` units/s alone, and its ``weight`` in a share."""
+
+    lane: str
+    demand: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharedResource:
+    """A capacity that several lanes' flows divide among them; see ``sharing.py``.
+
+    Args:
+        name: its name.
+        capacity: in units/s of the flows; or, if it ``counts_lanes``, how many lanes can work at full speed at once (cores).
+        lanes: who draws from it.
+        counts_lanes: see ``capacity``.
+    """
+
+    name: str
+    capacity: float
+    lanes: tuple[str, ...]
+    counts_lanes: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A memory and what it holds."""
+
+    name: str
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The tasks of one iteration.
+
+    Args:
+        lanes: engines; the first is the one whose passage counts iterations (the GPU).
+        tasks: in issue order: a fifo lane executes its tasks in this order.
+        memories: capacities to check occupancy against.
+        resident: buffers that live all the time.
+        flows, resources: shared bandwidth.
+    """
+
+    lanes: tuple[Lane, ...]
+    tasks: tuple[Task, ...]
+    memories: tuple[Memory, ...] = ()
+    resident: tuple[Buffer, ...] = ()
+    flows: tuple[Flow, ...] = ()
+    resources: tuple[SharedResource, ...] = ()
+
+    def __str__(self) -> str:
+        from autohete.schedule.text import lines
+
+        return "\n".join(lines(self)) + "\n"
+
+    def graph(self) -> Graph:
+        """The schedule with names resolved to indices, for executors. Call :meth:`validate` first."""
+        from autohete.schedule.graph import Graph
+
+        return Graph(self)
+
+    def validate(self) -> Schedule:
+        """Check that the schedule can be executed for ever; returns itself.
+
+        Raises:
+            ScheduleError: names the fault and the tasks that have it.
+        """
+        from autohete.schedule.validate import validate
+
+        validate(self)
+        return self

@@ -1,0 +1,313 @@
+"""Measures the machine: copies both ways, alone and together, the CPU's optimizer step beside them, and a matrix product.
+
+Where there is no GPU the CPU stands for it: copies are copies within host memory, and all lanes share the cores.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autohete.runtime.optimizer import Adam, AdamStates
+from autohete.train.worker import check_stop
+
+_KIB, _MIB = 2**10, 2**20
+#: Sizes of copies, from 64 KiB, a factor of four apart.
+_SMALLEST, _LARGEST, _LARGEST_QUICK = 64 * _KIB, 1024 * _MIB, {"cpu": 64 * _MIB, "cuda": 256 * _MIB}
+#: Of the copies that run beside other work.
+_LARGE = {"cpu": 16 * _MIB, "cuda": 128 * _MIB}
+#: Parameters of the optimizer step that is measured: 64 MiB of states, or 1 GiB where the host may be a server's.
+_UPDATED = {"cpu": 4 * _MIB, "cuda": 64 * _MIB}
+#: Rows of the matrices that are multiplied, by device; the quickest product counts. A GPU is idle most of a small one, and slow
+#: at first; on a CPU without hardware support a bf16 product runs at 1 GFLOP/s.
+_MATRICES = {"cpu": (256,), "cuda": (1024, 2048, 4096, 8192)}
+#: Share of a GPU's free memory that measuring may take.
+_MEASURING_SHARE = 0.1
+_WARM_UP_SECONDS = 0.2
+_EVICTOR = torch.zeros(16 * _MIB, dtype=torch.float32, device="cpu")  # 64 MiB: more than a core's share of any cache
+_SECONDS = 0.25  # for each measurement of lanes together
+_ROUNDS, _ROUND_SECONDS = 3, 0.08  # for the one that is repeated
+
+
+def versions() -> dict[str, str]:
+    """Date, machine and versions, for files and tables."""
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {
+        "date": datetime.now().astimezone().date().isoformat(),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {_host_bytes() / 2**30:.0f} GiB, {accelerator}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+    }
+
+
+def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: bool = False) -> dict[str, Any]:
+    """The document of a hardware file for this machine, in one thread per lane.
+
+    Args:
+        torch_device: a GPU, or the CPU that stands for one.
+        device_bytes: memory that tensors may have on the device.
+        quick: copies up to 64 MiB instead of 1 GiB, in a few seconds.
+    """
+    measured = versions()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        h2d, d2h = (_Copies(torch_device, up, _LARGEST_QUICK[torch_device.type] if quick else _LARGEST) for up in (True, False))
+        links = {"h2d": h2d.line(), "d2h": d2h.line()}
+        parameters = _UPDATED[torch_device.type]
+        update = _update(parameters, 1 if torch_device.type == "cpu" else threads)
+        one_way, other_way = h2d.large(), d2h.large()
+        both = _rates_together({"h2d": one_way, "d2h": other_way})
+        alone = _rates_together({"cpu": update})["cpu"]
+        beside = _rates_together({"h2d": one_way, "cpu": update})
+        together = _together({"gpu": _product(torch_device), "cpu": update, "h2d": one_way, "d2h": other_way})
+        matrix = {dtype: _matrix_rate(torch_device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    finally:
+        torch.set_num_threads(threads)
+    size = h2d.large_bytes
+    # The most that moved while something ran: one side of each copy, and all that an update touches.
+    updated = parameters * 28
+    traffic = max(beside["h2d"] * size + beside["cpu"] * updated, (both["h2d"] + both["d2h"]) * size, alone * updated)
+    emulated = torch_device.type == "cpu"
+
+    def figure(value: str | float | int, how: str) -> dict[str, Any]:
+        return {"value": value, "source": f"measured on {measured['machine']}: {how}", "date": measured["date"]}
+
+    def link(name: str) -> dict[str, Any]:
+        bandwidth, latency = links[name]
+        duplex = min(both[name] * size, bandwidth)
+        return {
+            "bandwidth": figure(f"{bandwidth:.6g} B/s", "line through copies of 64 KiB and more"),
+            "duplex_bandwidth": figure(f"{duplex:.6g} B/s", "both directions at once"),
+            "latency": figure(f"{latency:.6g} s", "line through copies of 64 KiB and more"),
+        }
+
+    copy_rate = links["h2d"][0]
+    return {
+        "name": "this-machine",
+        "title": f"{measured['machine']}, {measured['versions']}",
+        "gpu": {
+            "model": "the CPU stands for it" if emulated else torch.cuda.get_device_name(torch_device),
+            "memory": figure(f"{device_bytes + 1} B", "budget"),
+            "reserved_memory": figure("1 B", "nothing is reserved beside the budget"),
+            "peak_16bit": figure(
+                f"{matrix[torch.bfloat16][0]:.6g} FLOP/s", f"matrix product of {matrix[torch.bfloat16][1]}, bf16"
+            ),
+            "peak_32bit": figure(
+                f"{matrix[torch.float32][0]:.6g} FLOP/s", f"matrix product of {matrix[torch.float32][1]}, fp32"
+            ),
+            "memory_bandwidth": figure(f"{2 * copy_rate if emulated else _device_rate(torch_device):.6g} B/s", "large copy"),
+            "memory_efficiency": figure(1.0, "measured, not a datasheet"),
+            "gemm_efficiency": figure(1.0, "measured, not a datasheet"),
+            "kernel_overhead": figure("5 us", "not measured; measured blocks include it"),
+        },
+        "links": {"h2d": link("h2d"), "d2h": link("d2h")},
+        "host": {
+            "memory": figure(f"{_host_bytes()} B", "physical memory"),
+            "memory_bandwidth": figure(f"{traffic:.6g} B/s", "optimizer step and copies, together or alone"),
+            "usable_share": figure(1.0, "measured, not a datasheet"),
+        },
+        "cpu": {
+            "model": _processor(),
+            "cores": figure(os.cpu_count() or 1, "operating system"),
+            "update_bandwidth": figure(f"{alone * parameters * 28:.6g} B/s", "fused AdamW, 28 B per parameter"),
+        },
+        **(
+            {"emulation": {"shared_cores": figure(round(together, 3), "all lanes at once against each alone")}}
+            if emulated
+            else {}
+        ),
+    }
+
+
+class _Copies:
+    """Copies of one direction through a buffer on each side."""
+
+    def __init__(self, device: torch.device, up: bool, largest: int) -> None:
+        self._largest = largest
+        host = torch.zeros(largest, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+        there = torch.zeros(largest, dtype=torch.uint8, device=device)
+        self._target, self._source = (there, host) if up else (host, there)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.large_bytes = min(largest, _LARGE[device.type])
+
+    def line(self) -> tuple[float, float]:
+        """Bandwidth (bytes/s) and latency (s) of the line through all sizes that errs least, relatively."""
+        sizes, times = [], []
+        size = _SMALLEST
+        while size <= self._largest:
+            sizes.append(size)
+            times.append(self._seconds(size))
+            size *= 4
+        x, y = np.array(sizes, float), np.array(times)
+        design = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
+        latency, per_byte = np.linalg.lstsq(design, np.ones_like(y), rcond=None)[0]
+        return 1 / max(float(per_byte), 1e-15), min(max(float(latency), 1e-7), 1.0)
+
+    def large(self) -> Callable[[], None]:
+        """One copy of :attr:`large_bytes`."""
+        target, source = self._target[: self.large_bytes], self._source[: self.large_bytes]
+        return lambda: self._copy(target, source)
+
+    def _seconds(self, size: int) -> float:
+        times = []
+        for number in range(9 if size <= 16 * _MIB else 3):
+            # Each time another place, and nothing of it in a cache: so a training finds its parameters.
+            check_stop()
+            offset = number * max(size, 4 * _MIB) % (self._largest - size + 1)
+            target, source = self._target[offset : offset + size], self._source[offset : offset + size]
+            forget_cache()
+            begin = time.perf_counter()
+            self._copy(target, source)
+            times.append(time.perf_counter() - begin)
+        return median(times)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        if self._stream is None:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+
+def forget_cache(touched: int | None = None) -> None:
+    """Fill the caches with something else, or with as many bytes of it (None: with enough for any cache)."""
+    _EVICTOR[: None if touched is None else touched // _EVICTOR.element_size()].add_(1)
+
+
+def _update(count: int, threads: int) -> Callable[[], None]:
+    """An optimizer step over so many parameters in so many threads."""
+    parameters = torch.zeros(count, dtype=torch.float32, device="cpu")
+    states, gradients = AdamStates(Adam(), parameters, [count]), torch.zeros_like(parameters)
+    scratch = states.scratch()
+
+    def run() -> None:
+        torch.set_num_threads(threads)
+        states.update(parameters, [gradients], scratch)
+
+    return run
+
+
+def _rates_together(jobs: dict[str, Callable[[], None]], seconds: float = _SECONDS) -> dict[str, float]:
+    """How often a second each of ``jobs`` gets done while all of them run for ``seconds``, each in a thread."""
+    check_stop()
+    rates: dict[str, float] = {}
+    barrier = threading.Barrier(len(jobs))
+
+    def run(name: str, job: Callable[[], None]) -> None:
+        torch.set_num_threads(1)
+        job()
+        barrier.wait()
+        done, begin = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - begin) < seconds:
+            job()
+            done += 1
+        rates[name] = done / elapsed
+
+    threads = [threading.Thread(target=run, args=item) for item in jobs.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return rates
+
+
+def _together(jobs: dict[str, Callable[[], None]]) -> float:
+    """How many lanes at full speed are worth as much as all of ``jobs`` at once, or as the first two of them.
+
+    The median of several rounds: a machine that others use, too, is quick at one moment and slow at the next.
+    """
+    first = dict(list(jobs.items())[:2])
+    found = []
+    for _ in range(_ROUNDS):
+        alone = {name: _rates_together({name: job}, _ROUND_SECONDS)[name] for name, job in jobs.items()}
+        for some in (first, jobs):
+            rates = _rates_together(some, _ROUND_SECONDS)
+            found.append(sum(rate / alone[name] for name, rate in rates.items()))
+    return median(found)
+
+
+def _product(device: torch.device) -> Callable[[], None]:
+    """A matrix product that fits the cache, or as large as a GPU's passes have."""
+    size = matrix_sizes(device, torch.float32)[-1]
+    a = torch.ones(size, size, dtype=torch.float32, device=device)
+
+    def run() -> None:
+        (a @ a).sum().item()
+
+    return run
+
+
+def matrix_sizes(device: torch.device, dtype: torch.dtype) -> list[int]:
+    """Rows of the matrices whose products are measured: the smallest, and those that take little of the memory."""
+    smallest, *larger = _MATRICES[device.type]
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return [smallest, *(size for size in larger if 2 * size * size * dtype.itemsize <= _MEASURING_SHARE * free)]
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
+    """FLOP/s of the quickest square matrix product, and its rows."""
+    return max((_rate_of_product(size, device, dtype), size) for size in matrix_sizes(device, dtype))
+
+
+def _rate_of_product(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    product = torch.empty_like(a)
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        torch.mm(a, a, out=product)
+        product[0, 0].item()  # which waits for it
+        return time.perf_counter() - begin
+
+    _warm_up(seconds, device)
+    return 2 * size**3 / median(seconds() for _ in range(5))
+
+
+def _device_rate(device: torch.device) -> float:
+    """Bytes/s that a copy within the device reads and writes."""
+    free = torch.cuda.mem_get_info(device)[0]
+    size = max(256 * _MIB, min(2048 * _MIB, int(_MEASURING_SHARE * free / 2)))  # far more than its caches
+    a = torch.zeros(size, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+
+    def seconds() -> float:
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        b.copy_(a)
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    _warm_up(seconds, device)
+    return 2 * a.numel() / median(seconds() for _ in range(5))
+
+
+def _warm_up(run: Callable[[], float], device: torch.device) -> None:
+    """Run until clocks have risen and libraries are loaded: once on a CPU, for a while on a GPU."""
+    end = time.perf_counter() + (_WARM_UP_SECONDS if device.type == "cuda" else 0.0)
+    run()
+    while time.perf_counter() < end:
+        run()
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

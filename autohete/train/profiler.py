@@ -1,0 +1,335 @@
+"""Measures one block of each kind: seconds and bytes of every pass, on the device that will train.
+
+The passes run through the same actions as in training, one after another in the calling thread, so what is measured is what
+the lanes will do. That thread is a worker's, which looks between two tasks whether it is to stop: an interrupt inside of a pass
+would abort the process. Equal blocks are measured once: the model runs with the first of each kind, the others hand their input
+on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autohete.execution.trace import Clock
+from autohete.hardware import Hardware
+from autohete.lowering import lower
+from autohete.plan import Activations
+from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
+from autohete.runtime.batch import Batch, Inputs, Loss, leading, padded
+from autohete.runtime.lanes import LaneThreads
+from autohete.runtime.ledger import CudaMemory, Ledger
+from autohete.runtime.model_state import Snapshot, unchanged_random_state
+from autohete.runtime.optimizer import Adam, AdamStates
+from autohete.runtime.partition import Partition, call_of, replaced_forwards, with_hidden
+from autohete.runtime.precision import DTYPES
+from autohete.runtime.training import Training
+from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, Value, parse_schedule
+from autohete.train.as_executed import everything_resident
+from autohete.train.microbenchmarks import forget_cache
+from autohete.train.worker import check_stop
+from autohete.workload import Workload
+
+#: Iterations whose times count; one before them warms up.
+_REPEATS = 5
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+_PRECISIONS = {dtype: precision for precision, dtype in DTYPES.items()}
+
+
+def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Workload:
+    """The shape of a model and a batch as the simulator knows it, found by one forward in the calling thread.
+
+    Args:
+        partition: the model, cut into blocks.
+        inputs: token ids (batch, sequence), or the model's arguments by name.
+        name: what to call it.
+    """
+    found, ids = partition.probe(inputs), leading(inputs)
+    config = getattr(partition.model, "config", None)
+    heads = getattr(config, "num_attention_heads", getattr(partition.modules[0], "heads", 1))
+    return Workload(
+        name=name,
+        hidden_size=found.hidden.shape[-1],
+        transformer_blocks=len(partition.modules),
+        heads=heads if isinstance(heads, int) and found.hidden.shape[-1] % heads == 0 else 1,
+        vocabulary_size=found.logits.shape[-1],
+        sequence_length=ids.shape[1],
+        batch_size=ids.shape[0],
+        precision=_PRECISIONS[found.hidden.dtype],
+        tied_embeddings=any(id(parameter) in found.after for parameter in partition.owned[0]),
+    )
+
+
+def measure(
+    partition: Partition,
+    workload: Workload,
+    hardware: Hardware,
+    batch: Batch,
+    loss: Loss,
+    adam: Adam | None = None,
+    torch_device: torch.device | None = None,
+) -> Profile:
+    """The measured profile of ``partition``'s model for batches like ``batch``; copies are the hardware's.
+
+    Times are medians; the model, the random state and the optimizer are as before afterwards.
+    """
+    kinds = _kinds_of(partition)
+    first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
+    chosen = sorted(first.values())
+    small = replace(
+        partition,
+        modules=tuple(partition.modules[place] for place in chosen),
+        owned=(partition.owned[0], *(partition.owned[1 + place] for place in chosen), partition.owned[-1]),
+    )
+    shape = replace(workload, transformer_blocks=len(chosen))
+    left_out = {place for place in range(len(kinds)) if place not in chosen}
+    elsewhere = sum(p.numel() * p.element_size() for place in left_out for p in partition.owned[1 + place])
+    with _unchanged(partition, torch_device), _handing_on(partition.modules, kinds):
+        blocks, found_loss = _measure_all(small, shape, hardware, batch, loss, adam or Adam(), torch_device, elsewhere)
+    inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
+    return _with_handover(Profile(workload, hardware, (blocks[0], *inner, blocks[-1]), found_loss))
+
+
+def _with_handover(profile: Profile) -> Profile:
+    """Add to every task what it takes to go on to the next; in the other lanes than the GPU's, what waking up takes, too."""
+    here, across = _handover_seconds()
+    blocks = tuple(
+        replace(
+            block,
+            forward_seconds=block.forward_seconds + here,
+            backward_seconds=block.backward_seconds + here,
+            gpu_update_seconds=block.gpu_update_seconds + here,
+            cpu_update_seconds=(block.cpu_update_seconds or 0.0) + across,
+        )
+        for block in profile.blocks
+    )
+    h2d, d2h = (
+        replace(link, latency_seconds=link.latency_seconds + across) for link in (profile.hardware.h2d, profile.hardware.d2h)
+    )
+    loss = replace(profile.loss, seconds=profile.loss.seconds + here)
+    return replace(profile, hardware=replace(profile.hardware, h2d=h2d, d2h=d2h), blocks=blocks, loss=loss)
+
+
+_LANES = "autohete-schedule 2\nlane gpu fifo\nlane h2d priority\nlane d2h priority\nlane cpu priority\n"
+#: Tasks that do nothing: in the GPU's lane, and once around all lanes.
+_CHAIN = parse_schedule(f"{_LANES}task F0 gpu 0\ntask F1 gpu 0 after=F0\ntask F2 gpu 0 after=F1\ntask F3 gpu 0 after=F2\n")
+_RING = parse_schedule(
+    f"{_LANES}task F0 gpu 0 after=H0@-1\ntask G0 d2h 0 after=F0\ntask U0 cpu 0 after=G0\ntask H0 h2d 0 after=U0\n"
+)
+_HANDOVER_ITERATIONS = 50
+
+
+def _handover_seconds() -> tuple[float, float]:
+    """Of a task between two others of its lane; and of one on another lane than the GPU, which hands on to lanes that sleep."""
+    chain, ring = (_seconds_of_nothing(schedule) for schedule in (_CHAIN, _RING))
+    here = chain / len(_CHAIN.tasks)
+    return here, max(here, (ring - here) / (len(_RING.tasks) - 1))
+
+
+def _seconds_of_nothing(schedule: Schedule) -> float:
+    """How long an iteration takes in which no task does anything."""
+    with LaneThreads(schedule, lambda task, iteration: None, Clock.MEASURED_CPU) as lanes:
+        for _ in range(_HANDOVER_ITERATIONS):
+            lanes.admit()
+    return lanes.trace().makespan_seconds / _HANDOVER_ITERATIONS
+
+
+def _kinds_of(partition: Partition) -> list[object]:
+    """Equal for blocks that are alike: the same modules with tensors of the same shapes, in the same modes.
+
+    Numbers among their attributes are not compared: each block may have its own place in the list.
+    """
+
+    def kind_of(module: nn.Module) -> object:
+        tensors = {**module._parameters, **module._buffers}
+        shapes = [(name, (t.shape, t.dtype, t.requires_grad) if t is not None else None) for name, t in tensors.items()]
+        modes = [(name, value) for name, value in vars(module).items() if isinstance(value, (str, bool, type(None)))]
+        return (type(module), *shapes, *modes)
+
+    return [tuple(map(kind_of, module.modules())) for module in partition.modules]
+
+
+@contextmanager
+def _unchanged(partition: Partition, torch_device: torch.device | None) -> Iterator[None]:
+    """Give parameters, buffers, attributes and the random states back as they were."""
+    before = [[parameter.detach().clone() for parameter in owned] for owned in partition.owned]
+    others = Snapshot(partition.model.named_modules(), partition.effects.changing)
+    try:
+        with unchanged_random_state(torch_device or torch.device("cpu")):
+            yield
+    finally:
+        others.restore()
+        for owned, values in zip(partition.owned, before, strict=True):
+            for parameter, value in zip(owned, values, strict=True):
+                parameter.data = value
+
+
+def _handing_on(modules: Sequence[nn.Module], kinds: list[object]) -> AbstractContextManager[None]:
+    """Let each block that is like an earlier one return its input, packed as that one returns its result."""
+    returned: dict[object, Any] = {}
+
+    def noting(kind: object, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def note(*args: Any, **kwargs: Any) -> Any:
+            result = forward(*args, **kwargs)
+            returned[kind] = with_hidden(result, _NOTHING)
+            return result
+
+        return note
+
+    def handing(kind: object, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: with_hidden(returned[kind], call_of(0, forward, args, kwargs).hidden)
+
+    return replaced_forwards(
+        (module, (handing if kind in kinds[:place] else noting)(kind, module.forward))
+        for place, (module, kind) in enumerate(zip(modules, kinds, strict=True))
+    )
+
+
+def _measure_all(
+    partition: Partition,
+    workload: Workload,
+    hardware: Hardware,
+    batch: Batch,
+    loss: Loss,
+    adam: Adam,
+    torch_device: torch.device | None,
+    elsewhere: int,
+) -> tuple[list[BlockProfile], LossProfile]:
+    """Profiles of all blocks of ``partition``; the parameters of blocks left out of it have ``elsewhere`` bytes."""
+    counts = [sum(parameter.numel() for parameter in owned) for owned in partition.owned]
+    measured = partial(_measured, partition, batch, loss, adam, torch_device, elsewhere)
+    passes = measured(_everything_on_device(workload, hardware, counts, Activations.KEEP), _REPEATS)
+    checkpointed = measured(_everything_on_device(workload, hardware, counts, Activations.RECOMPUTE), 1)
+    hosts = [_cpu_update_seconds(owned, adam) for owned in partition.owned]
+    last = len(counts) - 1
+    blocks = []
+    for i, count in enumerate(counts):
+        forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
+        given = forward.brought if i else sum(_size(value) for value in batch.named.values() if isinstance(value, Tensor))
+        kept = max(forward.kept, given)
+        # An output that is kept as well stays longer than the block above has it for its input.
+        twice = forward.handed_on if forward.keeps_output else 0
+        alone = checkpointed[TaskId(Kind.FORWARD, i)]
+        blocks.append(
+            BlockProfile(
+                role=workload.role(i),
+                parameters=count,
+                forward_seconds=forward.seconds,
+                backward_seconds=backward.seconds,
+                gpu_update_seconds=update.seconds,
+                input_bytes=given,
+                activation_bytes=kept + twice,
+                forward_workspace_bytes=max(0, forward.peak - kept - forward.handed_on),
+                backward_workspace_bytes=max(0, backward.peak - backward.brought - backward.made - backward.handed_on),
+                gpu_update_workspace_bytes=max(0, update.peak - update.brought),
+                cpu_update_seconds=hosts[i],
+                measured_checkpointed_workspace_bytes=max(0, alone.peak - alone.brought - alone.handed_on),
+            )
+        )
+    found = passes[TaskId(Kind.LOSS, last)]
+    return blocks, LossProfile(found.seconds, found.brought, max(0, found.peak - found.brought - found.handed_on))
+
+
+def _measured(
+    partition: Partition,
+    batch: Batch,
+    loss: Loss,
+    adam: Adam,
+    torch_device: torch.device | None,
+    elsewhere: int,
+    schedule: Schedule,
+    repeats: int,
+) -> dict[TaskId, _Pass]:
+    """What each task of ``schedule`` takes in the last of some iterations; seconds are the median of all but the first."""
+    on_cuda = torch_device is not None and torch_device.type == "cuda"
+    memory = CudaMemory(torch_device) if torch_device is not None and on_cuda else Ledger(GPU_MEMORY)
+    ledger = memory if isinstance(memory, Ledger) else None
+    training = Training(partition, schedule, loss, adam, torch_device=torch_device, device=ledger)
+    seconds: dict[TaskId, list[float]] = defaultdict(list)
+    passes: dict[TaskId, _Pass] = {}
+    try:
+        for iteration in range(1 + repeats):
+            training.passes.give(iteration, Batch(padded(batch.inputs), batch.targets))
+            for task in schedule.tasks:
+                check_stop()
+                before, brought = memory.used_bytes, _size(training.passes.in_transit)
+                memory.reset_peak()
+                if not on_cuda:
+                    forget_cache(elsewhere)  # as the passes of the blocks left out would have
+                begin = time.perf_counter()
+                training.perform(task, iteration)
+                if on_cuda:
+                    torch.cuda.synchronize(torch_device)
+                seconds[task.id].append(time.perf_counter() - begin)
+                left, handed_on = memory.used_bytes, _size(training.passes.in_transit)
+                base = before - brought
+                made = sum(buffer.size_bytes for buffer in task.allocates if buffer.id.value is Value.GRADIENTS)
+                peak = max(memory.peak_bytes, before) - base
+                spent = median(seconds[task.id][1:] or [0])
+                keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
+                passes[task.id] = _Pass(spent, peak, left - handed_on - base, brought, handed_on, made, keeps_output)
+    finally:
+        training.close()
+    return passes
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What one pass took.
+
+    Args:
+        seconds: median of its times.
+        peak: the most bytes there were during it, over those of before without what the pass before handed to it.
+        kept: those that stay, without what it hands on.
+        brought, handed_on: bytes of the hidden states, logits or gradient from the pass before and for the next.
+        made: bytes of gradients whose place was allocated.
+        keeps_output: whether backward needs what is handed on.
+    """
+
+    seconds: float
+    peak: int
+    kept: int
+    brought: int
+    handed_on: int
+    made: int
+    keeps_output: bool
+
+
+def _everything_on_device(workload: Workload, hardware: Hardware, counts: list[int], activations: Activations) -> Schedule:
+    """The schedule of the resident training; its durations mean nothing."""
+    analytic = analytic_profile(workload, hardware)
+    blocks = tuple(replace(block, parameters=count) for block, count in zip(analytic.blocks, counts, strict=True))
+    profile = replace(analytic, blocks=blocks)
+    return lower(profile, everything_resident(profile, activations))
+
+
+def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:
+    """An update of these parameters on the host."""
+    if not owned:
+        return 0.0
+    sizes = [parameter.numel() for parameter in owned]
+    flat = torch.zeros(sum(sizes), dtype=owned[0].dtype, device="cpu")
+    states, gradients = AdamStates(adam, flat, sizes), torch.split(torch.zeros_like(flat), sizes)
+    scratch = states.scratch()
+    times = []
+    for _ in range(1 + _REPEATS):
+        check_stop()
+        forget_cache()
+        begin = time.perf_counter()
+        states.update(flat, gradients, scratch)
+        times.append(time.perf_counter() - begin)
+    return median(times[1:])
+
+
+def _size(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()

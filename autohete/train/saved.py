@@ -1,0 +1,219 @@
+"""The state of a training as one dictionary of plain values and tensors, which ``torch.save`` writes.
+
+    format, versions            what wrote it
+    step, skipped_steps         steps that have been made
+    adam                        the settings of the next step
+    parameters                  name -> values, frozen ones included; a shared matrix once
+    buffers                     name -> values
+    optimizer                   name -> step count, moments, fp32 master weights of 16-bit parameters, and the gradient that a
+                                delayed update has not applied yet
+    random                      states of the random generators of PyTorch, Python and NumPy
+
+It says nothing about where anything was, so another policy, budget or device can go on from it. All tensors are copies, on the
+CPU, in the shapes and types of the model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autohete.errors import InputError
+from autohete.runtime.optimizer import MASTER, MOMENTS, Adam
+from autohete.runtime.states import GRADIENT, VALUES, States
+from autohete.train.microbenchmarks import versions
+
+_FORMAT = "autohete-training 1"
+_PARTS = ("adam", "buffers", "format", "optimizer", "parameters", "random", "skipped_steps", "step", "versions")
+
+
+def state_of(
+    model: nn.Module, states: States, adam: Adam, step: int, skipped_steps: int, device: torch.device
+) -> dict[str, Any]:
+    """The state of a training whose updates have all ended."""
+    places = _places(states)
+    parameters: dict[str, Tensor] = {}
+    optimizer: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in places:
+            optimizer[name] = states.saved(*places[id(parameter)])
+            parameters[name] = optimizer[name].pop(VALUES)
+        else:
+            parameters[name] = parameter.detach().to("cpu", copy=True)
+    return {
+        "format": _FORMAT,
+        "versions": versions(),
+        "step": step,
+        "skipped_steps": skipped_steps,
+        "adam": {"lr": adam.lr, "betas": list(adam.betas), "eps": adam.eps, "weight_decay": adam.weight_decay},
+        "parameters": parameters,
+        "buffers": {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers()},
+        "optimizer": optimizer,
+        "random": _random_states(device),
+    }
+
+
+def check_state(state: object, model: nn.Module, adam: Adam, states: States | None) -> Adam:
+    """The settings to go on with.
+
+    Args:
+        state: what somebody wants to load.
+        model: to be trained.
+        adam: the settings that the trainer was given.
+        states: the model states, once they are taken over.
+
+    Raises:
+        InputError: the state is not of this model, or of a training with other settings.
+    """
+    if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
+        raise InputError(f"this is not the state of a training ({_FORMAT!r}): give what Trainer.state_dict() returned")
+    _same_names("the state", _PARTS, state)
+    for part in ("adam", "buffers", "optimizer", "parameters", "random"):
+        if not isinstance(state[part], Mapping):
+            raise InputError(f"{part} of the state is {type(state[part]).__name__}: give what Trainer.state_dict() returned")
+    for count in ("step", "skipped_steps"):
+        _check_count(count, state[count])
+    parameters = dict(model.named_parameters())
+    _same_names("parameters of the state", parameters, state["parameters"])
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    _same_names("trained parameters of the state", trained, state["optimizer"])
+    _same_names("buffers of the state", dict(model.named_buffers()), state["buffers"])
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
+        part = "parameters" if name in parameters else "buffers"
+        _check_tensor(name, state[part][name], tensor.shape, tensor.dtype)
+    for name in trained:
+        _check_optimizer(name, state["optimizer"][name], parameters[name])
+    if states is not None:
+        check_delayed(state, model, states)
+    _same_names("adam of the state", ("lr", "betas", "eps", "weight_decay"), state["adam"])
+    betas = state["adam"]["betas"]
+    found = Adam(**dict(state["adam"]) | {"betas": tuple(betas) if isinstance(betas, list) else betas})
+    if (found.betas, found.eps, found.weight_decay) != (adam.betas, adam.eps, adam.weight_decay):
+        raise InputError(f"the state is of a training with {found}, this one has {adam}: give the Trainer adam={found}")
+    _check_random(state["random"])
+    return found
+
+
+def check_delayed(state: Mapping[str, Any], model: nn.Module, states: States) -> None:
+    """Refuse gradients that wait for a delayed update where updates are not delayed.
+
+    Raises:
+        InputError: names the parameter.
+    """
+    places = _places(states)
+    for name, parameter in model.named_parameters():
+        if GRADIENT in state["optimizer"].get(name, {}) and not states.delays(places[id(parameter)][0]):
+            raise InputError(
+                f"the state has a gradient of {name} that a delayed update has not applied yet, but this policy does not delay "
+                "updates: go on with a policy that does, such as the one that the state was saved under"
+            )
+
+
+def load_values(state: Mapping[str, Any], model: nn.Module, states: States | None) -> None:
+    """Set the values of buffers, and of parameters where ``states`` have not taken them over."""
+    taken = {} if states is None else _places(states)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in taken:
+                parameter.copy_(state["parameters"][name])
+        for name, buffer in model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+
+
+def load_states(state: Mapping[str, Any], model: nn.Module, states: States) -> None:
+    """Set the model states, wherever they are; every update has ended.
+
+    A state without ``parameters`` leaves their values: master weights that do not fit them are replaced by them.
+    """
+    places = _places(states)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in places:
+            continue
+        i, place = places[id(parameter)]
+        values = state.get("parameters", {}).get(name)
+        values = states.values(i, place) if values is None else values
+        states.load(i, place, {VALUES: values, **state["optimizer"][name]})
+        states.assign(i, place, values)
+
+
+def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
+    """Let the random generators go on from where they were."""
+    found = state["random"]
+    torch.set_rng_state(found["torch"])
+    if device.type == "cuda" and "cuda" in found:
+        torch.cuda.set_rng_state(found["cuda"], device)
+    random.setstate(found["python"])
+    name, keys, position, has_gauss, gauss = found["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    found = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+    }
+    return found | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def _places(states: States) -> dict[int, tuple[int, int]]:
+    """Block and number in the block of each trained parameter, by its id."""
+    return {id(p): (i, place) for i, block in enumerate(states.blocks) for place, p in enumerate(block.parameters)}
+
+
+def _same_names(what: str, expected: Iterable[str], given: Mapping[str, Any]) -> None:
+    missing, foreign = sorted(set(expected) - set(given)), sorted(map(str, set(given) - set(expected)))
+    if missing or foreign:
+        lacks = f"lack {_some(missing)}" if missing else ""
+        has = f"have {_some(foreign)}, which the training does not" if foreign else ""
+        raise InputError(f"{what}: they {' and '.join(filter(None, (lacks, has)))}: load a state of the same model")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_tensor(name: str, given: object, shape: torch.Size, dtype: torch.dtype) -> None:
+    if not isinstance(given, Tensor):
+        raise InputError(f"{name} of the state is {type(given).__name__}: a tensor is needed")
+    if (given.shape, given.dtype) != (shape, dtype):
+        raise InputError(
+            f"{name} of the state is {tuple(given.shape)} of {given.dtype}, here it is {tuple(shape)} of {dtype}: load a state "
+            "of the same model in the same type"
+        )
+
+
+def _check_count(name: str, given: object) -> None:
+    if type(given) is not int or given < 0:
+        raise InputError(f"{name} of the state is {given!r}: a whole number is needed")
+
+
+def _check_optimizer(name: str, given: object, parameter: Tensor) -> None:
+    if not isinstance(given, Mapping):
+        raise InputError(f"the optimizer's state of {name} is {type(given).__name__}: give what Trainer.state_dict() returned")
+    wide = () if parameter.dtype is torch.float32 else (MASTER,)
+    _same_names(f"optimizer's states of {name}", ("step", *MOMENTS, *wide, *({GRADIENT} & set(given))), given)
+    _check_count(f"step of {name}", given["step"])
+    for part in (*MOMENTS, *wide):
+        _check_tensor(f"{part} of {name}", given[part], parameter.shape, torch.float32)
+    if GRADIENT in given:
+        _check_tensor(f"{GRADIENT} of {name}", given[GRADIENT], parameter.shape, parameter.dtype)
+
+
+def _check_random(given: Mapping[str, Any]) -> None:
+    _same_names("random states of the state", ("torch", "python", "numpy", *({"cuda"} & set(given))), given)
+    try:
+        torch.Generator().set_state(given["torch"])
+        random.Random().setstate(given["python"])
+        name, keys, position, has_gauss, gauss = given["numpy"]
+        np.random.RandomState().set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise InputError(
+            f"the random states of the state cannot be read ({error}): give what Trainer.state_dict() returned"
+        ) from None

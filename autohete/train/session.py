@@ -1,0 +1,350 @@
+"""``autohete train`` and ``autohete profile``: a small GPT on text, from the command line's values to tables and files."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from autohete.errors import InputError, check_fields
+from autohete.hardware import load_hardware
+from autohete.profile.file import read_profile, write_profile
+from autohete.quantities import format_bytes, format_seconds, parse_quantity
+from autohete.report.tables import console, table
+from autohete.report.terminal import print_iteration
+from autohete.workload import Precision, Workload
+
+if TYPE_CHECKING:
+    from autohete.execution.trace import Trace
+    from autohete.train.gpt import GPT
+    from autohete.train.text import TextData
+    from autohete.train.trainer import Trainer
+
+#: How often the lanes' use is averaged anew.
+_REFRESH_SECONDS = 0.5
+_MOST_VALIDATION_BATCHES = 8
+#: Bytes of a parameter on this machine: weight, gradient and moments; the weights alone; two copies of them.
+_TRAINED, _HELD, _MEASURED = 16, 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """A GPT and the text that it learns.
+
+    Args:
+        hidden, blocks, heads, sequence_length, batch_size: its shape and batch.
+        precision: of parameters and passes.
+        dropout: probability.
+        data: text file or folder; None: the standard library's source.
+        tokenizer: ``byte``, or the vocabulary size of a tokenizer to train on the text.
+        seed: of weights, batches and dropout.
+    """
+
+    hidden: int
+    blocks: int
+    heads: int
+    sequence_length: int
+    batch_size: int
+    precision: Precision
+    dropout: float
+    data: str | None
+    tokenizer: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check(self) -> None:
+        """Refuse what cannot be taken whatever the text is, before anything takes long.
+
+        Raises:
+            InputError: a value is out of range.
+        """
+        self._workload(1)
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"dropout is {self.dropout}: it must be at least 0 and less than 1")
+        if not 0 <= self.seed < 2**64:
+            raise InputError(f"seed is {self.seed}: it must be a whole number from 0 to 2^64 - 1")
+        if self.tokenizer != "byte" and not (self.tokenizer.isdecimal() and len(self.tokenizer) < 10):
+            raise InputError(f"tokenizer {self.tokenizer!r}: write byte, or a vocabulary size such as 4096 to train one")
+
+    def build(self, bytes_per_parameter: int) -> tuple[GPT, TextData, Workload]:
+        """The model with fresh weights, its data and its shape.
+
+        Args:
+            bytes_per_parameter: what will be in this machine's memory of each.
+
+        Raises:
+            InputError: the shape, the text or the tokenizer cannot be taken, or the model is too large for this machine.
+        """
+        self.check()
+        from autohete.train.gpt import seeded_gpt
+        from autohete.train.text import ByteTokenizer, TextData, Tokenizer, read_text, train_tokenizer
+
+        text = read_text(self.data)
+        tokenizer: Tokenizer = ByteTokenizer() if self.tokenizer == "byte" else train_tokenizer(text, int(self.tokenizer))
+        workload = self._workload(tokenizer.vocabulary_size)
+        needed, there = bytes_per_parameter * workload.parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > there:
+            raise InputError(
+                f"{workload.parameters:,} parameters need {format_bytes(needed)} of this machine's memory, it has "
+                f"{format_bytes(there)}: choose a smaller model"
+            )
+        data = TextData(text, tokenizer, self.sequence_length, self.batch_size, seed=self.seed)
+        return seeded_gpt(workload, self.dropout, self.seed), data, workload
+
+    def _workload(self, vocabulary_size: int) -> Workload:
+        return Workload(
+            f"gpt-{self.blocks}x{self.hidden}",
+            self.hidden,
+            self.blocks,
+            self.heads,
+            vocabulary_size=vocabulary_size,
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            precision=self.precision,
+        )
+
+
+@contextmanager
+def _memory_told() -> Iterator[None]:
+    """Tell in one line that there is no memory left."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error))):
+            raise
+        reason = str(error).partition("\n")[0] or "none is left"
+        raise InputError(f"memory is used up ({reason}): choose a smaller model or batch") from error
+
+
+@_memory_told()
+def train(
+    text_model: TextModel,
+    *,
+    policy: str,
+    device: str,
+    gpu_memory: str,
+    host_memory: str | None,
+    steps: int,
+    lr: float,
+    clip_norm: float | None,
+    mode: str,
+    hardware: str | None,
+    profile: str | None,
+    skip_nonfinite: bool,
+    trace: str | None,
+    predicted_trace: str | None,
+    gantt: str | None,
+) -> None:
+    """Train, show how it goes, and hold the prediction against what was measured."""
+    if steps < 1:
+        raise InputError(f"steps is {steps}: train at least 1")
+    if not 0 < lr < math.inf:
+        raise InputError(f"lr is {lr}: it must be positive and finite, such as 1e-3")
+    if hardware is not None and profile is not None:
+        raise InputError("a profile holds its hardware: leave out --hardware, or leave out --profile")
+    trainer_hardware = load_hardware(hardware) if hardware is not None else None
+    measured_profile = read_profile(profile) if profile is not None else None
+    text_model.check()
+    from autohete.runtime.optimizer import Adam
+    from autohete.train.gpt import GPT
+    from autohete.train.trainer import Mode, NonFinite, Trainer
+
+    def trainer_of(model: GPT) -> Trainer:
+        return Trainer(
+            model,
+            policy=policy,
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
+            adam=Adam(lr=lr),
+            device=device,
+            mode=Mode(mode),
+            hardware=trainer_hardware,
+            profile=measured_profile,
+            on_nonfinite=NonFinite.SKIP if skip_nonfinite else NonFinite.STOP,
+            clip_norm=clip_norm,
+        )
+
+    # What a Trainer refuses, it refuses of the smallest model, too, before a text is read.
+    trainer_of(GPT(Workload("smallest", 1, 1, 1, vocabulary_size=1, sequence_length=1, batch_size=1)))
+    model, data, workload = text_model.build(_TRAINED if device == "emulated" else _HELD)
+    if measured_profile is not None:
+        _check_same(measured_profile.workload, workload)
+    out = console()
+    batches = data.train()
+    with trainer_of(model) as trainer:
+        first = next(batches)
+        begin = time.perf_counter()
+        prediction = trainer.prepare(first)
+        prepared = time.perf_counter() - begin
+        out.print(
+            f"{workload.name}: {workload.parameters / 1e6:.1f} M parameters, batch {workload.batch_size} x "
+            f"{workload.sequence_length} tokens, {workload.precision}; text: {data.train_tokens:,} tokens to train on, "
+            f"{data.validation_tokens:,} held back",
+            soft_wrap=True,
+        )
+        share = prediction.gpu.capacity_bytes / trainer.resident_bytes
+        budget = format_bytes(prediction.gpu.capacity_bytes) if share < 1000 else "no limit"
+        out.print(
+            f"{prediction.plan.policy}: plan {prediction.plan.counts}; device memory {budget}, resident it would need "
+            f"{format_bytes(trainer.resident_bytes)}; measured and planned in {prepared:.1f} s",
+            soft_wrap=True,
+        )
+        if trainer.slowdown > 1:
+            out.print(f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here", soft_wrap=True)
+        begin = time.perf_counter()
+        losses = _steps(trainer, first, batches, steps, workload.tokens)
+        seconds = time.perf_counter() - begin
+        measured = trainer.trace()
+        validation = _validation(trainer, data)
+        _print_end(out, trainer, losses, validation, steps * workload.tokens / seconds)
+        print_iteration(out, measured, max(0, min(measured.steady().first, measured.iterations - 2)))
+        _write_files(out, trainer, measured, workload, trace, predicted_trace, gantt)
+
+
+def _check_same(measured: Workload, trained: Workload) -> None:
+    """Refuse a profile of another model or batch."""
+    pairs = [(f.name, getattr(measured, f.name), getattr(trained, f.name)) for f in fields(Workload) if f.name != "name"]
+    different = [f"{name} {theirs}, not {ours}" for name, theirs, ours in pairs if theirs != ours]
+    if different:
+        raise InputError(f"the profile is of another training ({'; '.join(different)}): measure this one with autohete profile")
+
+
+def _steps(trainer: Trainer, first: Any, batches: Any, steps: int, tokens: int) -> list[float]:
+    progress = Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        console=console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+    losses: list[float] = []
+    with progress:
+        bar = progress.add_task("", total=steps, status="")
+        busy, since, done = trainer.busy_seconds, time.perf_counter(), 0
+        batch = first
+        for step in range(steps):
+            losses.append(trainer.step(batch))
+            if step + 1 < steps:
+                batch = next(batches)
+            progress.advance(bar)
+            now = time.perf_counter()
+            if now - since > _REFRESH_SECONDS:
+                current = trainer.busy_seconds
+                use = " ".join(f"{name} {(current[name] - busy[name]) / (now - since):.0%}" for name in current)
+                status = (
+                    f"loss {losses[-1]:.3f}  {(step + 1 - done) * tokens / (now - since):,.0f} tokens/s  "
+                    f"{format_bytes(trainer.device_bytes)}  {use}"
+                )
+                progress.update(bar, status=status)
+                busy, since, done = current, now, step + 1
+    return losses
+
+
+def _validation(trainer: Trainer, data: TextData) -> float:
+    batches = [batch for batch, _ in zip(data.validation(), range(_MOST_VALIDATION_BATCHES), strict=False)]
+    return trainer.evaluate(batches)
+
+
+def _print_end(out: Console, trainer: Trainer, losses: list[float], validation: float, tokens_per_second: float) -> None:
+    found = trainer.comparison()
+    skipped = f", {trainer.skipped_steps} steps skipped (loss or gradient not finite)" if trainer.skipped_steps else ""
+    out.print(
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-back text {validation:.3f} (perplexity "
+        f"{math.exp(min(validation, 700.0)):.1f}); {tokens_per_second:,.0f} tokens/s{skipped}",
+        soft_wrap=True,
+    )
+    shown = table("predicted beside measured", ["", "predicted", f"{found.clock}", "difference"])
+    rows = [
+        ("iteration", found.predicted_seconds, found.measured_seconds, format_seconds),
+        ("device memory, peak", found.predicted_peak_bytes, found.measured_peak_bytes, format_bytes),
+        ("host memory, peak", found.predicted_host_bytes, found.measured_host_bytes, format_bytes),
+    ]
+    for name, predicted, measured, written in rows:
+        difference = f"{100 * (predicted / measured - 1):+.2f} %" if measured else "-"
+        shown.add_row(name, written(predicted), written(measured), difference)
+    out.print(shown)
+
+
+def _write_files(
+    out: Console,
+    trainer: Trainer,
+    measured: Trace,
+    workload: Workload,
+    trace: str | None,
+    predicted_trace: str | None,
+    gantt: str | None,
+) -> None:
+    from autohete.analysis.occupancy import occupancy
+    from autohete.report.gantt import two_row_figure
+    from autohete.report.perfetto import write_perfetto
+    from autohete.report.style import save_figure
+    from autohete.schedule import GPU_MEMORY, HOST_MEMORY
+
+    assert trainer.prediction is not None
+    for path, timeline in ((trace, measured), (predicted_trace, trainer.prediction.trace)):
+        if path is not None:
+            write_perfetto(path, timeline, [occupancy(timeline, memory) for memory in (GPU_MEMORY, HOST_MEMORY)])
+            out.print(f"written: {path}")
+    if gantt is not None:
+        predicted = trainer.prediction.trace
+        iteration = min(predicted.iterations, measured.iterations) - 2
+        title = f"{workload.name}: {trainer.prediction.plan.policy}"
+        save_figure(two_row_figure(predicted, measured, max(iteration, 0), title), gantt)
+        out.print(f"written: {gantt}")
+
+
+@_memory_told()
+def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path: str, quick: bool) -> None:
+    """Measure the machine and one block of each kind, show both, and write the file."""
+    size = None if gpu_memory is None else round(parse_quantity(gpu_memory, "bytes"))
+    text_model.check()
+    from autohete.train.trainer import measured_profile
+
+    model, data, workload = text_model.build(_MEASURED)
+    found, document, measured = measured_profile(model, next(data.train()), device, size, workload.name, quick=quick)
+    write_profile(path, found, document, measured)
+    out = console()
+    out.print(f"{measured['machine']}; {measured['versions']}; {measured['date']}", soft_wrap=True)
+    columns = ["block", "parameters", "forward", "backward", "device update", "CPU update", "input", "activations", "workspace"]
+    shown = table(f"one block of each kind of {workload.name}, measured", columns)
+    for block in {block.role: block for block in found.blocks}.values():
+        shown.add_row(
+            block.role,
+            f"{block.parameters:,}",
+            *(format_seconds(s) for s in (block.forward_seconds, block.backward_seconds, block.gpu_update_seconds)),
+            format_seconds(block.cpu_update_seconds or 0.0),
+            *(format_bytes(n) for n in (block.input_bytes, block.activation_bytes, block.backward_workspace_bytes)),
+        )
+    out.print(shown)
+    h2d, d2h, host = found.hardware.h2d, found.hardware.d2h, found.hardware.host
+    links = table("copies and memory, measured", ["", "alone", "both ways at once", "latency"])
+    for name, link in (("host to device", h2d), ("device to host", d2h)):
+        links.add_row(
+            name,
+            f"{link.bandwidth / 1e9:.1f} GB/s",
+            f"{link.duplex_bandwidth / 1e9:.1f} GB/s",
+            format_seconds(link.latency_seconds),
+        )
+    update = found.hardware.cpu.update_bandwidth
+    links.add_row(
+        "CPU update; with copies",
+        f"{update / 1e9:.1f} GB/s",
+        f"{host.memory_bandwidth / 1e9:.1f} GB/s",
+        "-",
+    )
+    out.print(links)
+    out.print(f"written: {path}; use it with autohete simulate --profile {path}", soft_wrap=True)

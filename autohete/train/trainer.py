@@ -1,0 +1,841 @@
+"""Trains a model under a memory budget: measure, plan, take over, step by step, and say how well that was predicted."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import json
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autohete.errors import AutoHeteError, InputError, NonFiniteLossError, TaskError, check_fields, check_member
+from autohete.execution.trace import Clock, Trace
+from autohete.hardware import Hardware, HardwareFile
+from autohete.plan import Plan
+from autohete.plan.policy import Judge, Policy
+from autohete.policies import parse_policy
+from autohete.profile import Profile, analytic_profile
+from autohete.quantities import parse_quantity
+from autohete.runtime.batch import Batch, Form, Loss
+from autohete.runtime.claims import Claim
+from autohete.runtime.lanes import LaneThreads, listed
+from autohete.runtime.ledger import Counting, CudaMemory, Ledger
+from autohete.runtime.losses import next_token_loss
+from autohete.runtime.observe import observed
+from autohete.runtime.optimizer import Adam
+from autohete.runtime.partition import partition
+from autohete.runtime.training import Training, only_gpu_works
+from autohete.schedule import CPU, GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId
+from autohete.simulate import Simulation, simulate_plan, simulate_safely
+from autohete.train.arguments import check_arguments, check_modes
+from autohete.train.as_executed import as_executed, everything_resident
+from autohete.train.microbenchmarks import measure_machine, versions
+from autohete.train.profiler import measure, workload_of
+from autohete.train.saved import check_delayed, check_state, load_states, load_values, set_random_states, state_of
+from autohete.train.worker import PATIENCE_SECONDS, Ended, Worker, apart, stoppable
+from autohete.workload import check_clip_norm
+
+T = TypeVar("T")
+
+#: Share of a GPU's free memory that is planned with, where nobody says how much: the rest is for libraries' workspaces.
+_CUDA_SHARE = 0.92
+#: Iterations whose times are kept.
+_HISTORY = 64
+#: How much longer than its work a task lasts at least on a device that is paced.
+_PACE_MARGIN = 1.5
+
+
+class Mode(StrEnum):
+    """How fast the emulated device goes: as fast as this machine, or as slowly as a given hardware, to scale."""
+
+    NATIVE = "native"
+    PACED = "paced"
+
+
+class NonFinite(StrEnum):
+    """What to do when a loss is NaN or infinite."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Predicted beside measured, of the iterations so far.
+
+    Args:
+        clock: whose seconds the measured ones are.
+        predicted_seconds, measured_seconds: of one steady iteration.
+        predicted_peak_bytes, measured_peak_bytes: of the device; ``…_host_bytes`` of the host's part of the model states.
+    """
+
+    clock: Clock
+    predicted_seconds: float
+    measured_seconds: float
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    predicted_host_bytes: int
+    measured_host_bytes: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class Trainer:
+    """Trains ``model`` with a policy, within memory budgets.
+
+    Use it as a context: leaving it, also by an exception, waits for what is under way and gives the model its trained
+    parameters back. The first step measures the model's blocks (unless a profile is given), plans, and takes the parameters
+    over. Several threads may call its methods; it does one after another. In a forked process it cannot be used.
+
+    An interrupt (Ctrl-C) stops measuring and planning; a step goes on alone and is completed by :meth:`close`. A second one
+    while that waits leaves as soon as the tasks that run have ended, and its note says which steps the parameters are of.
+
+    Between the steps the model can be used as any other: saved, copied, called, its weights changed. The first use waits for
+    all updates and finds the current values; what has been changed takes effect in the next step. The values that are used are
+    in host memory, beside the budgets, until the next step. What cannot be (gradients, updates, hooks, conversions of one's
+    own) is refused; :mod:`autohete.runtime.guard` has the rules.
+
+    Args:
+        model: blocks in an ``nn.ModuleList``; forward from token ids to logits; all parameters of a block in one type.
+        policy: name and flags, such as ``autohete`` or ``stronghold:window=2``, or a policy of your own.
+        gpu_memory: budget in bytes, or text: ``24MiB``, or ``25%`` of what the training would need if everything stayed on the
+            device; None: what the hardware has.
+        host_memory: likewise, without a share.
+        loss: of logits and targets.
+        adam: the optimizer's settings.
+        blocks: name of the block list, where it is not clear.
+        device: ``emulated`` on the CPU, or ``cuda``.
+        mode: of the emulated device; paced needs ``hardware``.
+        hardware: what to be paced to; None: this machine, measured.
+        profile: measured before (``autohete profile``), for this model and batch.
+        on_nonfinite: stop, or skip the step, when a loss is not finite.
+        clip_norm: the largest global norm of the gradients; larger ones are scaled down before the update, with the bits of
+            ``torch.nn.utils.clip_grad_norm_`` over all trained parameters, in 16 bit over those of the fp32 master weights.
+            None: they are not clipped.
+
+    Raises:
+        InputError: the model cannot be cut into blocks, or an argument cannot be taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        policy: str | Policy = "autohete",
+        gpu_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        loss: Loss = next_token_loss,
+        adam: Adam | None = None,
+        blocks: str | None = None,
+        device: str = "emulated",
+        mode: Mode = Mode.NATIVE,
+        hardware: Hardware | None = None,
+        profile: Profile | None = None,
+        on_nonfinite: NonFinite = NonFinite.STOP,
+        clip_norm: float | None = None,
+    ) -> None:
+        check_member("mode", mode, Mode)
+        check_clip_norm(clip_norm)
+        check_member("on_nonfinite", on_nonfinite, NonFinite)
+        check_arguments(model, policy, loss, adam, blocks, device, hardware, profile)
+        self._partition = partition(model, blocks)
+        self._policy: Policy = parse_policy(policy) if isinstance(policy, str) else policy
+        self._share = _share(gpu_memory)
+        if self._share is None and isinstance(gpu_memory, float) and 0 < gpu_memory <= 1:
+            raise InputError(f"gpu_memory is {gpu_memory!r}: write a share as text, such as '{gpu_memory:.0%}'")
+        self._gpu_memory = None if self._share is not None else _bytes(gpu_memory)
+        self._host_memory = _bytes(host_memory)
+        self._loss, self._adam, self._on_nonfinite, self._clip_norm = loss, adam or Adam(), on_nonfinite, clip_norm
+        self._device = _torch_device(device)
+        self._mode, self._hardware, self._given_profile = mode, hardware, profile
+        if mode is Mode.PACED and hardware is None:
+            raise InputError("a paced device needs a hardware to be paced to: give one, such as load_hardware('v100-32gb')")
+        if mode is Mode.PACED and self._device.type == "cuda":
+            raise InputError("only the emulated device can be paced: a GPU is as fast as it is")
+        #: How many times slower than the hardware a paced device goes, so that the CPU can keep up.
+        self.slowdown = 1.0
+        #: Of the CPU, in the passes on the emulated device: training has the bits of plain PyTorch with as many. The caller's
+        #: (``torch.get_num_threads()``) where nothing but the device works and the blocks were measured so, else one.
+        self.threads = 1
+        self.prediction: Simulation | None = None
+        #: What the training would need on the device if everything stayed there.
+        self.resident_bytes = 0
+        #: Steps that have changed nothing, and why; how many there were before what was loaded.
+        self._skipped: dict[int, str] = {}
+        self._skipped_before = 0
+        self._form: Form | None = None
+        self._entered = self._closed = self._told = False
+        self._held = _Held()
+        #: A trainer that is dropped gives the model back as well.
+        weakref.finalize(self, self._held.dropped).atexit = False  # when Python ends, _Held.at_exit comes sooner
+        #: Steps of the training that this one goes on with, and its optimizer's state until it is taken over.
+        self._first_step = 0
+        self._loaded: dict[str, Any] | None = None
+        #: Of the device and of the host.
+        self._memories: tuple[Ledger | CudaMemory, Ledger] | None = None
+
+    def __enter__(self) -> Self:
+        if self._closed:
+            raise InputError("the trainer is closed, and its model is given back: make a new one to go on")
+        if self._entered:
+            raise InputError("the trainer is in a with statement already: leave that first, and make a new one")
+        self._entered = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._close(interrupted=isinstance(error, KeyboardInterrupt))
+        except AutoHeteError as failure:  # of a task: the caller was not told yet
+            if error is None:
+                raise
+            error.add_note(str(failure))
+
+    def prepare(self, batch: object) -> Simulation:
+        """Measure, plan and take the model over for batches like ``batch``; the prediction. The first step does it too.
+
+        Args:
+            batch: see :meth:`step`.
+
+        Raises:
+            InputError: the batch is none for this model, or the model does what cannot be trained block by block.
+            InfeasibleError: the plan, or any plan, needs more memory than there is; says what binds.
+            InputError: the model is being trained already, or is closed, or cannot be trained block by block.
+        """
+        self._check_caller()
+        check_modes()
+        return self._held.worker.do(partial(self._prepared, batch), stoppable=True)
+
+    def _prepared(self, batch: object) -> Simulation:
+        if self._closed:
+            raise InputError("the trainer is closed: make a new one to go on")
+        if self.prediction is not None:
+            return self.prediction
+        before = self._partition, self.resident_bytes, self.slowdown, self.threads
+        self._held.claim = Claim(self._partition.model, "trained")
+        atexit.register(self._held.at_exit)
+        try:
+            self.prediction = self._prepare(batch)
+        except BaseException:
+            self._partition, self.resident_bytes, self.slowdown, self.threads = before
+            self._form = self._memories = None
+            self._held.give_back()
+            raise
+        return self.prediction
+
+    def _prepare(self, batch: object) -> Simulation:
+        first = Batch.of(batch, self._partition.model)
+        with _threads(self._device, 1):
+            self._partition, form = observed(self._partition, first, self._loss)
+        profile, prediction = self._planned(first, 1)
+        threads = torch.get_num_threads()
+        if threads > 1 and self._may_use_threads and only_gpu_works(prediction.schedule):
+            quicker = self._planned(first, threads)
+            if only_gpu_works(quicker[1].schedule):
+                (profile, prediction), self.threads = quicker, threads
+        schedule = prediction.schedule
+        if prediction.plan.delayed and self._clip_norm is not None:
+            raise InputError(
+                f"clip_norm is {self._clip_norm}, but {prediction.plan.policy} delays updates, and a saved state does not say "
+                "by how much to scale the gradients that wait: leave clip_norm out, or choose a policy that delays no updates"
+            )
+        self._form = form
+        on_cuda = self._device.type == "cuda"
+        capacity = profile.hardware.gpu_capacity_bytes
+        device = CudaMemory(self._device, capacity) if on_cuda else Ledger(GPU_MEMORY, capacity)
+        host = Ledger(HOST_MEMORY, profile.hardware.host.memory_bytes)
+        self._memories = (device, host)
+        training = self._held.training = Training(
+            self._partition,
+            schedule,
+            self._loss,
+            self._adam,
+            torch_device=self._device,
+            device=device,
+            host=host,
+            counting=Counting.SCHEDULED,
+            clip_norm=self._clip_norm,
+            skip_nonfinite=self._on_nonfinite is NonFinite.SKIP,
+        )
+        self._skipped = training.passes.skipped
+        if self._loaded is not None:
+            self._go_on(training, self._loaded)
+        if on_cuda:  # not what measuring took
+            device.reset_peak()
+        self._held.lanes = LaneThreads(
+            schedule,
+            training.perform,
+            self._clock(),
+            paced=self._mode is Mode.PACED,
+            history=_HISTORY,
+            around=partial(_own_stream, self._device),
+            threads={CPU: torch.get_num_threads()} if on_cuda else {GPU: self.threads},
+        )
+        training.guard.wait = self._held.lanes.drain
+        return prediction
+
+    def _planned(self, batch: Batch, threads: int) -> tuple[Profile, Simulation]:
+        """The profile, with passes in so many threads, and what is planned on it."""
+        with _threads(self._device, threads):
+            profile = self._profile(batch)
+        # What is measured does not depend on it.
+        profile = replace(profile, workload=replace(profile.workload, clip_norm=self._clip_norm))
+        self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
+        profile = self._with_budgets(profile)
+        return profile, simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)
+
+    @property
+    def _may_use_threads(self) -> bool:
+        """Whether passes may use all threads: they do not if somebody else says how long they take."""
+        return self._device.type == "cpu" and self._mode is Mode.NATIVE and self._given_profile is None
+
+    def step(self, batch: object) -> float:
+        """Train on a batch; returns the loss.
+
+        It returns when no code of the model will run for this step any more: random numbers, modes and attributes are the
+        caller's until the next step. The rest of backward and the updates go on meanwhile, also under the next step.
+
+        Args:
+            batch: a pair of token ids and targets, each (batch, sequence); or a mapping with the arguments of the model's
+                forward by name and ``targets`` (aligned with the logits) or ``labels`` (Hugging Face's, shifted here).
+
+        Raises:
+            NonFiniteLossError: the loss is NaN or infinite; says whether a parameter has been changed by this step.
+            NonFiniteGradientError: a gradient of this step or, as backward goes on meanwhile, of the one before is; says which
+                blocks that step has updated.
+            TaskError: a task failed, for example with :class:`~autohete.errors.DeviceOutOfMemoryError`.
+            InputError: the batch has other names, shapes or types than the first one, or ids that the model does not know; or
+                the caller has changed something between the steps that cannot change. Nothing has been changed by this call.
+        """
+        check_modes()
+        if self.prediction is None:
+            self.prepare(batch)
+        if self._device.type == "cuda":  # whatever made the batch may still be at work
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._do(partial(self._step, batch))
+
+    def _step(self, batch: object) -> float:
+        training, lanes = self._running()
+        prediction = self.prediction
+        assert prediction is not None
+        checked = Batch.of(batch, self._partition.model)
+        assert self._form is not None
+        self._form.check(checked)
+        with training.guard.resumed():
+            iteration = lanes.admitted
+            training.states.adam_at[iteration] = self._adam
+            training.states.adam_at.pop(iteration - _HISTORY, None)
+            training.passes.give(iteration, checked)
+            lanes.admit()
+        lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.units) - 1), iteration)
+        loss = training.passes.losses.pop(iteration)
+        if not math.isfinite(loss) and self._on_nonfinite is NonFinite.STOP:
+            lanes.drain()
+            step, where = self._first_step + iteration, self._skipped[iteration]
+            raise NonFiniteLossError(
+                f"step {step}: the loss is {loss}; not finite first: {where}. {self._changed_by(iteration)}; lower "
+                "the learning rate, or let such steps be skipped (on_nonfinite=NonFinite.SKIP)",
+                step,
+            )
+        for task in self._running_the_model(prediction.schedule):
+            lanes.wait(task, iteration)
+        return loss
+
+    def _changed_by(self, iteration: int) -> str:
+        """What a step that had a loss, or gradients, that are not finite has changed all the same, once it has ended."""
+        training, lanes = self._running()
+        updated = set(lanes.updated(iteration))
+        # A delayed update takes the gradients of the step before; that of a skipped step finds none.
+        stale = set(filter(training.states.delays, updated))
+        by_this = updated - stale if iteration not in training.passes.skipped else set()
+        by_last = updated & stale if iteration and iteration - 1 not in training.passes.skipped else set()
+        if by_this:
+            return f"This step has updated {listed(by_this)}: load a saved state to go on from one step"
+        said = "No parameter has been changed by this step"
+        return f"{said} ({listed(by_last)}: by the gradients of the one before, as planned)" if by_last else said
+
+    def evaluate(self, batches: Iterable[object]) -> float:
+        """Mean loss over ``batches`` (see :meth:`step`) without training, after waiting for all updates.
+
+        Modes, buffers and random states of the model are as before afterwards.
+
+        Raises:
+            InputError: there is no batch, or nothing has been trained yet.
+            DeviceOutOfMemoryError: a batch takes more than is left on the device; the model is as before, training can go on.
+        """
+        self._do(self._drained)
+        losses = []
+        for batch in batches:  # the caller's, and so in the caller's thread
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            losses.append(self._do(partial(self._evaluated, batch)))
+        if not losses:
+            raise InputError("there is no batch to evaluate: give a longer text or a larger validation share")
+        return sum(losses) / len(losses)
+
+    def _evaluated(self, batch: object) -> float:
+        return self._drained()[0].evaluate(Batch.of(batch, self._partition.model))
+
+    def _drained(self) -> tuple[Training, LaneThreads]:
+        training, lanes = self._running()
+        lanes.drain()
+        return training, lanes
+
+    def parameters(self) -> list[Tensor]:
+        """Copies of all trained parameters in block order, after waiting for all updates; master weights where there are."""
+        return self._do(lambda: self._drained()[0].parameters())
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return self._adam.lr
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Update with another learning rate from the next step on, whenever its updates run.
+
+        Raises:
+            InputError: it is not a finite number that is 0 or more.
+        """
+        self._adam = replace(self._adam, lr=lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps depend on, after waiting for all updates; :mod:`autohete.train.saved` has its form.
+
+        Values and buffers, optimizer states, counts of steps, and the states of the random generators of PyTorch, Python and
+        NumPy; copies, which ``torch.save`` writes and ``torch.load(weights_only=True)`` reads. A training that loads it goes on
+        bit for bit, under any policy and budget. The place in the data is the caller's to keep.
+        """
+        return self._do(self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
+        training, lanes = self._drained()
+        with training.guard.resumed(), training.guard.inside():
+            step = self._first_step + lanes.admitted
+            model, states = self._partition.model, training.states
+            return state_of(model, states, self._adam, step, self.skipped_steps, self._device)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` returned, before the first step or between two.
+
+        Sets the learning rate, and the states of the random generators, too.
+
+        Raises:
+            InputError: it is not of this model, or of a training with other settings; nothing has been changed.
+        """
+        self._check_caller()
+        if self.prediction is not None:
+            self._do(partial(self._load_between_steps, state))
+            return
+        model = self._partition.model
+        adam = check_state(state, model, self._adam, None)
+        load_values(state, model, None)
+        self._loaded = {"optimizer": copy.deepcopy(dict(state["optimizer"]))}
+        self._set_loaded(state, adam, 0)
+
+    def _load_between_steps(self, state: Mapping[str, Any]) -> None:
+        model, (training, lanes) = self._partition.model, self._running()
+        adam = check_state(state, model, self._adam, training.states)
+        lanes.drain()
+        with training.guard.resumed(), training.guard.inside():
+            load_values(state, model, training.states)
+            load_states(state, model, training.states)
+        self._set_loaded(state, adam, lanes.admitted)
+
+    def _set_loaded(self, state: Mapping[str, Any], adam: Adam, admitted: int) -> None:
+        set_random_states(state, self._device)
+        self._adam, self._skipped_before = adam, state["skipped_steps"] - len(self._skipped)
+        self._first_step = state["step"] - admitted
+
+    def trace(self) -> Trace:
+        """When everything happened in the last iterations, after waiting for all updates."""
+        return self._do(lambda: self._drained()[1].trace())
+
+    def comparison(self) -> Comparison:
+        """Predicted beside measured, after waiting for all updates."""
+        prediction, trace = self.prediction, self.trace()
+        assert prediction is not None
+        assert self._memories is not None
+        device, host = self._running()[0].device or self._memories[0], self._memories[1]
+        return Comparison(
+            clock=trace.clock,
+            predicted_seconds=prediction.iteration_seconds,
+            measured_seconds=trace.steady().period_seconds,
+            predicted_peak_bytes=prediction.gpu.peak_bytes,
+            measured_peak_bytes=device.peak_bytes,
+            predicted_host_bytes=prediction.host.peak_bytes,
+            measured_host_bytes=host.peak_bytes,
+        )
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps have changed nothing, so far, because their loss or a gradient was not finite."""
+        return self._skipped_before + len(self._skipped)
+
+    @property
+    def device_bytes(self) -> int:
+        """What lives on the device now."""
+        if self._memories is None:
+            return 0
+        counted = None if self._held.training is None else self._held.training.device
+        return (counted or self._memories[0]).used_bytes
+
+    @property
+    def counting(self) -> Counting:
+        """How bytes on the device are counted: by the schedule's sizes, unless the first steps have shown them to be wrong."""
+        training = self._running()[0]
+        return Counting.EXACT if training.count is None else training.count.counting
+
+    def close(self) -> None:
+        """Wait for what is under way, end the lanes, and give the model its parameters back. Again: nothing.
+
+        Raises:
+            TaskError: a task has failed, and no call has told it yet.
+        """
+        self._close(interrupted=False)
+
+    def _close(self, interrupted: bool) -> None:
+        """:meth:`close`, for a caller that was interrupted before or not: the second interrupt does not wait."""
+        self._check_caller()
+        held, self._closed = self._held, True
+        lanes = held.lanes
+        held.worker.stop()
+        try:
+            if held.worker.thread.ident is not None:
+                held.worker.do(held.give_back, *[lambda: None] * (not interrupted), held.abandon)
+            held.worker.end()
+        except Ended:
+            pass  # closed before
+        except TaskError:
+            held.worker.end()
+            if not self._told:
+                raise
+        except KeyboardInterrupt as error:
+            held.worker.end(held.give_back)  # it may have come before the wait
+            if lanes is not None:
+                error.add_note(lanes.state())
+            raise
+
+    def _do(self, job: Callable[[], T]) -> T:
+        """The result of ``job`` on what is running, done by the trainer's thread."""
+        self._check_caller()
+        self._running()
+        try:
+            return self._held.worker.do(job)
+        except TaskError:
+            self._told = True
+            raise
+
+    def _check_caller(self) -> None:
+        self._held.worker.check_process()
+        if threading.current_thread() in self._held.threads:
+            raise InputError(
+                "the trainer is used by what it calls itself, such as its loss or its model, and would wait for itself: use it "
+                "between the steps"
+            )
+
+    def _running_the_model(self, schedule: Schedule) -> Iterator[TaskId]:
+        """The tasks after the loss that run code of the model, the last first."""
+        kinds = {Kind.RECOMPUTE, Kind.BACKWARD} if self._partition.effects.python_in_backward else {Kind.RECOMPUTE}
+        return (task.id for task in reversed(schedule.tasks) if task.id.kind in kinds)
+
+    def _go_on(self, training: Training, loaded: dict[str, Any]) -> None:
+        """Take over what was loaded before."""
+        model = self._partition.model
+        check_delayed(loaded, model, training.states)
+        with training.guard.resumed(), training.guard.inside(), torch.no_grad():
+            load_states(loaded, model, training.states)
+        self._loaded = None
+
+    def _running(self) -> tuple[Training, LaneThreads]:
+        if self._held.training is None or self._held.lanes is None:
+            if self._closed:
+                raise InputError("the trainer is closed: make a new one to go on")
+            raise InputError("the trainer has not begun: call step inside of its context")
+        return self._held.training, self._held.lanes
+
+    def _clock(self) -> Clock:
+        if self._device.type == "cuda":
+            return Clock.MEASURED_CUDA
+        return Clock.EMULATED if self._mode is Mode.PACED else Clock.MEASURED_CPU
+
+    def _profile(self, batch: Batch) -> Profile:
+        profile = self._given_profile
+        if profile is None:
+            hardware = self._hardware = self._hardware or _hardware(
+                measure_machine(self._device, self._gpu_memory or _all_bytes(self._device), quick=True)
+            )
+            workload = workload_of(self._partition, batch.inputs, type(self._partition.model).__name__)
+            profile = measure(self._partition, workload, hardware, batch, self._loss, self._adam, self._device)
+            if self._mode is Mode.PACED:
+                profile, self.slowdown = _slowed(profile, analytic_profile(workload, hardware))
+        return profile
+
+    def _with_budgets(self, profile: Profile) -> Profile:
+        gpu, host = profile.hardware.gpu, profile.hardware.host
+        budget = self._gpu_memory if self._share is None else round(self._share * self.resident_bytes)
+        if budget is not None:
+            gpu = replace(gpu, memory_bytes=budget + gpu.reserved_bytes)
+        # What no task moves is no task's to have.
+        gpu = replace(gpu, reserved_bytes=gpu.reserved_bytes + self._lasting_bytes)
+        if self._host_memory is not None:
+            host = replace(host, memory_bytes=self._host_memory)
+        return replace(profile, hardware=replace(profile.hardware, gpu=gpu, host=host))
+
+    @property
+    def _lasting_bytes(self) -> int:
+        return self._partition.lasting_bytes
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """How long each lane has worked so far."""
+        return {name: ns * 1e-9 for name, ns in self._running()[1].busy_ns.items()}
+
+
+class _Held:
+    """What a Trainer has in its hands. It does not refer to the Trainer, so that it can be given back when that is dropped."""
+
+    def __init__(self) -> None:
+        self.worker = Worker("autohete-trainer", "the trainer is closed: make a new one to go on")
+        self.claim: Claim | None = None
+        self.training: Training | None = None
+        self.lanes: LaneThreads | None = None
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """All that it has."""
+        lanes = self.lanes
+        return [self.worker.thread, *(lanes.threads if lanes is not None else ())]
+
+    def give_back(self) -> None:
+        """End the lanes when all that was admitted has ended, and give the model back."""
+        try:
+            with ExitStack() as undo:  # each of it, whatever becomes of the others
+                if self.claim is not None:
+                    undo.callback(self.claim.release)
+                if self.training is not None:
+                    undo.callback(self.training.close)
+                if self.lanes is not None:
+                    undo.callback(self.lanes.close)
+        finally:
+            self.claim = self.training = self.lanes = None
+            atexit.unregister(self.at_exit)
+
+    def abandon(self) -> None:
+        """Wait for nothing that has not begun."""
+        self.worker.stop()
+        lanes = self.lanes
+        if lanes is not None:
+            lanes.abandon()
+
+    def at_exit(self) -> None:
+        """Give back what is still held when Python ends: a thread that is in PyTorch then would abort the process."""
+        if self.worker.forked:
+            return
+        self.worker.stop()
+        try:
+            self.worker.end(self.give_back, PATIENCE_SECONDS)
+        except KeyboardInterrupt:
+            self.abandon()
+            self.worker.end(timeout=PATIENCE_SECONDS)
+
+    def dropped(self) -> None:
+        """Give back what a Trainer held that nobody has closed. Called in any thread, at any time."""
+        if self.worker.forked or self.worker.thread.ident is None:
+            return
+        open_ = self.training is not None
+        if threading.current_thread() in self.threads:  # which would wait for itself
+            self.worker.end(self.give_back, timeout=0)
+        else:
+            self.at_exit()
+        if open_:
+            warnings.warn(
+                "a Trainer was never closed: use it in a with statement, or call close()", ResourceWarning, stacklevel=2
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stoppable:
+    """A policy that ends where it tries its next plan if it is told to stop."""
+
+    policy: Policy
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        return self.policy.plan(profile, stoppable(judge))
+
+
+@apart
+def measured_profile(
+    model: nn.Module,
+    batch: object,
+    device: str = "emulated",
+    gpu_memory: int | str | None = None,
+    name: str = "model",
+    *,
+    blocks: str | None = None,
+    quick: bool = False,
+) -> tuple[Profile, dict[str, Any], dict[str, str]]:
+    """Measure the machine, and the blocks of ``model`` for batches like ``batch``.
+
+    Returns:
+        The profile; its hardware as the document of a hardware file; date, machine and versions. What
+        :func:`autohete.profile.file.write_profile` writes.
+    """
+    where = _torch_device(device)
+    with _threads(where, 1):
+        document = measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=quick)
+    profile = measured_profile_on(_hardware(document), model, batch, device, name, blocks=blocks)
+    for direction, link in (("h2d", profile.hardware.h2d), ("d2h", profile.hardware.d2h)):
+        latency = document["links"][direction]["latency"]
+        latency.update(value=f"{link.latency_seconds!r} s", source=f"{latency['source']}; and handing a task over")
+    return profile, document, versions()
+
+
+@apart
+def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = None) -> Hardware:
+    """This machine, measured in a few seconds."""
+    where = _torch_device(device)
+    with _threads(where, 1):
+        return _hardware(measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=True))
+
+
+@apart
+def measured_profile_on(
+    hardware: Hardware,
+    model: nn.Module,
+    batch: object,
+    device: str = "emulated",
+    name: str = "model",
+    *,
+    blocks: str | None = None,
+) -> Profile:
+    """The blocks of ``model`` measured for batches like ``batch``; copies are those of ``hardware``."""
+    where = _torch_device(device)
+    cut, first = partition(model, blocks), Batch.of(batch, model)
+    claim = Claim(model, "measured")
+    try:
+        with _threads(where, 1):
+            cut, _ = observed(cut, first, next_token_loss)
+            workload = workload_of(cut, first.inputs, name)
+            return measure(cut, workload, hardware, first, next_token_loss, torch_device=where)
+    finally:
+        claim.release()
+
+
+def _hardware(document: dict[str, Any]) -> Hardware:
+    return HardwareFile.model_validate_json(json.dumps(document)).hardware()
+
+
+def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
+    """The measured sizes with the wanted times, slowed down together until this machine can keep up; and how much.
+
+    The passes of the transformer blocks set the pace. What is too short even so (a norm, a loss of few tokens) lasts as long as
+    this machine needs.
+    """
+
+    def kept_up(real: float) -> float:
+        return _PACE_MARGIN * real
+
+    factor = 1.0
+    for real, ideal in zip(measured.blocks[1:-1], wanted.blocks[1:-1], strict=True):
+        factor = max(factor, kept_up(real.forward_seconds) / ideal.forward_seconds)
+        factor = max(factor, kept_up(real.backward_seconds) / ideal.backward_seconds)
+    update_bandwidth = wanted.hardware.cpu.update_bandwidth
+    blocks = tuple(
+        replace(
+            real,
+            forward_seconds=max(ideal.forward_seconds * factor, kept_up(real.forward_seconds)),
+            backward_seconds=max(ideal.backward_seconds * factor, kept_up(real.backward_seconds)),
+            gpu_update_seconds=max(ideal.gpu_update_seconds * factor, kept_up(real.gpu_update_seconds)),
+            cpu_update_seconds=max(real.parameters * 28 / update_bandwidth * factor, kept_up(real.cpu_update_seconds or 0.0)),
+        )
+        for real, ideal in zip(measured.blocks, wanted.blocks, strict=True)
+    )
+    hardware = wanted.hardware
+    h2d, d2h = (
+        replace(
+            link,
+            bandwidth=link.bandwidth / factor,
+            duplex_bandwidth=link.duplex_bandwidth / factor,
+            latency_seconds=link.latency_seconds * factor,
+        )
+        for link in (hardware.h2d, hardware.d2h)
+    )
+    host = replace(hardware.host, memory_bandwidth=hardware.host.memory_bandwidth / factor)
+    # Updates beside the GPU last as long as a bulk step here: the measured machine has them share its cores instead.
+    cpu = replace(hardware.cpu, update_bandwidth=hardware.cpu.update_bandwidth / factor, concurrent_share=1.0)
+    slowed = replace(hardware, h2d=h2d, d2h=d2h, host=host, cpu=cpu)
+    loss = replace(measured.loss, seconds=max(wanted.loss.seconds * factor, kept_up(measured.loss.seconds)))
+    return replace(measured, hardware=slowed, blocks=blocks, loss=loss), factor
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """A CUDA stream for the calling thread; nothing on the CPU."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def _bytes(given: int | str | None) -> int | None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, (int, str))):
+        raise InputError(f"a memory of {given!r} is no size: give a whole number of bytes, or text such as 24MiB")
+    size = round(parse_quantity(given, "bytes")) if isinstance(given, str) else given
+    if size is not None and size < 1:
+        raise InputError(f"a memory of {size} bytes holds nothing: give a positive number, or text such as 24MiB")
+    return size
+
+
+def _share(given: int | str | None) -> float | None:
+    """The share that ``25%`` means; None for anything else."""
+    if not isinstance(given, str) or not given.strip().endswith("%"):
+        return None
+    try:
+        share = float(given.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 < share < 1e6:
+        raise InputError(f"{given!r} is no share of memory: write it such as 25%")
+    return share
+
+
+@contextmanager
+def _threads(device: torch.device, count: int) -> Iterator[None]:
+    """Measure in as many threads of the CPU as the device's lane will have, where the CPU stands for the device."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _torch_device(name: str) -> torch.device:
+    if name == "emulated":
+        return torch.device("cpu")
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError("there is no GPU that PyTorch can use here: choose the device 'emulated'")
+        return torch.device("cuda", torch.cuda.current_device())
+    raise InputError(f"unknown device {name!r}: choose emulated or cuda")
+
+
+def _all_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(_CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
+    return 2**40  # the emulated device has no memory of its own: without a budget there is no limit

@@ -1,0 +1,209 @@
+"""What is trained: the shape of a GPT-like transformer times a batch. Knows no hardware and no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from autohete.errors import InputError, check_fields, unknown_name
+
+
+class Precision(StrEnum):
+    """Arithmetic of the training.
+
+    ``BF16`` and ``FP16`` are mixed precision: 16-bit parameters, gradients and activations, fp32 master
+    weights and moments. ``FP32`` holds everything in fp32 and has no separate master weights.
+    """
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one parameter, gradient or activation element."""
+        return 4 if self is Precision.FP32 else 2
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of AdamW state per parameter: two fp32 moments, and the master weight if there is one."""
+        return 8 if self is Precision.FP32 else 12
+
+
+class Kernels(StrEnum):
+    """The implementation that computes a transformer block; :mod:`autohete.workload.kernels` counts what each of them does.
+
+    ``FUSED``: fused kernels and FlashAttention (Megatron-LM). ``FUSED_SOFTMAX``: fused kernels, attention scores in memory
+    (Megatron-LM before that). ``EAGER``: Hugging Face GPT-2 in PyTorch, a kernel per operation. ``EAGER_FLASH``: the same
+    with ``scaled_dot_product_attention``.
+    """
+
+    FUSED = "fused"
+    FUSED_SOFTMAX = "fused_softmax"
+    EAGER = "eager"
+    EAGER_FLASH = "eager_flash"
+
+
+class BlockRole(StrEnum):
+    """What a block is. Block 0 is the embedding, the last one the head, those between are transformer blocks."""
+
+    EMBEDDING = "embedding"
+    TRANSFORMER = "transformer"
+    HEAD = "head"
+
+
+#: Above these a shape is a typing mistake: the largest published models stay well below them.
+_LIMITS = {
+    "hidden_size": 1_000_000,
+    "transformer_blocks": 256,
+    "heads": 100_000,
+    "vocabulary_size": 100_000_000,
+    "sequence_length": 100_000_000,
+    "batch_size": 1_000_000,
+    "micro_batches": 1_000,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A GPT-like model, what computes it, and the batch that one GPU works on.
+
+    Args:
+        name: how people call it.
+        hidden_size: width ``h`` of the residual stream; a multiple of ``heads``.
+        transformer_blocks: number ``L`` of transformer blocks; embedding and head come on top.
+        heads: attention heads ``a``.
+        vocabulary_size: ``V``, rows of the embedding.
+        sequence_length: ``s`` tokens.
+        batch_size: ``b`` sequences that one GPU computes with at a time.
+        precision: see :class:`Precision`.
+        tied_embeddings: the LM head multiplies by the embedding's own matrix, as in GPT-2.
+        kernels: see :class:`Kernels`.
+        micro_batches: batches in one iteration, whose gradients are accumulated before the update.
+        clip_norm: gradients are scaled down before the update where their global norm is larger than this, as
+            ``torch.nn.utils.clip_grad_norm_`` does; None: they are not clipped.
+    """
+
+    name: str
+    hidden_size: int
+    transformer_blocks: int
+    heads: int
+    vocabulary_size: int = 50257
+    sequence_length: int = 1024
+    batch_size: int = 8
+    precision: Precision = Precision.BF16
+    tied_embeddings: bool = True
+    kernels: Kernels = Kernels.FUSED
+    micro_batches: int = 1
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for field, limit in _LIMITS.items():
+            value = getattr(self, field)
+            if type(value) is not int or not 1 <= value <= limit:
+                raise InputError(f"{field} is {value!r}: it must be a whole number between 1 and {limit:,}")
+        check_fields(self)
+        if self.hidden_size % self.heads:
+            raise InputError(
+                f"hidden_size {self.hidden_size} is not divisible by {self.heads} heads: "
+                "each head takes an equal part of the hidden size, so choose a divisor"
+            )
+        check_clip_norm(self.clip_norm)
+
+    @property
+    def clips(self) -> bool:
+        """Whether updates take gradients that are scaled by their global norm."""
+        return self.clip_norm is not None
+
+    @property
+    def blocks(self) -> int:
+        """All blocks: embedding, transformer blocks, head."""
+        return self.transformer_blocks + 2
+
+    def role(self, block: int) -> BlockRole:
+        """The role of ``block``, counted from 0."""
+        if block == 0:
+            return BlockRole.EMBEDDING
+        return BlockRole.HEAD if block == self.blocks - 1 else BlockRole.TRANSFORMER
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one GPU computes with at a time: those of one micro-batch."""
+        return self.batch_size * self.sequence_length
+
+    @property
+    def samples(self) -> int:
+        """Sequences in one iteration of one GPU."""
+        return self.batch_size * self.micro_batches
+
+    def block_parameters(self, role: BlockRole) -> int:
+        """Parameters that a block of ``role`` owns.
+
+        Transformer: ``12 h^2 + 13 h`` (Narayanan et al. 2021, eq. 2). Embedding: tokens and learned positions.
+        Head: the final norm, and the projection where it is not tied.
+        """
+        h = self.hidden_size
+        if role is BlockRole.TRANSFORMER:
+            return 12 * h * h + 13 * h
+        if role is BlockRole.EMBEDDING:
+            return (self.vocabulary_size + self.sequence_length) * h
+        return 2 * h + (0 if self.tied_embeddings else self.vocabulary_size * h)
+
+    @property
+    def parameters(self) -> int:
+        """Trained parameters of the whole model."""
+        return sum(self.block_parameters(self.role(block)) for block in range(self.blocks))
+
+    @property
+    def model_flops(self) -> int:
+        """FLOPs of one iteration that the model asks for: forward plus twice that for backward, no recomputation.
+
+        Matrix products and full (not causal) attention, ``3 * (24 b s h^2 + 4 b s^2 h) L + 6 b s h V``
+        (Narayanan et al. 2021, section 5.1, without its recomputation).
+        """
+        b, s, h = self.samples, self.sequence_length, self.hidden_size
+        block = 24 * b * s * h * h + 4 * b * s * s * h
+        return 3 * (block * self.transformer_blocks + 2 * b * s * h * self.vocabulary_size)
+
+
+def check_clip_norm(given: object) -> None:
+    """Refuse what is no global norm to clip to.
+
+    Raises:
+        InputError: says what to give.
+    """
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+        raise InputError(f"clip_norm is {given!r}: give a finite number above 0, such as 1.0, or leave it out to clip nothing")
+
+
+def _gpt(billions: int, hidden_size: int, transformer_blocks: int) -> Workload:
+    return Workload(f"gpt-{billions}b", hidden_size, transformer_blocks, heads=hidden_size // 128)
+
+
+#: GPT-like models over the published range: 2B to 22B, hidden 2048 to 8192, 20 to 42 blocks, sequence 1024, global batch 8
+#: (arXiv 2503.01890). The paper does not list its shapes, except that its 4B model has 21 blocks; these hold to all of that.
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        _gpt(2, 2048, 40),
+        _gpt(4, 4096, 21),
+        _gpt(6, 4096, 30),
+        _gpt(8, 4096, 40),
+        _gpt(10, 5120, 32),
+        _gpt(12, 5120, 38),
+        _gpt(15, 6144, 33),
+        _gpt(18, 6144, 40),
+        _gpt(20, 8192, 25),
+        _gpt(22, 8192, 27),
+    )
+}
+
+
+def named_workload(name: str, **changes: object) -> Workload:
+    """The preset ``name`` with some fields changed, for example ``named_workload("gpt-2b", batch_size=4)``."""
+    if name not in WORKLOADS:
+        raise unknown_name("workload", name, WORKLOADS)
+    return replace(WORKLOADS[name], **changes)  # type: ignore[arg-type]

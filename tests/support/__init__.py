@@ -1,0 +1,1 @@
+"""What several tests share: reference training, orders of a schedule, plans."""

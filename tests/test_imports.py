@@ -1,0 +1,114 @@
+"""Imports run one way, and heavy packages are loaded only by what needs them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autohete
+
+SOURCE = Path(autohete.__file__).parent
+
+_VALUES = {"errors", "quantities"}
+_SCHEDULE = _VALUES | {"schedule"}
+_TRACE = _SCHEDULE | {"execution"}
+_MODEL = _VALUES | {"workload", "hardware", "profile"}
+_PLAN = _SCHEDULE | _MODEL | {"plan"}
+_LOWERING = _PLAN | {"execution", "analysis", "lowering"}
+_SIMULATED = _LOWERING | {"planner", "policies", "sim", "simulate"}
+#: What each package may import, besides itself. A module that may import other things than its package has a line of its own,
+#: in which its package has to be named.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "quantities": {"errors"},
+    # What is asked.
+    "workload": _VALUES,
+    "hardware": _VALUES,
+    "profile": _VALUES | {"workload", "hardware", "report.write"},
+    # What executors read, what they write, and what both say.
+    "schedule": _VALUES,
+    "execution": _SCHEDULE,
+    "analysis": _TRACE,
+    # From a profile to a schedule.
+    "plan": _SCHEDULE,
+    "plan.policy": _PLAN,
+    "lowering": _PLAN | {"execution", "analysis"},
+    "planner": _LOWERING,
+    "policies": _LOWERING | {"planner"},
+    # The executors.
+    "sim": _TRACE,
+    "runtime": _TRACE | {"analysis", "workload"},
+    # The pipeline, and what people meet.
+    "simulate": _LOWERING | {"policies", "sim"},
+    "report": _SIMULATED,
+    "report.write": {"errors"},
+    "train": _SIMULATED | {"runtime", "report"},
+    "cli": _SIMULATED | {"train", "report"},
+    "cli.interrupt": set(),
+    "__main__": {"cli"},
+    "__init__": {"train"},
+    "testing": _LOWERING | {"policies"},
+    "testing.checks": _LOWERING | {"testing"},
+    "testing.list_scheduler": _TRACE,
+}
+#: Packages that only some folders may import.
+ONLY_IN = {
+    "torch": {"runtime", "train"},
+    "greenlet": {"runtime"},
+    "simpy": {"sim"},
+    "hypothesis": {"testing"},
+    "matplotlib": {"report"},
+    "cyclopts": {"cli"},
+    "experiments": set(),
+    "tests": set(),
+}
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Dotted names of everything that a source file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _sources() -> list[str]:
+    return sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("source", _sources())
+def test_imports_run_one_way(source: str) -> None:
+    """Each module imports only what stands before it in the pipeline; torch, simpy and hypothesis stay in their folders."""
+    parts = Path(source).with_suffix("").parts
+    folder = parts[0]
+    allowed = ALLOWED.get(".".join(parts)) or ALLOWED[folder] | {folder}
+    for name in _imports(SOURCE / source):
+        package, *inside = name.split(".")
+        assert package not in ONLY_IN or folder in ONLY_IN[package], f"{source} imports {name}"
+        if package == "autohete" and inside:
+            assert inside[0] in allowed or ".".join(inside[:2]) in allowed, f"{source} imports {name}"
+
+
+def python(code: str, hash_seed: str = "0") -> str:
+    """What ``code`` prints in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent), "PYTHONHASHSEED": hash_seed}
+    return subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def test_simulation_does_not_load_torch() -> None:
+    """Importing the package, the simulator, the pipeline and the policies loads no torch."""
+    loaded = python("import sys, autohete, autohete.sim, autohete.simulate, autohete.policies; print('torch' in sys.modules)")
+    assert loaded == "False\n"
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    """``import autohete`` alone loads neither numpy nor scipy nor simpy."""
+    assert python("import sys, autohete; print({'numpy', 'scipy', 'simpy', 'torch'} & set(sys.modules))") == "set()\n"

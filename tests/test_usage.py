@@ -1,0 +1,121 @@
+"""Bounds of the period, busy shares, overlap and the causes of idleness."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from support.plans import with_drives
+
+from autohete.analysis.bounds import period_bounds
+from autohete.analysis.usage import Cause, usage
+from autohete.policies import POLICIES, parse_policy
+from autohete.report.summary import summarize
+from autohete.schedule import Kind, Schedule, parse_schedule
+from autohete.sim import SimExecutor
+from autohete.simulate import Simulation, run_until_steady, simulate
+from autohete.testing.strategies import schedules
+from autohete.workload import named_workload
+
+HEADER = "autohete-schedule 2\nlane gpu fifo\nlane h2d fifo\nlane d2h fifo\nlane cpu priority\n"
+
+
+def schedule(text: str) -> Schedule:
+    """A hand-made schedule on the usual lanes."""
+    return parse_schedule(HEADER + text).validate()
+
+
+def example(policy: str, workload: str = "gpt-4b") -> Simulation:
+    """A policy on the node of the figure."""
+    return simulate(named_workload(workload), with_drives("a100-40gb-epyc7713"), parse_policy(policy))
+
+
+def test_the_busiest_lane_bounds_a_loose_schedule() -> None:
+    """Lanes that do not wait for one another take as long as the busiest of them."""
+    bounds = period_bounds(schedule("task F0 gpu 70\ntask U0 cpu 100\n"))
+    assert (bounds.lane, round(bounds.seconds * 1e9)) == ("cpu", 100)
+    assert bounds.binds == "the work of lane cpu"
+
+
+def test_a_cycle_of_waits_bounds_a_tight_schedule() -> None:
+    """Tasks that wait for one another in a ring take as long as the ring."""
+    ring = schedule("task F0 gpu 30 after=H0@-1\ntask G0 d2h 20 after=F0\ntask U0 cpu 100 after=G0\ntask H0 h2d 10 after=U0\n")
+    bounds = period_bounds(ring)
+    assert round(bounds.cycle_seconds * 1e9) == 160
+    assert {str(task) for task in bounds.cycle} == {"F0", "G0", "U0", "H0"}
+    assert bounds.binds.startswith("a cycle of waits: CPU update 62 %")
+
+
+def test_a_cycle_that_spans_two_iterations_counts_half() -> None:
+    """A ring that reaches back twice has two iterations for its length; then a lane can be the tighter bound."""
+    bounds = period_bounds(schedule("task F0 gpu 50 after=U0@-1\ntask U0 cpu 60 after=F0@-1\n"))
+    assert round(bounds.cycle_seconds * 1e9) == (50 + 60) / 2
+    assert round(bounds.seconds * 1e9) == 60
+
+
+@given(schedules(sharing=False))
+def test_fifo_schedules_run_at_their_bound(found: Schedule) -> None:
+    """Bounds never exceed the steady period; where no lane chooses, the period is the bound."""
+    trace, steady = run_until_steady(found, SimExecutor())
+    bound = period_bounds(found).seconds
+    assert bound <= steady.period_seconds * (1 + 1e-9) + 1e-15 or not steady.settled
+    fifo = all(lane.discipline == "fifo" for lane in found.lanes)
+    members = trace.lane_tasks(found.lanes[0].name)
+    if fifo and steady.settled and len(members) == len(found.tasks):
+        assert steady.period_seconds == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("workload", ["gpt-2b", "gpt-10b"])
+def test_bounds_hold_for_every_policy(policy: str, workload: str) -> None:
+    """bound <= period <= sum of durations of one iteration, stretched at most as far as sharing slows a lane."""
+    found = example(policy, workload)
+    bounds = period_bounds(found.schedule)
+    assert bounds.seconds <= found.iteration_seconds * (1 + 1e-6)
+    serial = sum(task.duration_ns for task in found.schedule.tasks) * 1e-9
+    assert found.iteration_seconds <= serial * 2.5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_busy_and_idle_make_the_whole_iteration(policy: str) -> None:
+    """The GPU's busy time and its idle time by cause add up to the iteration; shares stay between 0 and 1."""
+    found = example(policy)
+    use = usage(found.trace, found.steady)
+    busy = use.lanes["gpu"].busy_share * found.iteration_seconds
+    assert busy + sum(use.idle_seconds.values()) == pytest.approx(found.iteration_seconds, rel=1e-6)
+    for lane in use.lanes.values():
+        assert 0 <= lane.busy_share <= 1 + 1e-12
+        assert 0 <= lane.overlap_share <= 1 + 1e-12
+
+
+def test_idleness_has_its_cause() -> None:
+    """A gap is charged to the lanes along the chain of waits that ends it, each for as long as it ran inside the gap."""
+    ring = schedule("task F0 gpu 30 after=H0@-1\ntask G0 d2h 20 after=F0\ntask U0 cpu 100 after=G0\ntask H0 h2d 10 after=U0\n")
+    trace, steady = run_until_steady(ring, SimExecutor())
+    idle = {cause: round(seconds * 1e9) for cause, seconds in usage(trace, steady).idle_seconds.items()}
+    assert idle == {Cause.D2H: 20, Cause.OPTIMIZER: 100, Cause.H2D: 10, Cause.NVME: 0, Cause.COLLECTIVE: 0, Cause.NOTHING: 0}
+
+
+def test_overlap_is_what_the_gpu_hides() -> None:
+    """A copy that runs half beside the GPU and half beside nothing overlaps by half."""
+    half = schedule("task F0 gpu 50 after=PF0@-1\ntask PF0 h2d 100\n")
+    trace, steady = run_until_steady(half, SimExecutor())
+    assert usage(trace, steady).lanes["h2d"].overlap_share == pytest.approx(0.5)
+
+
+def test_first_iterations_and_drain_are_apart() -> None:
+    """A barrier-free first iteration is shorter than a steady one, and after the last one the CPU has work left."""
+    summary = summarize(example("autohete"), parse_policy("autohete"))
+    assert summary.iteration_seconds is not None
+    assert summary.first_iteration_seconds is not None
+    assert summary.drain_seconds is not None
+    assert summary.first_iteration_seconds <= summary.iteration_seconds
+    assert 0 < summary.drain_seconds < summary.iteration_seconds
+    barrier = summarize(example("zero_offload"), parse_policy("zero_offload"))
+    assert barrier.first_iteration_seconds == pytest.approx(barrier.iteration_seconds)
+
+
+def test_zero_offload_is_as_serial_as_its_code() -> None:
+    """ZeRO-Offload's iteration is the plain sum of its GPU passes, gradient copies, CPU step and one upload."""
+    found = example("zero_offload")
+    serial = sum(t.duration_ns for t in found.schedule.tasks if t.id.kind is not Kind.GPU_UPDATE) * 1e-9
+    assert found.iteration_seconds == pytest.approx(serial, rel=1e-6)
