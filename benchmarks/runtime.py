@@ -21,20 +21,18 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benchmarks/runtime.py` from anywhere
 
 from autohete.analysis.bounds import period_bounds
-from autohete.execution.trace import Clock
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.report.tables import console, table
 from autohete.runtime.batch import Batch
-from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.ledger import Counting, Ledger
+from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import partition
+from autohete.runtime.session import Execution, Session
 from autohete.runtime.torch_executor import TorchExecutor
-from autohete.runtime.training import Training
-from autohete.schedule import GPU, GPU_MEMORY, Kind, TaskId
+from autohete.schedule import GPU, Kind, TaskId
 from autohete.simulate import judge_for, safety, simulate_plan
 from autohete.train.as_executed import as_executed, everything_resident
 from autohete.train.gpt import GPT, Block
@@ -81,17 +79,15 @@ def executor_loop(
     model = GPT(workload)
     profile = measured_profile_on(load_hardware("a100-40gb-epyc7713"), model, (ids, targets))
     schedule = lower(profile, everything_resident(profile))
-    ledger = None if counting is None else Ledger(GPU_MEMORY)
-    training = Training(partition(model), schedule, next_token_loss, device=ledger, counting=counting or Counting.EXACT)
-    undo.callback(training.close)
-    lanes = undo.enter_context(LaneThreads(schedule, training.perform, Clock.MEASURED_CPU, history=8, threads={GPU: threads}))
+    counted = Counting.EXACT if counting is None else counting
+    execution = Execution(budget=counting is not None, counting=counted, threads={GPU: threads}, history=8)
+    session = undo.enter_context(Session(partition(model), schedule, next_token_loss, None, execution))
     last = TaskId(Kind.GPU_UPDATE, 0)
 
     def run() -> None:
         for _ in range(STEPS):
-            training.passes.give(lanes.admitted, Batch(ids, targets))
-            iteration = lanes.admit()
-        lanes.wait(last, iteration)
+            iteration = session.admit([Batch(ids, targets)])
+        session.lanes.wait(last, iteration)
 
     return run
 

@@ -126,7 +126,7 @@ def test_evaluation_gives_the_models_own_logits(
     schedule = lower(profile, parse_policy("stronghold:window=1").plan(profile, judge_for(profile)))
     training = Training(cut, schedule, next_token_loss, poison=True)
     try:
-        with training.evaluation() as logits, mode():
+        with training.evaluation.logits() as logits, mode():
             assert torch.equal(logits(ids), expected)
     finally:
         training.close()

@@ -31,7 +31,7 @@ from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.runtime import ledger
 from autohete.runtime.batch import Batch
-from autohete.runtime.blocks import Current, Memories
+from autohete.runtime.blocks import Memories
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger, accounting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
@@ -296,7 +296,7 @@ def run(training: Training, schedule: Schedule, first: int, steps: int) -> None:
     for iteration, pair in enumerate(batches(MEDIUM, first + steps)[first:], first):
         training.passes.give(iteration, Batch(*pair))
         for task in schedule.tasks:
-            training.perform(task, iteration)
+            training.actions.perform(task, iteration)
 
 
 @pytest.mark.parametrize("counting", list(Counting))
@@ -314,19 +314,19 @@ def test_evaluation_is_within_the_budget(policy: str, counting: Counting) -> Non
             if evaluates:
                 before, values = ledger.used_bytes, training.parameters()
                 ids, targets = batches(MEDIUM, 1)[0]
-                expected = training.evaluate(Batch(ids, targets))
+                expected = training.evaluation.loss(Batch(ids, targets))
                 assert ledger.used_bytes == before
                 many = ids.repeat(512, 1)
                 with pytest.raises(DeviceOutOfMemoryError, match="Evaluate smaller batches; training can go on") as caught:
-                    training.evaluate(Batch(many, many))
+                    training.evaluation.loss(Batch(many, many))
                 assert str(caught.value).startswith(f"a batch of {512 * len(ids)} x {ids.shape[1]} tokens is too large")
                 del caught
                 gc.collect()
                 assert ledger.used_bytes == before
                 assert all(torch.equal(a, b) for a, b in zip(training.parameters(), values, strict=True))
-                assert training.evaluate(Batch(ids, targets)) == expected
+                assert training.evaluation.loss(Batch(ids, targets)) == expected
                 ledger.reset_peak()
-                training.evaluate(Batch(ids, targets))
+                training.evaluation.loss(Batch(ids, targets))
                 assert ledger.peak_bytes > before
             run(training, simulation.schedule, 3, 2)
             parameters.append(training.parameters())
@@ -376,7 +376,7 @@ def test_work_is_waited_for_before_its_place_is_released() -> None:
         def synchronize(self) -> None:
             happened.append("wait")
 
-    training._stream = Stream  # type: ignore[assignment]
+    training.actions._stream = Stream  # type: ignore[assignment]
     states = training.states
     with (
         patch.object(states, "poison", noting("poison", states.poison)),
@@ -387,8 +387,11 @@ def test_work_is_waited_for_before_its_place_is_released() -> None:
         assert released
         assert all(happened[place - 2 : place] == ["poison", "wait"] for place in released)
         happened.clear()
-        with patch.object(training, "_actions", dict.fromkeys(Kind, lambda block: 1 / 0)), pytest.raises(ZeroDivisionError):
-            training.perform(simulation.schedule.tasks[0], 1)
+        with (
+            patch.object(training.actions, "_actions", dict.fromkeys(Kind, lambda block: 1 / 0)),
+            pytest.raises(ZeroDivisionError),
+        ):
+            training.actions.perform(simulation.schedule.tasks[0], 1)
     assert happened == ["wait"], "an action that fails waits, too"
     training.close()
 
@@ -415,13 +418,13 @@ def test_a_gpus_budget_is_held_by_its_allocator() -> None:
         assert share * 16 * gib == pytest.approx(3 * gib - there + 1.08 * 4 * gib + 64 * 2**20)
         refused = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
         with (
-            patch.object(training, "_actions", dict.fromkeys(Kind, Mock(side_effect=refused))),
+            patch.object(training.actions, "_actions", dict.fromkeys(Kind, Mock(side_effect=refused))),
             pytest.raises(
                 DeviceOutOfMemoryError,
                 match=r"F0@0: gpu memory is full: 3\.0 GiB are allocated, 4\.0 GiB reserved, the budget is 4\.0 GiB",
             ) as caught,
         ):
-            training.perform(simulation.schedule.tasks[0], 0)
+            training.actions.perform(simulation.schedule.tasks[0], 0)
         assert caught.value.holders == {"allocated": 3 * gib, "reserved": 4 * gib}
         training.close()
         assert limit.call_args.args[0] == 1.0
@@ -430,7 +433,7 @@ def test_a_gpus_budget_is_held_by_its_allocator() -> None:
 def test_pinned_memory_is_counted_as_pytorch_pins_it() -> None:
     """Where host memory is pinned, a tensor takes the next power of two."""
     ledger = Ledger(HOST_MEMORY)
-    memories = Memories(torch.device("cpu"), None, ledger, Current())
+    memories = Memories(torch.device("cpu"), None, ledger, CudaMemory(torch.device("cpu")))
     kept = [memories.on_host(300, torch.float32, "parameters")]
     assert ledger.used_bytes == 1200
     with patch.object(Tensor, "is_pinned", return_value=True):

@@ -138,7 +138,7 @@ def planned(policy: str, precision: Precision) -> tuple[Plan, Schedule]:
 def train(training: Training, schedule: Schedule, steps: int) -> None:
     """So many steps."""
     torch.manual_seed(2)
-    with LaneThreads(schedule, training.perform, Clock.MEASURED_CPU) as lanes:
+    with LaneThreads(schedule, training.actions.perform, Clock.MEASURED_CPU) as lanes:
         for step, (ids, targets) in enumerate(data(MEDIUM)[:steps]):
             training.passes.give(step, Batch(ids, targets))
             lanes.admit()

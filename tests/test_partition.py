@@ -99,7 +99,7 @@ def train_by_policy(model: nn.Module, policy: str, profile: Profile | None = Non
     training = Training(cut, schedule, next_token_loss, device=device, host=host, poison=True)
     torch.manual_seed(2)
     try:
-        with LaneThreads(schedule, training.perform, Clock.MEASURED_CPU) as lanes:
+        with LaneThreads(schedule, training.actions.perform, Clock.MEASURED_CPU) as lanes:
             for step, batch in enumerate(batches()):
                 training.passes.give(step, Batch(*batch))
                 lanes.admit()
@@ -952,7 +952,7 @@ def test_what_is_not_the_blocks_own_stays_on_the_device(model: Callable[[], Net]
         for step, batch in enumerate(batches()):
             training.passes.give(step, Batch(*batch))
             for task in schedule.tasks:
-                training.perform(task, step)
+                training.actions.perform(task, step)
                 if task.id.kind is Kind.OFFLOAD_ACTIVATIONS:
                     copied += [bytes(there.numpy()) for there in training.states.blocks[task.id.unit].moved.values()]
         outcome = _outcome(net, [training.passes.losses[step] for step in range(STEPS)], training.parameters())

@@ -50,7 +50,7 @@ def needs(
                 said = sum(alive.values())
                 ledger.reset_peak()
                 before = ledger.used_bytes
-                training.perform(task, iteration)
+                training.actions.perform(task, iteration)
                 needed = max(before, ledger.peak_bytes)
                 for free in task.frees:
                     del alive[free.id, iteration - free.back]

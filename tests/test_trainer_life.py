@@ -33,10 +33,10 @@ from autohete import Trainer
 from autohete.errors import DeviceOutOfMemoryError, InputError, NonFiniteLossError, TaskError
 from autohete.hardware import load_hardware
 from autohete.profile.file import read_profile
+from autohete.runtime.actions import Actions
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.runtime.torch_executor import TorchExecutor
-from autohete.runtime.training import Training
 from autohete.schedule import Kind, Task
 from autohete.train.trainer import measured_profile_on
 from autohete.train.worker import Worker
@@ -91,14 +91,14 @@ def trainer_for(model: nn.Module, policy: str) -> Trainer:
     return Trainer(model, policy=policy, gpu_memory=POLICIES[policy], profile=profile_for(MEDIUM))
 
 
-def failing(task: str, fail: Callable[[], NoReturn]) -> Callable[[Training, Task, int], None]:
+def failing(task: str, fail: Callable[[], NoReturn]) -> Callable[[Actions, Task, int], None]:
     """What performs tasks, but for one instance such as ``F2@1``, which fails."""
-    perform = Training.perform
+    perform = Actions.act
 
-    def perform_or_fail(training: Training, one: Task, iteration: int) -> None:
+    def perform_or_fail(actions: Actions, one: Task, iteration: int) -> None:
         if one.id.at(iteration) == task:
             fail()
-        perform(training, one, iteration)
+        perform(actions, one, iteration)
 
     return perform_or_fail
 
@@ -116,14 +116,14 @@ def test_after_any_failure_each_block_is_of_the_step_that_is_said(
     policy: str, iteration: int, before: bool, data: st.DataObject
 ) -> None:
     """An error in any task, before or after its work, leaves every block bitwise at the step that the error names for it."""
-    model, perform = model_for(MEDIUM), Training.perform
+    model, perform = model_for(MEDIUM), Actions.act
     failed = data.draw(st.sampled_from(tasks_of(policy)), "task")
 
-    def failing(training: Training, task: Task, at: int) -> None:
+    def failing(actions: Actions, task: Task, at: int) -> None:
         fails = task.id == failed.id and at == iteration
         if fails and before:
             raise ValueError("no such luck")
-        perform(training, task, at)
+        perform(actions, task, at)
         if fails:
             raise ValueError("no such luck")
 
@@ -132,7 +132,7 @@ def test_after_any_failure_each_block_is_of_the_step_that_is_said(
         pytest.raises(TaskError, match=f"^{failed.id}@{iteration} failed: ValueError: no such luck. ") as caught,
         trainer_for(model, policy) as trainer,
     ):
-        patch.setattr(Training, "perform", failing)
+        patch.setattr(Actions, "act", failing)
         torch.manual_seed(2)
         for batch in batches(MEDIUM, STEPS):
             trainer.step(batch)
@@ -172,7 +172,7 @@ def test_a_failure_that_an_interrupt_hid_is_told_with_it(monkeypatch: pytest.Mon
         raise ValueError("no such luck")
 
     with pytest.raises(KeyboardInterrupt) as caught, trainer_for(model, "resident") as trainer:
-        monkeypatch.setattr(Training, "perform", failing("F2@1", fail))
+        monkeypatch.setattr(Actions, "act", failing("F2@1", fail))
         torch.manual_seed(2)
         for batch in batches(MEDIUM, STEPS):
             trainer.step(batch)
@@ -200,7 +200,7 @@ def test_a_failure_is_told_once() -> None:
                 with pytest.raises(TaskError, match=r"^L5@0 failed: ValueError: no such luck. No parameter has been changed$"):
                     use()
         else:
-            trainer._held.lanes.admit()  # type: ignore[union-attr]
+            trainer._held.session.lanes.admit()  # type: ignore[union-attr]
             with pytest.raises(TaskError, match=r"^F0@0 failed: KeyError: \(0, 0\). No parameter has been changed$"):
                 trainer.close()
         trainer.close()
@@ -239,7 +239,7 @@ def test_out_of_memory_says_which_step_the_model_is_of(monkeypatch: pytest.Monke
         raise DeviceOutOfMemoryError("F2@2: gpu memory is full", "F2@2", 8, 4, {})
 
     with pytest.raises(DeviceOutOfMemoryError) as caught, trainer_for(model, "resident") as trainer:
-        monkeypatch.setattr(Training, "perform", failing("F2@2", fail))
+        monkeypatch.setattr(Actions, "act", failing("F2@2", fail))
         torch.manual_seed(2)
         for batch in batches(MEDIUM, STEPS):
             trainer.step(batch)
@@ -433,7 +433,15 @@ def test_a_trainer_does_not_wait_for_itself() -> None:
     assert all(map(same, blocks_of(model), after(0)))
 
 
-@pytest.mark.parametrize("where", ["observed", "measure", "_policy", "simulate_safely", "Training", "LaneThreads"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *(f"train.trainer.{name}" for name in ("observed", "measure", "simulate_safely", "Session")),
+        "runtime.session.Training",
+        "runtime.session.LaneThreads",
+        "_policy",
+    ],
+)
 def test_a_failure_of_preparing_leaves_the_model(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever of preparing fails, the model computes as before, and the same trainer can try again."""
 
@@ -441,13 +449,13 @@ def test_a_failure_of_preparing_leaves_the_model(where: str, monkeypatch: pytest
         raise ArithmeticError("broken")
 
     model, batch = model_for(MEDIUM), batches(MEDIUM, 1)[0]
-    profile = None if where == "measure" else profile_for(MEDIUM)
+    profile = None if where.endswith("measure") else profile_for(MEDIUM)
     trainer = Trainer(model, policy="resident", profile=profile, hardware=load_hardware("a100-40gb-epyc7713"))
     with monkeypatch.context() as patch:
         if where == "_policy":
             patch.setattr(trainer, "_policy", SimpleNamespace(plan=broken))
         else:
-            patch.setattr(f"autohete.train.trainer.{where}", broken)
+            patch.setattr(f"autohete.{where}", broken)
         with pytest.raises(ArithmeticError, match="broken"):
             trainer.step(batch)
         assert lanes_alive() == ["autohete-trainer"]
@@ -465,19 +473,19 @@ def test_a_failure_of_preparing_leaves_the_model(where: str, monkeypatch: pytest
 @pytest.mark.parametrize("how", ["deleted", "cycle", "own lane"])
 def test_a_dropped_trainer_gives_the_model_back(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that nobody closes completes its step, ends its threads, gives the model back, and is warned of."""
-    model, perform = model_for(MEDIUM), Training.perform
+    model, perform = model_for(MEDIUM), Actions.act
     held: list[Any] = []
     dropped = threading.Event()
 
-    def performing(training: Training, task: Task, iteration: int) -> None:
-        perform(training, task, iteration)
+    def performing(actions: Actions, task: Task, iteration: int) -> None:
+        perform(actions, task, iteration)
         if task.id.at(iteration) == "B2@1" and how == "own lane":
             assert dropped.wait(10)
             held.clear()  # the last reference
             gc.collect()
 
     trainer = trainer_for(model, "stronghold:window=1")
-    monkeypatch.setattr(Training, "perform", performing)
+    monkeypatch.setattr(Actions, "act", performing)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         torch.manual_seed(2)

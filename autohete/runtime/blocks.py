@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from autohete.quantities import rounded_when_pinned
-from autohete.runtime.ledger import DeviceCount, Ledger, Reservation
+from autohete.runtime.ledger import CudaMemory, DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import AdamStates
 from autohete.runtime.partition import BlockCall
@@ -39,11 +39,15 @@ class Memories:
     Args:
         torch_device: where the passes compute; the CPU stands for the device where there is no other.
         count, host: count the bytes on the device and on the host; None: they are not counted.
+        cuda: a GPU's own account, which says what was full.
+
+    Attributes:
         current: names the task that a tensor is made for.
     """
 
-    def __init__(self, torch_device: torch.device, count: DeviceCount | None, host: Ledger | None, current: Current) -> None:
-        self.torch_device, self.count, self.host, self.current = torch_device, count, host, current
+    def __init__(self, torch_device: torch.device, count: DeviceCount | None, host: Ledger | None, cuda: CudaMemory) -> None:
+        self.torch_device, self.count, self.host, self.cuda = torch_device, count, host, cuda
+        self.current = Current()
 
     @property
     def device(self) -> Ledger | None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,17 @@ from autohete.schedule import Kind, Schedule, Task, TaskId
 
 #: What a lane does for a task: the task and its iteration.
 Action = Callable[[Task, int], None]
+
+
+class Booking(Protocol):
+    """Counts memory at the very moments at which a trace says that tasks begin and end, so that both tell the same order."""
+
+    def begin(self, task: Task, iteration: int) -> None:
+        """``task`` has its buffers from now on. What it raises is the task's failure."""
+
+    def end(self, task: Task, iteration: int) -> None:
+        """What ``task`` frees is free."""
+
 
 #: How long a thread may keep Python's lock while another lane wants it. The default of 5 ms is as long as a small task.
 _SWITCH_SECONDS = 1e-4
@@ -47,6 +59,7 @@ class LaneThreads:
         schedule: a valid schedule.
         action: called in the thread of the task's lane.
         clock: whose seconds the trace is in.
+        booking: told of each task's begin and end; None: nobody is.
         paced: make each task last as long as the schedule says: until ``max(lane free, edges satisfied) + duration``, by
             absolute deadlines, so that errors do not add up; longer while lanes share a bandwidth. Work that takes longer
             than that is noted in ``late``.
@@ -65,6 +78,7 @@ class LaneThreads:
         action: Action,
         clock: Clock,
         *,
+        booking: Booking | None = None,
         paced: bool = False,
         threads: Mapping[str, int] | None = None,
         history: int | None = None,
@@ -77,6 +91,7 @@ class LaneThreads:
         if history is not None:
             check_whole("history", history, 1)
         self._schedule, self._action, self._clock, self._paced = schedule, action, clock, paced
+        self._booking = booking
         self._torch_threads, self._history, self._around = threads or {}, history, around
         sharing = Sharing(schedule)
         self._shared = sharing.lanes if paced else frozenset()
@@ -368,13 +383,16 @@ class LaneThreads:
 
     def _work_through(self, lane: int) -> None:
         free = 0
-        while (instance := self._next(lane)) is not None:
+        while (begun := self._next(lane)) is not None:
+            instance, refusal = begun
             iteration, task = divmod(instance, self._tasks)
             due = max(free, self._due[self._place(instance)])
             try:
+                if refusal is not None:
+                    raise refusal
                 self._action(self._schedule.tasks[task], iteration)
             except BaseException as error:  # whatever it is reaches the caller
-                if task in self._updated:
+                if task in self._updated and error is not refusal:  # which comes before anything is updated
                     self._broken[task] = iteration
                 self._fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration)
                 continue
@@ -388,8 +406,8 @@ class LaneThreads:
             free = due
             self._complete(lane, instance, task, due)
 
-    def _next(self, lane: int) -> int | None:
-        """The instance to begin now, once there is one; None when there will be no more."""
+    def _next(self, lane: int) -> tuple[int, BaseException | None] | None:
+        """The instance that begins now, once there is one, and what its booking has raised; None when there will be no more."""
         with self._lock:
             while True:
                 instance = self._queues[lane].pop()
@@ -400,7 +418,16 @@ class LaneThreads:
                 elif instance // self._tasks < self._stop_from:
                     self._running.add(lane)
                     self._start[self._place(instance)] = self._now()
-                    return instance
+                    return instance, self._book(instance)
+
+    def _book(self, instance: int) -> BaseException | None:
+        if self._booking is not None:
+            iteration, task = divmod(instance, self._tasks)
+            try:
+                self._booking.begin(self._schedule.tasks[task], iteration)
+            except BaseException as error:  # the lane raises it where its lock is free
+                return error
+        return None
 
     def _sleep_until(self, due: int, instance: int) -> None:
         left = due - self._now()
@@ -434,6 +461,8 @@ class LaneThreads:
             now = self._now()
             place = self._place(instance)
             self._end[place] = now
+            if self._booking is not None:
+                self._booking.end(self._schedule.tasks[task], instance // self._tasks)
             if task in self._updated:
                 self._updated[task] = instance // self._tasks
             self.busy_ns[self._schedule.tasks[task].lane] += now - self._start[place]

@@ -354,8 +354,8 @@ class DeviceCount:
         """Who has counted. If the sizes of the schedule were found wrong it is another one than was given."""
         return self._ledger if self.excess is None or self.storages is None else self.storages
 
-    def begin(self, task: Task, iteration: int) -> Ledger | None:
-        """``task`` has its buffers from now on; the result is where to enter its storages, None if they are not counted.
+    def begin(self, task: Task, iteration: int) -> None:
+        """``task`` has its buffers from now on.
 
         Raises:
             DeviceOutOfMemoryError: there is not as much left.
@@ -363,10 +363,13 @@ class DeviceCount:
         scheduled = self._scheduled
         if scheduled is not None:
             scheduled.begin(task.id, iteration)
+
+    def storages_of(self, task: Task, iteration: int) -> Ledger | None:
+        """Where to enter the storages that ``task`` makes; None if they are not counted."""
         # Copies and updates allocate nothing but what they enter themselves; a norm is four bytes that are no state.
         if task.lane != GPU or task.id.kind in (Kind.GPU_UPDATE, Kind.GRADIENT_NORM, Kind.CLIP):
             return None
-        if scheduled is not None and iteration == CHECKED_ITERATIONS:  # the passes of those before have ended
+        if self._scheduled is not None and iteration == CHECKED_ITERATIONS:  # the passes of those before have ended
             if self.excess is None:
                 self.storages = None
             else:
@@ -374,7 +377,7 @@ class DeviceCount:
         return self.storages
 
     def end(self, task: Task, iteration: int) -> None:
-        """What ``task`` frees is free: its tensors are dropped."""
+        """What ``task`` frees is free."""
         scheduled = self._scheduled
         if scheduled is not None:
             scheduled.end(task.id, iteration)

@@ -8,18 +8,17 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from autohete.analysis.worst_case import worst_case
-from autohete.errors import InfeasibleError, InputError, ScheduleError, check_member, check_switch, check_whole
-from autohete.execution.trace import Clock, Trace
+from autohete.errors import InfeasibleError, InputError, ScheduleError, check_whole
+from autohete.execution.trace import Trace
 from autohete.quantities import format_bytes
 from autohete.runtime.batch import Batch, Loss
 from autohete.runtime.claims import Claim
-from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.ledger import Counting, Ledger
+from autohete.runtime.ledger import Counting, CudaMemory, Ledger
 from autohete.runtime.observe import observed
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.training import Training
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
+from autohete.runtime.session import Execution, Session
+from autohete.schedule import Schedule
 
 
 class TorchExecutor:
@@ -55,18 +54,14 @@ class TorchExecutor:
         budget: bool = True,
         counting: Counting = Counting.EXACT,
     ) -> None:
-        check_switch("paced", paced)
-        check_switch("budget", budget)
-        check_member("counting", counting, Counting)
+        self._execution = Execution(paced=paced, budget=budget, counting=counting, clip_norm=clip_norm)
         self._partition = partition(model, blocks)
-        self._batches, self._loss, self._adam, self._paced, self._budget = batches, loss, adam, paced, budget
-        self._clip_norm = clip_norm
+        self._batches, self._loss, self._adam = batches, loss, adam
         #: How the device's bytes are counted; after a run that was to go by the schedule's sizes: how they have been.
         self.counting = counting
-        self._counting = counting
         self.losses: list[float] = []
         self.parameters: list[Tensor] = []
-        self.device: Ledger | None = None
+        self.device: Ledger | CudaMemory | None = None
         self.host: Ledger | None = None
         self.late: dict[str, int] = {}
 
@@ -99,34 +94,18 @@ class TorchExecutor:
         self._partition, form = observed(self._partition, batches[0], self._loss)
         for batch in batches[1:]:
             form.check(batch)
-        if self._budget:
+        if self._execution.budget:
             _check_fits(schedule.validate())
-            capacities = {memory.name: memory.capacity_bytes for memory in schedule.memories}
-            self.device, self.host = (Ledger(name, capacities[name]) for name in (GPU_MEMORY, HOST_MEMORY))
-        training = Training(
-            self._partition,
-            schedule,
-            self._loss,
-            self._adam,
-            device=self.device,
-            host=self.host,
-            counting=self._counting,
-            clip_norm=self._clip_norm,
-        )
-        try:
-            clock = Clock.EMULATED if self._paced else Clock.MEASURED_CPU
-            with LaneThreads(schedule, training.perform, clock, paced=self._paced) as lanes:
-                training.guard.wait = lanes.drain
-                for iteration in range(iterations):
-                    training.passes.give(iteration, *batches[iteration * micro_batches : (iteration + 1) * micro_batches])
-                    lanes.admit()
-            self.losses = [training.passes.losses[iteration] for iteration in range(iterations)]
-            self.parameters, self.late = training.parameters(), lanes.late
-            if training.count is not None:
-                self.counting, self.device = training.count.counting, training.count.ledger
-        finally:
-            training.close()
-        return lanes.trace()
+        with Session(self._partition, schedule, self._loss, self._adam, self._execution) as session:
+            self.device, self.host = session.device, session.host
+            for iteration in range(iterations):
+                session.admit(batches[iteration * micro_batches : (iteration + 1) * micro_batches])
+            session.drain()
+            losses = session.training.passes.losses
+            self.losses = [losses[iteration] for iteration in range(iterations)]
+            self.parameters, self.late = session.training.parameters(), session.lanes.late
+            self.counting, self.device = session.counting, session.device
+        return session.lanes.trace()
 
 
 def _check_fits(schedule: Schedule) -> None:

@@ -267,7 +267,7 @@ def _measured(
                 if not on_cuda:
                     forget_cache(elsewhere)  # as the passes of the blocks left out would have
                 begin = time.perf_counter()
-                training.perform(task, iteration)
+                training.actions.perform(task, iteration)
                 if on_cuda:
                     torch.cuda.synchronize(torch_device)
                 seconds[task.id].append(time.perf_counter() - begin)

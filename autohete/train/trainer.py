@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -30,14 +30,15 @@ from autohete.profile import Profile, analytic_profile
 from autohete.quantities import parse_quantity
 from autohete.runtime.batch import Batch, Form, Loss
 from autohete.runtime.claims import Claim
-from autohete.runtime.lanes import LaneThreads, listed
+from autohete.runtime.lanes import listed
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.observe import observed
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
+from autohete.runtime.session import Execution, Session
 from autohete.runtime.training import Training, only_gpu_works
-from autohete.schedule import CPU, GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId
+from autohete.schedule import CPU, GPU, Kind, Schedule, TaskId
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.train.arguments import check_arguments, check_modes
 from autohete.train.as_executed import as_executed, everything_resident
@@ -185,7 +186,7 @@ class Trainer:
         self._first_step = 0
         self._loaded: dict[str, Any] | None = None
         #: Of the device and of the host.
-        self._memories: tuple[Ledger | CudaMemory, Ledger] | None = None
+        self._memories: tuple[Ledger | CudaMemory | None, Ledger | None] = (None, None)
 
     def __enter__(self) -> Self:
         if self._closed:
@@ -230,7 +231,7 @@ class Trainer:
             self.prediction = self._prepare(batch)
         except BaseException:
             self._partition, self.resident_bytes, self.slowdown, self.threads = before
-            self._form = self._memories = None
+            self._form, self._memories = None, (None, None)
             self._held.give_back()
             raise
         return self.prediction
@@ -239,12 +240,12 @@ class Trainer:
         first = Batch.of(batch, self._partition.model)
         with _threads(self._device, 1):
             self._partition, form = observed(self._partition, first, self._loss)
-        profile, prediction = self._planned(first, 1)
+        prediction = self._planned(first, 1)
         threads = torch.get_num_threads()
         if threads > 1 and self._may_use_threads and only_gpu_works(prediction.schedule):
             quicker = self._planned(first, threads)
-            if only_gpu_works(quicker[1].schedule):
-                (profile, prediction), self.threads = quicker, threads
+            if only_gpu_works(quicker.schedule):
+                prediction, self.threads = quicker, threads
         schedule = prediction.schedule
         if prediction.plan.delayed and self._clip_norm is not None:
             raise InputError(
@@ -253,48 +254,33 @@ class Trainer:
             )
         self._form = form
         on_cuda = self._device.type == "cuda"
-        capacity = profile.hardware.gpu_capacity_bytes
-        device = CudaMemory(self._device, capacity) if on_cuda else Ledger(GPU_MEMORY, capacity)
-        host = Ledger(HOST_MEMORY, profile.hardware.host.memory_bytes)
-        self._memories = (device, host)
-        training = self._held.training = Training(
-            self._partition,
-            schedule,
-            self._loss,
-            self._adam,
+        execution = Execution(
             torch_device=self._device,
-            device=device,
-            host=host,
+            paced=self._mode is Mode.PACED,
             counting=Counting.SCHEDULED,
             clip_norm=self._clip_norm,
             skip_nonfinite=self._on_nonfinite is NonFinite.SKIP,
-        )
-        self._skipped = training.passes.skipped
-        if self._loaded is not None:
-            self._go_on(training, self._loaded)
-        if on_cuda:  # not what measuring took
-            device.reset_peak()
-        self._held.lanes = LaneThreads(
-            schedule,
-            training.perform,
-            self._clock(),
-            paced=self._mode is Mode.PACED,
-            history=_HISTORY,
-            around=partial(_own_stream, self._device),
             threads={CPU: torch.get_num_threads()} if on_cuda else {GPU: self.threads},
+            history=_HISTORY,
         )
-        training.guard.wait = self._held.lanes.drain
+        session = self._held.session = Session(self._partition, schedule, self._loss, self._adam, execution)
+        self._memories = (session.device, session.host)
+        self._skipped = session.training.passes.skipped
+        if self._loaded is not None:
+            self._go_on(session.training, self._loaded)
+        if isinstance(session.device, CudaMemory):  # not what measuring took
+            session.device.reset_peak()
         return prediction
 
-    def _planned(self, batch: Batch, threads: int) -> tuple[Profile, Simulation]:
-        """The profile, with passes in so many threads, and what is planned on it."""
+    def _planned(self, batch: Batch, threads: int) -> Simulation:
+        """What is planned, on a profile with passes in so many threads."""
         with _threads(self._device, threads):
             profile = self._profile(batch)
         # What is measured does not depend on it.
         profile = replace(profile, workload=replace(profile.workload, clip_norm=self._clip_norm))
         self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
         profile = self._with_budgets(profile)
-        return profile, simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)
+        return simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)
 
     @property
     def _may_use_threads(self) -> bool:
@@ -327,18 +313,16 @@ class Trainer:
         return self._do(partial(self._step, batch))
 
     def _step(self, batch: object) -> float:
-        training, lanes = self._running()
-        prediction = self.prediction
+        session, prediction = self._running(), self.prediction
         assert prediction is not None
-        checked = Batch.of(batch, self._partition.model)
         assert self._form is not None
+        checked = Batch.of(batch, self._partition.model)
         self._form.check(checked)
+        training = session.training
         with training.guard.resumed():
-            iteration = lanes.admitted
-            training.states.adam_at[iteration] = self._adam
+            iteration = session.admit([checked], self._adam)
             training.states.adam_at.pop(iteration - _HISTORY, None)
-            training.passes.give(iteration, checked)
-            lanes.admit()
+        lanes = session.lanes
         lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.units) - 1), iteration)
         loss = training.passes.losses.pop(iteration)
         if not math.isfinite(loss) and self._on_nonfinite is NonFinite.STOP:
@@ -355,8 +339,8 @@ class Trainer:
 
     def _changed_by(self, iteration: int) -> str:
         """What a step that had a loss, or gradients, that are not finite has changed all the same, once it has ended."""
-        training, lanes = self._running()
-        updated = set(lanes.updated(iteration))
+        training = self._running().training
+        updated = set(self._running().lanes.updated(iteration))
         # A delayed update takes the gradients of the step before; that of a skipped step finds none.
         stale = set(filter(training.states.delays, updated))
         by_this = updated - stale if iteration not in training.passes.skipped else set()
@@ -386,16 +370,16 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def _evaluated(self, batch: object) -> float:
-        return self._drained()[0].evaluate(Batch.of(batch, self._partition.model))
+        return self._drained().training.evaluation.loss(Batch.of(batch, self._partition.model))
 
-    def _drained(self) -> tuple[Training, LaneThreads]:
-        training, lanes = self._running()
-        lanes.drain()
-        return training, lanes
+    def _drained(self) -> Session:
+        session = self._running()
+        session.drain()
+        return session
 
     def parameters(self) -> list[Tensor]:
         """Copies of all trained parameters in block order, after waiting for all updates; master weights where there are."""
-        return self._do(lambda: self._drained()[0].parameters())
+        return self._do(lambda: self._drained().training.parameters())
 
     @property
     def learning_rate(self) -> float:
@@ -420,9 +404,10 @@ class Trainer:
         return self._do(self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
-        training, lanes = self._drained()
+        session = self._drained()
+        training = session.training
         with training.guard.resumed(), training.guard.inside():
-            step = self._first_step + lanes.admitted
+            step = self._first_step + session.lanes.admitted
             model, states = self._partition.model, training.states
             return state_of(model, states, self._adam, step, self.skipped_steps, self._device)
 
@@ -445,13 +430,14 @@ class Trainer:
         self._set_loaded(state, adam, 0)
 
     def _load_between_steps(self, state: Mapping[str, Any]) -> None:
-        model, (training, lanes) = self._partition.model, self._running()
+        model, session = self._partition.model, self._running()
+        training = session.training
         adam = check_state(state, model, self._adam, training.states)
-        lanes.drain()
+        session.drain()
         with training.guard.resumed(), training.guard.inside():
             load_values(state, model, training.states)
             load_states(state, model, training.states)
-        self._set_loaded(state, adam, lanes.admitted)
+        self._set_loaded(state, adam, session.lanes.admitted)
 
     def _set_loaded(self, state: Mapping[str, Any], adam: Adam, admitted: int) -> None:
         set_random_states(state, self._device)
@@ -460,14 +446,15 @@ class Trainer:
 
     def trace(self) -> Trace:
         """When everything happened in the last iterations, after waiting for all updates."""
-        return self._do(lambda: self._drained()[1].trace())
+        return self._do(lambda: self._drained().lanes.trace())
 
     def comparison(self) -> Comparison:
         """Predicted beside measured, after waiting for all updates."""
         prediction, trace = self.prediction, self.trace()
         assert prediction is not None
-        assert self._memories is not None
-        device, host = self._running()[0].device or self._memories[0], self._memories[1]
+        device, host = self._running().device, self._running().host
+        assert device is not None
+        assert host is not None
         return Comparison(
             clock=trace.clock,
             predicted_seconds=prediction.iteration_seconds,
@@ -486,16 +473,14 @@ class Trainer:
     @property
     def device_bytes(self) -> int:
         """What lives on the device now."""
-        if self._memories is None:
-            return 0
-        counted = None if self._held.training is None else self._held.training.device
-        return (counted or self._memories[0]).used_bytes
+        session = self._held.session
+        device = self._memories[0] if session is None else session.device
+        return 0 if device is None else device.used_bytes
 
     @property
     def counting(self) -> Counting:
         """How bytes on the device are counted: by the schedule's sizes, unless the first steps have shown them to be wrong."""
-        training = self._running()[0]
-        return Counting.EXACT if training.count is None else training.count.counting
+        return self._running().counting
 
     def close(self) -> None:
         """Wait for what is under way, end the lanes, and give the model its parameters back. Again: nothing.
@@ -509,7 +494,7 @@ class Trainer:
         """:meth:`close`, for a caller that was interrupted before or not: the second interrupt does not wait."""
         self._check_caller()
         held, self._closed = self._held, True
-        lanes = held.lanes
+        session = held.session
         held.worker.stop()
         try:
             if held.worker.thread.ident is not None:
@@ -523,8 +508,8 @@ class Trainer:
                 raise
         except KeyboardInterrupt as error:
             held.worker.end(held.give_back)  # it may have come before the wait
-            if lanes is not None:
-                error.add_note(lanes.state())
+            if session is not None:
+                error.add_note(session.lanes.state())
             raise
 
     def _do(self, job: Callable[[], T]) -> T:
@@ -558,17 +543,12 @@ class Trainer:
             load_states(loaded, model, training.states)
         self._loaded = None
 
-    def _running(self) -> tuple[Training, LaneThreads]:
-        if self._held.training is None or self._held.lanes is None:
+    def _running(self) -> Session:
+        if self._held.session is None:
             if self._closed:
                 raise InputError("the trainer is closed: make a new one to go on")
             raise InputError("the trainer has not begun: call step inside of its context")
-        return self._held.training, self._held.lanes
-
-    def _clock(self) -> Clock:
-        if self._device.type == "cuda":
-            return Clock.MEASURED_CUDA
-        return Clock.EMULATED if self._mode is Mode.PACED else Clock.MEASURED_CPU
+        return self._held.session
 
     def _profile(self, batch: Batch) -> Profile:
         profile = self._given_profile
@@ -600,7 +580,7 @@ class Trainer:
     @property
     def busy_seconds(self) -> dict[str, float]:
         """How long each lane has worked so far."""
-        return {name: ns * 1e-9 for name, ns in self._running()[1].busy_ns.items()}
+        return {name: ns * 1e-9 for name, ns in self._running().lanes.busy_ns.items()}
 
 
 class _Held:
@@ -609,14 +589,13 @@ class _Held:
     def __init__(self) -> None:
         self.worker = Worker("autohete-trainer", "the trainer is closed: make a new one to go on")
         self.claim: Claim | None = None
-        self.training: Training | None = None
-        self.lanes: LaneThreads | None = None
+        self.session: Session | None = None
 
     @property
     def threads(self) -> list[threading.Thread]:
         """All that it has."""
-        lanes = self.lanes
-        return [self.worker.thread, *(lanes.threads if lanes is not None else ())]
+        session = self.session
+        return [self.worker.thread, *(session.lanes.threads if session is not None else ())]
 
     def give_back(self) -> None:
         """End the lanes when all that was admitted has ended, and give the model back."""
@@ -624,20 +603,18 @@ class _Held:
             with ExitStack() as undo:  # each of it, whatever becomes of the others
                 if self.claim is not None:
                     undo.callback(self.claim.release)
-                if self.training is not None:
-                    undo.callback(self.training.close)
-                if self.lanes is not None:
-                    undo.callback(self.lanes.close)
+                if self.session is not None:
+                    undo.callback(self.session.close)
         finally:
-            self.claim = self.training = self.lanes = None
+            self.claim = self.session = None
             atexit.unregister(self.at_exit)
 
     def abandon(self) -> None:
         """Wait for nothing that has not begun."""
         self.worker.stop()
-        lanes = self.lanes
-        if lanes is not None:
-            lanes.abandon()
+        session = self.session
+        if session is not None:
+            session.lanes.abandon()
 
     def at_exit(self) -> None:
         """Give back what is still held when Python ends: a thread that is in PyTorch then would abort the process."""
@@ -654,7 +631,7 @@ class _Held:
         """Give back what a Trainer held that nobody has closed. Called in any thread, at any time."""
         if self.worker.forked or self.worker.thread.ident is None:
             return
-        open_ = self.training is not None
+        open_ = self.session is not None
         if threading.current_thread() in self.threads:  # which would wait for itself
             self.worker.end(self.give_back, timeout=0)
         else:
@@ -782,13 +759,6 @@ def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
     slowed = replace(hardware, h2d=h2d, d2h=d2h, host=host, cpu=cpu)
     loss = replace(measured.loss, seconds=max(wanted.loss.seconds * factor, kept_up(measured.loss.seconds)))
     return replace(measured, hardware=slowed, blocks=blocks, loss=loss), factor
-
-
-def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A CUDA stream for the calling thread; nothing on the CPU."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _bytes(given: int | str | None) -> int | None:

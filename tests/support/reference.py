@@ -129,7 +129,7 @@ def train_by_schedule(
     )
     torch.manual_seed(2)
     try:
-        with LaneThreads(schedule, around(training.perform), Clock.MEASURED_CPU) as lanes:
+        with LaneThreads(schedule, around(training.actions.perform), Clock.MEASURED_CPU) as lanes:
             drawn = iter(batches(workload, steps * workload.micro_batches))
             for step in range(steps):
                 training.passes.give(step, *(Batch(*pair) for pair in itertools.islice(drawn, workload.micro_batches)))

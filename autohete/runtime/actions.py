@@ -1,0 +1,134 @@
+"""What each kind of task does, and what surrounds every action: room before it, what it frees after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from autohete.runtime.blocks import Memories
+from autohete.runtime.guard import Guard
+from autohete.runtime.ledger import accounting
+from autohete.runtime.passes import Passes
+from autohete.runtime.states import States
+from autohete.schedule import COPIES, GPU_MEMORY, Buffer, Copy, Free, Kind, Schedule, Task, Value
+
+#: Blocks whose gradients get room before a task, whose gradients replace parameters after it, whose gradients are added to
+#: those of the micro-batches before, whose parameters leave then.
+_Room = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class Actions:
+    """The table from a kind of task to what does it.
+
+    Args:
+        schedule: whose tasks are done.
+        states: copies, updates and norms work on them.
+        passes: what the GPU computes.
+        guard: lets the actions use the parameters.
+        memories: where tensors live.
+    """
+
+    def __init__(self, schedule: Schedule, states: States, passes: Passes, guard: Guard, memories: Memories) -> None:
+        self._states, self._passes, self._guard, self._memories = states, passes, guard, memories
+        self._rooms = {task.id: _room(task) for task in schedule.tasks}
+        self._actions: dict[Kind, Callable[[int], None]] = {
+            Kind.FORWARD: passes.forward,
+            Kind.LOSS: passes.compute_loss,
+            Kind.RECOMPUTE: passes.recompute,
+            Kind.BACKWARD: passes.backward,
+            Kind.GPU_UPDATE: states.gpu_update,
+            Kind.CPU_UPDATE: states.cpu_update,
+            Kind.ACCUMULATE: states.add_arrived,
+            Kind.GRADIENT_NORM: states.measure_gradients,
+            Kind.CLIP: states.clip,
+            **{kind: partial(self._copy, copy) for kind, copy in COPIES.items()},
+        }
+        cuda = memories.torch_device.type == "cuda"
+        self._stream = partial(torch.cuda.current_stream, memories.torch_device) if cuda else None
+
+    def perform(self, task: Task, iteration: int) -> None:
+        """Do ``task`` and count its bytes, for callers that do one task after another.
+
+        Raises:
+            DeviceOutOfMemoryError: a memory's budget is used up.
+        """
+        count = self._memories.count
+        if count is not None:
+            count.begin(task, iteration)
+        self.act(task, iteration)
+        if count is not None:
+            count.end(task, iteration)
+
+    def act(self, task: Task, iteration: int) -> None:
+        """Do ``task``, whose buffers are counted by the caller: make room for what it brings, act, let go of what it frees.
+
+        Raises:
+            DeviceOutOfMemoryError: a memory's budget is used up.
+        """
+        with self._guard.inside(loss=task.id.kind is Kind.LOSS):
+            self._act(task, iteration)
+
+    def _act(self, task: Task, iteration: int) -> None:
+        current, states = self._memories.current, self._states
+        current.task, current.iteration, current.alive = task.id.at(iteration), iteration, []
+        current.micro_batch = task.id.micro_batch
+        makes, replaces, adds, releases = self._rooms[task.id]
+        count = self._memories.count
+        ledger = None if count is None else count.storages_of(task, iteration)
+        try:
+            # A context that does nothing takes time, too.
+            if ledger is None or count is None:
+                self._work(task, makes)
+            else:
+                with accounting(ledger, current.task, _left_by(task), count.compare):
+                    self._work(task, makes)
+            for i in replaces:
+                states.replace_parameters(i)
+            for i in adds:
+                states.add_gradients(i)
+            for i in releases:
+                states.poison(i)
+        except torch.OutOfMemoryError as error:
+            raise self._memories.cuda.refusal(current.task, error) from error
+        finally:
+            if self._stream is not None:
+                # Only now is the work done: what another stream has allocated may be freed, and the next task begin.
+                self._stream().synchronize()
+            current.alive = []
+        for i in releases:
+            states.release(i)
+
+    def _work(self, task: Task, makes: tuple[int, ...]) -> None:
+        for i in makes:
+            self._states.make_gradients(i)
+        self._actions[task.id.kind](task.id.unit)
+
+    def _copy(self, copy: Copy, i: int) -> None:
+        copies = {
+            Value.PARAMETERS: self._states.copy_parameters,
+            Value.GRADIENTS: self._states.copy_gradients,
+            Value.ACTIVATIONS: self._passes.copy_activations,
+            Value.OPTIMIZER_STATES: self._states.copy_states,
+        }
+        copies[copy.value](i, copy.source, copy.target)
+
+
+def _left_by(task: Task) -> str:
+    """The group of what a pass leaves behind."""
+    if task.id.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+        return "activations" if any(buffer.id.value is Value.ACTIVATIONS for buffer in task.allocates) else "input"
+    return "logits_gradient" if task.id.kind is Kind.LOSS else "workspace"
+
+
+def _room(task: Task) -> _Room:
+    """What ``task`` does with room on the device, beside its action."""
+
+    def units(value: Value, buffers: Iterable[Buffer | Free]) -> tuple[int, ...]:
+        ids = (buffer.id for buffer in buffers)
+        return tuple(b.unit for b in ids if b.value is value and b.memory == GPU_MEMORY and b.unit is not None)
+
+    ended = units(Value.GRADIENTS, task.frees) if task.id.kind is Kind.BACKWARD else ()
+    replaces, adds = ((), ended) if task.id.micro_batch else (ended, ())
+    return units(Value.GRADIENTS, task.allocates), replaces, adds, units(Value.PARAMETERS, task.frees)

@@ -1,0 +1,76 @@
+"""The model without training: logits and losses, within what the states of training leave free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from autohete.errors import DeviceOutOfMemoryError
+from autohete.runtime.batch import Batch, Inputs
+from autohete.runtime.blocks import Memories
+from autohete.runtime.guard import Guard
+from autohete.runtime.model_state import Snapshot, unchanged_random_state
+from autohete.runtime.passes import Passes
+
+
+class Evaluation:
+    """Evaluates the model of a training. Use it when every update has ended.
+
+    Args:
+        passes: bring the blocks to the device, one at a time.
+        guard: lets the evaluation use the parameters.
+        memories: where tensors live; what an evaluation allocates is counted storage by storage.
+    """
+
+    def __init__(self, passes: Passes, guard: Guard, memories: Memories) -> None:
+        self._passes, self._guard, self._memories = passes, guard, memories
+
+    @contextmanager
+    def logits(self) -> Iterator[Callable[[Inputs], Tensor]]:
+        """A function from token ids (or the model's arguments) to logits, dropout off.
+
+        Modes of all modules, buffers and random states are as before afterwards.
+        """
+        partition, count = self._passes.partition, self._memories.count
+        with self._guard.inside():
+            before = Snapshot(partition.model.named_modules(), partition.effects.changing)
+        self._memories.current.task = "evaluation"
+        try:
+            with (
+                unchanged_random_state(self._memories.torch_device),
+                nullcontext() if count is None else count.exactly("evaluation"),
+            ):
+                partition.model.eval()
+                yield self._logits
+        finally:
+            with self._guard.inside():
+                before.restore()
+
+    def _logits(self, inputs: Inputs) -> Tensor:
+        with self._guard.resumed(), self._guard.inside():
+            return self._passes.evaluate(inputs)
+
+    def loss(self, batch: Batch) -> float:
+        """Loss of one batch.
+
+        Raises:
+            DeviceOutOfMemoryError: it takes more than is left on the device; nothing has changed.
+        """
+        try:
+            with self.logits() as logits, torch.no_grad():
+                return float(self._passes.loss(logits(batch.inputs), batch.targets.to(self._memories.torch_device)).item())
+        except (DeviceOutOfMemoryError, torch.OutOfMemoryError) as caught:
+            cuda = self._memories.cuda
+            error = cuda.refusal("evaluation", caught) if isinstance(caught, torch.OutOfMemoryError) else caught
+            size = " x ".join(map(str, batch.targets.shape))
+            raise DeviceOutOfMemoryError(
+                f"a batch of {size} tokens is too large to evaluate beside the states of training: "
+                f"{str(error).rpartition('. Give')[0]}. Evaluate smaller batches; training can go on",
+                error.task,
+                error.size_bytes,
+                error.capacity_bytes,
+                error.holders,
+            ) from caught
