@@ -56,6 +56,7 @@ from autohete.report.gantt import two_row_figure
 from autohete.report.style import BLUE, VERMILION, save_figure, style
 from autohete.report.tables import console, table
 from autohete.report.write import make_folder, write_text
+from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.torch_executor import TorchExecutor
 from autohete.simulate import Simulation, judge_for, safety, simulate_plan, simulate_schedule
@@ -299,7 +300,7 @@ def _paced(setting: Setting, large: Workload, measured: Profile, model: GPT) -> 
     predicted = with_times(planned, stretched(profile, measured, planned.iteration_seconds))
     if predicted.iteration_seconds > LONGEST_SECONDS:
         return None
-    executor = TorchExecutor(model, batches(setting.workload), next_token_loss, paced=True)
+    executor = TorchExecutor(model, batches(setting.workload), next_token_loss, paced=True, counting=Counting.SCHEDULED)
     attempts, disturbed = 0, True
     while disturbed and attempts < PACED_ATTEMPTS:
         run, attempts = executor.run(predicted.schedule, ITERATIONS[Clock.EMULATED]), attempts + 1
@@ -313,7 +314,8 @@ def _native(setting: Setting, model: GPT, batch: tuple[Tensor, Tensor]) -> Resul
     planned = _planned(setting, with_budget(profiles[0], setting.budget_share))
     if planned is None:
         return None
-    executor, runs = TorchExecutor(model, batches(setting.workload), next_token_loss), []
+    runs = list[Trace]()
+    executor = TorchExecutor(model, batches(setting.workload), next_token_loss, counting=Counting.SCHEDULED)
     for _ in range(RUNS):
         runs.append(executor.run(planned.schedule, ITERATIONS[Clock.MEASURED_CPU]))
         profiles.append(measured_profile_on(machine, model, batch))

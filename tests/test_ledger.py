@@ -17,7 +17,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from support.reference import batches, model_for, train_by_schedule
 from test_runtime_exactness import SMALL
@@ -27,6 +27,7 @@ from autohete.analysis.occupancy import occupancy
 from autohete.analysis.worst_case import worst_case
 from autohete.errors import DeviceOutOfMemoryError, InfeasibleError, InputError, ScheduleError
 from autohete.hardware import load_hardware
+from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.runtime import ledger
@@ -40,6 +41,7 @@ from autohete.runtime.training import Training
 from autohete.schedule import D2H, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate_plan
+from autohete.testing.strategies import plans
 from autohete.train.as_executed import as_executed
 from autohete.train.microbenchmarks import matrix_sizes
 from autohete.train.trainer import measured_profile_on
@@ -250,6 +252,34 @@ def test_counting_by_the_schedule_agrees(policy: str, tied: bool) -> None:
     if policy in SETTLED:
         assert executor.device.peak_bytes == simulation.gpu.peak_bytes
     assert executor.device.used_bytes == 0, "a closed training holds nothing"
+
+
+@pytest.mark.parametrize(
+    "policy", ["stronghold:window=2", "zero_offload:paper,tile_overlap", "autohete", "autohete:priority=off"]
+)
+def test_the_counted_peak_is_that_of_the_trace(policy: str) -> None:
+    """Counted by the schedule's sizes, the peak is the one that the order of the trace gives, to the byte."""
+    simulation = predicted(MEDIUM, policy)
+    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 6)), next_token_loss, counting=Counting.SCHEDULED)
+    trace = executor.run(simulation.schedule, 6)
+    assert executor.counting is Counting.SCHEDULED
+    assert executor.device is not None
+    assert executor.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_the_counted_peak_of_any_plan_is_that_of_its_trace(data: st.DataObject) -> None:
+    """Whatever a plan moves and recomputes, and whenever its lanes happen to run."""
+    profile = profile_for(MEDIUM)
+    plan = as_executed(data.draw(plans(profile)), profile)
+    schedule = lower(profile, plan)
+    assume(all(worst_case(schedule, memory.name).peak_bytes is not None for memory in schedule.memories))
+    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 3)), next_token_loss, counting=Counting.SCHEDULED)
+    trace = executor.run(schedule, 3)
+    assert executor.counting is Counting.SCHEDULED
+    assert executor.device is not None
+    assert executor.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
 
 
 def test_sizes_that_are_too_small_are_found() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from autohete.analysis.occupancy import Occupancy, occupancy
 from autohete.errors import ScheduleError
-from autohete.execution.trace import Trace
+from autohete.execution.trace import Nanoseconds, Trace
 from autohete.lowering import lower
 from autohete.schedule import (
     GPU_MEMORY,
@@ -83,6 +85,21 @@ def test_occupancy_counts_every_buffer(trace: Trace, data: st.DataObject) -> Non
     for instant in data.draw(st.lists(st.sampled_from(found.times_ns.tolist()), min_size=1, max_size=5)):
         for moment in (instant, instant + 1):
             assert at(found, moment) == counted(trace, memory, moment)
+
+
+@given(traces(), st.data())
+def test_traces_of_one_order_have_one_peak(trace: Trace, data: st.DataObject) -> None:
+    """However long tasks last: where starts and ends come in the same order, the peaks are equal to the byte."""
+    instants = np.unique(np.concatenate([trace.start_ns.ravel(), trace.end_ns.ravel()]))
+    gaps = data.draw(st.lists(st.integers(1, 10**6), min_size=len(instants), max_size=len(instants)))
+    moved = np.cumsum(gaps)
+
+    def later(times: Nanoseconds) -> Nanoseconds:
+        return np.asarray(moved[np.searchsorted(instants, times)], np.int64)
+
+    other = replace(trace, start_ns=later(trace.start_ns), end_ns=later(trace.end_ns))
+    for memory in trace.schedule.memories:
+        assert occupancy(other, memory.name).peak_bytes == occupancy(trace, memory.name).peak_bytes
 
 
 @given(traces())
