@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.reference import batches, model_for, train_plainly
+from support.reference import Outcome, batches, model_for, train_plainly
 from test_ledger import MEDIUM, profile_for
 from torch import Tensor, nn
 
@@ -325,3 +326,55 @@ def test_learning_learns() -> None:
     with Trainer(model, gpu_memory="40%", adam=Adam(lr=3e-3), hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
         losses = [trainer.step(batch) for _ in range(30)]
     assert losses[-1] < losses[0] / 2
+
+
+def of_one_step(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The batch whose equal parts are ``parts``."""
+    return torch.cat([ids for ids, _ in parts]), torch.cat([targets for _, targets in parts])
+
+
+@pytest.mark.parametrize("policy", ["resident", "zero_offload", "autohete"])
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_the_trainer_accumulates_to_the_bit(policy: str, clip_norm: float | None) -> None:
+    """A Trainer with ``micro_batches`` gives the losses and parameters of plain training that accumulates."""
+    workload = replace(MEDIUM, micro_batches=3, clip_norm=clip_norm)
+    parts = batches(MEDIUM, 4 * 3)
+    with Trainer(
+        model_for(MEDIUM),
+        policy=policy,
+        gpu_memory="60%" if policy == "autohete" else None,
+        profile=profile_for(MEDIUM),
+        clip_norm=clip_norm,
+        micro_batches=3,
+    ) as trainer:
+        torch.manual_seed(2)
+        losses = [trainer.step(of_one_step(parts[3 * step : 3 * step + 3])) for step in range(4)]
+        found = Outcome(losses, trainer.parameters())
+        assert trainer.prediction is not None
+        assert trainer.prediction.profile.workload.micro_batches == 3
+        # Evaluating takes what it is given, and a step still finds its micro-batches.
+        assert math.isfinite(trainer.evaluate(parts[:2]))
+    assert found == train_plainly(workload, 4)
+
+
+def test_a_batch_that_cannot_be_split_is_refused() -> None:
+    """The first batch, or a later one, whose sequences the micro-batches cannot share; training can go on."""
+    ids, targets = of_one_step(batches(MEDIUM, 2))
+    with Trainer(model_for(MEDIUM), policy="resident", profile=profile_for(MEDIUM), micro_batches=2) as trainer:
+        with pytest.raises(InputError, match=r"^the batch has 3 sequences, which cannot be split into 2 equal micro-batches"):
+            trainer.step((ids[:3], targets[:3]))
+        trainer.step((ids, targets))
+        with pytest.raises(InputError, match=r"the first one had \(4, "):
+            trainer.step((ids[:2], targets[:2]))
+        trainer.step((ids, targets))
+    with pytest.raises(InputError, match=r"micro_batches is 0: give at least 1"):
+        Trainer(model_for(MEDIUM), micro_batches=0)
+
+
+def test_a_policy_that_cannot_accumulate_says_so() -> None:
+    """It is refused when it plans, with what to do, and the model is given back."""
+    model = model_for(MEDIUM)
+    trainer = Trainer(model, policy="zero_offload:delayed_update", profile=profile_for(MEDIUM), micro_batches=2)
+    with trainer, pytest.raises(InputError, match="use one micro-batch"):
+        trainer.step(of_one_step(batches(MEDIUM, 2)))
+    assert model(batches(MEDIUM, 1)[0][0]).isfinite().all()

@@ -22,6 +22,7 @@ def train(
     heads: int = 4,
     sequence_length: int = 128,
     batch_size: int = 4,
+    micro_batches: int = 1,
     precision: Literal["fp32", "bf16"] = "fp32",
     dropout: float = 0.1,
     lr: float = 1e-3,
@@ -62,7 +63,9 @@ def train(
     sequence_length:
         Tokens of a sequence.
     batch_size:
-        Sequences per iteration.
+        Sequences that are computed with at a time.
+    micro_batches:
+        Batches per iteration, whose gradients are accumulated before the update.
     precision:
         bf16 has fp32 master weights.
     dropout:
@@ -95,7 +98,7 @@ def train(
     outputs = {"--trace": trace, "--predicted-trace": predicted_trace, "--gantt": gantt}
     check_outputs({option: path for option, path in outputs.items() if path is not None})
     text_model = TextModel(
-        hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, seed
+        hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, seed, micro_batches
     )
     check_runtime()
     run(

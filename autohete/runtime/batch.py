@@ -82,6 +82,22 @@ class Batch:
         """The inputs by name; ``ids`` where they have none."""
         return self.inputs if isinstance(self.inputs, Mapping) else {"ids": self.inputs}
 
+    def split(self, micro_batches: int) -> list[Batch]:
+        """So many batches of equally many sequences.
+
+        Raises:
+            InputError: the number of sequences is no multiple of ``micro_batches``.
+        """
+        sequences = len(leading(self.inputs))
+        size, rest = divmod(sequences, micro_batches)
+        if rest:
+            raise InputError(
+                f"the batch has {sequences} sequences, which cannot be split into {micro_batches} equal micro-batches: give a "
+                f"multiple of {micro_batches}"
+            )
+        parts = [slice(first, first + size) for first in range(0, sequences, size)]
+        return [Batch(_sequences(self.inputs, part), self.targets[part]) for part in parts]
+
     def with_labels(self, model: nn.Module) -> Inputs:
         """The inputs and, if there are any and the model takes them, the labels, so that it computes a loss of its own."""
         names = argument_names(model, labels=True)
@@ -127,12 +143,16 @@ def leading(inputs: Inputs) -> Tensor:
 
 def first_sequence(inputs: Inputs) -> Inputs:
     """Of ``inputs``, what belongs to the first sequence."""
+    return _sequences(inputs, slice(1))
+
+
+def _sequences(inputs: Inputs, part: slice) -> Inputs:
     if isinstance(inputs, Tensor):
-        return inputs[:1]
+        return inputs[part]
     sequences = len(leading(inputs))
 
     def cut(value: Any) -> Any:
-        return value[:1] if isinstance(value, Tensor) and value.dim() > 1 and len(value) == sequences else value
+        return value[part] if isinstance(value, Tensor) and value.dim() > 1 and len(value) == sequences else value
 
     return {name: cut(value) for name, value in inputs.items()}
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from autohete.errors import InputError, check_fields
+from autohete.errors import InputError, check_fields, check_whole
 from autohete.hardware import load_hardware
 from autohete.profile.file import read_profile, write_profile
 from autohete.quantities import format_bytes, format_seconds, parse_quantity
@@ -41,12 +42,13 @@ class TextModel:
     """A GPT and the text that it learns.
 
     Args:
-        hidden, blocks, heads, sequence_length, batch_size: its shape and batch.
+        hidden, blocks, heads, sequence_length, batch_size: its shape, and what is computed with at a time.
         precision: of parameters and passes.
         dropout: probability.
         data: text file or folder; None: the standard library's source.
         tokenizer: ``byte``, or the vocabulary size of a tokenizer to train on the text.
         seed: of weights, batches and dropout.
+        micro_batches: batches in a step.
     """
 
     hidden: int
@@ -59,6 +61,7 @@ class TextModel:
     data: str | None
     tokenizer: str
     seed: int
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -70,6 +73,7 @@ class TextModel:
             InputError: a value is out of range.
         """
         self._workload(1)
+        check_whole("micro_batches", self.micro_batches, 1)
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout is {self.dropout}: it must be at least 0 and less than 1")
         if not 0 <= self.seed < 2**64:
@@ -99,7 +103,7 @@ class TextModel:
                 f"{workload.parameters:,} parameters need {format_bytes(needed)} of this machine's memory, it has "
                 f"{format_bytes(there)}: choose a smaller model"
             )
-        data = TextData(text, tokenizer, self.sequence_length, self.batch_size, seed=self.seed)
+        data = TextData(text, tokenizer, self.sequence_length, self.batch_size * self.micro_batches, seed=self.seed)
         return seeded_gpt(workload, self.dropout, self.seed), data, workload
 
     def _workload(self, vocabulary_size: int) -> Workload:
@@ -173,6 +177,7 @@ def train(
             profile=measured_profile,
             on_nonfinite=NonFinite.SKIP if skip_nonfinite else NonFinite.STOP,
             clip_norm=clip_norm,
+            micro_batches=text_model.micro_batches,
         )
 
     # What a Trainer refuses, it refuses of the smallest model, too, before a text is read.
@@ -181,14 +186,15 @@ def train(
     if measured_profile is not None:
         _check_same(measured_profile.workload, workload)
     out = console()
-    batches = data.train()
+    batches, tokens = data.train(), workload.tokens * text_model.micro_batches
     with trainer_of(model) as trainer:
         first = next(batches)
         begin = time.perf_counter()
         prediction = trainer.prepare(first)
         prepared = time.perf_counter() - begin
+        times = f"{text_model.micro_batches} x " if text_model.micro_batches > 1 else ""
         out.print(
-            f"{workload.name}: {workload.parameters / 1e6:.1f} M parameters, batch {workload.batch_size} x "
+            f"{workload.name}: {workload.parameters / 1e6:.1f} M parameters, batch {times}{workload.batch_size} x "
             f"{workload.sequence_length} tokens, {workload.precision}; text: {data.train_tokens:,} tokens to train on, "
             f"{data.validation_tokens:,} held back",
             soft_wrap=True,
@@ -203,11 +209,11 @@ def train(
         if trainer.slowdown > 1:
             out.print(f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here", soft_wrap=True)
         begin = time.perf_counter()
-        losses = _steps(trainer, first, batches, steps, workload.tokens)
+        losses = _steps(trainer, first, batches, steps, tokens)
         seconds = time.perf_counter() - begin
         measured = trainer.trace()
-        validation = _validation(trainer, data)
-        _print_end(out, trainer, losses, validation, steps * workload.tokens / seconds)
+        validation = _validation(trainer, data, workload.batch_size)
+        _print_end(out, trainer, losses, validation, steps * tokens / seconds)
         print_iteration(out, measured, max(0, min(measured.steady().first, measured.iterations - 2)))
         _write_files(out, trainer, measured, workload, trace, predicted_trace, gantt)
 
@@ -254,9 +260,12 @@ def _steps(trainer: Trainer, first: Any, batches: Any, steps: int, tokens: int) 
     return losses
 
 
-def _validation(trainer: Trainer, data: TextData) -> float:
-    batches = [batch for batch, _ in zip(data.validation(), range(_MOST_VALIDATION_BATCHES), strict=False)]
-    return trainer.evaluate(batches)
+def _validation(trainer: Trainer, data: TextData, sequences: int) -> float:
+    """Mean loss, with as many sequences at a time as in training."""
+    from autohete.runtime.batch import Batch
+
+    parts = chain.from_iterable(Batch(*pair).split(len(pair[0]) // sequences) for pair in data.validation())
+    return trainer.evaluate(islice(parts, _MOST_VALIDATION_BATCHES))
 
 
 def _print_end(out: Console, trainer: Trainer, losses: list[float], validation: float, tokens_per_second: float) -> None:

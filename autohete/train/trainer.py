@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autohete.errors import AutoHeteError, InputError, NonFiniteLossError, TaskError, check_fields, check_member
+from autohete.errors import AutoHeteError, InputError, NonFiniteLossError, TaskError, check_fields, check_member, check_whole
 from autohete.execution.trace import Clock, Trace
 from autohete.hardware import Hardware, HardwareFile
 from autohete.plan import Plan
@@ -126,6 +126,8 @@ class Trainer:
         clip_norm: the largest global norm of the gradients; larger ones are scaled down before the update, with the bits of
             ``torch.nn.utils.clip_grad_norm_`` over all trained parameters, in 16 bit over those of the fp32 master weights.
             None: they are not clipped.
+        micro_batches: each step's batch is computed in so many parts, of equally many sequences, whose gradients are
+            accumulated before the update. The loss is the mean of theirs.
 
     Raises:
         InputError: the model cannot be cut into blocks, or an argument cannot be taken.
@@ -147,8 +149,10 @@ class Trainer:
         profile: Profile | None = None,
         on_nonfinite: NonFinite = NonFinite.STOP,
         clip_norm: float | None = None,
+        micro_batches: int = 1,
     ) -> None:
         check_member("mode", mode, Mode)
+        check_whole("micro_batches", micro_batches, 1)
         check_clip_norm(clip_norm)
         check_member("on_nonfinite", on_nonfinite, NonFinite)
         check_arguments(model, policy, loss, adam, blocks, device, hardware, profile)
@@ -159,7 +163,8 @@ class Trainer:
             raise InputError(f"gpu_memory is {gpu_memory!r}: write a share as text, such as '{gpu_memory:.0%}'")
         self._gpu_memory = None if self._share is not None else _bytes(gpu_memory)
         self._host_memory = _bytes(host_memory)
-        self._loss, self._adam, self._on_nonfinite, self._clip_norm = loss, adam or Adam(), on_nonfinite, clip_norm
+        self._loss, self._adam, self._on_nonfinite = loss, adam or Adam(), on_nonfinite
+        self._clip_norm, self._micro_batches = clip_norm, micro_batches
         self._device = _torch_device(device)
         self._mode, self._hardware, self._given_profile = mode, hardware, profile
         if mode is Mode.PACED and hardware is None:
@@ -240,10 +245,11 @@ class Trainer:
         first = Batch.of(batch, self._partition.model)
         with _threads(self._device, 1):
             self._partition, form = observed(self._partition, first, self._loss)
-        prediction = self._planned(first, 1)
+        part = first.split(self._micro_batches)[0]
+        prediction = self._planned(part, 1)
         threads = torch.get_num_threads()
         if threads > 1 and self._may_use_threads and only_gpu_works(prediction.schedule):
-            quicker = self._planned(first, threads)
+            quicker = self._planned(part, threads)
             if only_gpu_works(quicker.schedule):
                 prediction, self.threads = quicker, threads
         schedule = prediction.schedule
@@ -276,8 +282,10 @@ class Trainer:
         """What is planned, on a profile with passes in so many threads."""
         with _threads(self._device, threads):
             profile = self._profile(batch)
-        # What is measured does not depend on it.
-        profile = replace(profile, workload=replace(profile.workload, clip_norm=self._clip_norm))
+        # What is measured does not depend on them.
+        profile = replace(
+            profile, workload=replace(profile.workload, clip_norm=self._clip_norm, micro_batches=self._micro_batches)
+        )
         self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
         profile = self._with_budgets(profile)
         return simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)
@@ -320,10 +328,10 @@ class Trainer:
         self._form.check(checked)
         training = session.training
         with training.guard.resumed():
-            iteration = session.admit([checked], self._adam)
+            iteration = session.admit(checked.split(self._micro_batches), self._adam)
             training.states.adam_at.pop(iteration - _HISTORY, None)
         lanes = session.lanes
-        lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.units) - 1), iteration)
+        lanes.wait(TaskId(Kind.LOSS, len(prediction.plan.units) - 1, self._micro_batches - 1), iteration)
         loss = training.passes.losses.pop(iteration)
         if not math.isfinite(loss) and self._on_nonfinite is NonFinite.STOP:
             lanes.drain()
