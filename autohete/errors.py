@@ -1,17 +1,17 @@
 """Every error that AutoHete raises on purpose.
 
-    AutoHeteError                what a person can understand and mend; the command line prints it, exit code 2
-    ├── InputError               a value, name, file or flag that cannot be taken
-    │   └── RuleError                a rule of a plan contradicts another or what data need, or changes nothing
-    ├── InfeasibleError          no plan fits the memory that is there; carries the smallest budget that works
+    AutoHeteError                what a user can understand and fix; the command line prints it, exit code 2
+    ├── InputError               an invalid value, name, file or flag
+    │   └── RuleError                a rule of a plan contradicts another or the data dependencies, or changes nothing
+    ├── InfeasibleError          no plan fits the available memory; has the smallest budget that works
     ├── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
     ├── NonFiniteError           a step's loss or gradient is NaN or infinite; says what the step has changed
     │   ├── NonFiniteLossError       the loss
     │   └── NonFiniteGradientError   a gradient (also a TaskError); names the parameter, and the blocks that have been updated
-    └── TaskError                a task failed while it ran; names it and the steps that the parameters are of; has the cause
+    └── TaskError                a task failed while it ran; names it and the steps of the parameters; has the cause
         └── DeviceOutOfMemoryError   a memory's budget is used up; names the task, the bytes and the largest holders
 
-A message says what was given, what is allowed and what to do.
+A message states what was given, what is allowed and what to do.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from functools import cache
 
 
 class AutoHeteError(Exception):
-    """Base of all errors of this package. Survives pickling, so that an error in a worker process reaches its caller."""
+    """Base of this package's errors. Can be pickled, so that an error in a worker process reaches the caller."""
 
     def __reduce__(self) -> tuple[Callable[..., AutoHeteError], tuple[object, ...]]:
         return _restored, (type(self), self.args, self.__dict__)
 
 
 def _restored(cls: type[AutoHeteError], args: tuple[object, ...], state: dict[str, object]) -> AutoHeteError:
-    """An error as it was, whatever its constructor asks for."""
+    """The error as it was, without calling its constructor."""
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
 
 
 class InputError(AutoHeteError):
-    """Something that a person gave cannot be taken."""
+    """Invalid input from the user."""
 
 
 class RuleError(InputError):
@@ -90,7 +90,7 @@ class NonFiniteGradientError(NonFiniteError, TaskError):
 
 
 class DeviceOutOfMemoryError(TaskError):
-    """A memory of the device or the host has no room for what a task allocates.
+    """A device or host memory has no room for what a task allocates.
 
     Attributes:
         task: the task instance, such as ``B3@1``; empty before the first task.
@@ -112,8 +112,8 @@ class InfeasibleError(AutoHeteError):
 
     Attributes:
         constraint: the memory that binds, ``gpu`` or ``host``.
-        capacity_bytes: what there is of it.
-        needed_bytes: the least of it that any plan of the policy needs: the smallest budget that works.
+        capacity_bytes: its capacity.
+        needed_bytes: the smallest budget with which a plan of the policy works.
     """
 
     def __init__(self, message: str, constraint: str, capacity_bytes: int, needed_bytes: int) -> None:
@@ -124,7 +124,7 @@ class InfeasibleError(AutoHeteError):
 
 
 def unknown_name(what: str, given: str, allowed: Iterable[str]) -> InputError:
-    """An error for a name that does not exist: lists the allowed ones and the nearest."""
+    """An error for an unknown name: lists the allowed ones and the nearest."""
     names = sorted(allowed)
     near = difflib.get_close_matches(given, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -132,7 +132,7 @@ def unknown_name(what: str, given: str, allowed: Iterable[str]) -> InputError:
 
 
 def check_member(field: str, value: object, enum: type[StrEnum]) -> None:
-    """Refuse what is not a member of ``enum``: a plain string equals its member, but ``is`` tells them apart.
+    """Refuse what is not a member of ``enum``: a plain string equals its member but is not identical to it.
 
     Raises:
         InputError: names the field, the value and the members.
@@ -163,8 +163,8 @@ def check_whole(field: str, value: object, least: int) -> None:
 def check_fields(instance: object) -> None:
     """Check the enumerations, switches and whole numbers among the fields of a dataclass, as annotated.
 
-    Fields of other types are not looked at. A switch is True or False and nothing that is merely true, such as ``"off"``; a
-    whole number is an ``int`` and no ``bool``.
+    Fields of other types are ignored. A switch is True or False, not a merely truthy value such as ``"off"``; a
+    whole number is an ``int``, not a ``bool``.
 
     Raises:
         InputError: names the field, its value and what it may be.

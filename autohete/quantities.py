@@ -1,4 +1,4 @@
-"""Quantities with units, at the edge where people read and write. Inside there is plain SI: bytes and seconds."""
+"""Quantities with units, as users read and write them. Everywhere else there is plain SI: bytes and seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e1
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _BYTES = {f"{p}B": f for p, f in (_DECIMAL | _BINARY).items()}
 
-#: Dimension -> unit -> factor to SI. Bits are left out on purpose: GB/s read as Gb/s is a factor of eight.
+#: Dimension -> unit -> factor to SI. Bits are left out on purpose: mistaking Gb/s for GB/s is a factor of eight.
 UNITS: dict[str, dict[str, float]] = {
     "bytes": _BYTES,
     "bandwidth": {f"{unit}/s": factor for unit, factor in _BYTES.items()},
@@ -27,7 +27,7 @@ def parse_quantity(text: str, dimension: str) -> float:
     """Read ``text`` as a positive finite quantity of ``dimension`` (a key of :data:`UNITS`), in SI.
 
     Raises:
-        InputError: no number, a missing or foreign unit, zero, negative or not finite.
+        InputError: not a number, a missing or unknown unit, or a value that is not positive and finite.
     """
     example = EXAMPLES[dimension]
     match = _QUANTITY.fullmatch(text)

@@ -69,7 +69,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Safety:
-    """Whether a plan fits whatever its tasks last, and what it takes that it does.
+    """Whether a plan fits under any timing, and what that takes.
 
     Args:
         gpu, host: the most that any execution of the simulated schedule occupies.
@@ -187,7 +187,7 @@ def simulate_policy(profile: Profile, policy: Policy) -> Simulation:
 def simulate_safely(
     profile: Profile, policy: Policy, adapt: Callable[[Plan, Profile], Plan] = lambda plan, _: plan, beside_bytes: int = 0
 ) -> Simulation:
-    """Simulate what ``policy`` plans, with the waits that make it fit whatever its tasks last.
+    """Simulate what ``policy`` plans, with the waits that make it fit under any timing.
 
     Args:
         profile: with the memories that must suffice.

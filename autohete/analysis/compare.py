@@ -146,7 +146,7 @@ class Comparison:
 
 
 def compare(a: Trace, b: Trace, names: tuple[str, str] = ("A", "B")) -> Comparison:
-    """What makes ``b`` differ from ``a``; ``names`` are what people call them.
+    """What makes ``b`` differ from ``a``; ``names`` are how they are shown.
 
     Both must have the same lanes, memories, tasks and edges. What may differ is how long tasks are meant to take, and what
     decides their order: disciplines, priorities, the order of issue.

@@ -1,4 +1,4 @@
-"""What a trace says in numbers: how busy each lane is, how much of it the GPU hides, and what the GPU waits for."""
+"""Utilization: how busy each lane is, how much of it overlaps the GPU, and what the GPU waits for."""
 
 from __future__ import annotations
 

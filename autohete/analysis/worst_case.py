@@ -1,4 +1,4 @@
-"""The most that a memory can ever hold: over all orders that a schedule allows, whatever its tasks last.
+"""The most that a memory can ever hold: over all orders that a schedule allows, however long its tasks take.
 
 How far an execution has got is one count per event: how often each task has started, and how often it has ended. A start
 waits for ends, of its own iteration or of the one before, so the counts that can be reached are those that keep

@@ -40,7 +40,7 @@ def _refuse(app: App, message: str) -> NoReturn:
 
 
 def run_app(app: App) -> None:
-    """Run a command line: one line and exit code 2 for every error that a person can mend, 130 or 143 for a signal."""
+    """Run a command line: one line and exit code 2 for every error that the user can fix, 130 or 143 for a signal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal of few letters shows the rest by number

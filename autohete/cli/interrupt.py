@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-#: What a program says that these signals end. Its exit code is that which a shell reports of a program that they have killed.
+#: What is printed when these signals end the program. Its exit code is the one that a shell reports for a killed program.
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
@@ -33,7 +33,7 @@ class _Handler:
         self._process = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and os.getpid() != self._process:  # a fork; whoever started it expects that it dies
+        if number == signal.SIGTERM and os.getpid() != self._process:  # a fork; its parent expects it to die
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self.interrupted:
@@ -71,7 +71,7 @@ class _Handler:
 def catch_interrupts(program: str) -> _Handler | None:
     """Let SIGINT and SIGTERM end this process in the way described above, and return its handler.
 
-    None where SIGINT is not Python's to handle: ignored, as for a job in the background, or handled by somebody else.
+    None where SIGINT is not Python's to handle: ignored, as for a background job, or handled elsewhere.
     """
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Handler):
@@ -109,7 +109,7 @@ def interruptible(program: str) -> Iterator[None]:
 
 @contextmanager
 def children_uninterrupted() -> Iterator[None]:
-    """Processes that are started inside never see SIGINT, which a terminal sends to all; whoever starts them ends them."""
+    """Processes started inside never see SIGINT, which a terminal sends to all; the parent ends them."""
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()  # it lets interrupts through again where it starts

@@ -1,4 +1,4 @@
-"""What the command line can be asked about: options that describe a training, shared by every command that simulates one."""
+"""Options that describe a training, shared by every command that simulates one."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Question:
         """The profile in the file, or the analytic one of the workload on the hardware.
 
         Raises:
-            InputError: something is missing, contradicts itself or cannot be taken.
+            InputError: something is missing, contradictory or invalid.
         """
         if self.profile is not None:
             return self._measured(self.profile)
@@ -162,5 +162,5 @@ def _key_value(item: str) -> tuple[str, str]:
     return key, value
 
 
-#: Nothing asked yet.
+#: The defaults.
 BLANK = Question()

@@ -1,4 +1,4 @@
-"""The seam: two executors, one method."""
+"""The interface of both executors: one method."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autohete.schedule import Schedule
 
 
 class Executor(Protocol):
-    """Runs a schedule some iterations long and says when everything happened.
+    """Runs a schedule for some iterations and records when everything happened.
 
     Implementations: ``autohete.sim.SimExecutor`` (a model, in simulated time) and the torch runtime (the real thing).
     """

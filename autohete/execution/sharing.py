@@ -75,7 +75,7 @@ class SharedWork:
     re-rating twice in one instant changes nothing.
 
     Attributes:
-        due: when each active lane's work ends as things stand.
+        due: when each active lane's work ends at the current rates.
     """
 
     def __init__(self, sharing: Sharing) -> None:
@@ -108,7 +108,7 @@ class SharedWork:
     def _rerate(self) -> list[str]:
         moved = []
         for lane, rate in self._sharing.rates(list(self._left)).items():
-            if self._rate.get(lane) != rate:  # otherwise its due time stands
+            if self._rate.get(lane) != rate:  # otherwise its due time does not change
                 self._rate[lane] = rate
                 # Work is done on the tick after it ends, so a rate that falls on that very tick finds less than none left.
                 self.due[lane] = max(self._last, self._last - (-self._left[lane] // rate))

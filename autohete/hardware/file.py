@@ -336,7 +336,7 @@ def _reason(fault: Any) -> str:
     if fault["type"] == "missing":
         return "missing: give it a table with value, source and date"
     if fault["type"] == "extra_forbidden":
-        return "unknown key: remove it or mend its spelling"
+        return "unknown key: remove it or correct its spelling"
     message = str(fault["msg"]).removeprefix("Value error, ")
     return f"{message} (given: {fault['input']!r})" if fault["type"] != "value_error" else message
 

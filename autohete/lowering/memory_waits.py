@@ -1,4 +1,4 @@
-"""Waits that make a schedule's memory hold whatever its tasks last.
+"""Waits that make a schedule fit its memories under any timing.
 
 Take any order in which all tasks of a schedule can run, and let every allocation wait for whatever is freed before it in that
 order. Of the buffers that are held at any moment of any execution, one is the last to be allocated *in that order*: its task
@@ -62,7 +62,7 @@ def with_memory_waits(schedule: Schedule, trace: Trace) -> Schedule | None:
 
 
 def least_bytes(schedule: Schedule, memory: str) -> int:
-    """Bytes of ``memory`` with which waits make ``schedule`` fit, whatever its tasks last: what its thrifty order holds.
+    """Bytes of ``memory`` with which waits make ``schedule`` fit under any timing: what its thrifty order holds.
 
     Of the GPU's memory no order is known that holds less; of others one may.
     """

@@ -43,8 +43,8 @@ class BlockProfile:
         activation_bytes: what forward keeps for backward, its input included.
         forward_workspace_bytes, backward_workspace_bytes: what lives only during the pass, beside what it is given, keeps and
             hands on.
-        gpu_update_workspace_bytes: likewise for the optimizer step on the GPU.
-        measured_checkpointed_workspace_bytes: likewise for a forward that keeps nothing but the input, if it was measured.
+        gpu_update_workspace_bytes: the same for the optimizer step on the GPU.
+        measured_checkpointed_workspace_bytes: the same for a forward that keeps nothing but the input, if it was measured.
         cpu_update_seconds: optimizer step on the CPU where it was measured; None: by the bytes that the plan says it touches.
     """
 

@@ -38,7 +38,7 @@ class Summary:
         gpu_capacity_bytes, host_capacity_bytes: what tensors can have.
         gpu_worst_bytes, host_worst_bytes: the most that this schedule may need if its tasks last longer or shorter; None: any
             number, or the training does not fit anyway.
-        memory_waits: how many more waits make it fit whatever its tasks last; None: none are known that do.
+        memory_waits: how many additional waits make it fit under any timing; None: none are known.
         safe_iteration_seconds: steady, with these waits.
         lanes: busy share of each lane; ``overlaps`` the share of its work that runs while the GPU computes.
         idle_seconds: the GPU's idle time per iteration by cause.
@@ -96,7 +96,7 @@ def proven_within(simulation: Simulation) -> float | None:
 
 
 def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
-    """All that the answer takes for granted of the training: a figure that was not given has its default."""
+    """The assumptions of the answer about the training; a figure that was not given has its default."""
     return {
         **{field.name: getattr(workload, field.name) for field in fields(workload)},
         "optimizer": "adamw",
@@ -158,7 +158,7 @@ def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
 
 
 def answer(profile: Profile, policy: NamedPolicy) -> tuple[Summary, Simulation | None]:
-    """Simulate, and summarize; that nothing fits is an answer too (without a simulation)."""
+    """Simulate and summarize. "Nothing fits" is an answer too, without a simulation."""
     try:
         simulation = simulate_policy(profile, policy)
     except InfeasibleError as error:

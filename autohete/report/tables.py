@@ -307,7 +307,7 @@ def _if_late(summary: Summary) -> str:
         if worst is None or worst > capacity
     )
     if not needs:
-        return f"fits with {waits}, whatever its tasks last" if summary.memory_waits else ""
+        return f"fits with {waits}, however long tasks take" if summary.memory_waits else ""
     late = f"if copies are late it may need {needs}"
     if summary.memory_waits is None or summary.safe_iteration_seconds is None or summary.iteration_seconds is None:
         return f"{late}; no waits are known that prevent it"

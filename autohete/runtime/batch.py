@@ -229,7 +229,7 @@ def check_classes(targets: Tensor, classes: int) -> None:
 
 
 def check_range(name: str, ids: Tensor, rows: int) -> None:
-    """Refuse ids that are not from 0 to ``rows - 1``; what cannot be an id at all is not looked at.
+    """Refuse ids that are not from 0 to ``rows - 1``; what cannot be an id at all is not checked.
 
     Raises:
         InputError: names them and says what they are.

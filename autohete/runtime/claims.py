@@ -1,4 +1,4 @@
-"""Which models are in somebody's hands: a trainer changes their parameters and forwards, and no two may do that at once."""
+"""Which models are in use: a trainer changes their parameters and forwards, and two must not do that at the same time."""
 
 from __future__ import annotations
 

@@ -48,6 +48,6 @@ class Files:
         return held.view(tensor.shape).copy_(tensor)
 
     def close(self) -> None:
-        """Remove the files. Tensors in them live on as long as somebody holds them."""
+        """Remove the files. Tensors in them live on while they are referenced."""
         self._undo.close()
         self._folder = None

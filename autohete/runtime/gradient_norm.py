@@ -46,7 +46,7 @@ class Clipping:
         """Take the norm of each of the block's gradients, which are complete."""
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         there = [gradient for gradient in gradients if gradient is not None]
-        # The few bytes go to the host at once: nobody waits for them alone.
+        # A few bytes, copied right away: no task waits for them alone.
         norms: Iterable[Tensor] = torch.stack(torch._foreach_norm(there, 2.0, dtype=torch.float32)).to("cpu") if there else []
         self._norms[iteration, block] = dict(zip(places, norms, strict=True))
 

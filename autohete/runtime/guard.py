@@ -155,7 +155,7 @@ class Guard:
         states: has taken the trained ones over.
 
     Attributes:
-        wait: returns when every update has ended; set by whoever runs the updates.
+        wait: returns when every update has ended; set by the owner of the lanes.
     """
 
     def __init__(self, model: nn.Module, states: States) -> None:
@@ -223,7 +223,7 @@ class Guard:
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Let what the caller has changed take effect; inside nobody uses the parameters but the training.
+        """Let what the caller has changed take effect; inside, only the training uses the parameters.
 
         Raises:
             InputError: the caller has changed what cannot be changed, or writes to values that it has kept. Nothing has
@@ -264,7 +264,7 @@ class Guard:
             for tensor in found:
                 tensor.guard._expose(tensor)
             if func in (_DATA, Tensor.detach) and id(args[0]) in self._exposed:
-                return self._exposed[id(args[0])].detach()  # with a counter of writes that tells this step from others
+                return self._exposed[id(args[0])].detach()  # with a write counter of its own, so that steps differ
             if func in (Tensor.__deepcopy__, Tensor.__reduce_ex__):  # an ordinary buffer is what a copy has
                 with torch._C.DisableTorchFunctionSubclass():
                     copied = func(args[0].detach(), *args[1:])
@@ -340,7 +340,7 @@ class Guard:
                 self._exposed[id(parameter)] = parameter.data
 
     def _check_writes(self) -> None:
-        """Refuse writes that would be lost; each is told once."""
+        """Refuse writes that would be lost; each is reported once."""
         for snapshot in self._snapshots:
             if snapshot.counter._version != snapshot.writes:
                 snapshot.writes = snapshot.counter._version

@@ -1,11 +1,11 @@
 """Threads that work through a schedule: one per lane, each waits for the edges, occupies, signals.
 
 A run is open-ended: iterations are admitted one by one, so the tail of one overlaps the head of the next wherever no edge
-forbids it, and whoever needs a result waits for that task.
+forbids it, and a caller that needs a result waits for its task.
 
 A task that fails stops its own iteration and the later ones: of these nothing more begins. No task of an earlier iteration
 depends on them, so those run to their end before the failure reaches the caller, whose model is then of the last complete
-iteration, but for the blocks that the failed one has updated already. :meth:`LaneThreads.state` tells which.
+iteration, but for the blocks that the failed one has updated already. :meth:`LaneThreads.state` names them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LaneThreads:
         schedule: a valid schedule.
         action: called in the thread of the task's lane.
         clock: whose seconds the trace is in.
-        booking: told of each task's begin and end; None: nobody is.
+        booking: called at each task's begin and end; None: nothing is.
         paced: make each task last as long as the schedule says: until ``max(lane free, edges satisfied) + duration``, by
             absolute deadlines, so that errors do not add up; longer while lanes share a bandwidth. Work that takes longer
             than that is noted in ``late``.
@@ -238,7 +238,7 @@ class LaneThreads:
         return _state(updated, broken)
 
     def abandon(self) -> None:
-        """Begin no further task, and let nobody wait for one. Waits for nothing and takes no lock."""
+        """Begin no further task, and release all waiting callers. Does not wait and takes no lock."""
         self._abandoned, self._stop_from = True, -math.inf
         self._wake()
 
@@ -284,7 +284,7 @@ class LaneThreads:
         try:
             self.close()
         except (AutoHeteError, KeyboardInterrupt):
-            self.close(drain=False)  # nobody is left to be told
+            self.close(drain=False)  # there is no caller left to raise to
 
     def trace(self) -> Trace:
         """The trace of all iterations that are kept, which must have ended."""
@@ -378,7 +378,7 @@ class LaneThreads:
             torch.set_num_threads(self._torch_threads.get(self._schedule.lanes[lane].name, 1))
             with self._around():
                 self._work_through(lane)
-        except BaseException as error:  # of no task: this lane does nothing more, so nobody gets further
+        except BaseException as error:  # not of a task: this lane has ended, so the others cannot go on
             self._fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
 
     def _work_through(self, lane: int) -> None:
@@ -493,7 +493,7 @@ class LaneThreads:
             self._wake()
 
 
-#: What somebody waits for who waits for no single task.
+#: Awaited by callers that wait for all tasks.
 _EVERYTHING = -1
 
 

@@ -2,7 +2,7 @@
 
 Tensors of both are in this machine's memory, so a budget holds only because a ledger counts them. It does so in two ways:
 
-- *exact*: each storage is entered when it comes to life and struck out when it dies. States are entered where they are made;
+- *exact*: each storage is entered when it is allocated and removed when it is freed. States are entered where they are made;
   what a pass of the model allocates is seen by a dispatch mode, which PyTorch calls for every operation, those of backward
   included. That takes a fifth to two thirds of a training's time.
 - *scheduled*: a task has the bytes that the schedule says that it allocates, from its begin until the task that frees them

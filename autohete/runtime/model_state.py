@@ -21,7 +21,7 @@ from torch import Tensor, nn
 #: What a module has in ``vars`` beside its own attributes; ``forward`` is replaced while blocks are intercepted.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-#: How deep containers within containers are looked at.
+#: How deep nested containers are searched.
 _DEPTH = 6
 
 

@@ -1,4 +1,4 @@
-"""What is NaN or infinite is noticed before it changes anything: gradients are looked at when they are made.
+"""NaN and infinite values are detected before they change anything: gradients are checked as soon as they exist.
 
 A step whose loss or gradients are not finite updates nothing from then on. In a schedule all of whose updates wait for the
 whole backward that is nothing at all, and the step can be skipped; in any other, blocks may have been updated already, and the

@@ -1,4 +1,4 @@
-"""A model cut at its blocks, whoever wrote it.
+"""A model cut at its blocks, as it was written.
 
 The runtime drives a model block by block, but what happens before the first block and after the last is the model's own
 code. So its ``forward`` runs as a coroutine (a greenlet) that stops at each block: the part before the first block is the
@@ -150,7 +150,7 @@ class Partition:
 
         Args:
             inputs: token ids (batch, sequence), or the model's arguments by name.
-            loss: of the first sequence's logits, computed as well; None: it is not looked at.
+            loss: of the first sequence's logits, also computed; None: it is not.
 
         Raises:
             InputError: the model does with its blocks what cannot be trained block by block, or its forward fails.
@@ -393,7 +393,7 @@ def _teaching(inputs: Inputs) -> Iterator[None]:
         given = ", ".join(f"{k} {tuple(v.shape)} of {v.dtype}" for k, v in named.items() if isinstance(v, Tensor))
         raise InputError(
             f"the model or the loss fails on the first batch ({given}): {type(error).__name__}: {error}. Call "
-            "loss(model(...), targets) with this batch, without a trainer, and mend what fails there"
+            "loss(model(...), targets) with this batch, without a trainer, and fix what fails there"
         ) from error
 
 
@@ -665,7 +665,7 @@ def _stopping(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
     def stop(*args: Any, **kwargs: Any) -> Any:
         current = getcurrent()
         if not isinstance(current, _Pass):
-            return forward(*args, **kwargs)  # somebody calls the model in the ordinary way
+            return forward(*args, **kwargs)  # an ordinary call of the model
         assert current.parent is not None
         return current.parent.switch(call_of(place, forward, args, kwargs))
 

@@ -28,8 +28,8 @@ class Execution:
 
     Args:
         torch_device: where the passes compute; the CPU stands for the device where there is no other.
-        paced: let every task last as long as the schedule says; else as fast as the device goes.
-        budget: hold the memories' capacities; else they are not looked at.
+        paced: let every task take as long as the schedule says; otherwise it runs as fast as the device does.
+        budget: enforce the memories' capacities; otherwise they are ignored.
         counting: how the device's bytes are counted.
         clip_norm: the largest global norm of the gradients, for schedules that clip them.
         skip_nonfinite: let iterations with gradients that are not finite change nothing, where the schedule allows it.
@@ -71,7 +71,7 @@ class Session:
 
     Attributes:
         training: the model that is taken over.
-        lanes: the threads; they tell what has ended, and when.
+        lanes: the threads; they know what has ended, and when.
         device, host: what lives in the memories, and the most there has been; None: they are not counted.
     """
 
@@ -126,7 +126,7 @@ class Session:
 
     @property
     def device(self) -> Ledger | CudaMemory | None:
-        """Who has counted the device: another ledger than at first if the schedule's sizes were found wrong."""
+        """What counts the device's memory; a different ledger if the schedule's sizes were found wrong."""
         return self._device if self.training.count is None else self.training.count.ledger
 
     @property

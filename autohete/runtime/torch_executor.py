@@ -32,13 +32,13 @@ class TorchExecutor:
         adam: the optimizer's settings.
         clip_norm: the largest global norm of the gradients, for schedules that clip them.
         blocks: name of the block list, where it is not clear.
-        paced: let every task last as long as the schedule says (clock ``emulated``); else as fast as the CPU goes.
-        budget: hold the memories' capacities; else they are not looked at.
+        paced: let every task last as long as the schedule says (clock ``emulated``); otherwise as fast as the CPU goes.
+        budget: enforce the memories' capacities; otherwise they are ignored.
         counting: how the device's bytes are counted.
 
     After :meth:`run`, ``losses`` has the loss of each iteration and ``parameters`` every trained parameter in block order
-    (fp32 master weights where the model is in 16 bit); ``device`` and ``host`` tell the peaks, if budgets were held; ``late``
-    names the paced tasks whose work ended after their deadline, with the nanoseconds.
+    (fp32 master weights where the model is in 16 bit); ``device`` and ``host`` have the peaks, if budgets were enforced;
+    ``late`` names the paced tasks whose work ended after their deadline, with the nanoseconds.
     """
 
     def __init__(

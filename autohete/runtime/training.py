@@ -29,7 +29,7 @@ class Training:
 
     Args:
         partition: the model, cut into blocks.
-        schedule: tells by its tasks and buffers where each block's states live.
+        schedule: its tasks and buffers say where each block's states live.
         loss: of logits and targets.
         adam: the optimizer's settings.
         torch_device: where the passes compute; the CPU stands for the device where there is no other.
@@ -74,7 +74,7 @@ class Training:
         if torch_device.type == "cpu":
             keep_freed_memory()
         cuda = device if isinstance(device, CudaMemory) else CudaMemory(torch_device)
-        #: Who counts the device's memory, and how; None: nobody.
+        #: Counts the device's memory; None: it is not counted.
         self.count = count = DeviceCount(device, schedule, counting) if isinstance(device, Ledger) else None
         memories = Memories(torch_device, count, host, cuda)
         self._undo = ExitStack()

@@ -62,7 +62,7 @@ def check_state(state: object, model: nn.Module, adam: Adam, states: States | No
     """The settings to go on with.
 
     Args:
-        state: what somebody wants to load.
+        state: what is to be loaded.
         model: to be trained.
         adam: the settings that the trainer was given.
         states: the model states, once they are taken over.

@@ -67,7 +67,7 @@ class TextModel:
         check_fields(self)
 
     def check(self) -> None:
-        """Refuse what cannot be taken whatever the text is, before anything takes long.
+        """Refuse what is invalid for any text, before anything takes long.
 
         Raises:
             InputError: a value is out of range.
@@ -88,7 +88,7 @@ class TextModel:
             bytes_per_parameter: what will be in this machine's memory of each.
 
         Raises:
-            InputError: the shape, the text or the tokenizer cannot be taken, or the model is too large for this machine.
+            InputError: the shape, the text or the tokenizer is invalid, or the model is too large for this machine.
         """
         self.check()
         from autohete.train.gpt import seeded_gpt
@@ -121,14 +121,14 @@ class TextModel:
 
 @contextmanager
 def _memory_told() -> Iterator[None]:
-    """Tell in one line that there is no memory left."""
+    """Report in one line that memory is exhausted."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not (isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error))):
             raise
         reason = str(error).partition("\n")[0] or "none is left"
-        raise InputError(f"memory is used up ({reason}): choose a smaller model or batch") from error
+        raise InputError(f"this machine's memory is exhausted ({reason}): choose a smaller model or batch") from error
 
 
 @_memory_told()

@@ -1,4 +1,4 @@
-"""Trains a model under a memory budget: measure, plan, take over, step by step, and say how well that was predicted."""
+"""Trains a model under a memory budget: measure, plan, take the model over, step, and compare with the prediction."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from autohete.workload import check_clip_norm
 
 T = TypeVar("T")
 
-#: Share of a GPU's free memory that is planned with, where nobody says how much: the rest is for libraries' workspaces.
+#: Share of a GPU's free memory that is planned with, by default: the rest is for libraries' workspaces.
 _CUDA_SHARE = 0.92
 #: Iterations whose times are kept.
 _HISTORY = 64
@@ -59,14 +59,14 @@ _PACE_MARGIN = 1.5
 
 
 class Mode(StrEnum):
-    """How fast the emulated device goes: as fast as this machine, or as slowly as a given hardware, to scale."""
+    """Speed of the emulated device: that of this machine, or that of a given hardware, to scale."""
 
     NATIVE = "native"
     PACED = "paced"
 
 
 class NonFinite(StrEnum):
-    """What to do when a loss is NaN or infinite."""
+    """What to do when a loss or a gradient is NaN or infinite."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -74,7 +74,7 @@ class NonFinite(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Predicted beside measured, of the iterations so far.
+    """Prediction and measurement of the iterations so far.
 
     Args:
         clock: whose seconds the measured ones are.
@@ -114,7 +114,7 @@ class Trainer:
         policy: name and flags, such as ``autohete`` or ``stronghold:window=2``, or a policy of your own.
         gpu_memory: budget in bytes, or text: ``24MiB``, or ``25%`` of what the training would need if everything stayed on the
             device; None: what the hardware has.
-        host_memory: likewise, without a share.
+        host_memory: the same for the host, without a share.
         loss: of logits and targets.
         adam: the optimizer's settings.
         blocks: name of the block list, where it is not clear.
@@ -130,7 +130,7 @@ class Trainer:
             accumulated before the update. The loss is the mean of theirs.
 
     Raises:
-        InputError: the model cannot be cut into blocks, or an argument cannot be taken.
+        InputError: the model cannot be cut into blocks, or an argument is invalid.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self._close(interrupted=isinstance(error, KeyboardInterrupt))
-        except AutoHeteError as failure:  # of a task: the caller was not told yet
+        except AutoHeteError as failure:  # of a task: not raised to the caller yet
             if error is None:
                 raise
             error.add_note(str(failure))
@@ -292,7 +292,7 @@ class Trainer:
 
     @property
     def _may_use_threads(self) -> bool:
-        """Whether passes may use all threads: they do not if somebody else says how long they take."""
+        """Whether passes may use all threads: not if their times were given."""
         return self._device.type == "cpu" and self._mode is Mode.NATIVE and self._given_profile is None
 
     def step(self, batch: object) -> float:
@@ -494,7 +494,7 @@ class Trainer:
         """Wait for what is under way, end the lanes, and give the model its parameters back. Again: nothing.
 
         Raises:
-            TaskError: a task has failed, and no call has told it yet.
+            TaskError: a task has failed, and no call has raised it yet.
         """
         self._close(interrupted=False)
 
@@ -592,7 +592,7 @@ class Trainer:
 
 
 class _Held:
-    """What a Trainer has in its hands. It does not refer to the Trainer, so that it can be given back when that is dropped."""
+    """What a Trainer holds. It does not refer to the Trainer, so that it can be released when the Trainer is dropped."""
 
     def __init__(self) -> None:
         self.worker = Worker("autohete-trainer", "the trainer is closed: make a new one to go on")
@@ -636,7 +636,7 @@ class _Held:
             self.worker.end(timeout=PATIENCE_SECONDS)
 
     def dropped(self) -> None:
-        """Give back what a Trainer held that nobody has closed. Called in any thread, at any time."""
+        """Release what a Trainer held that was never closed. Called in any thread, at any time."""
         if self.worker.forked or self.worker.thread.ident is None:
             return
         open_ = self.session is not None
@@ -652,7 +652,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Stoppable:
-    """A policy that ends where it tries its next plan if it is told to stop."""
+    """A policy that stops where it tries its next plan if it is asked to."""
 
     policy: Policy
 

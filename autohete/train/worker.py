@@ -1,8 +1,8 @@
-"""A thread that does what nothing may tear apart: no signal reaches it.
+"""A thread for work that must not be interrupted: no signal reaches it.
 
 Python raises what a signal's handler raises, such as KeyboardInterrupt, in the main thread, between any two instructions.
 There it can leave a model half taken over, a lock without its owner, or, in Python code that PyTorch has called, abort the
-process. So such work is done by a :class:`Worker`, job by job; the caller only waits, where an interrupt does no harm.
+process. A :class:`Worker` therefore does such work, job by job. The caller only waits, where an interrupt does no harm.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PATIENCE_SECONDS = 30.0
 
 
 class _Stopped(BaseException):
-    """Ends a job that was told to stop; no ordinary handler catches it."""
+    """Ends a job that was asked to stop; no ordinary handler catches it."""
 
 
 class Ended(InputError):
-    """A worker is asked for something when it has ended."""
+    """A worker was used after it had ended."""
 
 
 class _Ticket:
@@ -96,7 +96,7 @@ _local = _Local()
 
 
 def check_stop() -> None:
-    """End the job of the calling thread here if it was told to stop. Long jobs call it between their pieces."""
+    """End the calling thread's job here if it was asked to stop. Long jobs call it between their parts."""
     if _local.ticket is not None and _local.ticket.stopped:
         raise _Stopped
 
@@ -106,7 +106,7 @@ class Worker:
 
     Args:
         name: of the thread.
-        after_end: what to say to whoever comes when it has ended.
+        after_end: the message for callers after it has ended.
     """
 
     def __init__(self, name: str, after_end: str) -> None:

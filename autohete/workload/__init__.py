@@ -70,7 +70,7 @@ class Workload:
     """A GPT-like model, what computes it, and the batch that one GPU works on.
 
     Args:
-        name: how people call it.
+        name: its name.
         hidden_size: width ``h`` of the residual stream; a multiple of ``heads``.
         transformer_blocks: number ``L`` of transformer blocks; embedding and head come on top.
         heads: attention heads ``a``.
