@@ -9,23 +9,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autohete.errors import RuleError
+from autohete.execution.trace import Trace
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.lowering.builder import Builder
 from autohete.lowering.compute import on_gpu
 from autohete.lowering.waits import CycleError
-from autohete.plan import Plan, Processor, UnitPlan
+from autohete.plan import Plan, Processor, Rest, UnitPlan
 from autohete.plan.rules import (
     Barrier,
     BlockingCopies,
     GpuUpdatesAfterBackward,
-    GradientSlots,
     Rule,
+    Slots,
     UpdatesAfterBackward,
     Window,
 )
 from autohete.profile import Profile, analytic_profile
-from autohete.schedule import CPU, D2H, GPU, H2D, HOST_MEMORY, Discipline, Kind, Lane, Schedule, TaskId, Value
+from autohete.schedule import (
+    COPIES,
+    CPU,
+    D2H,
+    GPU,
+    GPU_MEMORY,
+    H2D,
+    HOST_MEMORY,
+    Discipline,
+    Kind,
+    Lane,
+    Schedule,
+    TaskId,
+    Value,
+)
 from autohete.testing import checks, strategies
 from autohete.testing.list_scheduler import list_schedule
 from autohete.workload import Workload
@@ -184,6 +199,7 @@ def test_what_changes_nothing_is_refused_by_name(drawn: tuple[Profile, Plan, Pla
 SMALL = analytic_profile(
     Workload("small", 64, 4, 2, vocabulary_size=500, sequence_length=64), load_hardware("rtx4090-workstation")
 )
+_G = Kind.OFFLOAD_GRADIENTS
 ON_CPU = Plan("by hand", (UnitPlan(update_on=Processor.CPU),) * 6, update_bytes=28)
 
 
@@ -193,8 +209,8 @@ ON_CPU = Plan("by hand", (UnitPlan(update_on=Processor.CPU),) * 6, update_bytes=
         ((Window(9),), r"Window\(size=9\) changes nothing in this plan"),
         ((GpuUpdatesAfterBackward(),), r"GpuUpdatesAfterBackward\(\) changes nothing"),
         ((BlockingCopies(Kind.WRITE_BACK_FORWARD),), "BlockingCopies.* changes nothing"),
-        ((GradientSlots(1), GradientSlots(2)), r"GradientSlots\(slots=2\) changes nothing"),
-        ((BlockingCopies(Kind.OFFLOAD_GRADIENTS), GradientSlots(1)), r"GradientSlots\(slots=1\) asks only for what Blocking"),
+        ((Slots(_G, 1), Slots(_G, 2)), r"Slots\(kind=G, count=2\) changes nothing"),
+        ((BlockingCopies(_G), Slots(_G, 1)), r"Slots\(kind=G, count=1\) asks only for what BlockingCopies\(kind=G"),
         ((Window(1), UpdatesAfterBackward()), r"wait for each other: .* Leave out .*UpdatesAfterBackward\(\)"),
         ((Barrier(), Barrier()), r"Barrier\(\) twice"),
     ],
@@ -204,3 +220,42 @@ def test_rules_that_do_not_go_together(rules: tuple[Rule, ...], message: str) ->
     """What contradicts, repeats or does not concern the plan is refused, with its name and what to do."""
     with pytest.raises(RuleError, match=message):
         lower(SMALL, replace(ON_CPU, rules=rules))
+
+
+def most_at_a_time(trace: Trace, kind: Kind) -> int:
+    """Of the values that copies of a kind take from the GPU or bring to it, the most that are there at one instant."""
+    tasks, copy = trace.schedule.tasks, COPIES[kind]
+    ends = {free.id: (place, free.back) for place, task in enumerate(tasks) for free in task.frees}
+    copied = {b.id for task in tasks if task.id.kind is kind for b in task.allocates}
+    copied |= {free.id for task in tasks if task.id.kind is kind for free in task.frees}
+    lives = []
+    for place, task in enumerate(tasks):
+        for buffer in task.allocates:
+            if buffer.id in copied and (buffer.id.value, buffer.memory) == (copy.value, GPU_MEMORY):
+                end, back = ends[buffer.id]
+                last = trace.iterations - back
+                lives += [(trace.start_ns[i, place], trace.end_ns[i + back, end]) for i in range(last)]
+    return max((sum(begin <= at < end for begin, end in lives) for at, _ in lives), default=0)
+
+
+@pytest.mark.parametrize("kind", [Kind.OFFLOAD_GRADIENTS, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, Kind.FETCH_STATES])
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_more_than_the_slots_are_taken(kind: Kind, count: int) -> None:
+    """Values that come or leave ahead fill their slots, and no more; without the rule there are more."""
+    kept = Rest(HOST_MEMORY, ahead=4) if kind in (Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS) else Rest()
+    states = Rest(HOST_MEMORY, ahead=4) if kind is Kind.FETCH_STATES else Rest()
+    on = Processor.CPU if kind is Kind.OFFLOAD_GRADIENTS else Processor.GPU
+    outer = UnitPlan(update_on=on, states=states)
+    plan = Plan("by hand", (outer, *[replace(outer, kept=kept)] * 6, outer), update_bytes=28)
+    # What leaves piles up behind slow copies, what comes behind slow users.
+    rate = "1MB/s" if COPIES[kind].source == GPU_MEMORY else "1PB/s"
+    links = {"links.h2d.bandwidth": rate, "links.d2h.bandwidth": rate, "host.memory_bandwidth": "1PB/s"}
+    workload = Workload("small", 64, 6, 2, vocabulary_size=500, sequence_length=64, tied_embeddings=False)
+    profile = analytic_profile(workload, load_hardware("rtx4090-workstation", links))
+
+    def most(plan: Plan) -> int:
+        schedule = lower(profile, plan).validate()
+        assert checks.activation_faults(plan, schedule) == []
+        return most_at_a_time(list_schedule(schedule, 4), kind)
+
+    assert most(replace(plan, rules=(Slots(kind, count),))) == count < most(plan)

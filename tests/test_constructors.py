@@ -15,7 +15,7 @@ from test_runtime_exactness import SMALL
 import autohete
 from autohete.errors import InputError, check_member
 from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Rest, Route, UnitPlan
-from autohete.plan.rules import BlockingCopies, GradientSlots, Window
+from autohete.plan.rules import BlockingCopies, Slots, Window
 from autohete.policies import POLICIES
 from autohete.policies.checkpointing import with_checkpointing
 from autohete.runtime.lanes import LaneThreads
@@ -89,7 +89,7 @@ def name_of(case: object) -> str | None:
 CHECKED = public_dataclasses()
 #: What a policy, or a person, decides.
 DECISIONS = [
-    UnitPlan, Plan, Route, Rest, Format, Footprint, ParameterSlots, BlockingCopies, GradientSlots, Window, SharedResource,
+    UnitPlan, Plan, Route, Rest, Format, Footprint, ParameterSlots, BlockingCopies, Slots, Window, SharedResource,
     *POLICIES.values(),
 ]  # fmt: skip
 

@@ -24,7 +24,7 @@ from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
 from autohete.plan.policy import Verdict
-from autohete.plan.rules import GpuUpdatesAfterBackward, GradientSlots, Rule, UpdatesAfterBackward, Window
+from autohete.plan.rules import GpuUpdatesAfterBackward, Rule, Slots, UpdatesAfterBackward, Window
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import HOST_MEMORY, Kind
@@ -94,7 +94,7 @@ def test_search_for_paths_notices(forgotten: Kind) -> None:
 
 def test_gradient_slots_do_not_contradict_updates_after_backward() -> None:
     """The GPU may wait for the copies of gradients while the updates wait for all of backward."""
-    plan = plan_of(UnitPlan(update_on=Processor.CPU), UpdatesAfterBackward(), GradientSlots(1))
+    plan = plan_of(UnitPlan(update_on=Processor.CPU), UpdatesAfterBackward(), Slots(Kind.OFFLOAD_GRADIENTS, 1))
     assert plan_faults(small_profile(), plan) == []
 
 
@@ -102,7 +102,8 @@ def test_gradient_slots_do_not_contradict_updates_after_backward() -> None:
     ("make", "named"),
     [
         (lambda: Window(0), "size is 0"),
-        (lambda: GradientSlots(0), "slots is 0"),
+        (lambda: Slots(Kind.OFFLOAD_GRADIENTS, 0), "count is 0"),
+        (lambda: Slots(Kind.FORWARD, 1), "a forward moves nothing: give a copy"),
         (lambda: ParameterSlots(-1), "count is -1"),
         (lambda: Footprint(gpu_buffer_bytes=-1), "gpu_buffer_bytes is -1"),
         (lambda: Footprint(host_buffer_bytes=-1), "host_buffer_bytes is -1"),

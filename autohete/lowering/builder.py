@@ -7,7 +7,22 @@ from dataclasses import dataclass, field, replace
 
 from autohete.errors import InputError
 from autohete.lowering.waits import Turn, Waits
-from autohete.schedule import GPU, GPU_MEMORY, KIND_MEANING, Buffer, BufferId, Edge, Free, Kind, Task, TaskId, Value
+from autohete.plan.rules import Life
+from autohete.schedule import (
+    COPIES,
+    GPU,
+    GPU_MEMORY,
+    HOST_MEMORY,
+    KIND_MEANING,
+    Buffer,
+    BufferId,
+    Edge,
+    Free,
+    Kind,
+    Task,
+    TaskId,
+    Value,
+)
 
 #: A year and a half. Some thousands of such tasks in a row still fit 64-bit nanoseconds.
 _LONGEST_TASK_SECONDS = 5e7
@@ -142,6 +157,29 @@ class Builder:
     def lane(self, task: TaskId) -> str:
         """Who does it."""
         return self.drafts[self._index[task]].lane
+
+    def lives(self, kind: Kind) -> list[Life]:
+        """What the copies of a kind move, in the order in which it takes its places on the GPU, or on the host beside NVMe."""
+        copy = COPIES[kind]
+        near = GPU_MEMORY if GPU_MEMORY in (copy.source, copy.target) else HOST_MEMORY
+        made = {buffer.id: i for i, draft in enumerate(self.drafts) for buffer in draft.allocates}
+        freed = {free.id: (free.back, i) for i, draft in enumerate(self.drafts) for free in draft.frees}
+        found: list[tuple[int, Life]] = []
+        for i, draft in enumerate(self.drafts):
+            if draft.id.kind is not kind:
+                continue
+            takes_away = copy.source == near
+            moved = [each.id for each in (draft.frees if takes_away else draft.allocates) if each.id.memory == near]
+            if moved:  # of several that move together, the last that begins and the last that ends
+                begin = max(self._last_writer(buffer, made[buffer], i) for buffer in moved) if takes_away else i
+                back, end = max(freed[buffer] for buffer in moved)
+                found.append((begin, Life(self.drafts[begin].id, self.drafts[end].id, back)))
+        return [life for _, life in sorted(found, key=lambda item: item[0])]
+
+    def _last_writer(self, buffer: BufferId, maker: int, reader: int) -> int:
+        """Who completes what ``reader`` finds: of a gradient that several passes add to, the last of them."""
+        writers = (access.task for access in self._accesses.get(_place_of(buffer), ()) if access.writes)
+        return max((task for task in writers if task < reader), default=maker)
 
     def has_choice(self) -> bool:
         """Whether any lane but the GPU's has tasks of different urgency."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
-from autohete.errors import InputError, check_fields
-from autohete.schedule import CPU, Kind, TaskId
+from autohete.errors import InputError, RuleError, check_fields
+from autohete.schedule import COPIES, CPU, KIND_MEANING, Kind, TaskId
 
 #: Tasks whose end completes an optimizer step.
 _ENDS = (
@@ -24,6 +24,15 @@ _ENDS = (
     Kind.WRITE_STATES,
     Kind.GATHER_UPDATED,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A place in memory that is taken when ``begin`` starts and free when ``end`` has ended, ``back`` iterations later."""
+
+    begin: TaskId
+    end: TaskId
+    back: int
 
 
 class Tasks(Protocol):
@@ -51,6 +60,9 @@ class Tasks(Protocol):
     def first_backward(self, unit: int, micro_batch: int = 0) -> TaskId:
         """The pass that needs the unit's parameters first in backward."""
 
+    def lives(self, kind: Kind) -> list[Life]:
+        """What the copies of a kind move, in the order in which it takes its places near the GPU."""
+
     def starts_early(self, task: TaskId) -> bool:
         """Whether all that it waits for is of the iteration before."""
 
@@ -71,6 +83,11 @@ class Rule(ABC):
     """Adds order. A frozen dataclass; its text is how it is named in messages."""
 
     __slots__ = ()
+
+    def __str__(self) -> str:
+        """Its name and arguments, kinds by their mnemonics: ``Slots(kind=G, count=2)``."""
+        values = (f"{field.name}={getattr(self, field.name)}" for field in fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(values)})"
 
     @abstractmethod
     def apply(self, tasks: Tasks) -> None:
@@ -131,21 +148,34 @@ class Window(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class GradientSlots(Rule):
-    """Gradients of at most ``slots`` units wait on the GPU for their copy: backward waits for the copy of the unit that many
-    above it.
+class Slots(Rule):
+    """What the copies of a kind move has ``count`` places on the GPU, or on the host for copies to and from NVMe. A task that
+    takes a place waits until the one taken ``count`` times before it is free.
+
+    Args:
+        kind: a copy. Of ``Kind.OFFLOAD_GRADIENTS`` backward takes the places, and the copy frees them; of
+            ``Kind.FETCH_ACTIVATIONS`` the copy takes them, and backward frees them.
+        count: how many.
     """
 
-    slots: int
+    kind: Kind
+    count: int
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "slots", self.slots)
+        _at_least_one(self, "count", self.count)
+        if self.kind not in COPIES:
+            raise InputError(f"{self}: a {KIND_MEANING[self.kind]} moves nothing: give a copy ({', '.join(COPIES)})")
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
-        for copy in tasks.of(Kind.OFFLOAD_GRADIENTS):
-            if copy.unit >= self.slots:
-                tasks.after(TaskId(Kind.BACKWARD, copy.unit - self.slots, copy.micro_batch), copy)
+        lives = tasks.lives(self.kind)
+        for place, life in enumerate(lives):
+            before = place - self.count
+            if before >= 0 and lives[before].back:
+                raise RuleError(f"{self}: places are not free before the next iteration: give at least {len(lives)}", self)
+            if before >= -len(lives):
+                earlier = lives[before]
+                tasks.after(life.begin, earlier.end, 1 - earlier.back if before < 0 else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,8 +219,8 @@ class TimeBounds:
     def _gradient_wait(self, x: Choices, m: Integers) -> Numbers:
         """What gradients that wait for their copy add to backward of the blocks above m.
 
-        Backward of block a - slots waits for the gradient of block a. From the end of backward of a block b the gradients of
-        blocks b down to a are copied one after another, before backward goes on at a - slots.
+        Backward of block a - slots, if its gradient is copied, too, waits for the gradient of block a. From the end of backward
+        of a block b the gradients of blocks b down to a are copied one after another, before backward goes on at a - slots.
         """
         first = self.n - x.cpu_updated
         recompute = np.minimum(np.arange(self.n + 1), x.checkpointed + 1)
@@ -234,7 +234,7 @@ class TimeBounds:
         updates = self.early_update[np.maximum(first, target + 1)] - self.early_update[target + 1]
         redone = np.where(target >= 1, self.recompute[target + 1] - self.recompute[target], 0.0)
         redone = np.where(target <= x.checkpointed, redone, 0.0)
-        gain[:, target] = np.where(a >= first, best[:, a] - self.down[a] + begun[:, target + 1] - redone - updates, 0.0)
+        gain[:, target] = np.where(target >= first, best[:, a] - self.down[a] + begun[:, target + 1] - redone - updates, 0.0)
         above = np.maximum.accumulate(np.maximum(gain, 0.0)[:, ::-1], axis=1)[:, ::-1]
         return np.asarray(above[np.arange(len(above))[:, None], m], float)
 

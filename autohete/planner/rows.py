@@ -4,7 +4,7 @@ A row of seconds is a lower bound of the iteration time: an engine has to do its
 tasks. A row of bytes is what a memory surely holds at a pass. Neither depends on timing, and both are sums over units, so they
 are the rows of a linear program. :class:`autohete.planner.plan_bounds.TimeBounds` has the same for three integers.
 
-They hold for plans whose rules are among ``GradientSlots`` and ``ByPriority``, which leave GPU updates where they are: between
+They hold for plans whose rules are among ``Slots`` and ``ByPriority``, which leave GPU updates where they are: between
 the backward of their unit and that of the unit below.
 """
 

@@ -22,7 +22,7 @@ from autohete.lowering import lower
 from autohete.lowering.memory_waits import least_bytes
 from autohete.plan import Footprint, Format, Plan
 from autohete.plan.policy import Judge, Judgement
-from autohete.plan.rules import ByPriority, GradientSlots, Rule
+from autohete.plan.rules import ByPriority, Rule, Slots
 from autohete.planner.program import Objective, Program
 from autohete.planner.search import best_counts, infeasible, least_memory
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
@@ -30,7 +30,7 @@ from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
 from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class AutoHete:
         kernel_bytes, elementwise_bytes = self._traffic(profile)
         units = counts.units(len(profile.blocks), gradients=Format(element), upload=Format(upload))
         rules: list[Rule] = []
-        if counts.cpu_updated and len(units) > GRADIENT_SLOTS:
-            rules.append(GradientSlots(GRADIENT_SLOTS))
+        if counts.cpu_updated > GRADIENT_SLOTS:
+            rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS))
         if self.priority and counts.moves_several:
             rules.append(ByPriority())
         return Plan(

@@ -30,7 +30,7 @@ from enum import StrEnum
 from autohete.errors import check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan
 from autohete.plan.policy import Judge
-from autohete.plan.rules import Barrier, BlockingCopies, GradientSlots, RefreshAfterUpdates, Rule, UpdatesAfterBackward
+from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, Rule, Slots, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import shared
@@ -131,7 +131,7 @@ class Fsdp2Offload:
         slots = 3
         if not self.pin_memory:
             return (BlockingCopies(Kind.OFFLOAD_GRADIENTS),)
-        return (GradientSlots(slots),) if last >= slots else ()
+        return (Slots(Kind.OFFLOAD_GRADIENTS, slots),) if last >= slots else ()
 
     def _buffer_bytes(self, profile: Profile) -> int:
         """What copies of the largest unit take on the GPU beside its parameters and its gradients."""

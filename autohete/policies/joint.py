@@ -27,7 +27,7 @@ from autohete.lowering import lower
 from autohete.lowering.memory_waits import least_bytes
 from autohete.plan import Format, Plan, Processor, without_refused_rules
 from autohete.plan.policy import Judge, Judgement, Verdict
-from autohete.plan.rules import ByPriority, GradientSlots, Rule
+from autohete.plan.rules import ByPriority, Rule, Slots
 from autohete.planner.choices import Assignment, Choices, all_choices
 from autohete.planner.joint_search import JointSearch
 from autohete.planner.program import Objective
@@ -39,7 +39,7 @@ from autohete.planner.tuning import tune_prefetches
 from autohete.policies.autohete import AutoHete
 from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule
 
 #: Systems that never move parameters, gradients or states: without room for those they are not asked.
 _STATES_ON_GPU = ("resident", "offload_activations", "capuchin", "sqrt_checkpoint", "rotor")
@@ -204,8 +204,8 @@ class Family:
     def _untuned(self, assignment: Assignment) -> Plan:
         """Each fetch runs beside the pass before its own."""
         units, rules = self.choices.units(assignment), list[Rule]()
-        if any(unit.update_on is Processor.CPU for unit in units[GRADIENT_SLOTS:]):
-            rules.append(GradientSlots(GRADIENT_SLOTS))
+        if sum(unit.update_on is Processor.CPU for unit in units) > GRADIENT_SLOTS:
+            rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS))
         if any(unit.parameters.leaves or unit.states.leaves or unit.kept.leaves for unit in units) or rules:
             rules.append(ByPriority())
         return replace(self._template, units=units, rules=tuple(rules))
@@ -242,7 +242,7 @@ def _corners(choices: Choices) -> Iterator[Assignment]:
 
 
 def _without_slots(plan: Plan) -> Plan:
-    return replace(plan, rules=tuple(rule for rule in plan.rules if not isinstance(rule, GradientSlots)))
+    return replace(plan, rules=tuple(rule for rule in plan.rules if not isinstance(rule, Slots)))
 
 
 def _without_priority(plan: Plan) -> Plan:

@@ -11,8 +11,9 @@ Parameters, gradients and optimizer states stay on the GPU, which updates after 
   ``Unsloth_Offloaded_Gradient_Checkpointer``) sends the input of a checkpointed block to the host and fetches it for
   backward, both in the compute stream, which does nothing else meanwhile.
 - TRL (github huggingface/trl at 0167b7df, ``models/activation_offloading.py``, ``OffloadActivations``), after torchtune, has a
-  stream of its own for the copies (``use_streams``, on by default) into pinned memory. Forward waits for the copy of the
-  fifth tensor before (``max_fwd_stash_size``), which is not modelled. With checkpointing these tensors are the inputs.
+  stream of its own for the copies (``use_streams``, on by default) into pinned memory. Five tensors wait for their copy at most
+  (``max_fwd_stash_size``), beside the one that forward makes. With checkpointing these tensors are the inputs. Here a copy
+  begins when the block's forward has ended, there beside it: so there is one place more.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from enum import StrEnum
 from autohete.errors import check_fields
 from autohete.plan import Activations, Plan, Rest, UnitPlan
 from autohete.plan.policy import Judge
-from autohete.plan.rules import BlockingCopies, GpuUpdatesAfterBackward
+from autohete.plan.rules import BlockingCopies, GpuUpdatesAfterBackward, Slots
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
+
+#: Tensors that wait for their copy at most (``max_fwd_stash_size``).
+_STASH = 5
 
 
 class What(StrEnum):
@@ -56,12 +60,14 @@ class OffloadActivations:
             inner = UnitPlan(Activations.KEEP, kept=Rest(HOST_MEMORY, ahead=1))
         else:  # the block above makes two passes
             inner = UnitPlan(Activations.RECOMPUTE, kept=Rest(HOST_MEMORY, ahead=2 if self.streams else 0))
+        blocks = len(profile.blocks) - 2
         return Plan(
             policy="offload_activations",
-            units=(UnitPlan(), *[inner] * (len(profile.blocks) - 2), UnitPlan()),
+            units=(UnitPlan(), *[inner] * blocks, UnitPlan()),
             rules=(
                 *([] if self.streams else [BlockingCopies(Kind.OFFLOAD_ACTIVATIONS)]),
                 GpuUpdatesAfterBackward(),
+                *([Slots(Kind.OFFLOAD_ACTIVATIONS, _STASH + 2)] if self.streams and blocks > _STASH + 2 else []),
             ),
         )
 

@@ -11,14 +11,14 @@ Adam runs on the GPU. What it needs lies in pinned host memory and comes by bloc
   while one computes (``gather_block`` in ``src/models/llama_model.cpp``). The last two blocks are there still when backward
   begins, as is the head. Gradients stay on the GPU until the step.
 - ``--offload-residual``: the input of each block goes to the host behind forward, and comes back while backward is at the
-  block above (``src/models/llama_run_state.cpp``, ``put_res_ffn`` and ``fetch_res_ffn``). What else backward needs is
-  recomputed with ``--recompute-block``.
+  block above (``src/models/llama_run_state.cpp``, ``put_res_ffn`` and ``fetch_res_ffn``). Inputs have two buffers:
+  a forward waits for the copy of the input in whose buffer it writes. Here that copy begins a pass later, when the block has
+  read its input, so there is one place more. What else backward needs is recomputed with ``--recompute-block``.
 - Several GPUs share the optimizer states.
 
 Not modelled: moments and masters in 16 bit, with which its benchmarks run (states have the size of the profile's); that an
 update of the states of embedding and head reads them in place, over the link; that blocks are updated upwards, for here they
-are updated in the order of backward; that forward waits for the copy of an input whose buffer, of two, it takes; that
-backward of the embedding needs no weights.
+are updated in the order of backward; that backward of the embedding needs no weights.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dataclasses import dataclass, replace
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Plan, Rest, Route, UnitPlan
 from autohete.plan.policy import Judge
-from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.plan.rules import GpuUpdatesAfterBackward, Slots
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import check_one_gpu, shared
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY
+from autohete.schedule import HOST_MEMORY, Kind
 from autohete.workload import Precision
 
 #: Buffers for the weights of blocks, for their states, and for their inputs.
@@ -96,7 +96,10 @@ class StreamedStates:
         return Plan(
             policy="streamed_states",
             units=shared(units, 1, profile),
-            rules=(GpuUpdatesAfterBackward(),),
+            rules=(
+                GpuUpdatesAfterBackward(),
+                *([Slots(Kind.OFFLOAD_ACTIVATIONS, _BUFFERS + 1)] if self.inputs and last - 1 > _BUFFERS + 1 else []),
+            ),
             footprint=Footprint(host_parameter_bytes=profile.element_bytes),
         )
 

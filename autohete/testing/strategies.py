@@ -38,17 +38,18 @@ from autohete.plan.rules import (
     BlockingCopies,
     ByPriority,
     GpuUpdatesAfterBackward,
-    GradientSlots,
     RefreshAfterBackward,
     RefreshAfterUpdates,
     Rule,
     SerialUpdates,
+    Slots,
     UpdatesAfterBackward,
     Window,
 )
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
 from autohete.schedule import (
+    COPIES,
     GPU_MEMORY,
     HOST_MEMORY,
     NVME_MEMORY,
@@ -265,7 +266,7 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
         ),
         st.builds(BlockingCopies, following, st.none() | some),
         st.builds(Window, small),
-        st.builds(GradientSlots, small),
+        st.builds(Slots, st.sampled_from(sorted(COPIES)), small),
         st.builds(SerialUpdates, some),
     )
 
