@@ -50,13 +50,14 @@ class PriorityQueue:
     """The most urgent ready instance: by priority, iteration, and what :data:`autohete.schedule.Urgency` has after it."""
 
     def __init__(self, urgency: list[Urgency]) -> None:
-        self._urgency = urgency
-        self._heap: list[tuple[int, ...]] = []
+        order = sorted(range(len(urgency)), key=lambda task: urgency[task][1:])
+        self._rank = {task: rank for rank, task in enumerate(order)}
+        self._priority = [priority for priority, *_ in urgency]
+        self._heap: list[tuple[int, int, int, int]] = []
 
     def push(self, instance: int) -> None:
-        iteration, task = divmod(instance, len(self._urgency))
-        priority, *others = self._urgency[task]
-        heapq.heappush(self._heap, (priority, iteration, *others, instance))
+        iteration, task = divmod(instance, len(self._priority))
+        heapq.heappush(self._heap, (self._priority[task], iteration, self._rank[task], instance))
 
     def pop(self) -> int | None:
         return heapq.heappop(self._heap)[-1] if self._heap else None
