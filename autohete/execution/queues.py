@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from typing import Protocol
 
-from autohete.schedule import Discipline, Graph, Urgency
+from autohete.schedule import Discipline, Graph
 
 
 class LaneQueue(Protocol):
@@ -47,12 +47,15 @@ class FifoQueue:
 
 
 class PriorityQueue:
-    """The most urgent ready instance: by priority, iteration, and what :data:`autohete.schedule.Urgency` has after it."""
+    """The most urgent ready instance: by priority, iteration, and what :data:`autohete.schedule.Urgency` has after it.
 
-    def __init__(self, urgency: list[Urgency]) -> None:
-        order = sorted(range(len(urgency)), key=lambda task: urgency[task][1:])
-        self._rank = {task: rank for rank, task in enumerate(order)}
-        self._priority = [priority for priority, *_ in urgency]
+    Args:
+        priority: of each task.
+        rank: the place of each task in the order of all that comes after priority and iteration.
+    """
+
+    def __init__(self, priority: list[int], rank: list[int]) -> None:
+        self._priority, self._rank = priority, rank
         self._heap: list[tuple[int, int, int, int]] = []
 
     def push(self, instance: int) -> None:
@@ -65,7 +68,11 @@ class PriorityQueue:
 
 def lane_queues(graph: Graph) -> list[LaneQueue]:
     """One queue per lane of the graph's schedule."""
+    tasks = len(graph.urgency)
+    priority, rank = [priority for priority, *_ in graph.urgency], [0] * tasks
+    for place, task in enumerate(sorted(range(tasks), key=lambda task: graph.urgency[task][1:])):
+        rank[task] = place
     return [
-        FifoQueue(tasks, len(graph.lane)) if lane.discipline is Discipline.FIFO else PriorityQueue(graph.urgency)
-        for lane, tasks in zip(graph.schedule.lanes, graph.lane_tasks, strict=True)
+        FifoQueue(members, tasks) if lane.discipline is Discipline.FIFO else PriorityQueue(priority, rank)
+        for lane, members in zip(graph.schedule.lanes, graph.lane_tasks, strict=True)
     ]

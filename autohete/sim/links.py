@@ -42,10 +42,8 @@ class SharedLinks:
             self._env.timeout(due - now).callbacks.append(self._arrive)
 
     def _arrive(self, _: simpy.Event) -> None:
-        now = int(self._env.now)
+        now, arrived = int(self._env.now), []
         if now == self._next:  # otherwise re-rated since: another timeout stands for the earliest end
             self._next = None
-            self._ended = [lane for lane, due in self._work.due.items() if due == now]
-            self._arrived(self._ended)
-        else:
-            self._arrived([])
+            arrived = self._ended = [lane for lane, due in self._work.due.items() if due == now]
+        self._arrived(arrived)

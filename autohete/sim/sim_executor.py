@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import numpy as np
 import simpy
@@ -34,87 +34,88 @@ class SimExecutor:
         return _Run(schedule.graph(), iterations).trace()
 
 
+class _Lane:
+    """An engine: what is ready for it, and the instance that it is occupied by."""
+
+    __slots__ = ("end", "instance", "name", "queue", "shared")
+
+    def __init__(self, name: str, queue: LaneQueue, shared: bool, end: Callable[[list[_Lane]], None]) -> None:
+        self.name, self.queue, self.shared, self.instance = name, queue, shared, -1
+        self.end: Callable[[simpy.Event], None] = lambda _: end([self])
+
+
 class _Run:
     """Lanes wait for the edges of a task, are occupied by it, and signal its end."""
 
     def __init__(self, graph: Graph, iterations: int) -> None:
-        self.graph = graph
-        self.tasks = len(graph.lane)
-        self.iterations = iterations
-        instances = self.tasks * iterations
+        self.graph, self.iterations = graph, iterations
+        self.tasks = tasks = len(graph.lane)
         same = [waits for waits, _ in graph.waits]
         both = [waits + back for waits, back in graph.waits]
         self.waits = same + both * (iterations - 1)
         # Integers; SimPy's type for the present is float.
-        self.ready: list[float] = [0] * instances
-        self.started: list[float] = [0] * instances
-        self.ended: list[float] = [-1] * instances
-        self.durations = [task.duration_ns for task in graph.schedule.tasks]
+        self.ready: list[float] = [0] * len(self.waits)
+        self.started: list[float] = [0] * len(self.waits)
+        self.ended: list[float] = [-1] * len(self.waits)
         self.env = simpy.Environment(initial_time=0)
-        self.queues: list[LaneQueue] = lane_queues(graph)
+        sharing, names, queues = Sharing(graph.schedule), [lane.name for lane in graph.schedule.lanes], lane_queues(graph)
+        lanes = [_Lane(name, queue, name in sharing.lanes, self.end) for name, queue in zip(names, queues, strict=True)]
+        of_name = dict(zip(names, lanes, strict=True))
+        self.links = SharedLinks(self.env, sharing, lambda arrived: self.end([of_name[name] for name in arrived]))
+        self.idle = [lane for lane, tasks in zip(lanes, graph.lane_tasks, strict=True) if tasks]
         #: For each task its successors as (distance between instances, queue of the successor's lane).
         self.successors = [
-            [(i - task + back * self.tasks, self.queues[graph.lane[i]]) for i, back in successors]
+            [(i - task + back * tasks, queues[graph.lane[i]]) for i, back in successors]
             for task, successors in enumerate(graph.successors)
         ]
-        sharing, names = Sharing(graph.schedule), [lane.name for lane in graph.schedule.lanes]
-        lanes = {name: lane for lane, name in enumerate(names)}
-        self.links = SharedLinks(self.env, sharing, lambda arrived: self.end([lanes[name] for name in arrived]))
-        #: The names of lanes that share bandwidth, None for others; and what ends a task of each.
-        self.shared = [name if name in sharing.lanes else None for name in names]
-        self.ends = [partial(self.end, [lane]) for lane in lanes.values()]
-        self.idle = [lane for lane, tasks in enumerate(graph.lane_tasks) if tasks]
-        self.running = [0] * len(names)  # instances
-
-    def trace(self) -> Trace:
         for instance, waits in enumerate(self.waits):
             if not waits:
-                self.queues[self.graph.lane[instance % self.tasks]].push(instance)
+                queues[graph.lane[instance % tasks]].push(instance)
+
+    def trace(self) -> Trace:
         self.choose()
         self.env.run()
+        tasks, shape = self.graph.schedule.tasks, (self.iterations, self.tasks)
         if -1 in self.ended:
-            stuck = self.ended.index(-1)
-            iteration, task = divmod(stuck, self.tasks)
-            raise ScheduleError(f"{self.graph.schedule.tasks[task].id.at(iteration)} never became ready: the schedule is stuck")
-        shape = (self.iterations, self.tasks)
+            iteration, task = divmod(self.ended.index(-1), self.tasks)
+            raise ScheduleError(f"{tasks[task].id.at(iteration)} never became ready: the schedule is stuck")
         ready, start, end = (np.array(times, np.int64).reshape(shape) for times in (self.ready, self.started, self.ended))
         return Trace(self.graph.schedule, Clock.SIMULATED, ready, start, end)
 
     def choose(self) -> None:
         """Each idle lane takes what is next, if it is ready."""
-        waiting, now = [], self.env.now
+        waiting, now, tasks = [], self.env.now, self.graph.schedule.tasks
         for lane in self.idle:
-            instance = self.queues[lane].pop()
+            instance = lane.queue.pop()
             if instance is None:
                 waiting.append(lane)
                 continue
-            self.running[lane] = instance
+            lane.instance = instance
             self.started[instance] = now
-            duration, shared = self.durations[instance % self.tasks], self.shared[lane]
-            if shared is None:
-                self.env.timeout(duration).callbacks.append(self.ends[lane])
+            duration_ns = tasks[instance % self.tasks].duration_ns
+            if lane.shared:
+                self.links.begin(lane.name, duration_ns)
             else:
-                self.links.begin(shared, duration)
+                self.env.timeout(duration_ns).callbacks.append(lane.end)
         self.idle = waiting
         self.links.settle()
 
-    def end(self, lanes: list[int], _: simpy.Event | None = None) -> None:
+    def end(self, lanes: list[_Lane]) -> None:
         """The tasks of ``lanes`` have ended. When no more will end in this instant, lanes choose."""
+        self.idle += lanes
         for lane in lanes:
-            self.signal(self.running[lane])
-            self.idle.append(lane)
+            self.signal(lane.instance)
         if self.env.peek() > self.env.now:
             self.choose()
 
     def signal(self, instance: int) -> None:
         """Those that wait for ``instance`` need not any more."""
-        now = self.env.now
-        waits, last = self.waits, len(self.waits)
+        now, waits, last = self.env.now, self.waits, len(self.waits)
         self.ended[instance] = now
         for distance, queue in self.successors[instance % self.tasks]:
             successor = instance + distance
             if successor < last:
-                waits[successor] -= 1
-                if not waits[successor]:
+                waits[successor] = left = waits[successor] - 1
+                if not left:
                     self.ready[successor] = now
                     queue.push(successor)
