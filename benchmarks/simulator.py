@@ -142,7 +142,7 @@ def analyses() -> None:
         "worst case of GPU memory (linear program)": lambda: worst_case(simulation.schedule, "gpu"),
         "waits for memory": lambda: with_memory_waits(simulation.schedule, trace),
         "usage and idle causes": lambda: usage(trace, simulation.steady),
-        "bounds (linear program)": lambda: period_bounds(simulation.schedule),
+        "bounds": lambda: period_bounds(simulation.schedule),
     }
     shown = table("one answer for 96 blocks", ["step", "time"])
     for name, step in steps.items():

@@ -27,15 +27,21 @@ from autohete.train.trainer import Trainer
 RESULTS = {"Summary"}
 
 
-def public_dataclasses() -> list[type]:
-    """Every public dataclass of the package."""
+def is_named_tuple(value: type) -> bool:
+    """Whether it is one, or made of one."""
+    return issubclass(value, tuple) and hasattr(value, "_fields")
+
+
+def public_data() -> list[type]:
+    """Every public dataclass and named tuple of the package."""
     found: dict[str, type] = {}
     for module in pkgutil.walk_packages(autohete.__path__, "autohete."):
         if module.name.endswith("__main__"):
             continue
         for name, value in vars(importlib.import_module(module.name)).items():
-            ours = isinstance(value, type) and value.__module__.startswith("autohete") and dataclasses.is_dataclass(value)
-            if ours and not name.startswith("_") and name not in RESULTS:
+            ours = isinstance(value, type) and value.__module__.startswith("autohete")
+            data = ours and (dataclasses.is_dataclass(value) or is_named_tuple(value))
+            if data and not name.startswith("_") and name not in RESULTS:
                 found[f"{value.__module__}.{name}"] = value
     return [found[name] for name in sorted(found)]
 
@@ -61,7 +67,7 @@ def sample(hint: typing.Any) -> object:
         inner, *_ = typing.get_args(hint)
         return (sample(inner),) * 3
     simple: dict[object, object] = {int: 1, bool: False, float: 1.0, str: "x"}
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or is_named_tuple(hint)):
         return construct(hint)
     return simple.get(hint)
 
@@ -69,7 +75,11 @@ def sample(hint: typing.Any) -> object:
 def construct(cls: type, **given: object) -> object:
     """An instance whose fields are samples, but for those that are given and those that have a default."""
     hints = typing.get_type_hints(cls)
-    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
+    if dataclasses.is_dataclass(cls):
+        required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
+    else:
+        fields, defaults = cls._fields, cls._field_defaults  # type: ignore[attr-defined]
+        required = [name for name in fields if name not in defaults]
     return cls(**{name: sample(hints[name]) for name in required} | given)
 
 
@@ -86,7 +96,7 @@ def name_of(case: object) -> str | None:
     return case.__name__ if isinstance(case, type) else None
 
 
-CHECKED = public_dataclasses()
+CHECKED = public_data()
 #: What a policy, or a person, decides.
 DECISIONS = [
     UnitPlan, Plan, Route, Rest, Format, Footprint, ParameterSlots, BlockingCopies, Slots, Window, SharedResource,
@@ -100,6 +110,7 @@ def test_the_walk_finds_what_there_is() -> None:
     assert found >= {
         "BlockingCopies.kind",
         "BlockProfile.role",
+        "BufferId.value",
         "Comparison.clock",
         "Judgement.verdict",
         "Lane.discipline",

@@ -289,7 +289,7 @@ def test_sizes_that_are_too_small_are_found() -> None:
         replace(
             task,
             allocates=tuple(
-                replace(b, size_bytes=b.size_bytes - 4096) if str(b.id) == "activations.2:gpu" else b for b in task.allocates
+                b._replace(size_bytes=b.size_bytes - 4096) if str(b.id) == "activations.2:gpu" else b for b in task.allocates
             ),
         )
         for task in simulation.schedule.tasks

@@ -182,7 +182,7 @@ def test_one_gpu_stands_for_all(profile: Profile, data: st.DataObject) -> None:
     single, all_ = (SimExecutor().run(schedule, 3) for schedule in (one, everyone))
     told = {(str(span.task), span.iteration): (span.start_ns, span.end_ns) for span in single.spans()}
     for span in all_.spans():
-        assert (span.start_ns, span.end_ns) == told[str(replace(span.task, rank=0)), span.iteration]
+        assert (span.start_ns, span.end_ns) == told[str(span.task._replace(rank=0)), span.iteration]
     for rank in range(profile.hardware.gpus):
         memory = f"{GPU_MEMORY}.{rank}" if rank else GPU_MEMORY
         assert occupancy(all_, memory).peak_bytes == occupancy(single, GPU_MEMORY).peak_bytes

@@ -31,7 +31,7 @@ from autohete.schedule import (
 )
 from autohete.testing import strategies
 
-task_ids = st.builds(TaskId, st.sampled_from(Kind), st.integers(0, 10**6))
+task_ids = st.builds(TaskId, st.sampled_from(Kind), *[st.integers(0, 10**6)] * 4)
 
 # --- text ---------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from support.plans import with_drives
@@ -62,6 +65,23 @@ def test_fifo_schedules_run_at_their_bound(found: Schedule) -> None:
     members = trace.lane_tasks(found.lanes[0].name)
     if fifo and steady.settled and len(members) == len(found.tasks):
         assert steady.period_seconds == pytest.approx(bound)
+
+
+@given(schedules(max_tasks=6))
+def test_no_cycle_of_waits_is_longer_than_the_critical_one(found: Schedule) -> None:
+    """The critical cycle has the largest ratio of all cycles that visit no task twice."""
+    edges = list(found.graph().edges())
+    durations = [task.duration_ns for task in found.tasks]
+
+    def ratios(path: list[int], back: int) -> Iterator[Fraction]:
+        for before, after, span in edges:
+            if before == path[-1] and after == path[0]:
+                yield Fraction(sum(durations[task] for task in path), back + span)
+            elif before == path[-1] and after > path[0] and after not in path:
+                yield from ratios([*path, after], back + span)
+
+    longest = max((ratio for task in range(len(durations)) for ratio in ratios([task], 0)), default=Fraction(0))
+    assert period_bounds(found).cycle_seconds == float(longest) * 1e-9
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -131,7 +131,7 @@ def test_sizes_beyond_floating_point_are_bounded(schedule: Schedule, scale: int,
     """The bound of absurd sizes is above all that happens, and hardly above that of the same sizes on a small scale."""
 
     def scaled(buffer: Buffer) -> Buffer:
-        return replace(buffer, size_bytes=buffer.size_bytes * scale)
+        return buffer._replace(size_bytes=buffer.size_bytes * scale)
 
     tasks = tuple(replace(task, allocates=tuple(map(scaled, task.allocates))) for task in schedule.tasks)
     large = replace(schedule, tasks=tasks, resident=tuple(map(scaled, schedule.resident)))

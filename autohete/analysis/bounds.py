@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
-
-from autohete.schedule import KIND_MEANING, Graph, Kind, Schedule, TaskId
+from autohete.schedule import KIND_MEANING, Discipline, Graph, Kind, Schedule, TaskId
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,50 +58,77 @@ def period_bounds(schedule: Schedule) -> Bounds:
 def _critical_cycle(graph: Graph) -> tuple[list[int], Fraction]:
     """Tasks of the cycle with the largest duration per iteration spanned, and that ratio in nanoseconds.
 
-    Linear program: the least T with start times s such that s[v] >= s[u] + duration[u] - back * T on every edge. Its dual
-    is a circulation on critical cycles. The cycle is read off the dual and its ratio taken exactly, so rounding inside the
-    solver can make the bound at most weaker, never wrong.
+    From one cycle to a better one until there is none (Newton's method; Dasdan 2004, "Experimental analysis of the fastest
+    optimum cycle ratio and mean algorithms"). All numbers are whole, so the ratio is exact.
     """
     durations = [task.duration_ns for task in graph.schedule.tasks]
-    edges = list(graph.edges())
-    scale = max(sum(durations), 1)
-    if not edges:
-        return [], Fraction(0)
-    rows = np.arange(len(edges))
-    u, v, back = (np.array(column) for column in zip(*edges, strict=True))
-    tasks = len(durations)
-    entries = np.concatenate([np.ones(len(edges)), -np.ones(len(edges)), -back.astype(float)])
-    places = (np.tile(rows, 3), np.concatenate([u, v, np.full(len(edges), tasks)]))
-    matrix = csr_array((entries, places), shape=(len(edges), tasks + 1))
-    # A task that waits for itself contributes u and v in one place; csr adds them up to zero, as it should.
-    limits = -np.array(durations, float)[u] / scale
-    cost = np.zeros(tasks + 1)
-    cost[-1] = 1
-    found = linprog(cost, A_ub=matrix, b_ub=limits, bounds=[(None, None)] * tasks + [(0, None)], method="highs")
-    if found.status != 0:
-        return [], Fraction(0)
-    flow = -found.ineqlin.marginals
-    following = {int(u[e]): e for e in np.argsort(flow) if flow[e] > 1e-9}
-    return _best_cycle(following, edges, durations)
+    following: list[list[tuple[int, int]]] = [[] for _ in durations]
+    for u, v, back in graph.edges():
+        following[u].append((v, back))
+    best, ratio = _busiest_fifo_lane(graph, durations)
+    while cycle := _longer_cycle(following, durations, ratio):
+        span = sum(back for _, back in cycle)
+        best = [task for task, _ in cycle]
+        ratio = Fraction(sum(durations[task] for task in best), span)
+    return best, ratio
 
 
-def _best_cycle(
-    following: dict[int, int], edges: list[tuple[int, int, int]], durations: list[int]
-) -> tuple[list[int], Fraction]:
-    """The best of the cycles that one strongest outgoing edge per task forms."""
+def _busiest_fifo_lane(graph: Graph, durations: list[int]) -> tuple[list[int], Fraction]:
+    """A first cycle: the tasks of a fifo lane follow one another, and the first follows the last."""
     best: tuple[list[int], Fraction] = ([], Fraction(0))
-    visited: set[int] = set()
-    for start in following:
-        path: list[int] = []
-        node: int | None = start
-        while node is not None and node not in visited:
-            visited.add(node)
-            path.append(node)
-            node = edges[following[node]][1] if node in following else None
-        if node in path:
-            cycle = path[path.index(node) :]
-            span = sum(edges[following[task]][2] for task in cycle)
-            if span:
-                ratio = Fraction(sum(durations[task] for task in cycle), span)
-                best = max(best, (cycle, ratio), key=lambda item: item[1])
+    for lane, tasks in zip(graph.schedule.lanes, graph.lane_tasks, strict=True):
+        if lane.discipline is Discipline.FIFO:
+            best = max(best, (tasks, Fraction(sum(durations[task] for task in tasks))), key=lambda item: item[1])
     return best
+
+
+def _longer_cycle(following: list[list[tuple[int, int]]], durations: list[int], ratio: Fraction) -> list[tuple[int, int]]:
+    """A cycle that takes longer per iteration than ``ratio``: its tasks, each with the span of the edge after it; [] if none.
+
+    Finds longest paths (Bellman and Ford), where an edge is as long as its task's duration, less ``ratio`` if it spans an
+    iteration. They end unless there is such a cycle, and then it soon shows among the edges that paths came by last.
+    """
+    whole, period = ratio.denominator, ratio.numerator
+    longest = [0] * len(durations)
+    came_by: list[tuple[int, int] | None] = [None] * len(durations)
+    changed = True
+    while changed:
+        changed = False
+        for u, edges in enumerate(following):
+            end = longest[u] + whole * durations[u]
+            for v, back in edges:
+                length = end - period if back else end
+                if length > longest[v]:
+                    longest[v], came_by[v], changed = length, (u, back), True
+        if changed and (cycle := _cycle_among(came_by)):
+            return cycle
+    return []
+
+
+def _cycle_among(came_by: list[tuple[int, int] | None]) -> list[tuple[int, int]]:
+    """A cycle in which each task is followed by the one that came by it, if there is any."""
+    seen = [-1] * len(came_by)  # from where each was seen first
+    for start in range(len(came_by)):
+        task = start
+        while seen[task] < 0:
+            seen[task] = start
+            edge = came_by[task]
+            if edge is None:
+                break
+            task = edge[0]
+        else:
+            if seen[task] == start:
+                return _backwards(came_by, task)
+    return []
+
+
+def _backwards(came_by: list[tuple[int, int] | None], last: int) -> list[tuple[int, int]]:
+    """The cycle through ``last``."""
+    found: list[tuple[int, int]] = []
+    task = last
+    while not found or task != last:
+        edge = came_by[task]
+        assert edge is not None, "a cycle goes on"
+        found.append(edge)
+        task = edge[0]
+    return found[::-1]

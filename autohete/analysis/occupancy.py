@@ -131,11 +131,13 @@ def _events(found: Lives, starts: Nanoseconds, ends: Nanoseconds) -> tuple[Nanos
 
     Of one that is freed in the next iteration, the first was there before the run, and the last outlives it.
     """
-    births, deaths = [], []
-    for allocates, frees, back in zip(found.allocates, found.frees, found.backs, strict=True):
-        births.append(np.concatenate([np.full(back, -1), starts[:, allocates]]))
-        deaths.append(np.concatenate([ends[:, frees], np.full(back, _NEVER)]))
-    return np.concatenate(births), np.concatenate(deaths)
+    backs = np.array(found.backs, bool)
+    first, last = np.full((len(backs), 1), -1), np.full((len(backs), 1), _NEVER)
+    births = np.concatenate([first, starts.T[found.allocates]], axis=1)
+    deaths = np.concatenate([ends.T[found.frees], last], axis=1)
+    born, dead = np.ones(births.shape, bool), np.ones(deaths.shape, bool)
+    born[:, 0] = dead[:, -1] = backs
+    return births[born], deaths[dead]
 
 
 def _last_of_instant(times: Nanoseconds, used: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:

@@ -99,7 +99,7 @@ def _idle_by_cause(trace: Trace, begin: int, end: int) -> dict[Cause, int]:
     """
     idle = dict.fromkeys(Cause, 0)
     walk = _Walk(trace)
-    gpu = walk.lane_order[GPU]
+    gpu = walk.lane_order[GPU].tolist()
     busy_until = begin
     for instance in gpu:
         start, stop = walk.start[instance], walk.end[instance]
@@ -118,23 +118,24 @@ class _Walk:
 
     def __init__(self, trace: Trace) -> None:
         graph = Graph(trace.schedule)
+        self.schedule, self.index = trace.schedule, graph.index
         self.tasks = len(trace.schedule.tasks)
-        self.start = trace.start_ns.ravel().tolist()
-        self.end = trace.end_ns.ravel().tolist()
-        self.lanes = [task.lane for task in trace.schedule.tasks]
-        self.waits = [[(graph.index[e.task], e.back) for e in task.after] for task in trace.schedule.tasks]
-        self.lane_order: dict[str, list[int]] = {lane.name: [] for lane in trace.schedule.lanes}
-        for instance in sorted(range(len(self.start)), key=lambda i: (self.start[i], self.end[i])):
-            self.lane_order[self.lanes[instance % self.tasks]].append(instance)
-        self.before = {
-            later: earlier for order in self.lane_order.values() for earlier, later in zip(order, order[1:], strict=False)
-        }
+        starts, ends = trace.start_ns.ravel(), trace.end_ns.ravel()
+        order = np.lexsort((ends, starts))
+        lanes = np.array(graph.lane)[order % self.tasks]
+        #: Of each lane its instances in the order in which it did them, and of each instance the one before; -1 if none.
+        self.lane_order = {lane.name: order[lanes == i] for i, lane in enumerate(trace.schedule.lanes)}
+        before = np.full(len(order), -1)
+        for instances in self.lane_order.values():
+            before[instances[1:]] = instances[:-1]
+        self.start, self.end, self.before = starts.tolist(), ends.tolist(), before.tolist()
 
     def bound_by(self, instance: int) -> int | None:
         """The instance whose end let this one start."""
         iteration, task = divmod(instance, self.tasks)
-        candidates = [(iteration - back) * self.tasks + t for t, back in self.waits[task] if iteration >= back]
-        if instance in self.before:
+        edges = self.schedule.tasks[task].after
+        candidates = [(iteration - e.back) * self.tasks + self.index[e.task] for e in edges if iteration >= e.back]
+        if self.before[instance] >= 0:
             candidates.append(self.before[instance])
         return max(candidates, key=lambda i: self.end[i], default=None)
 
@@ -152,7 +153,7 @@ class _Walk:
                 found.append((Cause.NOTHING, end - self.end[binding]))
                 end = self.end[binding]
             start = max(begin, self.start[binding])
-            lane = self.lanes[binding % self.tasks]
+            lane = self.schedule.tasks[binding % self.tasks].lane
             found.append((_CAUSE.get(lane, Cause.NOTHING), end - start))
             instance, end = binding, start
         return found

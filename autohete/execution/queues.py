@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from typing import Protocol
 
-from autohete.schedule import Discipline, Graph, Urgency
+from autohete.schedule import Discipline, Graph
 
 
 class LaneQueue(Protocol):
@@ -47,16 +47,20 @@ class FifoQueue:
 
 
 class PriorityQueue:
-    """The most urgent ready instance: by priority, iteration, and what :data:`autohete.schedule.Urgency` has after it."""
+    """The most urgent ready instance: by priority, iteration, and what :data:`autohete.schedule.Urgency` has after it.
 
-    def __init__(self, urgency: list[Urgency]) -> None:
-        self._urgency = urgency
-        self._heap: list[tuple[int, ...]] = []
+    Args:
+        priority: of each task.
+        rank: the place of each task in the order of all that comes after priority and iteration.
+    """
+
+    def __init__(self, priority: list[int], rank: list[int]) -> None:
+        self._priority, self._rank = priority, rank
+        self._heap: list[tuple[int, int, int, int]] = []
 
     def push(self, instance: int) -> None:
-        iteration, task = divmod(instance, len(self._urgency))
-        priority, *others = self._urgency[task]
-        heapq.heappush(self._heap, (priority, iteration, *others, instance))
+        iteration, task = divmod(instance, len(self._priority))
+        heapq.heappush(self._heap, (self._priority[task], iteration, self._rank[task], instance))
 
     def pop(self) -> int | None:
         return heapq.heappop(self._heap)[-1] if self._heap else None
@@ -64,7 +68,11 @@ class PriorityQueue:
 
 def lane_queues(graph: Graph) -> list[LaneQueue]:
     """One queue per lane of the graph's schedule."""
+    tasks = len(graph.urgency)
+    priority, rank = [priority for priority, *_ in graph.urgency], [0] * tasks
+    for place, task in enumerate(sorted(range(tasks), key=lambda task: graph.urgency[task][1:])):
+        rank[task] = place
     return [
-        FifoQueue(tasks, len(graph.lane)) if lane.discipline is Discipline.FIFO else PriorityQueue(graph.urgency)
-        for lane, tasks in zip(graph.schedule.lanes, graph.lane_tasks, strict=True)
+        FifoQueue(members, tasks) if lane.discipline is Discipline.FIFO else PriorityQueue(priority, rank)
+        for lane, members in zip(graph.schedule.lanes, graph.lane_tasks, strict=True)
     ]

@@ -7,7 +7,7 @@ are active, so the result is computed once per set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 from autohete.schedule import Schedule, SharedResource
 
@@ -25,22 +25,22 @@ class Sharing:
     def __init__(self, schedule: Schedule) -> None:
         self._flows = {flow.lane: flow for flow in schedule.flows}
         self._resources = schedule.resources
-        self._rates: dict[tuple[str, ...], dict[str, int]] = {}
+        self._rates: dict[frozenset[str], dict[str, int]] = {}
 
     @property
     def lanes(self) -> frozenset[str]:
         """Lanes that can be slowed down at all."""
         return frozenset(lane for resource in self._resources for lane in resource.lanes)
 
-    def rates(self, active: Sequence[str]) -> dict[str, int]:
+    def rates(self, active: Iterable[str]) -> dict[str, int]:
         """Rate of each of the ``active`` lanes, in 1/:data:`FULL_RATE` of the undisturbed rate, at least 1."""
-        key = tuple(sorted(active))
+        key = frozenset(active)
         found = self._rates.get(key)
         if found is None:
-            found = self._rates[key] = self._divide(key)
+            found = self._rates[key] = self._divide(sorted(key))
         return found
 
-    def _divide(self, active: tuple[str, ...]) -> dict[str, int]:
+    def _divide(self, active: list[str]) -> dict[str, int]:
         free = {resource.name: resource.capacity for resource in self._resources}
         got = dict.fromkeys(active, 0.0)
         growing = set(active)
@@ -81,36 +81,32 @@ class SharedWork:
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
         self._left: dict[str, int] = {}
-        self._rate: dict[str, int] = {}
+        self._rates: Mapping[str, int] = {}
         self._last = 0
         self.due: dict[str, int] = {}
 
-    def begin(self, lane: str, duration_ns: int, now: int) -> list[str]:
-        """``lane`` starts work of ``duration_ns`` when undisturbed; returns the lanes whose end has moved, its own included."""
-        self._settle(now)
-        self._left[lane] = duration_ns * FULL_RATE
-        return self._rerate()
+    def begin(self, lane: str, duration_ns: int, now: int) -> None:
+        """``lane`` starts work of ``duration_ns`` when undisturbed."""
+        self.change((), {lane: duration_ns}, now)
 
-    def end(self, lane: str, now: int) -> list[str]:
-        """``lane`` has done its work; returns the lanes whose end has moved."""
-        self._settle(now)
-        del self._left[lane], self._rate[lane], self.due[lane]
-        return self._rerate()
+    def end(self, lane: str, now: int) -> None:
+        """``lane`` has done its work."""
+        self.change((lane,), {}, now)
 
-    def _settle(self, now: int) -> None:
-        """Book the work done since the last change."""
+    def change(self, ended: Iterable[str], begun: Mapping[str, int], now: int) -> None:
+        """Lanes have done their work; then others, or the same, start work of so many nanoseconds when undisturbed."""
         elapsed = now - self._last
-        if elapsed > 0:
-            for lane, rate in self._rate.items():
+        if elapsed > 0:  # book the work done since the last change
+            for lane, rate in self._rates.items():
                 self._left[lane] -= rate * elapsed
             self._last = now
-
-    def _rerate(self) -> list[str]:
-        moved = []
-        for lane, rate in self._sharing.rates(list(self._left)).items():
-            if self._rate.get(lane) != rate:  # otherwise its due time does not change
-                self._rate[lane] = rate
+        for lane in ended:
+            del self._left[lane], self.due[lane]
+        for lane, duration_ns in begun.items():
+            self._left[lane] = duration_ns * FULL_RATE
+        rates = self._sharing.rates(self._left)
+        for lane, rate in rates.items():
+            if lane in begun or rate != self._rates[lane]:  # otherwise its due time does not change
                 # Work is done on the tick after it ends, so a rate that falls on that very tick finds less than none left.
                 self.due[lane] = max(self._last, self._last - (-self._left[lane] // rate))
-                moved.append(lane)
-        return moved
+        self._rates = rates

@@ -70,11 +70,12 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
     Shards(profile, plan).check()
-    _check_nvme(profile, plan)
+    on_nvme = nvme_bytes(profile, plan)
+    _check_nvme(profile, on_nvme)
     builder, order = _ordered(profile, plan)
     _check_rules(profile, plan, builder)
     discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
-    nvme = hardware.nvme if nvme_bytes(profile, plan) else None
+    nvme = hardware.nvme if on_nvme else None
     flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=nvme is not None)
     lanes = (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if nvme else ()))
     # GPUs must agree on the order of what they do together.
@@ -86,7 +87,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
         lanes=(Lane(GPU), *(Lane(name, discipline) for name in lanes), *together),
         tasks=builder.tasks(order),
         memories=tuple(memories),
-        resident=tuple(resident_buffers(profile, plan)),
+        resident=tuple(resident_buffers(profile, plan, on_nvme)),
         flows=flows,
         resources=resources,
     )
@@ -108,9 +109,9 @@ def _ordered(profile: Profile, plan: Plan) -> tuple[Builder, list[int]]:
     return builder, order
 
 
-def _check_nvme(profile: Profile, plan: Plan) -> None:
+def _check_nvme(profile: Profile, needed: int) -> None:
     """What rests there does not depend on time."""
-    nvme, needed = profile.hardware.nvme, nvme_bytes(profile, plan)
+    nvme = profile.hardware.nvme
     have = nvme.capacity_bytes if nvme else 0
     if needed > have:
         there = f"has {format_bytes(have)} of it" if nvme else "has none"
@@ -178,8 +179,9 @@ def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
         compute.loss(m)
         for unit in reversed(units):
             for again in recomputations[unit]:
-                parameters.bring(recomputed(again, m))
-                activations.bring(recomputed(again, m))
+                user = recomputed(again, m)
+                parameters.bring(user)
+                activations.bring(user)
                 compute.recompute(again, m)
             parameters.bring(TaskId(Kind.BACKWARD, unit, m))
             activations.bring(TaskId(Kind.BACKWARD, unit, m))

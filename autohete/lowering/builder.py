@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autohete.errors import InputError
 from autohete.lowering.waits import Turn, Waits
@@ -68,8 +70,7 @@ def _place_of(buffer: BufferId) -> Place:
     return _place(buffer.value, buffer.unit, buffer.memory, buffer.micro_batch)
 
 
-@dataclass(frozen=True, slots=True)
-class _Access:
+class _Access(NamedTuple):
     """What a task does at a place: it only reads, it changes what is there, or it begins anew in memory of its own."""
 
     task: int
@@ -110,7 +111,7 @@ class Builder:
         self.waits = Waits()
         self.drafts: list[Draft] = []
         self._index: dict[TaskId, int] = {}
-        self._accesses: dict[Place, list[_Access]] = {}
+        self._accesses: defaultdict[Place, list[_Access]] = defaultdict(list)
         self._freed: list[tuple[int, Place]] = []
         #: Fetches that are as synchronous as the pass that they are for.
         self._synchronous: dict[TaskId, list[TaskId]] = {}
@@ -219,7 +220,7 @@ class Builder:
         self.allocate(task, buffer, size_bytes)
 
     def _access(self, task: TaskId, place: Place, *, writes: bool = False, begins: bool = False) -> None:
-        self._accesses.setdefault(place, []).append(_Access(self._index[task], writes, begins))
+        self._accesses[place].append(_Access(self._index[task], writes, begins))
 
     def last_access(self, buffer: BufferId) -> TaskId:
         """Who was declared last of those that read or write the value of ``buffer``."""
@@ -289,7 +290,7 @@ class Builder:
         draft = self.drafts[self._index[task]]
         place = self._beside(user, distance, source)
         if place >= 0:
-            draft.turn = replace(draft.turn, follows=min(place, draft.turn.follows))
+            draft.turn = draft.turn._replace(follows=min(place, draft.turn.follows))
 
     def hold_up(self, blocker: TaskId) -> None:
         """The next pass after the one that ``blocker`` follows, and what it fetches synchronously, waits for ``blocker``."""

@@ -50,8 +50,8 @@ def nvme_bytes(profile: Profile, plan: Plan) -> int:
     return found
 
 
-def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
-    """Buffers that live all the time."""
+def resident_buffers(profile: Profile, plan: Plan, on_nvme: int) -> Iterator[Buffer]:
+    """Buffers that live all the time, ``on_nvme`` bytes among them."""
     element, optimizer, held, shards = profile.element_bytes, profile.optimizer_bytes, plan.footprint, Shards(profile, plan)
     host_states = host_parameters = 0
     updated: list[int] = []
@@ -74,7 +74,7 @@ def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
         (Value.PARAMETER_SLOTS, GPU_MEMORY, slot_bytes(profile, plan) * (plan.slots.count if plan.slots else 0)),
         (Value.POLICY_BUFFERS, GPU_MEMORY, held.gpu_buffer_bytes),
         (Value.OPTIMIZER_STATES, HOST_MEMORY, host_states),
-        (Value.OPTIMIZER_STATES, NVME_MEMORY, nvme_bytes(profile, plan)),
+        (Value.OPTIMIZER_STATES, NVME_MEMORY, on_nvme),
         (Value.PINNED_STATES, HOST_MEMORY, host_pinned),
         (Value.PARAMETERS, HOST_MEMORY, host_parameters),
         (Value.POLICY_BUFFERS, HOST_MEMORY, held.host_buffer_bytes),

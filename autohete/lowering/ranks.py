@@ -72,7 +72,7 @@ class _Ranks:
         edges = [Edge(found, edge.back) for edge in task.after for found in self._tasks(edge.task, ranks)]
         return replace(
             task,
-            id=replace(task.id, rank=rank),
+            id=task.id._replace(rank=rank),
             lane=task.lane if together else _numbered(task.lane, rank),
             after=tuple(edges),
             allocates=tuple(self.buffer(buffer, r) for r in ranks for buffer in task.allocates),
@@ -80,14 +80,14 @@ class _Ranks:
         )
 
     def _tasks(self, task: TaskId, ranks: range | list[int]) -> list[TaskId]:
-        return [task] if task in self._together else [replace(task, rank=r) for r in ranks]
+        return [task] if task in self._together else [task._replace(rank=r) for r in ranks]
 
     def buffer(self, buffer: Buffer, rank: int) -> Buffer:
-        return replace(buffer, id=self._buffer_id(buffer.id, rank))
+        return buffer._replace(id=self._buffer_id(buffer.id, rank))
 
     def _buffer_id(self, buffer: BufferId, rank: int) -> BufferId:
         number = rank if buffer.memory == GPU_MEMORY else rank // self._of_node
-        return replace(buffer, memory=_numbered(buffer.memory, number), rank=rank)
+        return buffer._replace(memory=_numbered(buffer.memory, number), rank=rank)
 
     def memories(self) -> list[Memory]:
         """Each GPU's, and those of each node."""

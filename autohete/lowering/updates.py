@@ -39,7 +39,7 @@ class Updates:
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan, clipping: Clipping) -> None:
         self._builder, self._profile, self._plan = builder, profile, plan
-        self._clipping, self._shards = clipping, Shards(profile, plan)
+        self._clipping, self._shards, self._beside_gpu = clipping, Shards(profile, plan), plan.updates_beside_gpu
         units = list(enumerate(plan.units))[::-1]
         if clipping.clips and plan.delayed:  # only what is delayed is updated before the last backward
             units.sort(key=lambda unit: unit[1].update_on is Processor.GPU)
@@ -193,9 +193,7 @@ class Updates:
 
     def _cpu_update(self, unit: int) -> None:
         plan, b = self._plan, self._builder
-        seconds = self._profile.cpu_update_seconds(
-            unit, plan.update_bytes, plan.elementwise_bytes, beside_gpu=plan.updates_beside_gpu
-        )
+        seconds = self._profile.cpu_update_seconds(unit, plan.update_bytes, plan.elementwise_bytes, beside_gpu=self._beside_gpu)
         self._bring_states(unit)
         scaling = scaling_seconds(self._profile, plan, unit, Processor.CPU)
         update = b.task(Kind.CPU_UPDATE, unit, CPU, (seconds + scaling) * self._shards.share(unit), unit)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from autohete.errors import InputError, RuleError
 from autohete.schedule import TaskId
@@ -13,8 +13,7 @@ from autohete.schedule import TaskId
 NEVER = -(2**40)
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """When a program would issue a task.
 
     Args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autohete.errors import ScheduleError
 from autohete.schedule import Discipline, Kind, Schedule
 
@@ -62,6 +60,6 @@ def delayed_units(schedule: Schedule) -> set[int]:
                 new = [task for task in before[rest.pop()] if task not in seen]
                 seen.update(new)
                 rest += new
-            if replace(update, kind=Kind.OFFLOAD_GRADIENTS) not in seen:
+            if update._replace(kind=Kind.OFFLOAD_GRADIENTS) not in seen:
                 found.add(update.unit)
     return found

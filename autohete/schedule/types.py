@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from autohete.errors import check_fields
 from autohete.schedule.ids import BufferId, TaskId
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from autohete.schedule.graph import Graph
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """Start after ``task`` of the same iteration (``back`` 0) or of the one before (``back`` 1) has ended."""
 
     task: TaskId
@@ -24,8 +23,7 @@ class Edge:
         return f"{self.task}@-1" if self.back else str(self.task)
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Bytes of a memory; its id is unique in the schedule."""
 
     id: BufferId
@@ -40,8 +38,7 @@ class Buffer:
         return f"{self.id}:{self.size_bytes}"
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(NamedTuple):
     """Release of a buffer that was allocated in this iteration (``back`` 0) or in the one before."""
 
     id: BufferId

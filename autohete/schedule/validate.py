@@ -6,10 +6,12 @@ import graphlib
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 
 from autohete.errors import ScheduleError
 from autohete.schedule.ids import BufferId, TaskId
-from autohete.schedule.types import Discipline, Edge, Schedule, Task
+from autohete.schedule.types import Discipline, Schedule, Task
 
 
 def validate(schedule: Schedule) -> None:
@@ -17,23 +19,12 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError("a schedule without a lane has no iterations to count: give at least one")
     lanes = _unique("lane", [lane.name for lane in schedule.lanes])
     memories = _unique("memory", [memory.name for memory in schedule.memories])
-    ids = set(_unique("task", [str(task.id) for task in schedule.tasks]))
-    for task in schedule.tasks:
-        if task.lane not in lanes:
-            raise ScheduleError(f"task {task.id} has no lane: {task.lane!r} is not one of {', '.join(lanes) or 'none'}")
-        if type(task.duration_ns) is not int or task.duration_ns < 0:
-            raise ScheduleError(f"task {task.id} lasts {task.duration_ns} ns: a duration is a whole number, not negative")
-        seen: set[Edge] = set()
-        for edge in task.after:
-            if str(edge.task) not in ids:
-                raise ScheduleError(f"unknown edge: {task.id} waits for {edge}, but no task is called {edge.task}")
-            if edge.back not in (0, 1):
-                raise ScheduleError(f"{task.id} waits for {edge.task} {edge.back} iterations back: only 0 or 1 can be said")
-            if edge in seen:
-                raise ScheduleError(f"{task.id} waits for {edge} twice: say it once")
-            seen.add(edge)
+    places = {task.id: place for place, task in enumerate(schedule.tasks)}
+    if len(places) < len(schedule.tasks):
+        _unique("task", [str(task.id) for task in schedule.tasks])
+    waits = _Waits(schedule, lanes, places)
     _validate_sharing(schedule, lanes)
-    _validate_buffers(schedule, memories, _Ancestors(schedule, _validate_order(schedule)))
+    _validate_buffers(schedule, memories, _Ancestors(waits, _order(schedule, waits)), places)
 
 
 _NOT_IN_NAMES = re.compile(r"[^\w.-]")
@@ -72,24 +63,54 @@ def _validate_sharing(schedule: Schedule, lanes: list[str]) -> None:
                 raise ScheduleError(f"shared resource {resource.name!r} serves lane {lane!r}, which has no flow")
 
 
-def _validate_order(schedule: Schedule) -> dict[TaskId, set[TaskId]]:
-    """Refuse cycles within an iteration; returns the direct predecessors."""
-    predecessors = {task.id: {edge.task for edge in task.after if edge.back == 0} for task in schedule.tasks}
-    with_lanes = {task: set(before) for task, before in predecessors.items()}
-    for lane in schedule.lanes:
-        if lane.discipline is Discipline.FIFO:
-            ids = [task.id for task in schedule.tasks if task.lane == lane.name]
-            for before, after in zip(ids, ids[1:], strict=False):
-                with_lanes[after].add(before)
+class _Waits:
+    """What each task waits for, by places in the schedule: edges, and the order of fifo lanes.
+
+    Attributes:
+        same, previous: of each task those of its iteration, and of the one before.
+    """
+
+    def __init__(self, schedule: Schedule, lanes: list[str], places: dict[TaskId, int]) -> None:
+        self.same: list[list[int]] = [[] for _ in schedule.tasks]
+        self.previous: list[list[int]] = [[] for _ in schedule.tasks]
+        of_lane: dict[str, list[int]] = {lane: [] for lane in lanes}
+        for place, task in enumerate(schedule.tasks):
+            if task.lane not in of_lane:
+                raise ScheduleError(f"task {task.id} has no lane: {task.lane!r} is not one of {', '.join(lanes) or 'none'}")
+            if type(task.duration_ns) is not int or task.duration_ns < 0:
+                raise ScheduleError(f"task {task.id} lasts {task.duration_ns} ns: a duration is a whole number, not negative")
+            of_lane[task.lane].append(place)
+            for edge in task.after:
+                before = places.get(edge.task)
+                if before is None:
+                    raise ScheduleError(f"unknown edge: {task.id} waits for {edge}, but no task is called {edge.task}")
+                if edge.back not in (0, 1):
+                    raise ScheduleError(f"{task.id} waits for {edge.task} {edge.back} iterations back: only 0 or 1 can be said")
+                (self.previous if edge.back else self.same)[place].append(before)
+            if len(set(task.after)) < len(task.after):
+                twice, _ = Counter(task.after).most_common(1)[0]
+                raise ScheduleError(f"{task.id} waits for {twice} twice: say it once")
+        for lane in schedule.lanes:
+            tasks = of_lane[lane.name]
+            if tasks and lane.discipline is Discipline.FIFO:
+                self.previous[tasks[0]].append(tasks[-1])
+                for before, after in pairwise(tasks):
+                    self.same[after].append(before)
+
+
+def _order(schedule: Schedule, waits: _Waits) -> Sequence[int]:
+    """An order that keeps all waits within an iteration; refuses cycles."""
+    if all(before < place for place, some in enumerate(waits.same) for before in some):
+        return range(len(schedule.tasks))
+    sorter = graphlib.TopologicalSorter(dict(enumerate(waits.same)))
     try:
-        graphlib.TopologicalSorter(with_lanes).prepare()
+        return list(sorter.static_order())
     except graphlib.CycleError as error:
-        cycle = " -> ".join(str(task) for task in error.args[1])
+        cycle = " -> ".join(str(schedule.tasks[place].id) for place in error.args[1])
         raise ScheduleError(f"cycle: {cycle}; each waits for the one before (edges, or the order of a fifo lane)") from error
-    return with_lanes
 
 
-def _validate_buffers(schedule: Schedule, memories: list[str], ancestors: _Ancestors) -> None:
+def _validate_buffers(schedule: Schedule, memories: list[str], ancestors: _Ancestors, places: dict[TaskId, int]) -> None:
     allocated: dict[BufferId, Task] = {}
     freed: dict[BufferId, Task] = {}
     for found, times in Counter(buffer.id for buffer in schedule.resident).items():
@@ -119,7 +140,7 @@ def _validate_buffers(schedule: Schedule, memories: list[str], ancestors: _Ances
                 raise ScheduleError(f"{task.id} frees '{free.id}' of {free.back} iterations back: only 0 or 1 can be said")
             freed[free.id] = task
             owner = allocated[free.id]
-            if not ancestors.includes(task.id, owner.id, free.back):
+            if not ancestors.includes(places[task.id], places[owner.id], free.back):
                 raise ScheduleError(f"{task.id} frees '{free.id}' but does not wait for {owner.id}, which allocates it")
     for buffer_id, task in allocated.items():
         if buffer_id not in freed:
@@ -134,28 +155,22 @@ class _Ancestors:
     Sets are bits of integers: 1,000 tasks take a millisecond or two, a set per task a hundred times that.
     """
 
-    def __init__(self, schedule: Schedule, predecessors: dict[TaskId, set[TaskId]]) -> None:
-        self._bit = {task: 1 << i for i, task in enumerate(graphlib.TopologicalSorter(predecessors).static_order())}
-        back: dict[TaskId, set[TaskId]] = {task.id: {e.task for e in task.after if e.back} for task in schedule.tasks}
-        for lane in schedule.lanes:
-            ids = [task.id for task in schedule.tasks if task.lane == lane.name]
-            if ids and lane.discipline is Discipline.FIFO:
-                back[ids[0]].add(ids[-1])
-        same: dict[TaskId, int] = {}
-        previous: dict[TaskId, int] = {}
-        for task in self._bit:
-            same[task] = self._bit[task]
-            for before in predecessors[task]:
-                same[task] |= same[before]
-        for task in self._bit:
+    def __init__(self, waits: _Waits, order: Sequence[int]) -> None:
+        same, previous = [0] * len(order), [0] * len(order)
+        for task in order:
+            bits = 1 << task
+            for before in waits.same[task]:
+                bits |= same[before]
+            same[task] = bits
+        for task in order:
             bits = 0
-            for before in predecessors[task]:
+            for before in waits.same[task]:
                 bits |= previous[before]
-            for before in back[task]:
+            for before in waits.previous[task]:
                 bits |= same[before]
             previous[task] = bits
         self._sets = (same, previous)
 
-    def includes(self, task: TaskId, before: TaskId, back: int) -> bool:
+    def includes(self, task: int, before: int, back: int) -> bool:
         """Whether ``before``, ``back`` iterations earlier, is ``task`` itself or among its transitive predecessors."""
-        return bool(self._sets[back][task] & self._bit[before])
+        return bool(self._sets[back][task] >> before & 1)

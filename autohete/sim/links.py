@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import simpy
 
@@ -10,27 +10,40 @@ from autohete.execution.sharing import SharedWork, Sharing
 
 
 class SharedLinks:
-    """The running flows of a simulation."""
+    """The running flows of a simulation. What begins and ends in one instant changes their rates once.
 
-    def __init__(self, env: simpy.Environment, sharing: Sharing) -> None:
-        self._env = env
+    Args:
+        env: the simulation.
+        sharing: the rates.
+        arrived: called with the lanes whose work is done.
+    """
+
+    def __init__(self, env: simpy.Environment, sharing: Sharing, arrived: Callable[[list[str]], None]) -> None:
+        self._env, self._arrived = env, arrived
         self._work = SharedWork(sharing)
-        self._done: dict[str, simpy.Event] = {}
+        self._begun: dict[str, int] = {}
+        self._ended: list[str] = []
+        self._next: int | None = None  # the earliest end, which a timeout stands for
 
-    def occupy(self, lane: str, duration_ns: int) -> simpy.Event:
-        """An event that fires when ``lane`` has done ``duration_ns`` of undisturbed work."""
-        done = self._done[lane] = self._env.event()
-        self._await(self._work.begin(lane, duration_ns, int(self._env.now)))
-        return done
+    def begin(self, lane: str, duration_ns: int) -> None:
+        """``lane`` starts ``duration_ns`` of undisturbed work."""
+        self._begun[lane] = duration_ns
 
-    def _await(self, moved: list[str]) -> None:
-        for lane in moved:
-            due = self._work.due[lane]
-            timeout = self._env.timeout(due - self._env.now)
-            timeout.callbacks.append(partial(self._arrive, lane, due))
+    def settle(self) -> None:
+        """All lanes that begin or end in this instant have done so."""
+        if not (self._begun or self._ended):
+            return
+        now = int(self._env.now)
+        self._work.change(self._ended, self._begun, now)
+        self._begun, self._ended = {}, []
+        due = min(self._work.due.values(), default=None)
+        if due is not None and due != self._next:
+            self._next = due
+            self._env.timeout(due - now).callbacks.append(self._arrive)
 
-    def _arrive(self, lane: str, due: int, _: simpy.Event) -> None:
-        if self._work.due.get(lane) != due or int(self._env.now) != due:
-            return  # re-rated since: another timeout stands for it
-        self._await(self._work.end(lane, due))
-        self._done.pop(lane).succeed()
+    def _arrive(self, _: simpy.Event) -> None:
+        now, arrived = int(self._env.now), []
+        if now == self._next:  # otherwise re-rated since: another timeout stands for the earliest end
+            self._next = None
+            arrived = self._ended = [lane for lane, due in self._work.due.items() if due == now]
+        self._arrived(arrived)

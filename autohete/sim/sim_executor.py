@@ -1,12 +1,11 @@
-"""Runs a schedule in SimPy: one process per lane, integer nanoseconds."""
+"""Runs a schedule in SimPy: integer nanoseconds, an event for the end of each task."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable
 
 import numpy as np
 import simpy
-from simpy.events import EventPriority
 
 from autohete.errors import InputError, ScheduleError
 from autohete.execution.queues import LaneQueue, lane_queues
@@ -14,9 +13,6 @@ from autohete.execution.sharing import Sharing
 from autohete.execution.trace import Clock, Trace
 from autohete.schedule import Graph, Schedule
 from autohete.sim.links import SharedLinks
-
-#: After every completion of an instant (SimPy's URGENT is 0, NORMAL 1).
-_AFTER_COMPLETIONS = EventPriority(2)
 
 
 class SimExecutor:
@@ -38,95 +34,88 @@ class SimExecutor:
         return _Run(schedule.graph(), iterations).trace()
 
 
-class _Settled(simpy.Event):
-    """Fires once in an instant in which tasks have ended, when no further task ends in it: then lanes choose."""
+class _Lane:
+    """An engine: what is ready for it, and the instance that it is occupied by."""
 
-    def __init__(self, env: simpy.Environment) -> None:
-        super().__init__(env)
-        self._ok, self._value = True, None
+    __slots__ = ("end", "instance", "name", "queue", "shared")
 
-    def schedule(self) -> None:
-        self.env.schedule(self, priority=_AFTER_COMPLETIONS)
+    def __init__(self, name: str, queue: LaneQueue, shared: bool, end: Callable[[list[_Lane]], None]) -> None:
+        self.name, self.queue, self.shared, self.instance = name, queue, shared, -1
+        self.end: Callable[[simpy.Event], None] = lambda _: end([self])
 
 
 class _Run:
+    """Lanes wait for the edges of a task, are occupied by it, and signal its end."""
+
     def __init__(self, graph: Graph, iterations: int) -> None:
-        self.graph = graph
-        self.tasks = len(graph.lane)
-        self.iterations = iterations
-        instances = self.tasks * iterations
+        self.graph, self.iterations = graph, iterations
+        self.tasks = tasks = len(graph.lane)
         same = [waits for waits, _ in graph.waits]
         both = [waits + back for waits, back in graph.waits]
         self.waits = same + both * (iterations - 1)
         # Integers; SimPy's type for the present is float.
-        self.ready: list[float] = [0] * instances
-        self.start: list[float] = [0] * instances
-        self.end: list[float] = [-1] * instances
-        self.durations = [task.duration_ns for task in graph.schedule.tasks]
+        self.ready: list[float] = [0] * len(self.waits)
+        self.started: list[float] = [0] * len(self.waits)
+        self.ended: list[float] = [-1] * len(self.waits)
         self.env = simpy.Environment(initial_time=0)
-        sharing = Sharing(graph.schedule)
-        self.shared = sharing.lanes
-        self.links = SharedLinks(self.env, sharing)
-        self.queues: list[LaneQueue] = lane_queues(graph)
+        sharing, names, queues = Sharing(graph.schedule), [lane.name for lane in graph.schedule.lanes], lane_queues(graph)
+        lanes = [_Lane(name, queue, name in sharing.lanes, self.end) for name, queue in zip(names, queues, strict=True)]
+        of_name = dict(zip(names, lanes, strict=True))
+        self.links = SharedLinks(self.env, sharing, lambda arrived: self.end([of_name[name] for name in arrived]))
+        self.idle = [lane for lane, tasks in zip(lanes, graph.lane_tasks, strict=True) if tasks]
         #: For each task its successors as (distance between instances, queue of the successor's lane).
         self.successors = [
-            [(i - task + back * self.tasks, self.queues[graph.lane[i]]) for i, back in successors]
+            [(i - task + back * tasks, queues[graph.lane[i]]) for i, back in successors]
             for task, successors in enumerate(graph.successors)
         ]
-        self.choosing = False
-        self.settled = self._new_settled()
-
-    def trace(self) -> Trace:
         for instance, waits in enumerate(self.waits):
             if not waits:
-                self.queues[self.graph.lane[instance % self.tasks]].push(instance)
-        for lane, tasks in enumerate(self.graph.lane_tasks):
-            if tasks:
-                self.env.process(self.lane(lane, len(tasks) * self.iterations))
+                queues[graph.lane[instance % tasks]].push(instance)
+
+    def trace(self) -> Trace:
+        self.choose()
         self.env.run()
-        if -1 in self.end:
-            stuck = self.end.index(-1)
-            iteration, task = divmod(stuck, self.tasks)
-            raise ScheduleError(f"{self.graph.schedule.tasks[task].id.at(iteration)} never became ready: the schedule is stuck")
-        shape = (self.iterations, self.tasks)
-        ready, start, end = (np.array(times, np.int64).reshape(shape) for times in (self.ready, self.start, self.end))
+        tasks, shape = self.graph.schedule.tasks, (self.iterations, self.tasks)
+        if -1 in self.ended:
+            iteration, task = divmod(self.ended.index(-1), self.tasks)
+            raise ScheduleError(f"{tasks[task].id.at(iteration)} never became ready: the schedule is stuck")
+        ready, start, end = (np.array(times, np.int64).reshape(shape) for times in (self.ready, self.started, self.ended))
         return Trace(self.graph.schedule, Clock.SIMULATED, ready, start, end)
 
-    def lane(self, lane: int, instances: int) -> Generator[simpy.Event, None, None]:
-        """Wait for the edges, occupy, signal."""
-        env, pop, durations, tasks = self.env, self.queues[lane].pop, self.durations, self.tasks
-        name = self.graph.schedule.lanes[lane].name
-        shared = name in self.shared
-        for _ in range(instances):
-            while (instance := pop()) is None:
-                yield self.settled
-            self.start[instance] = env.now
-            task = instance % tasks
-            yield self.links.occupy(name, durations[task]) if shared else env.timeout(durations[task])
-            self.complete(instance, task)
-            yield self.settled
+    def choose(self) -> None:
+        """Each idle lane takes what is next, if it is ready."""
+        waiting, now, tasks = [], self.env.now, self.graph.schedule.tasks
+        for lane in self.idle:
+            instance = lane.queue.pop()
+            if instance is None:
+                waiting.append(lane)
+                continue
+            lane.instance = instance
+            self.started[instance] = now
+            duration_ns = tasks[instance % self.tasks].duration_ns
+            if lane.shared:
+                self.links.begin(lane.name, duration_ns)
+            else:
+                self.env.timeout(duration_ns).callbacks.append(lane.end)
+        self.idle = waiting
+        self.links.settle()
 
-    def complete(self, instance: int, task: int) -> None:
-        now = self.env.now
-        waits, last = self.waits, len(self.waits)
-        self.end[instance] = now
-        for distance, queue in self.successors[task]:
+    def end(self, lanes: list[_Lane]) -> None:
+        """The tasks of ``lanes`` have ended. When no more will end in this instant, lanes choose."""
+        self.idle += lanes
+        for lane in lanes:
+            self.signal(lane.instance)
+        if self.env.peek() > self.env.now:
+            self.choose()
+
+    def signal(self, instance: int) -> None:
+        """Those that wait for ``instance`` need not any more."""
+        now, waits, last = self.env.now, self.waits, len(self.waits)
+        self.ended[instance] = now
+        for distance, queue in self.successors[instance % self.tasks]:
             successor = instance + distance
             if successor < last:
-                waits[successor] -= 1
-                if not waits[successor]:
+                waits[successor] = left = waits[successor] - 1
+                if not left:
                     self.ready[successor] = now
                     queue.push(successor)
-        if not self.choosing:
-            self.choosing = True
-            self.settled.schedule()
-
-    def _new_settled(self) -> _Settled:
-        settled = _Settled(self.env)
-        # Runs before the lanes that wait for it resume, because it was there first.
-        settled.callbacks.append(self._renew)
-        return settled
-
-    def _renew(self, _: simpy.Event) -> None:
-        self.choosing = False
-        self.settled = self._new_settled()

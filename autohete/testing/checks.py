@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 from autohete.analysis.occupancy import occupancy
 from autohete.analysis.worst_case import worst_case
@@ -153,10 +152,10 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         # From the update to the next forward, through what carries the parameters where they change sides or are in parts.
         chain = [(update, 0)]
         for m in range(end + 1) if gathers[gather_backward] else ():  # not a second copy
-            faults += chain_faults(paths, *((replace(task, micro_batch=m), 0) for task in (forward, gather_backward)))
+            faults += chain_faults(paths, *((task._replace(micro_batch=m), 0) for task in (forward, gather_backward)))
         if on_cpu and not stays_not:
             chain.append((refresh, 0))
-            reader = replace(gather_backward, micro_batch=end) if stage == 3 else backward
+            reader = gather_backward._replace(micro_batch=end) if stage == 3 else backward
             faults += chain_faults(paths, (reader, 0), (refresh, 0))  # which overwrites what is read for backward
             faults += chain_faults(paths, (refresh, 0), (update, 1))  # which overwrites what the refresh reads
         if not on_cpu and stays_not:
@@ -212,7 +211,7 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
         stage, reduced = _zero_stage(schedule, decisions), {}
         if _several_gpus(schedule):
             each = decisions.accumulates_on_host or stage >= 2
-            reduced = {task: replace(task, kind=Kind.REDUCE_GRADIENTS) for task in (backwards if each else backwards[-1:])}
+            reduced = {task: task._replace(kind=Kind.REDUCE_GRADIENTS) for task in (backwards if each else backwards[-1:])}
             faults += [fault for task, reduce in reduced.items() for fault in chain_faults(paths, (task, 0), (reduce, 0))]
         if decisions.update_on is Processor.GPU:
             update = TaskId(Kind.GPU_UPDATE, block)
@@ -225,16 +224,16 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
         if decisions.gradients_on_nvme:
             written, read = TaskId(Kind.WRITE_GRADIENTS, block, micro_batches - 1), TaskId(Kind.READ_STATES, block)
             faults += chain_faults(
-                paths, (replace(backward, kind=Kind.OFFLOAD_GRADIENTS), 0), (written, 0), (read, 0), (written, 1)
+                paths, (backward._replace(kind=Kind.OFFLOAD_GRADIENTS), 0), (written, 0), (read, 0), (written, 1)
             )
         first, *others = backwards if decisions.accumulates_on_host else backwards[-1:]
-        copy, *added = (replace(task, kind=Kind.OFFLOAD_GRADIENTS) for task in (first, *others))
+        copy, *added = (task._replace(kind=Kind.OFFLOAD_GRADIENTS) for task in (first, *others))
         for task, reduce in reduced.items():
-            taken_by = replace(task, kind=Kind.OFFLOAD_GRADIENTS) if decisions.accumulates_on_host else copy
+            taken_by = task._replace(kind=Kind.OFFLOAD_GRADIENTS) if decisions.accumulates_on_host else copy
             faults += chain_faults(paths, (reduce, 0), (taken_by, 0))
         faults += chain_faults(paths, (first, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
         for found, arrived in zip(others, added, strict=True):
-            addition = replace(found, kind=Kind.ACCUMULATE)
+            addition = found._replace(kind=Kind.ACCUMULATE)
             faults += chain_faults(paths, (found, 0), (arrived, 0), (addition, 0), (update, 0))
             faults += chain_faults(paths, (copy, 0), (addition, 0))
         refresh = TaskId(Kind.REFRESH, block)
@@ -289,7 +288,7 @@ def _state_faults(paths: Paths, decisions: UnitPlan, update: TaskId) -> list[str
     home = [Kind.WRITE_BACK_STATES] * decisions.fetches_states + [Kind.WRITE_STATES] * decisions.reads_states
     if not there:
         return []
-    chain = [*(replace(update, kind=kind) for kind in there), update, *(replace(update, kind=kind) for kind in home)]
+    chain = [*(update._replace(kind=kind) for kind in there), update, *(update._replace(kind=kind) for kind in home)]
     return chain_faults(paths, *((task, 0) for task in chain), (chain[0], 1))
 
 

@@ -362,9 +362,8 @@ def schedules(draw: Draw, sharing: bool = False, max_tasks: int = 12) -> Schedul
         max_tasks: at most so many tasks.
     """
     lanes = [Lane(name, draw(st.sampled_from(Discipline))) for name in ("gpu", "h2d", "d2h", "cpu")[: draw(st.integers(1, 4))]]
-    ids = draw(
-        st.lists(st.builds(TaskId, st.sampled_from(Kind), st.integers(0, 3)), unique=True, min_size=1, max_size=max_tasks)
-    )
+    one = st.tuples(st.sampled_from(Kind), st.integers(0, 3)).map(lambda named: TaskId(*named))
+    ids = draw(st.lists(one, unique=True, min_size=1, max_size=max_tasks))
     tasks: list[Task] = []
     names = [lane.name for lane in lanes]
     for place, task in enumerate(ids):
