@@ -111,7 +111,7 @@ class InfeasibleError(AutoHeteError):
     """No plan of a policy fits.
 
     Attributes:
-        constraint: the memory that binds, ``gpu`` or ``host``.
+        constraint: the memory that binds: ``gpu``, ``host``, ``pinned`` or ``nvme``.
         capacity_bytes: what there is of it.
         needed_bytes: the least of it that any plan of the policy needs: the smallest budget that works.
     """

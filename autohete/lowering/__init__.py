@@ -36,6 +36,7 @@ from autohete.schedule import (
     NVME_MEMORY,
     NVME_READ,
     NVME_WRITE,
+    PINNED_MEMORY,
     Discipline,
     Kind,
     Lane,
@@ -80,6 +81,8 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     # GPUs must agree on the order of what they do together.
     together = (Lane(COLLECTIVE),) if hardware.gpus > 1 else ()
     memories = [Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)]
+    if hardware.host.pinned_bytes is not None:
+        memories.append(Memory(PINNED_MEMORY, hardware.host.pinned_bytes, part_of=HOST_MEMORY))
     if nvme is not None:
         memories.append(Memory(NVME_MEMORY, nvme.capacity_bytes))
     return Schedule(

@@ -7,7 +7,21 @@ from dataclasses import dataclass, field, replace
 
 from autohete.errors import InputError
 from autohete.lowering.waits import Turn, Waits
-from autohete.schedule import GPU, GPU_MEMORY, KIND_MEANING, Buffer, BufferId, Edge, Free, Kind, Task, TaskId, Value
+from autohete.schedule import (
+    GPU,
+    GPU_MEMORY,
+    HOST_MEMORY,
+    KIND_MEANING,
+    PINNED_MEMORY,
+    Buffer,
+    BufferId,
+    Edge,
+    Free,
+    Kind,
+    Task,
+    TaskId,
+    Value,
+)
 
 #: A year and a half. Some thousands of such tasks in a row still fit 64-bit nanoseconds.
 _LONGEST_TASK_SECONDS = 5e7
@@ -45,6 +59,8 @@ _PHASES = {
 
 
 def _place(value: Value, unit: int | None, memory: str, micro_batch: int) -> Place:
+    if memory == PINNED_MEMORY:  # who reads a value on the host need not know whether it is pinned
+        memory = HOST_MEMORY
     return value, unit, memory, micro_batch if value in _OF_MICRO_BATCHES else 0
 
 

@@ -7,6 +7,7 @@ import math
 from autohete.lowering.builder import Builder
 from autohete.lowering.clipping import Clipping, scaling_seconds
 from autohete.lowering.compute import on_gpu
+from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
@@ -119,10 +120,10 @@ class Updates:
             both = size + (self._gradient_bytes(unit) if plan.gradients_on_nvme else 0)
             read = b.task(Kind.READ_STATES, unit, NVME_READ, self._profile.nvme_seconds(both, write=False), unit)
             b.read(read, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
-            b.make(read, _states_on_host(unit), size)
+            b.make(read, self._states_on_host(unit), size)
             if plan.gradients_on_nvme:
                 b.read(read, Value.GRADIENTS, unit, NVME_MEMORY)
-                b.make(read, _gradients_on_host(unit), both - size)
+                b.make(read, self._gradients_on_host(unit), both - size)
             self._in_turn(read, Kind.WRITE_STATES, self._read)
         if plan.fetches_states:
             fetch = b.task(Kind.FETCH_STATES, unit, H2D, self._profile.h2d_seconds(size), unit)
@@ -149,7 +150,7 @@ class Updates:
             write = b.task(Kind.WRITE_STATES, unit, NVME_WRITE, self._profile.nvme_seconds(size, write=True), unit)
             b.read(write, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
             b.write(write, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
-            b.free(write, _states_on_host(unit))
+            b.free(write, self._states_on_host(unit))
 
     def _state_bytes(self, unit: int) -> int:
         return self._shards.updated(unit) * self._profile.optimizer_bytes
@@ -167,7 +168,7 @@ class Updates:
         if not (micro_batch and plan.accumulates_on_host):
             b.write(copy, Value.GRADIENTS, unit, HOST_MEMORY)
             return
-        arrived = BufferId(Value.ARRIVED_GRADIENTS, HOST_MEMORY, unit, None, micro_batch)
+        arrived = self._arrived(unit, micro_batch)
         b.make(copy, arrived, size)
         # Adding reads both and writes one.
         seconds = self._profile.elementwise_seconds(3 * size, beside_gpu=True)
@@ -178,7 +179,7 @@ class Updates:
 
     def _write_gradients(self, copy: TaskId, size: int) -> None:
         b, unit = self._builder, copy.unit
-        arrived = BufferId(Value.ARRIVED_GRADIENTS, HOST_MEMORY, unit, None, copy.micro_batch)
+        arrived = self._arrived(unit, copy.micro_batch)
         b.make(copy, arrived, size)
         write = b.task(
             Kind.WRITE_GRADIENTS, unit, NVME_WRITE, self._profile.nvme_seconds(size, write=True), unit, copy.micro_batch
@@ -205,7 +206,7 @@ class Updates:
         if plan.units[unit].reads_states:
             b.write(update, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
         if plan.units[unit].gradients_on_nvme:
-            b.free(update, _gradients_on_host(unit))
+            b.free(update, self._gradients_on_host(unit))
         self._bring_states_home(unit)
 
     def _takes_gradients(self, task: TaskId) -> None:
@@ -219,10 +220,14 @@ class Updates:
             made_by = task.micro_batch if unit.accumulates_on_host else 0
             b.free(task, on_gpu(value, task.unit, made_by))
 
+    def _states_on_host(self, unit: int) -> BufferId:
+        return BufferId(Value.OPTIMIZER_STATES, pinned_memory(self._profile), unit)
 
-def _states_on_host(unit: int) -> BufferId:
-    return BufferId(Value.OPTIMIZER_STATES, HOST_MEMORY, unit)
+    def _gradients_on_host(self, unit: int) -> BufferId:
+        """Those that have come with the states."""
+        return BufferId(Value.GRADIENTS, pinned_memory(self._profile), unit)
 
-
-def _gradients_on_host(unit: int) -> BufferId:
-    return BufferId(Value.GRADIENTS, HOST_MEMORY, unit)
+    def _arrived(self, unit: int, micro_batch: int) -> BufferId:
+        pinned = self._plan.units[unit].gradients.pinned
+        memory = pinned_memory(self._profile) if pinned else HOST_MEMORY
+        return BufferId(Value.ARRIVED_GRADIENTS, memory, unit, None, micro_batch)

@@ -14,7 +14,7 @@ from autohete.errors import InputError, RuleError, check_fields
 from autohete.plan.recomputation import Recomputation, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import Barrier, Rule, SerialUpdates, UpdatesAfterBackward
-from autohete.schedule import HOST_MEMORY
+from autohete.schedule import HOST_MEMORY, Value
 
 __all__ = [
     "Activations",
@@ -85,6 +85,8 @@ class Footprint:
             allocation up to a power of two: one for each unit, or with ``host_pinned_together`` one for all units.
         host_parameter_bytes: host bytes per parameter whose home is the host.
         one_host_copy: what the CPU updates is the host's copy of such parameters itself: none of their own is counted.
+        pinned: what else is in pinned memory: ``OPTIMIZER_STATES`` for ``host_optimizer_bytes``, ``POLICY_BUFFERS`` for
+            ``host_buffer_bytes``.
     """
 
     gpu_buffer_bytes: int = 0
@@ -94,6 +96,7 @@ class Footprint:
     host_pinned_together: bool = False
     host_parameter_bytes: int = 0
     one_host_copy: bool = False
+    pinned: tuple[Value, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -101,6 +104,12 @@ class Footprint:
             _check_size(name, getattr(self, name))
         for size in self.host_pinned_bytes:
             _check_size("a size in host_pinned_bytes", size)
+        for value in self.pinned:
+            if value not in (Value.OPTIMIZER_STATES, Value.POLICY_BUFFERS):
+                raise InputError(
+                    f"pinned has {value!r}: give Value.OPTIMIZER_STATES for host_optimizer_bytes or Value.POLICY_BUFFERS for "
+                    "host_buffer_bytes; whether parameters and gradients are pinned is said by their formats"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Format:
 
     Args:
         element_bytes: bytes of each on the way; None: as the GPU computes with them.
-        pinned: the host's end is in pinned memory; pageable memory is slower.
+        pinned: the host's end is in pinned memory, of which there may be less; pageable memory is slower.
         staged: it lands in a buffer on the GPU, from which it is cast. The staged copies of an iteration share one buffer,
             which is there until the last of them has ended.
     """
@@ -54,7 +54,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Where a value rests between two uses.
+    """Where a value rests between two uses: on the host in pinned memory, where it also passes on its way to NVMe.
 
     Args:
         home: ``gpu``, ``host`` or ``nvme``; there it is sent after a use, and fetched from for the next.

@@ -31,7 +31,7 @@ from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
 from autohete.quantities import rounded_when_pinned
-from autohete.schedule import Kind
+from autohete.schedule import Kind, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,7 @@ class TwinFlow:
                 host_optimizer_bytes=12 if self.pin_memory else 16,
                 host_pinned_bytes=(4,) if self.pin_memory else (),
                 host_pinned_together=True,
+                pinned=(Value.POLICY_BUFFERS,) if self.pin_memory else (),
             ),
         )
 

@@ -17,6 +17,7 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError("a schedule without a lane has no iterations to count: give at least one")
     lanes = _unique("lane", [lane.name for lane in schedule.lanes])
     memories = _unique("memory", [memory.name for memory in schedule.memories])
+    _validate_parts(schedule)
     ids = set(_unique("task", [str(task.id) for task in schedule.tasks]))
     for task in schedule.tasks:
         if task.lane not in lanes:
@@ -52,6 +53,16 @@ def _unique(what: str, names: list[str]) -> list[str]:
     if times > 1:
         raise ScheduleError(f"{what} {name!r} exists {times} times: names are unique")
     return names
+
+
+def _validate_parts(schedule: Schedule) -> None:
+    whole = [memory.name for memory in schedule.memories if memory.part_of is None]
+    for memory in schedule.memories:
+        if memory.part_of is not None and memory.part_of not in whole:
+            raise ScheduleError(
+                f"memory {memory.name!r} is a part of {memory.part_of!r}: give one of {', '.join(whole) or 'none'}, which are "
+                "no parts themselves"
+            )
 
 
 def _validate_sharing(schedule: Schedule, lanes: list[str]) -> None:

@@ -486,7 +486,8 @@ def _balance_faults(schedule: Schedule, crossing: set[BufferId]) -> Iterator[str
     trace = list_schedule(schedule, _ITERATIONS)
     buffers: list[Buffer] = [b for task in schedule.tasks for b in task.allocates if b.id in crossing]
     for memory in schedule.memories:
-        before = sum(b.size_bytes for b in [*schedule.resident, *buffers] if b.memory == memory.name)
+        within = schedule.within(memory.name)
+        before = sum(b.size_bytes for b in [*schedule.resident, *buffers] if b.memory in within)
         after = int(occupancy(trace, memory.name).bytes_used[-1])
         if after != before:
             yield f"memory {memory.name} holds {before} bytes before {_ITERATIONS} iterations and {after} after them"
