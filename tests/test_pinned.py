@@ -15,7 +15,7 @@ from autohete.plan import Footprint, Plan
 from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, PINNED_MEMORY, Buffer, Free, Schedule, Task, Value
+from autohete.schedule import HOST_MEMORY, PINNED_MEMORY, Buffer, BufferId, Free, Schedule, Task, Value
 from autohete.simulate import judge_for, simulate_plan, simulate_policy, simulate_safely
 from autohete.testing import strategies
 
@@ -47,7 +47,7 @@ def unlimited(schedule: Schedule) -> Schedule:
     def memory(name: str) -> str:
         return HOST_MEMORY if name == PINNED_MEMORY else name
 
-    resident = {}
+    resident: dict[BufferId, int] = {}
     for buffer in schedule.resident:
         there = replace(buffer.id, memory=memory(buffer.memory))
         resident[there] = resident.get(there, 0) + buffer.size_bytes

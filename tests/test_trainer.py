@@ -84,6 +84,20 @@ def test_a_quarter_of_the_memory_is_enough() -> None:
     assert abs(found.predicted_peak_bytes / found.measured_peak_bytes - 1) < 0.03
 
 
+def test_the_named_limit_of_pinned_memory_works() -> None:
+    """A limit of pinned memory that is too small is named, with the smallest that works; with it, it trains."""
+    profile = profile_for(MEDIUM)
+
+    def one_step(pinned_memory: int) -> None:
+        with Trainer(model_for(MEDIUM), policy="streamed_states", pinned_memory=pinned_memory, profile=profile) as trainer:
+            trainer.step(batches(MEDIUM, 1)[0])
+
+    with pytest.raises(InfeasibleError, match=r"The smallest pinned memory that works is \d+ B") as caught:
+        one_step(1000)
+    assert caught.value.constraint == "pinned"
+    one_step(caught.value.needed_bytes)
+
+
 def test_the_named_smallest_budget_works() -> None:
     """A budget that is too small names the smallest that works and the binding task; with it, it trains."""
     profile = profile_for(MEDIUM)

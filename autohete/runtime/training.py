@@ -39,6 +39,7 @@ class Training:
         torch_device: where the passes compute; the CPU stands for the device where there is no other.
         device, host: count the memory of the states, and of the passes; None: it is not counted. A GPU's is limited to its
             capacity until :meth:`close`.
+        pinned: counts what of the host's is pinned, which is none where the CPU stands for the device.
         counting: how the device's is counted.
         clip_norm: the largest global norm of the gradients, where the schedule clips them: as
             ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.
@@ -61,6 +62,7 @@ class Training:
         torch_device: torch.device | None = None,
         device: Ledger | CudaMemory | None = None,
         host: Ledger | None = None,
+        pinned: Ledger | None = None,
         counting: Counting = Counting.EXACT,
         clip_norm: float | None = None,
         skip_nonfinite: bool = False,
@@ -78,7 +80,7 @@ class Training:
         self._current = Current()
         self._cuda_memory = device if isinstance(device, CudaMemory) else CudaMemory(torch_device)
         count = DeviceCount(device, schedule, counting) if isinstance(device, Ledger) else None
-        self._memories = Memories(torch_device, count, host, self._current)
+        self._memories = Memories(torch_device, count, host, self._current, pinned)
         self._rooms = {task.id: _room(task) for task in schedule.tasks}
         self._undo = ExitStack()
         check_trainable(partition.model)

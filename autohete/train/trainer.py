@@ -37,7 +37,7 @@ from autohete.runtime.observe import observed
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.training import Training, only_gpu_works
-from autohete.schedule import CPU, GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId
+from autohete.schedule import CPU, GPU, GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Kind, Schedule, TaskId
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.train.arguments import check_arguments, check_modes
 from autohete.train.as_executed import as_executed, everything_resident
@@ -114,6 +114,7 @@ class Trainer:
         gpu_memory: budget in bytes, or text: ``24MiB``, or ``25%`` of what the training would need if everything stayed on the
             device; None: what the hardware has.
         host_memory: likewise, without a share.
+        pinned_memory: what of the host's may be pinned, likewise; the emulated device pins nothing, but plans keep to it.
         loss: of logits and targets.
         adam: the optimizer's settings.
         blocks: name of the block list, where it is not clear.
@@ -137,6 +138,7 @@ class Trainer:
         policy: str | Policy = "autohete",
         gpu_memory: int | str | None = None,
         host_memory: int | str | None = None,
+        pinned_memory: int | str | None = None,
         loss: Loss = next_token_loss,
         adam: Adam | None = None,
         blocks: str | None = None,
@@ -157,7 +159,7 @@ class Trainer:
         if self._share is None and isinstance(gpu_memory, float) and 0 < gpu_memory <= 1:
             raise InputError(f"gpu_memory is {gpu_memory!r}: write a share as text, such as '{gpu_memory:.0%}'")
         self._gpu_memory = None if self._share is not None else _bytes(gpu_memory)
-        self._host_memory = _bytes(host_memory)
+        self._host_memory, self._pinned_memory = _bytes(host_memory), _bytes(pinned_memory)
         self._loss, self._adam, self._on_nonfinite, self._clip_norm = loss, adam or Adam(), on_nonfinite, clip_norm
         self._device = _torch_device(device)
         self._mode, self._hardware, self._given_profile = mode, hardware, profile
@@ -256,6 +258,7 @@ class Trainer:
         capacity = profile.hardware.gpu_capacity_bytes
         device = CudaMemory(self._device, capacity) if on_cuda else Ledger(GPU_MEMORY, capacity)
         host = Ledger(HOST_MEMORY, profile.hardware.host.memory_bytes)
+        pinned = Ledger(PINNED_MEMORY, profile.hardware.host.pinned_bytes)
         self._memories = (device, host)
         training = self._held.training = Training(
             self._partition,
@@ -265,6 +268,7 @@ class Trainer:
             torch_device=self._device,
             device=device,
             host=host,
+            pinned=pinned,
             counting=Counting.SCHEDULED,
             clip_norm=self._clip_norm,
             skip_nonfinite=self._on_nonfinite is NonFinite.SKIP,
@@ -294,7 +298,8 @@ class Trainer:
         profile = replace(profile, workload=replace(profile.workload, clip_norm=self._clip_norm))
         self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
         profile = self._with_budgets(profile)
-        return profile, simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)
+        executed = partial(as_executed, pins=self._device.type == "cuda")
+        return profile, simulate_safely(profile, _Stoppable(self._policy), executed, self._lasting_bytes)
 
     @property
     def _may_use_threads(self) -> bool:
@@ -591,6 +596,8 @@ class Trainer:
         gpu = replace(gpu, reserved_bytes=gpu.reserved_bytes + self._lasting_bytes)
         if self._host_memory is not None:
             host = replace(host, memory_bytes=self._host_memory)
+        if self._pinned_memory is not None:
+            host = replace(host, pinned_bytes=self._pinned_memory)
         return replace(profile, hardware=replace(profile.hardware, gpu=gpu, host=host))
 
     @property
