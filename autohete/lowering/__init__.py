@@ -135,6 +135,11 @@ def _check_accumulation(plan: Plan) -> None:
                 f"gradients of unit {i} would replace parameters that the next micro-batch needs: use one micro-batch, or let "
                 "gradients have memory of their own"
             )
+        if unit.gpu_share and unit.accumulates_on_host:
+            raise InputError(
+                f"gradients of unit {i} are accumulated on the host, but the GPU updates a part: accumulate on the GPU, use "
+                "one micro-batch, or leave gpu_share out"
+            )
         if unit.gradients_on_nvme and unit.accumulates_on_host:
             raise InputError(
                 f"gradients of unit {i} wait on nvme, where nothing can be added to them: accumulate on the GPU, use one "

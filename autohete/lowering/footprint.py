@@ -64,7 +64,8 @@ def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
     sizes = dict.fromkeys(_places(pinned), 0)
     updated: list[int] = []
     for i, unit in enumerate(plan.units):
-        count, on_cpu = shards.updated(i), unit.update_on is Processor.CPU
+        count, on_gpu = shards.updated_on(i, Processor.CPU), shards.updated_on(i, Processor.GPU)
+        on_cpu = unit.update_on is Processor.CPU
         if not unit.parameters.leaves:
             yield Buffer(BufferId(shards.parameters(i), GPU_MEMORY, i), shards.kept(i) * element)
         if on_cpu:
@@ -73,9 +74,9 @@ def resident_buffers(profile: Profile, plan: Plan) -> Iterator[Buffer]:
             sizes[Value.OPTIMIZER_STATES, memory] += states
             updated.append(count)
         elif unit.fetches_states and not unit.reads_states:
-            sizes[Value.OPTIMIZER_STATES, pinned] += count * optimizer
-        elif not unit.fetches_states:
-            yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), count * optimizer)
+            sizes[Value.OPTIMIZER_STATES, pinned] += on_gpu * optimizer
+        if shards.updates_on(i, Processor.GPU) and not unit.fetches_states:
+            yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), on_gpu * optimizer)
         if unit.parameters.leaves and not (held.one_host_copy and on_cpu):
             memory = pinned if unit.parameters.fetched.pinned else HOST_MEMORY
             sizes[Value.PARAMETERS, memory] += shards.kept(i) * held.host_parameter_bytes

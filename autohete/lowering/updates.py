@@ -67,9 +67,9 @@ class Updates:
 
     def update(self, unit: int) -> None:
         """With the gradients of this iteration."""
-        if self._plan.units[unit].update_on is Processor.GPU:
+        if self._shards.updates_on(unit, Processor.GPU):
             self._gpu_update(unit)
-        elif not self._plan.delayed:
+        if self._shards.updates_on(unit, Processor.CPU) and not self._plan.delayed:
             self._cpu_update(unit)
 
     def between(self, unit: int, micro_batch: int) -> None:
@@ -101,7 +101,7 @@ class Updates:
             b.make(reduce, on_gpu(Value.GRADIENT_SHARD, unit, micro_batch), size)
 
     def _gpu_update(self, unit: int) -> None:
-        b, times, share = self._builder, self._profile.blocks[unit], self._shards.share(unit)
+        b, times, share = self._builder, self._profile.blocks[unit], self._shards.share(unit, Processor.GPU)
         self._bring_states(unit)
         scaling = scaling_seconds(self._profile, self._plan, unit, Processor.GPU)
         update = b.task(Kind.GPU_UPDATE, unit, GPU, (times.gpu_update_seconds + scaling) * share)
@@ -190,7 +190,7 @@ class Updates:
 
     def _gradient_bytes(self, unit: int) -> int:
         gradients = self._plan.units[unit].gradients
-        return gradients.bytes_of(self._shards.updated(unit), self._profile.element_bytes)
+        return gradients.bytes_of(self._shards.updated_on(unit, Processor.CPU), self._profile.element_bytes)
 
     def _cpu_update(self, unit: int) -> None:
         plan, b = self._plan, self._builder
@@ -199,7 +199,7 @@ class Updates:
         )
         self._bring_states(unit)
         scaling = scaling_seconds(self._profile, plan, unit, Processor.CPU)
-        update = b.task(Kind.CPU_UPDATE, unit, CPU, (seconds + scaling) * self._shards.share(unit), unit)
+        update = b.task(Kind.CPU_UPDATE, unit, CPU, (seconds + scaling) * self._shards.share(unit, Processor.CPU), unit)
         b.read(update, Value.GRADIENTS, unit, HOST_MEMORY)
         self._clipping.scale(update)
         b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
@@ -210,13 +210,16 @@ class Updates:
         self._bring_states_home(unit)
 
     def _takes_gradients(self, task: TaskId) -> None:
-        """``task`` is the last to read the unit's gradients on the GPU, which may lie where its parameters do."""
+        """``task`` reads the unit's gradients on the GPU, which may lie where its parameters do; the last one frees them. That
+        is the update on the GPU of a part of them.
+        """
         b, unit = self._builder, self._plan.units[task.unit]
         value = self._shards.gradients(task.unit)
         b.read(task, value, task.unit)
         if self._plan.gradients_in_parameters(task.unit):
             b.read(task, Value.PARAMETERS, task.unit)
-        if not unit.gradients_replace_parameters:
+        is_last = task.kind is Kind.GPU_UPDATE or not self._shards.updates_on(task.unit, Processor.GPU)
+        if is_last and not unit.gradients_replace_parameters:
             made_by = task.micro_batch if unit.accumulates_on_host else 0
             b.free(task, on_gpu(value, task.unit, made_by))
 

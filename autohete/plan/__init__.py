@@ -156,6 +156,8 @@ class Plan:
             raise InputError(
                 "a delayed update writes the host's parameters during the next iteration: it excludes offloaded parameters"
             )
+        if self.delayed and any(unit.gpu_share for unit in self.units):
+            raise InputError("the GPU updates with the gradients of this iteration: leave delayed or gpu_share out")
         if self.delayed and any(unit.gradients_on_nvme for unit in self.units):
             raise InputError("gradients of a delayed update wait on the host: leave delayed or gradients_on_nvme out")
         _check_size("update_bytes", self.update_bytes)
@@ -195,7 +197,7 @@ class Plan:
 
     @property
     def offloaded_optimizer_blocks(self) -> int:
-        """Units that the CPU updates."""
+        """Units that the CPU updates, or a part of them."""
         return sum(unit.update_on is Processor.CPU for unit in self.units)
 
     @property

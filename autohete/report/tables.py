@@ -186,7 +186,7 @@ def _print_decisions(out: Console, found: Simulation) -> None:
             str(first) if first == last else f"{first} to {last}",
             _forwards(unit),
             "offloaded" if route.home == HOST_MEMORY else "resident",
-            unit.update_on,
+            f"{unit.update_on}, {100 * unit.gpu_share:.0f} % gpu" if unit.gpu_share else unit.update_on,
             _passes(route.ahead_in_forward) if route.home == HOST_MEMORY else "-",
             _passes(route.ahead_in_backward) if route.home == HOST_MEMORY else "-",
         )

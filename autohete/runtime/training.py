@@ -23,6 +23,7 @@ from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
 from autohete.schedule import COLLECTIVES, COPIES, GPU, GPU_MEMORY, Buffer, Copy, Free, Kind, Schedule, Task, Value
 
+_UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
 #: Blocks whose gradients get room before a task, whose gradients replace parameters after it, whose gradients are added to
 #: those of the micro-batches before, whose parameters leave then.
 _Room = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -72,6 +73,12 @@ class Training:
         if any(task.id.kind in COLLECTIVES for task in schedule.tasks):
             raise InputError(
                 "the schedule is for several GPUs, but one process trains with one: lower it for hardware of one GPU"
+            )
+        updated = {kind: {task.id.unit for task in schedule.tasks if task.id.kind is kind} for kind in _UPDATES}
+        if both := sorted(set.intersection(*updated.values())):
+            raise InputError(
+                f"GPU and CPU each update a part of block {both[0]}, but here one of them updates all of a block: plan without "
+                "gpu_share (twin_flow without sub_group_size)"
             )
         torch_device = torch_device or torch.device("cpu")
         if torch_device.type == "cpu":

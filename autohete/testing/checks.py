@@ -154,6 +154,8 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         chain = [(update, 0)]
         for m in range(end + 1) if gathers[gather_backward] else ():  # not a second copy
             faults += chain_faults(paths, *((replace(task, micro_batch=m), 0) for task in (forward, gather_backward)))
+        if (also := TaskId(Kind.GPU_UPDATE, block)) != update and decisions.gpu_share and also in paths.tasks:
+            faults += chain_faults(paths, (backward, 0), (also, 0), (forward, 1))
         if on_cpu and not stays_not:
             chain.append((refresh, 0))
             reader = replace(gather_backward, micro_batch=end) if stage == 3 else backward
@@ -237,6 +239,9 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
             addition = replace(found, kind=Kind.ACCUMULATE)
             faults += chain_faults(paths, (found, 0), (arrived, 0), (addition, 0), (update, 0))
             faults += chain_faults(paths, (copy, 0), (addition, 0))
+        if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, block)) in paths.tasks:
+            faults += [fault for task in reduced.values() for fault in chain_faults(paths, (task, 0), (also, 0))]
+            faults += chain_faults(paths, (backward, 0), (also, 0), (backward, 1))
         refresh = TaskId(Kind.REFRESH, block)
         if decisions.gradients_replace_parameters and refresh in paths.tasks:
             faults += chain_faults(paths, (copy, 0), (refresh, 0))  # which overwrites the gradients
@@ -273,6 +278,8 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             summed = decisions.accumulates_on_host and last > 0
             complete.append(TaskId(Kind.ACCUMULATE if summed else Kind.OFFLOAD_GRADIENTS, block, last))
             overwrites = [(TaskId(Kind.OFFLOAD_GRADIENTS, block, 0 if summed else last), 1)]
+        if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, block)) in paths.tasks:
+            faults += chain_faults(paths, (clip, 0), (also, 0), (clip, 1))
         stale = int(on_cpu and plan.delayed)
         faults += chain_faults(paths, *((task, 0) for task in complete), (norm, 0), (clip, 0), (update, stale))
         for overwriter in overwrites:

@@ -212,6 +212,9 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     for i, unit in enumerate(units):
         shared = i == 0 and profile.workload.tied_embeddings
         unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
+        split = unit.update_on is Processor.CPU and not (delayed or replaced or unit.parameters.home == HOST_MEMORY)
+        if split and unit.states == Rest() and unit.norm_on is None and not (accumulates and unit.accumulates_on_host):
+            unit = replace(unit, gpu_share=draw(st.sampled_from([0.0, 0.3, 0.99])))
         if profile.hardware.gpus > 1:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit
