@@ -111,7 +111,7 @@ class InfeasibleError(AutoHeteError):
     """No plan of a policy fits.
 
     Attributes:
-        constraint: the memory that binds, ``gpu`` or ``host``.
+        constraint: the memory that binds: ``gpu``, ``host``, ``pinned`` or ``nvme``.
         capacity_bytes: its capacity.
         needed_bytes: the smallest budget with which a plan of the policy works.
     """

@@ -17,7 +17,7 @@ from autohete.plan import Plan
 from autohete.plan.policy import Judgement, Policy, Verdict
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import format_bytes
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
 from autohete.sim import SimExecutor
 from autohete.workload import Workload
 
@@ -38,13 +38,20 @@ class Simulation:
     steady: Steady
     gpu: Occupancy
     host: Occupancy
+    #: None where pinned memory has no limit of its own.
+    pinned: Occupancy | None = None
     #: How many waits for memory the schedule has besides those of its plan.
     waits: int = 0
 
     @property
     def verdict(self) -> Verdict:
-        """Whether both memories hold."""
-        return verdict(self.gpu, self.host)
+        """Whether all memories hold."""
+        return verdict(*self.memories)
+
+    @property
+    def memories(self) -> tuple[Occupancy, ...]:
+        """Of the GPU, of the host, and of the host's pinned memory if that has a limit."""
+        return (self.gpu, self.host) if self.pinned is None else (self.gpu, self.host, self.pinned)
 
     @property
     def iteration_seconds(self) -> float:
@@ -73,37 +80,39 @@ class Safety:
 
     Args:
         gpu, host: the most that any execution of the simulated schedule occupies.
-        safe: the simulation with the waits that make both fit, the simulated one where it takes none; None: no waits are known
+        safe: the simulation with the waits that make all fit, the simulated one where it takes none; None: no waits are known
             that do.
         cost: by which share of itself the iteration is longer with the waits.
+        pinned: likewise of pinned memory; None where that has no limit of its own.
     """
 
     gpu: WorstCase
     host: WorstCase
     safe: Simulation | None
     cost: float
+    pinned: WorstCase | None = None
 
 
 def safety(simulation: Simulation, executor: Executor | None = None) -> Safety:
     """The worst case of ``simulation``, and the simulation of its plan with the waits that make it fit under any timing."""
-    gpu, host = (worst_case(simulation.schedule, memory) for memory in (GPU_MEMORY, HOST_MEMORY))
-    if gpu.fits and host.fits:
-        return Safety(gpu, host, simulation, 0.0)
+    gpu, host, *parts = (worst_case(simulation.schedule, one.memory) for one in simulation.memories)
+    pinned = parts[0] if parts else None
+    if all(worst.fits for worst in (gpu, host, *parts)):
+        return Safety(gpu, host, simulation, 0.0, pinned)
     schedule = with_memory_waits(simulation.schedule, simulation.trace)
     if schedule is None:
-        return Safety(gpu, host, None, 0.0)
+        return Safety(gpu, host, None, 0.0, pinned)
     safe = simulate_schedule(simulation.profile, simulation.plan, schedule, executor)
     waits = sum(len(task.after) for task in schedule.tasks) - sum(len(task.after) for task in simulation.schedule.tasks)
     before = simulation.iteration_seconds
     cost = safe.iteration_seconds / before - 1 if before else 0.0
-    return Safety(gpu, host, replace(safe, waits=simulation.waits + waits), cost)
+    return Safety(gpu, host, replace(safe, waits=simulation.waits + waits), cost, pinned)
 
 
-def verdict(gpu: Occupancy, host: Occupancy) -> Verdict:
-    """The verdict of two occupancies; the GPU's comes first."""
-    if not gpu.fits:
-        return Verdict.GPU_OUT_OF_MEMORY
-    return Verdict.OK if host.fits else Verdict.HOST_OUT_OF_MEMORY
+def verdict(*memories: Occupancy) -> Verdict:
+    """The verdict of occupancies; the first that does not fit decides."""
+    short = next((one.memory for one in memories if not one.fits), None)
+    return Verdict.OK if short is None else Verdict(f"{short}-out-of-memory")
 
 
 def run_until_steady(schedule: Schedule, executor: Executor, iterations: int = _FIRST_TRY) -> tuple[Trace, Steady]:
@@ -128,7 +137,9 @@ def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor
     first_try = _FIRST_TRY_WITH_BARRIER if plan.has_barrier else _FIRST_TRY
     trace, steady = run_until_steady(schedule, executor, first_try)
     gpu, host = (occupancy(trace, memory) for memory in (GPU_MEMORY, HOST_MEMORY))
-    return Simulation(profile, plan, schedule, trace, steady, gpu, host)
+    limited = any(memory.name == PINNED_MEMORY for memory in schedule.memories)
+    pinned = occupancy(trace, PINNED_MEMORY) if limited else None
+    return Simulation(profile, plan, schedule, trace, steady, gpu, host, pinned)
 
 
 class SimulatingJudge:
@@ -151,7 +162,9 @@ class SimulatingJudge:
             found = self._last = simulate_plan(self._profile, plan, self._executor)
             if found.verdict is Verdict.OK and (self._best is None or found.iteration_seconds < self._best.iteration_seconds):
                 self._best = found
-            self._known[plan] = Judgement(found.verdict, found.iteration_seconds, found.gpu.peak_bytes, found.host.peak_bytes)
+            self._known[plan] = Judgement(
+                found.verdict, found.iteration_seconds, *(memory.peak_bytes for memory in found.memories)
+            )
         return self._known[plan]
 
     def simulation(self, plan: Plan) -> Simulation:
@@ -236,7 +249,7 @@ def _try_safely(profile: Profile, policy: Policy, adapt: Callable[[Plan, Profile
     found = simulate_plan(profile, plan)
     if (safe := safety(found).safe) is not None:
         return safe
-    for short in (found.gpu, found.host):
+    for short in found.memories:
         needed = least_bytes(found.schedule, short.memory)
         if needed > short.capacity_bytes:
             holder, size = next(iter(short.holders.items()))
@@ -246,11 +259,13 @@ def _try_safely(profile: Profile, policy: Policy, adapt: Callable[[Plan, Profile
                 f"at {short.task or 'rest'} it needs {short.peak_bytes} B ({format_bytes(short.peak_bytes)}) of {short.memory} "
                 f"memory, largest: {holder.replace('_', ' ')} {format_bytes(size)}; ",
             )
-    raise AssertionError(f"{plan.policy} fits both memories in its thrifty order, but not with the waits of that order")
+    raise AssertionError(f"{plan.policy} fits all memories in its thrifty order, but not with the waits of that order")
 
 
 def _memory_bytes(profile: Profile, memory: str) -> int:
     hardware = profile.hardware
+    if memory == PINNED_MEMORY and hardware.host.pinned_bytes is not None:
+        return hardware.host.pinned_bytes
     return hardware.gpu_capacity_bytes if memory == GPU_MEMORY else hardware.host.memory_bytes
 
 
@@ -260,7 +275,9 @@ def _with_memory(profile: Profile, memory: str, size_bytes: int) -> Profile:
     if memory == GPU_MEMORY:
         gpu = replace(hardware.gpu, memory_bytes=size_bytes + hardware.gpu.reserved_bytes)
         return replace(profile, hardware=replace(hardware, gpu=gpu))
-    return replace(profile, hardware=replace(hardware, host=replace(hardware.host, memory_bytes=size_bytes)))
+    host = hardware.host
+    host = replace(host, pinned_bytes=size_bytes) if memory == PINNED_MEMORY else replace(host, memory_bytes=size_bytes)
+    return replace(profile, hardware=replace(hardware, host=host))
 
 
 def simulate(workload: Workload, hardware: Hardware, policy: Policy) -> Simulation:

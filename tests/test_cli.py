@@ -50,6 +50,17 @@ def refused(*arguments: str) -> str:
     return done.stderr
 
 
+def test_pinned_memory_is_limited() -> None:
+    """``--pinned-memory`` limits a part of the host's memory, and the verdict names it; without it there is no such limit."""
+    asked = ["simulate", *SMALL, "--policy", "streamed_states", "--json"]
+    free, limited = (json.loads(autohete(*asked, *more).stdout) for more in ([], ["--pinned-memory", "1MiB"]))
+    assert (free["pinned_capacity_bytes"], free["pinned_peak_bytes"]) == (None, None)
+    assert (limited["verdict"], limited["pinned_capacity_bytes"]) == ("pinned-out-of-memory", 2**20)
+    assert 2**20 < limited["pinned_peak_bytes"] <= limited["host_peak_bytes"] == free["host_peak_bytes"]
+    twice = refused("simulate", *SMALL, "--pinned-memory", "1GiB", "--set", "host.pinned_memory=2GiB")
+    assert "host.pinned_memory is set twice" in twice
+
+
 def test_clipping_is_an_assumption_and_takes_time() -> None:
     """``--clip-norm`` is in the answer, which is slower for it; what is no norm is refused."""
     runs = [["simulate", *SMALL, "--policy", "resident", "--json", *more] for more in ([], ["--clip-norm", "1.0"])]

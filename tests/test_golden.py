@@ -44,7 +44,9 @@ ITERATIONS = 3
 PLENTY = 10**12
 
 
-def profile_with(gpu_bytes: int, micro_batches: int, gpus: int = 1, clip_norm: float | None = None) -> Profile:
+def profile_with(
+    gpu_bytes: int, micro_batches: int, gpus: int = 1, clip_norm: float | None = None, pinned_bytes: int | None = None
+) -> Profile:
     """The model above on a node with ``gpu_bytes`` for tensors; nothing there slows anything else down.
 
     Of several GPUs each passes on 4 bytes/ns, and has an equal part of the processor.
@@ -59,7 +61,7 @@ def profile_with(gpu_bytes: int, micro_batches: int, gpus: int = 1, clip_norm: f
         gpu=Gpu(gpu_bytes, 0, 1e12, 1e12, 4e9, 1.0, 1.0, 0.0),
         h2d=link,
         d2h=link,
-        host=Host(PLENTY, 1e12, 1.0),
+        host=Host(PLENTY, 1e12, 1.0, pinned_bytes),
         cpu=Cpu(1, 4e9),
         nvme=Nvme(PLENTY, 4e9, 4e9, 0.0),
         interconnect=Interconnect(2, 4e9, 0.0),
@@ -82,7 +84,7 @@ class Case:
 
     The head of the file is written by hand, in comments: ``policy``, ``gpu bytes`` (few, where that makes it offload),
     ``period ns`` as a sum, and where the sum comes from; ``micro-batches`` and ``gpus`` where there are several; ``clip norm``
-    where gradients are clipped.
+    where gradients are clipped; ``pinned bytes`` where pinned memory has a limit.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Case:
     micro_batches: int
     gpus: int
     clip_norm: float | None
+    pinned_bytes: int | None
     period_ns: int
     head: str
     told: str
@@ -106,7 +109,9 @@ def case(path: Path) -> Case:
     micro_batches, gpus = (int(given.get(key, 1)) for key in ("micro-batches", "gpus"))
     clip_norm = float(given["clip norm"]) if "clip norm" in given else None
     gpu_bytes = int(given["gpu bytes"])
-    return Case(path.stem, given["policy"], gpu_bytes, micro_batches, gpus, clip_norm, eval(period), head, text[len(head) :])
+    pinned_bytes = int(given["pinned bytes"]) if "pinned bytes" in given else None
+    asked = (given["policy"], gpu_bytes, micro_batches, gpus, clip_norm, pinned_bytes)
+    return Case(path.stem, *asked, eval(period), head, text[len(head) :])
 
 
 CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
@@ -114,7 +119,7 @@ CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
 
 def simulated(name: str) -> Simulation:
     asked = CASES[name]
-    profile = profile_with(asked.gpu_bytes, asked.micro_batches, asked.gpus, asked.clip_norm)
+    profile = profile_with(asked.gpu_bytes, asked.micro_batches, asked.gpus, asked.clip_norm, asked.pinned_bytes)
     return simulate_plan(profile, parse_policy(asked.policy).plan(profile, judge_for(profile)))
 
 
@@ -124,6 +129,7 @@ def told(found: Simulation) -> str:
     lines = [
         f"#= plan {found.plan.counts}, rules: {rules}",
         f"#= peak {found.gpu.peak_bytes} bytes on the GPU",
+        *([f"#= peak {found.pinned.peak_bytes} of {found.host.peak_bytes} bytes on the host pinned"] if found.pinned else []),
         *str(found.schedule).splitlines(),
         *[f"#= {span}" for span in found.trace.spans() if span.iteration < ITERATIONS],
     ]

@@ -38,7 +38,7 @@ from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.runtime.torch_executor import TorchExecutor
 from autohete.runtime.training import Training
-from autohete.schedule import D2H, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, parse_schedule
+from autohete.schedule import D2H, GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Kind, Schedule, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate_plan
 from autohete.testing.strategies import plans
@@ -461,16 +461,18 @@ def test_a_gpus_budget_is_held_by_its_allocator() -> None:
 
 
 def test_pinned_memory_is_counted_as_pytorch_pins_it() -> None:
-    """Where host memory is pinned, a tensor takes the next power of two."""
-    ledger = Ledger(HOST_MEMORY)
-    memories = Memories(torch.device("cpu"), None, ledger, CudaMemory(torch.device("cpu")))
+    """Where host memory is pinned, a tensor takes the next power of two, of its own limit, too."""
+    ledger, pinned = Ledger(HOST_MEMORY), Ledger(PINNED_MEMORY, 4000)
+    memories = Memories(torch.device("cpu"), None, ledger, CudaMemory(torch.device("cpu")), pinned)
     kept = [memories.on_host(300, torch.float32, "parameters")]
     assert ledger.used_bytes == 1200
     with patch.object(Tensor, "is_pinned", return_value=True):
         kept.append(memories.on_host(300, torch.float32, "parameters"))
-    assert ledger.used_bytes == 1200 + 2048
+        assert (ledger.used_bytes, pinned.used_bytes) == (1200 + 2048, 2048)
+        with pytest.raises(DeviceOutOfMemoryError, match="pinned memory is full: 2048 B more"):
+            memories.on_host(300, torch.float32, "parameters")
     kept.clear()
-    assert ledger.used_bytes == 0
+    assert (ledger.used_bytes, pinned.used_bytes) == (0, 0)
 
 
 def test_memory_is_the_same_after_many_steps() -> None:

@@ -49,14 +49,20 @@ def at(found: Occupancy, instant: int) -> int:
     return int(found.bytes_used[np.searchsorted(found.times_ns, instant, side="right") - 1])
 
 
+def places(schedule: Schedule, buffer: Buffer) -> list[str]:
+    """The memories that ``buffer`` occupies: where it is, and that of which this is a part."""
+    here = next(memory for memory in schedule.memories if memory.name == buffer.memory)
+    return [here.name] if here.part_of is None else [here.name, here.part_of]
+
+
 def counted(trace: Trace, memory: str, instant: int) -> int:
     """Bytes used from ``instant`` on, counted buffer by buffer in the slowest and plainest way."""
-    used = sum(buffer.size_bytes for buffer in trace.schedule.resident if buffer.memory == memory)
+    used = sum(buffer.size_bytes for buffer in trace.schedule.resident if memory in places(trace.schedule, buffer))
     tasks = trace.schedule.tasks
     ends = {free.id: (i, free.back) for i, task in enumerate(tasks) for free in task.frees}
     for i, task in enumerate(tasks):
         for buffer in task.allocates:
-            if buffer.memory != memory:
+            if memory not in places(trace.schedule, buffer):
                 continue
             freeing, back = ends[buffer.id]
             for iteration in range(-back, trace.iterations):
@@ -71,7 +77,7 @@ def test_occupancy_is_never_negative(trace: Trace) -> None:
     """No instant has less than the resident bytes in use, and instants are in order."""
     for memory in trace.schedule.memories:
         found = occupancy(trace, memory.name)
-        resident = sum(buffer.size_bytes for buffer in trace.schedule.resident if buffer.memory == memory.name)
+        resident = sum(buffer.size_bytes for buffer in trace.schedule.resident if memory.name in places(trace.schedule, buffer))
         assert found.bytes_used.min() >= resident >= 0
         assert found.times_ns[0] >= 0
         assert (np.diff(found.times_ns) > 0).all()
@@ -109,7 +115,9 @@ def test_memory_balances(trace: Trace) -> None:
         found = occupancy(trace, memory.name)
         crossing = {free.id for task in trace.schedule.tasks for free in task.frees if free.back}
         held = [b for t in trace.schedule.tasks for b in t.allocates if b.id in crossing] + list(trace.schedule.resident)
-        assert found.bytes_used[-1] == sum(buffer.size_bytes for buffer in held if buffer.memory == memory.name)
+        assert found.bytes_used[-1] == sum(
+            buffer.size_bytes for buffer in held if memory.name in places(trace.schedule, buffer)
+        )
 
 
 @given(traces())

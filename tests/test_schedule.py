@@ -265,6 +265,13 @@ def test_unknown_memory() -> None:
     )
 
 
+@pytest.mark.parametrize("whole", ["host", "pinned", "part"])
+def test_part_of_no_memory(whole: str) -> None:
+    """A memory is a part of one that exists and is no part itself."""
+    parts = (Memory("pinned", 1, whole), Memory("part", 1, "gpu"))
+    refuses(replace(PLAIN, memories=(*PLAIN.memories, *parts)), f"memory 'pinned' is a part of '{whole}': give one of gpu")
+
+
 def test_negative_size() -> None:
     """A size cannot be negative."""
     refuses(replace(PLAIN, resident=(Buffer(X.id, -1),)), "buffer 'other:gpu' has -1 bytes")

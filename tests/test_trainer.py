@@ -85,6 +85,32 @@ def test_a_quarter_of_the_memory_is_enough() -> None:
     assert abs(found.predicted_peak_bytes / found.measured_peak_bytes - 1) < 0.03
 
 
+def test_a_block_is_updated_on_one_side() -> None:
+    """A plan in which both sides update a part of a block is refused, with what to leave out; the model stays as it was."""
+    model = model_for(MEDIUM)
+    before = [parameter.clone() for parameter in model.parameters()]
+    policy = "twin_flow:ratio=50,sub_group_size=1000,bucket_size=1"
+    trainer = Trainer(model, policy=policy, gpu_memory="1GiB", profile=profile_for(MEDIUM))
+    with pytest.raises(InputError, match=r"GPU and CPU each update a part of block \d+, .* plan without gpu_share"):
+        trainer.prepare(batches(MEDIUM, 1)[0])
+    trainer.close()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_named_limit_of_pinned_memory_works() -> None:
+    """A limit of pinned memory that is too small is named, with the smallest that works; with it, it trains."""
+    profile = profile_for(MEDIUM)
+
+    def one_step(pinned_memory: int) -> None:
+        with Trainer(model_for(MEDIUM), policy="streamed_states", pinned_memory=pinned_memory, profile=profile) as trainer:
+            trainer.step(batches(MEDIUM, 1)[0])
+
+    with pytest.raises(InfeasibleError, match=r"The smallest pinned memory that works is \d+ B") as caught:
+        one_step(1000)
+    assert caught.value.constraint == "pinned"
+    one_step(caught.value.needed_bytes)
+
+
 def test_the_named_smallest_budget_works() -> None:
     """A budget that is too small names the smallest that works and the binding task; with it, it trains."""
     profile = profile_for(MEDIUM)

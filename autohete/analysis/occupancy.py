@@ -69,12 +69,13 @@ class Lives:
 
 
 def lives(schedule: Schedule, memory: str) -> Lives:
-    """The buffers of ``memory``."""
+    """The buffers of ``memory`` and its parts."""
+    within = schedule.within(memory)
     freed = {free.id: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
-    found = Lives([], [], [], [], [], [(b.id.group, b.size_bytes) for b in schedule.resident if b.memory == memory])
+    found = Lives([], [], [], [], [], [(b.id.group, b.size_bytes) for b in schedule.resident if b.memory in within])
     for i, task in enumerate(schedule.tasks):
         for buffer in task.allocates:
-            if buffer.memory == memory:
+            if buffer.memory in within:
                 end, back = freed[buffer.id]
                 found.allocates.append(i)
                 found.frees.append(end)

@@ -101,6 +101,8 @@ class Question:
         GPU memory, such as 16GiB; short for --set gpu.memory=16GiB.
     host_memory:
         Host memory, such as 64GiB.
+    pinned_memory:
+        What of the host's memory may be page-locked, such as 32GiB; without it all of it.
     gpus:
         GPUs that train together, each with a batch of its own; needs hardware that says what joins them.
     """
@@ -112,6 +114,7 @@ class Question:
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = ()
     gpu_memory: str | None = None
     host_memory: str | None = None
+    pinned_memory: str | None = None
     gpus: int = 1
 
     def answerable(self) -> Profile:
@@ -125,7 +128,7 @@ class Question:
         from autohete.hardware import load_hardware
         from autohete.profile import analytic_profile
 
-        short = {"gpu.memory": self.gpu_memory, "host.memory": self.host_memory}
+        short = {"gpu.memory": self.gpu_memory, "host.memory": self.host_memory, "host.pinned_memory": self.pinned_memory}
         overrides: dict[str, str] = {}
         for item in [*self.set_, *(f"{key}={text}" for key, text in short.items() if text is not None)]:
             key, value = _key_value(item)
@@ -152,6 +155,8 @@ class Question:
             gpu = replace(gpu, memory_bytes=round(parse_quantity(self.gpu_memory, "bytes")) + gpu.reserved_bytes)
         if self.host_memory is not None:
             host = replace(host, memory_bytes=round(parse_quantity(self.host_memory, "bytes")))
+        if self.pinned_memory is not None:
+            host = replace(host, pinned_bytes=round(parse_quantity(self.pinned_memory, "bytes")))
         return replace(found, hardware=replace(found.hardware, gpu=gpu, host=host))
 
 

@@ -38,7 +38,7 @@ def simulate(
     gantt:
         Draw two steady iterations and the GPU's memory to this .png, .pdf or .svg file (one policy).
     memory:
-        Draw GPU and host memory over two steady iterations to this .png, .pdf or .svg file (one policy).
+        Draw GPU, host and limited pinned memory over two steady iterations to this .png, .pdf or .svg file (one policy).
     json_:
         Print JSON: one object, or a list of them for several policies.
     """
@@ -77,7 +77,7 @@ def _write_outputs(found: tuple[Summary, Simulation | None], outputs: dict[str, 
     trace, steady = simulation.trace, simulation.steady
     first, last = steady.first, min(steady.first + 1, trace.iterations - 1)
     title = f"{summary.workload} on {node_text(summary.hardware, summary.gpus)}: {summary.policy}"
-    occupancies = [simulation.gpu, simulation.host]
+    occupancies = simulation.memories
     if "--trace" in outputs:
         from autohete.report.perfetto import write_perfetto
 

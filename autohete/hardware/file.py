@@ -7,6 +7,7 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -91,6 +92,7 @@ class HostFigures(_Table):
     memory: Figure[_Size]
     memory_bandwidth: Figure[_Bandwidth]
     usable_share: Figure[_Share]
+    pinned_memory: Figure[_Size] | None = None
 
 
 class CpuFigures(_Table):
@@ -127,7 +129,7 @@ class EmulationFigures(_Table):
 class HardwareFile(_Table):
     """A hardware TOML file. Strict: an unknown key, a missing figure or a figure without its unit is an error.
 
-    Figures that may be left out have a neutral value, see :class:`Gpu`, :class:`Link` and :class:`Cpu`.
+    Figures that may be left out have a neutral value, see :class:`Gpu`, :class:`Link`, :class:`Host` and :class:`Cpu`.
     """
 
     name: str = Field(pattern=r"^[\w.+-]+$", max_length=100)
@@ -170,7 +172,12 @@ class HardwareFile(_Table):
             ),
             h2d=_link(self.links.h2d),
             d2h=_link(self.links.d2h),
-            host=Host(round(host.memory.value), host.memory_bandwidth.value, host.usable_share.value),
+            host=Host(
+                round(host.memory.value),
+                host.memory_bandwidth.value,
+                host.usable_share.value,
+                None if host.pinned_memory is None else round(host.pinned_memory.value),
+            ),
             cpu=Cpu(
                 cpu.cores.value,
                 update,
@@ -255,12 +262,18 @@ def _read(source: str) -> dict[str, Any]:
         raise InputError(f"hardware file {source!r} is not valid TOML: {str(error)[:200]}") from error
 
 
+#: The one figure that can be set where a file leaves it out: a limit of the system, not of the machine.
+PINNED_MEMORY = "host.pinned_memory"
+
+
 def _override(document: dict[str, Any], key: str, text: str) -> None:
     """Set the figure ``key`` (``links.h2d.bandwidth``) to ``text``, keeping the document's other words."""
     node: Any = document
     for part in key.split("."):
+        if key == PINNED_MEMORY and part == "pinned_memory" and isinstance(node, dict):
+            node.setdefault(part, {"value": text, "source": "an override", "date": date.today().isoformat()})
         if not isinstance(node, dict) or part not in node:
-            raise unknown_name("hardware figure", key, figure_keys(document))
+            raise unknown_name("hardware figure", key, [*figure_keys(document), PINNED_MEMORY])
         node = node[part]
     if not (isinstance(node, dict) and "value" in node):
         raise unknown_name("hardware figure", key, figure_keys(document))

@@ -54,11 +54,19 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Host memory: capacity, datasheet bandwidth (bytes/s), and the share of it that CPU and DMA reach together."""
+    """Host memory.
+
+    Args:
+        memory_bytes: its capacity.
+        memory_bandwidth: datasheet, bytes/s.
+        usable_share: share of it that CPU and DMA reach together.
+        pinned_bytes: what of its capacity may be page-locked; None: all.
+    """
 
     memory_bytes: int
     memory_bandwidth: float
     usable_share: float
+    pinned_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +194,12 @@ class Hardware:
             together, elementwise = cpu.update_bandwidth, cpu.elementwise_bandwidth
         return replace(
             self,
-            host=replace(host, memory_bytes=host.memory_bytes // here, memory_bandwidth=host.memory_bandwidth / here),
+            host=replace(
+                host,
+                memory_bytes=host.memory_bytes // here,
+                memory_bandwidth=host.memory_bandwidth / here,
+                pinned_bytes=None if host.pinned_bytes is None else host.pinned_bytes // here,
+            ),
             cpu=replace(
                 cpu,
                 cores=max(cpu.cores // here, 1),

@@ -36,6 +36,7 @@ from autohete.schedule import (
     NVME_MEMORY,
     NVME_READ,
     NVME_WRITE,
+    PINNED_MEMORY,
     Discipline,
     Kind,
     Lane,
@@ -81,6 +82,8 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     # GPUs must agree on the order of what they do together.
     together = (Lane(COLLECTIVE),) if hardware.gpus > 1 else ()
     memories = [Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)]
+    if hardware.host.pinned_bytes is not None:
+        memories.append(Memory(PINNED_MEMORY, hardware.host.pinned_bytes, part_of=HOST_MEMORY))
     if nvme is not None:
         memories.append(Memory(NVME_MEMORY, nvme.capacity_bytes))
     return Schedule(
@@ -132,6 +135,11 @@ def _check_accumulation(plan: Plan) -> None:
             raise InputError(
                 f"gradients of unit {i} would replace parameters that the next micro-batch needs: use one micro-batch, or let "
                 "gradients have memory of their own"
+            )
+        if unit.gpu_share and unit.accumulates_on_host:
+            raise InputError(
+                f"gradients of unit {i} are accumulated on the host, but the GPU updates a part: accumulate on the GPU, use "
+                "one micro-batch, or leave gpu_share out"
             )
         if unit.gradients_on_nvme and unit.accumulates_on_host:
             raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autohete.lowering.builder import Builder
 from autohete.lowering.compute import on_gpu
+from autohete.lowering.footprint import pinned_memory
 from autohete.plan import Activations, Plan
 from autohete.profile import Profile
 from autohete.schedule import D2H, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Value
@@ -29,7 +30,7 @@ class OffloadedActivations:
         away = b.task(Kind.OFFLOAD_ACTIVATIONS, unit, D2H, self._profile.d2h_seconds(size), -1 - unit, micro_batch)
         b.after(away, TaskId(Kind.FORWARD, unit, micro_batch))
         b.read(away, value, unit)
-        b.make(away, _on_host(value, unit, micro_batch), size)
+        b.make(away, self._on_host(value, unit, micro_batch), size)
         b.free(away, on_gpu(Value.INPUT, unit, micro_batch))
         if value is Value.ACTIVATIONS:
             b.free(away, on_gpu(Value.ACTIVATIONS, unit, micro_batch))
@@ -46,7 +47,7 @@ class OffloadedActivations:
         )
         b.read(fetch, value, unit, HOST_MEMORY)
         b.make(fetch, on_gpu(value, unit, micro_batch, Kind.BACKWARD), size)
-        b.free(fetch, _on_host(value, unit, micro_batch))
+        b.free(fetch, self._on_host(value, unit, micro_batch))
         b.beside(fetch, user, kept.ahead, TaskId(Kind.FORWARD, unit, micro_batch))
 
     def _value(self, unit: int) -> Value:
@@ -56,6 +57,5 @@ class OffloadedActivations:
         times = self._profile.blocks[unit]
         return times.input_bytes if self._value(unit) is Value.INPUT else times.activation_bytes
 
-
-def _on_host(value: Value, unit: int, micro_batch: int) -> BufferId:
-    return BufferId(value, HOST_MEMORY, unit, None, micro_batch)
+    def _on_host(self, value: Value, unit: int, micro_batch: int) -> BufferId:
+        return BufferId(value, pinned_memory(self._profile), unit, None, micro_batch)

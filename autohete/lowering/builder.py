@@ -16,6 +16,7 @@ from autohete.schedule import (
     GPU_MEMORY,
     HOST_MEMORY,
     KIND_MEANING,
+    PINNED_MEMORY,
     Buffer,
     BufferId,
     Edge,
@@ -62,6 +63,8 @@ _PHASES = {
 
 
 def _place(value: Value, unit: int | None, memory: str, micro_batch: int) -> Place:
+    if memory == PINNED_MEMORY:  # who reads a value on the host need not know whether it is pinned
+        memory = HOST_MEMORY
     return value, unit, memory, micro_batch if value in _OF_MICRO_BATCHES else 0
 
 
@@ -162,15 +165,15 @@ class Builder:
     def lives(self, kind: Kind) -> list[Life]:
         """What the copies of a kind move, in the order in which it takes its places on the GPU, or on the host beside NVMe."""
         copy = COPIES[kind]
-        near = GPU_MEMORY if GPU_MEMORY in (copy.source, copy.target) else HOST_MEMORY
+        near = (GPU_MEMORY,) if GPU_MEMORY in (copy.source, copy.target) else (HOST_MEMORY, PINNED_MEMORY)
         made = {buffer.id: i for i, draft in enumerate(self.drafts) for buffer in draft.allocates}
         freed = {free.id: (free.back, i) for i, draft in enumerate(self.drafts) for free in draft.frees}
         found: list[tuple[int, Life]] = []
         for i, draft in enumerate(self.drafts):
             if draft.id.kind is not kind:
                 continue
-            takes_away = copy.source == near
-            moved = [each.id for each in (draft.frees if takes_away else draft.allocates) if each.id.memory == near]
+            takes_away = copy.source in near
+            moved = [each.id for each in (draft.frees if takes_away else draft.allocates) if each.id.memory in near]
             if moved:  # of several that move together, the last that begins and the last that ends
                 begin = max(self._last_writer(buffer, made[buffer], i) for buffer in moved) if takes_away else i
                 back, end = max(freed[buffer] for buffer in moved)

@@ -71,7 +71,8 @@ class Clipping:
         """From all norms, on the side where updates are; it needs each of them."""
         b, profile = self._builder, self._profile
         norms = [self.norm_on(unit) for unit in range(len(self._plan.units))]
-        updates = [unit.update_on for unit in self._plan.units]
+        units = range(len(self._plan.units))
+        updates = [side for side in Processor if any(self._shards.updates_on(unit, side) for unit in units)]
         if Processor.CPU in (*norms, *updates):
             from_gpu = profile.d2h_seconds(0) if Processor.GPU in norms else 0.0
             to_gpu = profile.h2d_seconds(0) if Processor.GPU in updates else 0.0

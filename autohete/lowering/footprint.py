@@ -19,6 +19,7 @@ from autohete.schedule import (
     NVME_MEMORY,
     NVME_READ,
     NVME_WRITE,
+    PINNED_MEMORY,
     Buffer,
     BufferId,
     Flow,
@@ -39,6 +40,11 @@ def slot_bytes(profile: Profile, plan: Plan) -> int:
     return max(leaving, default=0) * profile.element_bytes * (2 if plan.slots.with_gradients else 1)
 
 
+def pinned_memory(profile: Profile) -> str:
+    """Where pinned buffers are: in a memory of its own only if it has a limit of its own."""
+    return HOST_MEMORY if profile.hardware.host.pinned_bytes is None else PINNED_MEMORY
+
+
 def nvme_bytes(profile: Profile, plan: Plan) -> int:
     """What rests on NVMe: states, and gradients between their copy and the update."""
     found, shards = 0, Shards(profile, plan)
@@ -53,34 +59,55 @@ def nvme_bytes(profile: Profile, plan: Plan) -> int:
 def resident_buffers(profile: Profile, plan: Plan, on_nvme: int) -> Iterator[Buffer]:
     """Buffers that live all the time, ``on_nvme`` bytes among them."""
     element, optimizer, held, shards = profile.element_bytes, profile.optimizer_bytes, plan.footprint, Shards(profile, plan)
-    host_states = host_parameters = 0
+    pinned = pinned_memory(profile)
+    #: Bytes that are not of a unit.
+    sizes = dict.fromkeys(_places(pinned), 0)
     updated: list[int] = []
     for i, unit in enumerate(plan.units):
-        count, on_cpu = shards.updated(i), unit.update_on is Processor.CPU
+        count, on_gpu = shards.updated_on(i, Processor.CPU), shards.updated_on(i, Processor.GPU)
+        on_cpu = unit.update_on is Processor.CPU
         if not unit.parameters.leaves:
             yield Buffer(BufferId(shards.parameters(i), GPU_MEMORY, i), shards.kept(i) * element)
         if on_cpu:
-            host_states += count * max(held.host_optimizer_bytes - (optimizer if unit.reads_states else 0), 0)
+            states = count * max(held.host_optimizer_bytes - (optimizer if unit.reads_states else 0), 0)
+            memory = pinned if Value.OPTIMIZER_STATES in held.pinned else HOST_MEMORY
+            sizes[Value.OPTIMIZER_STATES, memory] += states
             updated.append(count)
         elif unit.fetches_states and not unit.reads_states:
-            host_states += count * optimizer
-        elif not unit.fetches_states:
-            yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), count * optimizer)
+            sizes[Value.OPTIMIZER_STATES, pinned] += on_gpu * optimizer
+        if shards.updates_on(i, Processor.GPU) and not unit.fetches_states:
+            yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), on_gpu * optimizer)
         if unit.parameters.leaves and not (held.one_host_copy and on_cpu):
-            host_parameters += shards.kept(i) * held.host_parameter_bytes
+            memory = pinned if unit.parameters.fetched.pinned else HOST_MEMORY
+            sizes[Value.PARAMETERS, memory] += shards.kept(i) * held.host_parameter_bytes
     arrays = [sum(updated)] if held.host_pinned_together else updated
-    host_pinned = sum(rounded_when_pinned(count * size) for count in arrays for size in held.host_pinned_bytes)
-    for value, memory, size in (
-        (Value.PARAMETER_SLOTS, GPU_MEMORY, slot_bytes(profile, plan) * (plan.slots.count if plan.slots else 0)),
-        (Value.POLICY_BUFFERS, GPU_MEMORY, held.gpu_buffer_bytes),
-        (Value.OPTIMIZER_STATES, HOST_MEMORY, host_states),
-        (Value.OPTIMIZER_STATES, NVME_MEMORY, on_nvme),
-        (Value.PINNED_STATES, HOST_MEMORY, host_pinned),
-        (Value.PARAMETERS, HOST_MEMORY, host_parameters),
-        (Value.POLICY_BUFFERS, HOST_MEMORY, held.host_buffer_bytes),
-    ):
+    sizes[Value.PARAMETER_SLOTS, GPU_MEMORY] = slot_bytes(profile, plan) * (plan.slots.count if plan.slots else 0)
+    sizes[Value.POLICY_BUFFERS, GPU_MEMORY] = held.gpu_buffer_bytes
+    sizes[Value.OPTIMIZER_STATES, NVME_MEMORY] = on_nvme
+    sizes[Value.PINNED_STATES, pinned] = sum(
+        rounded_when_pinned(count * size) for count in arrays for size in held.host_pinned_bytes
+    )
+    sizes[Value.POLICY_BUFFERS, pinned if Value.POLICY_BUFFERS in held.pinned else HOST_MEMORY] = held.host_buffer_bytes
+    for (value, memory), size in sizes.items():
         if size:
             yield Buffer(BufferId(value, memory), size)
+
+
+def _places(pinned: str) -> list[tuple[Value, str]]:
+    """What is of no single unit and where, in the order in which schedules list it."""
+    states, parameters, buffers = Value.OPTIMIZER_STATES, Value.PARAMETERS, Value.POLICY_BUFFERS
+    return [
+        (Value.PARAMETER_SLOTS, GPU_MEMORY),
+        (buffers, GPU_MEMORY),
+        (states, HOST_MEMORY),
+        (states, pinned),
+        (states, NVME_MEMORY),
+        (Value.PINNED_STATES, pinned),
+        (parameters, HOST_MEMORY),
+        (parameters, pinned),
+        (buffers, HOST_MEMORY),
+        (buffers, pinned),
+    ]
 
 
 def shared_bandwidth(

@@ -157,7 +157,9 @@ class Parameters:
         self._builder.write(gather, Value.PARAMETERS, unit)
 
     def _refresh_bytes(self, unit: int) -> int:
-        return self._plan.units[unit].refresh.bytes_of(self._shards.updated(unit), self._profile.element_bytes)
+        return self._plan.units[unit].refresh.bytes_of(
+            self._shards.updated_on(unit, Processor.CPU), self._profile.element_bytes
+        )
 
     def _refresh(self, unit: int) -> TaskId:
         b = self._builder

@@ -96,7 +96,8 @@ class _Ranks:
             own = memory.name == GPU_MEMORY
             size = memory.capacity_bytes * (1 if own else self._of_node)
             count = self._gpus if own else self._gpus // self._of_node
-            found += [Memory(_numbered(memory.name, number), size) for number in range(count)]
+            parts = [None if memory.part_of is None else _numbered(memory.part_of, number) for number in range(count)]
+            found += [Memory(_numbered(memory.name, number), size, part) for number, part in enumerate(parts)]
         return found
 
     def resources(self) -> list[SharedResource]:

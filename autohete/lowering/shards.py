@@ -32,9 +32,21 @@ class Shards:
         """Parameters that each has between their uses."""
         return self._part(unit, 3)
 
-    def share(self, unit: int) -> float:
-        """Of the work of an update; a unit may have nothing to update."""
-        return self.updated(unit) / max(self._profile.blocks[unit].parameters, 1) if self.stage(unit) else 1.0
+    def updated_on(self, unit: int, side: Processor) -> int:
+        """Those of them that are updated on one side: on the GPU the first."""
+        plan, count = self._plan.units[unit], self.updated(unit)
+        on_gpu = count if plan.update_on is Processor.GPU else min(round(count * plan.gpu_share), max(count - 1, 0))
+        return on_gpu if side is Processor.GPU else count - on_gpu
+
+    def updates_on(self, unit: int, side: Processor) -> bool:
+        """Whether that side has an update to do; one of a unit without parameters does nothing."""
+        return self._plan.units[unit].update_on is side or self.updated_on(unit, side) > 0
+
+    def share(self, unit: int, side: Processor | None = None) -> float:
+        """Of the work of an update, on one side or on both; a unit may have nothing to update."""
+        whole = self._profile.blocks[unit].parameters
+        count = self.updated(unit) if side is None else self.updated_on(unit, side)
+        return 1.0 if count == whole and not self.stage(unit) else count / max(whole, 1)
 
     def comes_and_goes(self, unit: int) -> bool:
         """Whether the whole parameters are on the GPU only for their uses."""

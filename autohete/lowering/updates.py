@@ -7,6 +7,7 @@ import math
 from autohete.lowering.builder import Builder
 from autohete.lowering.clipping import Clipping, scaling_seconds
 from autohete.lowering.compute import on_gpu
+from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
@@ -66,9 +67,9 @@ class Updates:
 
     def update(self, unit: int) -> None:
         """With the gradients of this iteration."""
-        if self._plan.units[unit].update_on is Processor.GPU:
+        if self._shards.updates_on(unit, Processor.GPU):
             self._gpu_update(unit)
-        elif not self._plan.delayed:
+        if self._shards.updates_on(unit, Processor.CPU) and not self._plan.delayed:
             self._cpu_update(unit)
 
     def between(self, unit: int, micro_batch: int) -> None:
@@ -100,7 +101,7 @@ class Updates:
             b.make(reduce, on_gpu(Value.GRADIENT_SHARD, unit, micro_batch), size)
 
     def _gpu_update(self, unit: int) -> None:
-        b, times, share = self._builder, self._profile.blocks[unit], self._shards.share(unit)
+        b, times, share = self._builder, self._profile.blocks[unit], self._shards.share(unit, Processor.GPU)
         self._bring_states(unit)
         scaling = scaling_seconds(self._profile, self._plan, unit, Processor.GPU)
         update = b.task(Kind.GPU_UPDATE, unit, GPU, (times.gpu_update_seconds + scaling) * share)
@@ -119,10 +120,10 @@ class Updates:
             both = size + (self._gradient_bytes(unit) if plan.gradients_on_nvme else 0)
             read = b.task(Kind.READ_STATES, unit, NVME_READ, self._profile.nvme_seconds(both, write=False), unit)
             b.read(read, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
-            b.make(read, _states_on_host(unit), size)
+            b.make(read, self._states_on_host(unit), size)
             if plan.gradients_on_nvme:
                 b.read(read, Value.GRADIENTS, unit, NVME_MEMORY)
-                b.make(read, _gradients_on_host(unit), both - size)
+                b.make(read, self._gradients_on_host(unit), both - size)
             self._in_turn(read, Kind.WRITE_STATES, self._read)
         if plan.fetches_states:
             fetch = b.task(Kind.FETCH_STATES, unit, H2D, self._profile.h2d_seconds(size), unit)
@@ -149,7 +150,7 @@ class Updates:
             write = b.task(Kind.WRITE_STATES, unit, NVME_WRITE, self._profile.nvme_seconds(size, write=True), unit)
             b.read(write, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
             b.write(write, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
-            b.free(write, _states_on_host(unit))
+            b.free(write, self._states_on_host(unit))
 
     def _state_bytes(self, unit: int) -> int:
         return self._shards.updated(unit) * self._profile.optimizer_bytes
@@ -167,7 +168,7 @@ class Updates:
         if not (micro_batch and plan.accumulates_on_host):
             b.write(copy, Value.GRADIENTS, unit, HOST_MEMORY)
             return
-        arrived = BufferId(Value.ARRIVED_GRADIENTS, HOST_MEMORY, unit, None, micro_batch)
+        arrived = self._arrived(unit, micro_batch)
         b.make(copy, arrived, size)
         # Adding reads both and writes one.
         seconds = self._profile.elementwise_seconds(3 * size, beside_gpu=True)
@@ -178,7 +179,7 @@ class Updates:
 
     def _write_gradients(self, copy: TaskId, size: int) -> None:
         b, unit = self._builder, copy.unit
-        arrived = BufferId(Value.ARRIVED_GRADIENTS, HOST_MEMORY, unit, None, copy.micro_batch)
+        arrived = self._arrived(unit, copy.micro_batch)
         b.make(copy, arrived, size)
         write = b.task(
             Kind.WRITE_GRADIENTS, unit, NVME_WRITE, self._profile.nvme_seconds(size, write=True), unit, copy.micro_batch
@@ -189,38 +190,45 @@ class Updates:
 
     def _gradient_bytes(self, unit: int) -> int:
         gradients = self._plan.units[unit].gradients
-        return gradients.bytes_of(self._shards.updated(unit), self._profile.element_bytes)
+        return gradients.bytes_of(self._shards.updated_on(unit, Processor.CPU), self._profile.element_bytes)
 
     def _cpu_update(self, unit: int) -> None:
         plan, b = self._plan, self._builder
         seconds = self._profile.cpu_update_seconds(unit, plan.update_bytes, plan.elementwise_bytes, beside_gpu=self._beside_gpu)
         self._bring_states(unit)
         scaling = scaling_seconds(self._profile, plan, unit, Processor.CPU)
-        update = b.task(Kind.CPU_UPDATE, unit, CPU, (seconds + scaling) * self._shards.share(unit), unit)
+        update = b.task(Kind.CPU_UPDATE, unit, CPU, (seconds + scaling) * self._shards.share(unit, Processor.CPU), unit)
         b.read(update, Value.GRADIENTS, unit, HOST_MEMORY)
         self._clipping.scale(update)
         b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
         if plan.units[unit].reads_states:
             b.write(update, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
         if plan.units[unit].gradients_on_nvme:
-            b.free(update, _gradients_on_host(unit))
+            b.free(update, self._gradients_on_host(unit))
         self._bring_states_home(unit)
 
     def _takes_gradients(self, task: TaskId) -> None:
-        """``task`` is the last to read the unit's gradients on the GPU, which may lie where its parameters do."""
+        """``task`` reads the unit's gradients on the GPU, which may lie where its parameters do; the last one frees them. That
+        is the update on the GPU of a part of them.
+        """
         b, unit = self._builder, self._plan.units[task.unit]
         value = self._shards.gradients(task.unit)
         b.read(task, value, task.unit)
         if self._plan.gradients_in_parameters(task.unit):
             b.read(task, Value.PARAMETERS, task.unit)
-        if not unit.gradients_replace_parameters:
+        is_last = task.kind is Kind.GPU_UPDATE or not self._shards.updates_on(task.unit, Processor.GPU)
+        if is_last and not unit.gradients_replace_parameters:
             made_by = task.micro_batch if unit.accumulates_on_host else 0
             b.free(task, on_gpu(value, task.unit, made_by))
 
+    def _states_on_host(self, unit: int) -> BufferId:
+        return BufferId(Value.OPTIMIZER_STATES, pinned_memory(self._profile), unit)
 
-def _states_on_host(unit: int) -> BufferId:
-    return BufferId(Value.OPTIMIZER_STATES, HOST_MEMORY, unit)
+    def _gradients_on_host(self, unit: int) -> BufferId:
+        """Those that have come with the states."""
+        return BufferId(Value.GRADIENTS, pinned_memory(self._profile), unit)
 
-
-def _gradients_on_host(unit: int) -> BufferId:
-    return BufferId(Value.GRADIENTS, HOST_MEMORY, unit)
+    def _arrived(self, unit: int, micro_batch: int) -> BufferId:
+        pinned = self._plan.units[unit].gradients.pinned
+        memory = pinned_memory(self._profile) if pinned else HOST_MEMORY
+        return BufferId(Value.ARRIVED_GRADIENTS, memory, unit, None, micro_batch)

@@ -14,7 +14,7 @@ from autohete.errors import InputError, RuleError, check_fields
 from autohete.plan.recomputation import Recomputation, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import Barrier, Rule, SerialUpdates, UpdatesAfterBackward
-from autohete.schedule import HOST_MEMORY
+from autohete.schedule import HOST_MEMORY, Value
 
 __all__ = [
     "Activations",
@@ -85,6 +85,8 @@ class Footprint:
             allocation up to a power of two: one for each unit, or with ``host_pinned_together`` one for all units.
         host_parameter_bytes: host bytes per parameter whose home is the host.
         one_host_copy: what the CPU updates is the host's copy of such parameters itself: none of their own is counted.
+        pinned: what else is in pinned memory: ``OPTIMIZER_STATES`` for ``host_optimizer_bytes``, ``POLICY_BUFFERS`` for
+            ``host_buffer_bytes``.
     """
 
     gpu_buffer_bytes: int = 0
@@ -94,6 +96,7 @@ class Footprint:
     host_pinned_together: bool = False
     host_parameter_bytes: int = 0
     one_host_copy: bool = False
+    pinned: tuple[Value, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -101,6 +104,12 @@ class Footprint:
             _check_size(name, getattr(self, name))
         for size in self.host_pinned_bytes:
             _check_size("a size in host_pinned_bytes", size)
+        for value in self.pinned:
+            if value not in (Value.OPTIMIZER_STATES, Value.POLICY_BUFFERS):
+                raise InputError(
+                    f"pinned has {value!r}: give Value.OPTIMIZER_STATES for host_optimizer_bytes or Value.POLICY_BUFFERS for "
+                    "host_buffer_bytes; whether parameters and gradients are pinned is said by their formats"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +156,8 @@ class Plan:
             raise InputError(
                 "a delayed update writes the host's parameters during the next iteration: it excludes offloaded parameters"
             )
+        if self.delayed and any(unit.gpu_share for unit in self.units):
+            raise InputError("the GPU updates with the gradients of this iteration: leave delayed or gpu_share out")
         if self.delayed and any(unit.gradients_on_nvme for unit in self.units):
             raise InputError("gradients of a delayed update wait on the host: leave delayed or gradients_on_nvme out")
         _check_size("update_bytes", self.update_bytes)
@@ -186,7 +197,7 @@ class Plan:
 
     @property
     def offloaded_optimizer_blocks(self) -> int:
-        """Units that the CPU updates."""
+        """Units that the CPU updates, or a part of them."""
         return sum(unit.update_on is Processor.CPU for unit in self.units)
 
     @property

@@ -18,6 +18,7 @@ class Verdict(StrEnum):
     OK = "ok"
     GPU_OUT_OF_MEMORY = "gpu-out-of-memory"
     HOST_OUT_OF_MEMORY = "host-out-of-memory"
+    PINNED_OUT_OF_MEMORY = "pinned-out-of-memory"
     NVME_OUT_OF_MEMORY = "nvme-out-of-memory"
 
 
@@ -29,12 +30,14 @@ class Judgement:
         verdict: whether it fits.
         seconds: steady iteration time.
         gpu_peak_bytes, host_peak_bytes: peak occupancy.
+        pinned_peak_bytes: of pinned memory, where that has a limit.
     """
 
     verdict: Verdict
     seconds: float
     gpu_peak_bytes: int
     host_peak_bytes: int
+    pinned_peak_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)

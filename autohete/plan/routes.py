@@ -33,7 +33,7 @@ class Format:
 
     Args:
         element_bytes: bytes of each on the way; None: as the GPU computes with them.
-        pinned: the host's end is in pinned memory; pageable memory is slower.
+        pinned: the host's end is in pinned memory, of which there may be less; pageable memory is slower.
         staged: it lands in a buffer on the GPU, from which it is cast. The staged copies of an iteration share one buffer,
             which is there until the last of them has ended.
     """
@@ -54,7 +54,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Where a value rests between two uses.
+    """Where a value rests between two uses: on the host in pinned memory, where it also passes on its way to NVMe.
 
     Args:
         home: ``gpu``, ``host`` or ``nvme``; there it is sent after a use, and fetched from for the next.
@@ -143,6 +143,8 @@ class UnitPlan:
             the gradients, with 3 the parameters.
         norm_on: who computes the norm of the gradients, where they are clipped; None: the GPU, but for gradients that are
             accumulated on the host, which are complete there alone.
+        gpu_share: the GPU updates the first so many of the elements, as a share of those that the CPU updates otherwise; their
+            states stay on the GPU. The gradients stay there until both have taken theirs.
     """
 
     activations: Activations = Activations.KEEP
@@ -158,6 +160,7 @@ class UnitPlan:
     again: tuple[Activations, ...] = ()
     zero_stage: int = 0
     norm_on: Processor | None = None
+    gpu_share: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -192,6 +195,22 @@ class UnitPlan:
                 "the CPU takes the norm of gradients that rest on the host, but these are "
                 f"{'on NVMe' if self.gradients_on_nvme else 'updated with on the GPU'}: leave norm_on out"
             )
+        if not 0 <= self.gpu_share < 1:
+            raise InputError(f"gpu_share is {self.gpu_share}: give 0 or more and less than 1; for all, update on the GPU")
+        if self.gpu_share:
+            self._check_shared_update()
+
+    def _check_shared_update(self) -> None:
+        if self.update_on is Processor.GPU:
+            raise InputError(f"gpu_share is {self.gpu_share}, but the GPU updates all: leave it out, or update on the CPU")
+        if self.parameters.home == HOST_MEMORY or self.gradients_replace_parameters or self.states != Rest():
+            raise InputError(
+                f"gpu_share is {self.gpu_share}, but parameters, gradients or states leave the GPU, where a part of them is "
+                "updated: let parameters stay there, give gradients memory of their own, and leave states out; or leave "
+                "gpu_share out"
+            )
+        if self.norm_on is Processor.CPU:
+            raise InputError(f"gpu_share is {self.gpu_share}: the host has no norm of gradients of which the GPU keeps a part")
 
     @property
     def forwards(self) -> tuple[Activations, ...]:

@@ -21,6 +21,7 @@ from autohete.plan.policy import Judgement, Verdict
 from autohete.planner.choices import Assignment, Choices
 from autohete.planner.program import Objective
 from autohete.planner.relaxation import Places, Relaxation, Values, as_assignment
+from autohete.planner.search import tightened
 
 #: A plan this close to what no other can beat needs no further search.
 _PROVEN = 0.002
@@ -134,10 +135,12 @@ class JointSearch:
     def _score(self, assignment: Assignment) -> tuple[float, float]:
         """By what share a memory is exceeded, and then the time."""
         found, budgets = self._judged[assignment], self._relaxed
-        used = (
+        used = [
             found.gpu_peak_bytes / max(budgets.gpu_budget_bytes, 1),
             found.host_peak_bytes / max(budgets.host_budget_bytes, 1),
-        )
+        ]
+        if budgets.pinned_budget_bytes is not None:
+            used.append(found.pinned_peak_bytes / max(budgets.pinned_budget_bytes, 1))
         excess = max(*used, 1.0) - 1
         return excess, found.seconds if not excess else np.inf
 
@@ -175,6 +178,9 @@ class JointSearch:
                 problem,
                 gpu_budget_bytes=problem.gpu_budget_bytes - max(0, used.gpu_peak_bytes - self._relaxed.gpu_budget_bytes),
                 host_budget_bytes=problem.host_budget_bytes - max(0, used.host_peak_bytes - self._relaxed.host_budget_bytes),
+                pinned_budget_bytes=tightened(
+                    problem.pinned_budget_bytes, self._relaxed.pinned_budget_bytes, used.pinned_peak_bytes
+                ),
             )
 
 

@@ -24,11 +24,12 @@ _LOAD_WEIGHT = 5e-4
 
 
 class Objective(StrEnum):
-    """What to minimise: time under both memories, or one memory under the other."""
+    """What to minimise: time under all memories, or one memory under the others, by its name."""
 
     SECONDS = "seconds"
     GPU_BYTES = "gpu"
     HOST_BYTES = "host"
+    PINNED_BYTES = "pinned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Program:
         costs: seconds and bytes per block.
         hardware: capacities and links.
         priority: whether updates run smaller block first.
-        gpu_budget_bytes, host_budget_bytes: capacities for tensors.
+        gpu_budget_bytes, host_budget_bytes, pinned_budget_bytes: capacities for tensors; pinned memory may have no limit.
         pending: count also what typical timing adds to the GPU's memory: a gradient that still waits for its copy and the
             parameters fetched ahead. Without it the program is a relaxation: its value is what no plan can beat.
     """
@@ -67,6 +68,7 @@ class Program:
     gpu_budget_bytes: float
     host_budget_bytes: float
     pending: bool = True
+    pinned_budget_bytes: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -101,27 +103,46 @@ class Program:
             choices = choices.take(times.loads(choices) <= limit)
             values = times.seconds(choices)
         else:
-            values = self.gpu_bytes(choices) if objective is Objective.GPU_BYTES else self.host_bytes(choices)
+            values = self._bytes(choices, objective)
         order = np.lexsort((times.total_load(choices), values))
         order = order[values[order] <= limit]
         return Ranking(choices.take(order), values[order])
 
     def fitting(self, objective: Objective = Objective.SECONDS) -> Choices:
-        """The choices within both budgets; a memory that is to be minimised has none."""
+        """The choices within all budgets; a memory that is to be minimised has none."""
         return self.within_budgets(all_choices(self.costs.count), objective)
 
     def within_budgets(self, choices: Choices, objective: Objective = Objective.SECONDS) -> Choices:
         """Those of ``choices`` that fit."""
-        if objective is not Objective.HOST_BYTES:
-            choices = choices.take(self.host_bytes(choices) <= self.host_budget_bytes)
-        if objective is not Objective.GPU_BYTES:
-            choices = choices.take(self.gpu_bytes(choices) <= self.gpu_budget_bytes)
+        for memory, budget in self.budgets().items():
+            if objective is not memory:
+                choices = choices.take(self._bytes(choices, memory) <= budget)
         return choices
+
+    def budgets(self) -> dict[Objective, float]:
+        """Of each memory that has one; what is quick to count comes first."""
+        pinned = {} if self.pinned_budget_bytes is None else {Objective.PINNED_BYTES: self.pinned_budget_bytes}
+        return {**pinned, Objective.HOST_BYTES: self.host_budget_bytes, Objective.GPU_BYTES: self.gpu_budget_bytes}
+
+    def _bytes(self, x: Choices, memory: Objective) -> Numbers:
+        count = {
+            Objective.PINNED_BYTES: self.pinned_bytes,
+            Objective.HOST_BYTES: self.host_bytes,
+            Objective.GPU_BYTES: self.gpu_bytes,
+        }
+        return count[memory](x)
 
     def host_bytes(self, x: Choices) -> Numbers:
         """Host memory of each choice."""
+        return self._on_host(x, self.costs.host_updated, self.costs.host_offloaded)
+
+    def pinned_bytes(self, x: Choices) -> Numbers:
+        """What of it is pinned."""
+        return self._on_host(x, self.costs.pinned_updated, self.costs.pinned_offloaded)
+
+    def _on_host(self, x: Choices, updated_bytes: list[int], offloaded_bytes: list[int]) -> Numbers:
         costs, n = self.costs, self.costs.count
-        updated, offloaded = below(costs.host_updated), below(costs.host_offloaded)
+        updated, offloaded = below(updated_bytes), below(offloaded_bytes)
         last = np.minimum(x.offloaded, n - x.cpu_updated - 1) if costs.one_host_copy else x.offloaded
         found = updated[-1] - updated[n - x.cpu_updated] + offloaded[np.maximum(last, 0) + 1] - offloaded[1]
         return np.asarray(found, float)

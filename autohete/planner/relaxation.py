@@ -44,7 +44,7 @@ class Relaxation:
     Args:
         choices: of each unit.
         model: its rows.
-        gpu_budget_bytes, host_budget_bytes: capacities for tensors.
+        gpu_budget_bytes, host_budget_bytes, pinned_budget_bytes: capacities for tensors; pinned memory may have no limit.
         stalls: share of the estimated stalls that is added to the time.
         pending: count also what typical timing adds to the memories. Without both, the program's value is a bound.
         objective: what to minimise; a memory that is minimised has no budget.
@@ -57,6 +57,7 @@ class Relaxation:
     stalls: float = 0.0
     pending: bool = False
     objective: Objective = Objective.SECONDS
+    pinned_budget_bytes: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -93,18 +94,23 @@ class Relaxation:
 
     def values(self) -> Values:
         """What makes one assignment better than another."""
-        gpu = self.model.gpu_bytes + self.model.pending * float(self.pending)
-        host = self.model.host_bytes.take([int(self.pending or self.objective is not Objective.SECONDS)])
-        gpu_shares = gpu * (1 / max(self.gpu_budget_bytes, 1.0))
-        host_shares = host * (1 / max(self.host_budget_bytes, 1.0))
-        if self.objective is Objective.GPU_BYTES:
-            least, shares = gpu, host_shares
-        elif self.objective is Objective.HOST_BYTES:
-            least, shares = host, gpu_shares
-        else:
-            least, shares = self.model.seconds + self.model.stalls * self.stalls, stacked([gpu_shares, host_shares])
+        coming_and_going = [int(self.pending or self.objective is not Objective.SECONDS)]
+        rows = {
+            Objective.SECONDS: self.model.seconds + self.model.stalls * self.stalls,
+            Objective.GPU_BYTES: self.model.gpu_bytes + self.model.pending * float(self.pending),
+            Objective.PINNED_BYTES: self.model.pinned_bytes.take(coming_and_going),
+            Objective.HOST_BYTES: self.model.host_bytes.take(coming_and_going),
+        }
+        least, budgets = rows[self.objective], self.budgets()
+        limited = [memory for memory in rows if memory in budgets and memory is not self.objective]
+        shares = stacked(rows[memory] * (1 / max(budgets[memory], 1.0)) for memory in limited)
         scale = max(float(least.of(((0, 0),) * len(self.choices.others)).max()), 1e-9)
         return Values(self.choices, least * (1 / scale), shares, scale)
+
+    def budgets(self) -> dict[Objective, float]:
+        """Of each memory that has one."""
+        found = {Objective.HOST_BYTES: self.host_budget_bytes, Objective.GPU_BYTES: self.gpu_budget_bytes}
+        return found if self.pinned_budget_bytes is None else {Objective.PINNED_BYTES: self.pinned_budget_bytes, **found}
 
 
 class Values:

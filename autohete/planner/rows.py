@@ -237,11 +237,15 @@ class Costs:
 
     def host_bytes(self, unit: int, one: UnitPlan) -> float:
         """Parameters and states on the host."""
+        pageable = self.plan.footprint.host_optimizer_bytes * self.profile.blocks[unit].parameters
+        return self.pinned_bytes(unit, one) + (pageable if one.update_on is Processor.CPU else 0)
+
+    def pinned_bytes(self, unit: int, one: UnitPlan) -> float:
+        """What of that is pinned: all that copies read and write, which run at the rate of pinned memory."""
         count, held = self.profile.blocks[unit].parameters, self.plan.footprint
         found = held.host_parameter_bytes * count if one.parameters.leaves else 0
         if one.update_on is Processor.CPU:
-            pinned = sum(rounded_when_pinned(count * size) for size in held.host_pinned_bytes)
-            return found + held.host_optimizer_bytes * count + pinned
+            return found + sum(rounded_when_pinned(count * size) for size in held.host_pinned_bytes)
         return found + self.state_bytes(unit, one)
 
     def summed_bytes(self, unit: int, one: UnitPlan) -> float:
@@ -259,7 +263,7 @@ class Model:
         seconds: lower bounds of the iteration time; the first is the work of the GPU.
         stalls: what waits add to these where a copy overlaps only the passes next to it: an estimate.
         gpu_bytes: what the GPU surely holds at a pass; ``pending``: what typical timing adds to each.
-        host_bytes: what the host surely holds, and with what comes and goes.
+        host_bytes, pinned_bytes: what the host surely holds, and with what comes and goes; and what of it is pinned.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -276,7 +280,8 @@ class Model:
         self._state_fetch = table(costs.state_fetch_seconds, others=True)
         self.seconds, self.stalls = self._all_seconds()
         self.gpu_bytes, self.pending = self._all_gpu_bytes()
-        self.host_bytes = self._all_host_bytes()
+        self.host_bytes = self._on_host(costs.host_bytes)
+        self.pinned_bytes = self._on_host(costs.pinned_bytes)
 
     # --- time
 
@@ -409,10 +414,10 @@ class Model:
         )
         return sure, pending
 
-    def _all_host_bytes(self) -> Rows:
+    def _on_host(self, resting: Callable[[int, UnitPlan], float]) -> Rows:
         """What surely is there, and with all that comes and goes."""
         everything = np.ones((1, self._n))
-        rests = self._sum(everything, self._costs.table(self._costs.host_bytes, others=True))
+        rests = self._sum(everything, self._costs.table(resting, others=True))
         passes = self._sum(everything, self._costs.table(self._costs.away_bytes, others=False) * self._m)
         return stacked([rests, rests + passes])
 

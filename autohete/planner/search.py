@@ -68,7 +68,7 @@ def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> Found
 def least_memory(
     program: Program, objective: Objective, measure: Callable[[Counts], float | None]
 ) -> tuple[float, Counts] | None:
-    """The plan that needs the least of one memory within the other's budget, by ``measure`` (None: it does not fit)."""
+    """The plan that needs the least of one memory within the others' budgets, by ``measure`` (None: it does not fit)."""
     ranking = replace(program, pending=False).ranked(objective)
     best: tuple[float, Counts] | None = None
     for place in range(min(len(ranking.choices), _effort(program))):
@@ -94,6 +94,11 @@ def infeasible(memory: str, have: float, needed: float, hardware: Hardware) -> I
     )
 
 
+def tightened(asked: float | None, budget: float | None, used: float) -> float | None:
+    """What to ask for next of a memory of which a plan that was to take ``asked`` has ``used``; None without a budget."""
+    return None if asked is None or budget is None else asked - max(0, used - budget)
+
+
 def _effort(program: Program) -> int:
     return max(_EFFORT, _EFFORT_TIMES_BLOCKS // program.costs.count)
 
@@ -113,6 +118,7 @@ def _starts(program: Program, search: _Search) -> Iterator[Counts]:
             tighter,
             gpu_budget_bytes=tighter.gpu_budget_bytes - max(0, found.gpu_peak_bytes - program.gpu_budget_bytes),
             host_budget_bytes=tighter.host_budget_bytes - max(0, found.host_peak_bytes - program.host_budget_bytes),
+            pinned_budget_bytes=tightened(tighter.pinned_budget_bytes, program.pinned_budget_bytes, found.pinned_peak_bytes),
         )
     for budget in (tighter, search.relaxed):
         choices = budget.fitting()

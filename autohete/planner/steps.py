@@ -63,6 +63,7 @@ class BlockCosts:
         gradients: D2H; a write-back of parameters takes as long.
         weights, states, input, activations, workspace: bytes on the GPU.
         host_updated, host_offloaded: host memory where the CPU updates, and of offloaded parameters.
+        pinned_updated, pinned_offloaded: what of it is pinned.
     """
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
@@ -94,11 +95,11 @@ class BlockCosts:
         self.input = [block.input_bytes for block in blocks]
         self.activations = [block.activation_bytes for block in blocks]
         self.workspace = [block.backward_workspace_bytes for block in blocks]
+        self.pinned_updated = [sum(rounded_when_pinned(count * size) for size in held.host_pinned_bytes) for count in counts]
         self.host_updated = [
-            count * held.host_optimizer_bytes + sum(rounded_when_pinned(count * size) for size in held.host_pinned_bytes)
-            for count in counts
+            count * held.host_optimizer_bytes + pinned for count, pinned in zip(counts, self.pinned_updated, strict=True)
         ]
-        self.host_offloaded = [count * held.host_parameter_bytes for count in counts]
+        self.host_offloaded = self.pinned_offloaded = [count * held.host_parameter_bytes for count in counts]
         #: Offloaded parameters that the CPU updates are counted with what it updates.
         self.one_host_copy = held.one_host_copy
         self.loss = profile.loss

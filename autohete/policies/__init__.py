@@ -134,6 +134,6 @@ def _flag_value(flag: str, wanted: object, text: str | None) -> object:
         raise InputError(f"{flag}={text or ''}: choose one of {', '.join(choices)}")
     if not (wanted is int or (isinstance(wanted, types.UnionType) and int in wanted.__args__)):
         raise InputError(f"{flag} cannot be given in words: only switches, choices and whole numbers can")
-    if text is None or not text.isdecimal() or len(text) > 9:
+    if text is None or not text.isdecimal() or len(text) > 12:
         raise InputError(f"{flag}={text or ''} takes a whole number, such as {flag}=8")
     return int(text)

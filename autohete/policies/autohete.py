@@ -16,6 +16,7 @@ DeepSpeed's does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autohete.errors import InputError, check_fields
 from autohete.lowering import lower
@@ -30,7 +31,7 @@ from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
 from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind
+from autohete.schedule import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class AutoHete:
             priority=self.priority,
             gpu_budget_bytes=hardware.gpu_capacity_bytes,
             host_budget_bytes=hardware.host.memory_bytes,
+            pinned_budget_bytes=hardware.host.pinned_bytes,
         )
 
     def plan_for(self, profile: Profile, counts: Counts) -> Plan:
@@ -121,30 +123,25 @@ class AutoHete:
     def _frugal(self, profile: Profile, program: Program) -> Counts:
         """The plan that needs the least memory if copies wait for room; raises if that is more than there is.
 
-        If a plan fits the GPU with a larger host, the host binds; otherwise the GPU does. What a plan needs does not depend on
-        time, so that what is named here works though the next measurement is another.
+        If a plan fits with more pinned memory, that binds; if one fits the GPU with a larger host, the host does; otherwise the
+        GPU. What a plan needs does not depend on time, so that what is named here works though the next measurement is another.
         """
+        budgets = program.budgets()
 
-        def host_bytes(counts: Counts) -> float | None:
+        def measured(memory: Objective, counts: Counts) -> float | None:
             schedule = lower(profile, self._untuned(profile, counts))
-            fits = least_bytes(schedule, GPU_MEMORY) <= program.gpu_budget_bytes
-            return least_bytes(schedule, HOST_MEMORY) if fits else None
+            others = (least_bytes(schedule, other) <= budget for other, budget in budgets.items() if other is not memory)
+            return least_bytes(schedule, memory) if all(others) else None
 
-        def gpu_bytes(counts: Counts) -> float | None:
-            schedule = lower(profile, self._untuned(profile, counts))
-            fits = least_bytes(schedule, HOST_MEMORY) <= program.host_budget_bytes
-            return least_bytes(schedule, GPU_MEMORY) if fits else None
-
-        memory, have = Objective.HOST_BYTES, program.host_budget_bytes
-        least = least_memory(program, memory, host_bytes)
-        if least is None:
-            memory, have = Objective.GPU_BYTES, program.gpu_budget_bytes
-            least = least_memory(program, memory, gpu_bytes)
-        assert least is not None, "on a GPU that is large enough everything fits without a host"
-        needed, counts = least
-        if needed <= have:
-            return counts
-        raise infeasible(memory, have, needed, profile.hardware)
+        for memory, have in budgets.items():
+            least = least_memory(program, memory, partial(measured, memory))
+            if least is None:
+                continue
+            needed, counts = least
+            if needed <= have:
+                return counts
+            raise infeasible(memory, have, needed, profile.hardware)
+        raise AssertionError("on a GPU that is large enough everything fits without a host")
 
     def _traffic(self, profile: Profile) -> tuple[int, int]:
         """DRAM bytes per parameter of the Adam kernel and of the casts around it."""

@@ -34,7 +34,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, Kind
+from autohete.schedule import HOST_MEMORY, Kind, Value
 
 #: The copy of 16-bit parameters to the pinned buffer: reads 2, writes 2.
 _TO_PINNED = 4
@@ -105,6 +105,7 @@ class DeepOptimizerStates:
                 host_pinned_bytes=(4, 4, 4, 4),
                 host_optimizer_bytes=8,
                 host_buffer_bytes=unused + staged,
+                pinned=(Value.POLICY_BUFFERS,),
             ),
         )
 

@@ -39,7 +39,7 @@ from autohete.planner.tuning import tune_prefetches
 from autohete.policies.autohete import AutoHete
 from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule
+from autohete.schedule import Kind, Schedule
 
 #: Systems that never move parameters, gradients or states: without room for those they are not asked.
 _STATES_ON_GPU = ("resident", "offload_activations", "capuchin", "sqrt_checkpoint", "rotor")
@@ -113,7 +113,13 @@ class Family:
         """The search's problem."""
         hardware = self.profile.hardware
         model = Model(Costs(self.profile, self._template, self.choices))
-        return Relaxation(self.choices, model, hardware.gpu_capacity_bytes, hardware.host.memory_bytes)
+        return Relaxation(
+            self.choices,
+            model,
+            hardware.gpu_capacity_bytes,
+            hardware.host.memory_bytes,
+            pinned_budget_bytes=hardware.host.pinned_bytes,
+        )
 
     def judged(self, assignment: Assignment) -> Judgement:
         """Time and memory of the plan of ``assignment``."""
@@ -143,12 +149,12 @@ class Family:
     def frugal(self, relaxed: Relaxation) -> Plan:
         """The plan that needs the least memory if copies wait for room; raises if that is more than there is.
 
-        If a plan fits the GPU with a larger host, the host binds; otherwise the GPU does.
+        If a plan fits with more pinned memory, that binds; if one fits the GPU with a larger host, the host does; otherwise the
+        GPU.
         """
         binds: tuple[Objective, float, float] | None = None
-        for objective in (Objective.HOST_BYTES, Objective.GPU_BYTES):
+        for objective, have in relaxed.budgets().items():
             least = self._least(replace(relaxed, objective=objective))
-            have = relaxed.host_budget_bytes if objective is Objective.HOST_BYTES else relaxed.gpu_budget_bytes
             if least is None:
                 continue
             needed, plan = least
@@ -160,28 +166,27 @@ class Family:
         raise infeasible(memory, have, needed, self.profile.hardware)
 
     def _least(self, problem: Relaxation) -> tuple[float, Plan] | None:
-        """The plan that needs the least of one memory within the other's budget, and how much; None if none is found."""
+        """The plan that needs the least of one memory within the others' budgets, and how much; None if none is found."""
         best: tuple[float, Plan] | None = None
-        on_gpu = problem.objective is Objective.GPU_BYTES
-        memory, other = (GPU_MEMORY, HOST_MEMORY) if on_gpu else (HOST_MEMORY, GPU_MEMORY)
-        budget = problem.host_budget_bytes if on_gpu else problem.gpu_budget_bytes
+        others = {memory: budget for memory, budget in problem.budgets().items() if memory is not problem.objective}
 
-        def measured(assignment: Assignment) -> tuple[float, float]:
-            """Bytes of the one memory, and of the other."""
+        def measured(assignment: Assignment) -> tuple[float, bool]:
+            """Bytes of the one memory, and whether the others suffice."""
             nonlocal best
             plan, schedule = self._lowered(assignment)
-            needed, beside = least_bytes(schedule, memory), least_bytes(schedule, other)
-            if beside <= budget and (best is None or needed < best[0]):
+            needed = least_bytes(schedule, problem.objective)
+            fits = all(least_bytes(schedule, other) <= budget for other, budget in others.items())
+            if fits and (best is None or needed < best[0]):
                 best = needed, plan
-            return needed, beside
+            return needed, fits
 
         values = problem.values()
         corners = sorted(_corners(self.choices), key=lambda corner: values.value(values.of(corner)))
         relaxed = problem.assignment()
         fitting: list[tuple[float, Assignment]] = []
         for corner in corners if relaxed is None else [relaxed, *corners]:  # what comes first needs least, if it fits
-            needed, beside = measured(corner)
-            if beside <= budget:
+            needed, fits = measured(corner)
+            if fits:
                 fitting.append((needed, corner))
             if len(fitting) == _CORNERS:
                 break
@@ -195,10 +200,10 @@ class Family:
             if values.value(values.after(here, rows, unit, half, choice)) >= values.value(rows):
                 break
             before, here[unit, half] = here[unit, half], choice
-            needed, beside = measured(as_assignment(here))
-            if beside > budget or needed > least:
+            needed, fits = measured(as_assignment(here))
+            if not fits or needed > least:
                 here[unit, half], allowed[unit] = before, False
-            least = min(least, needed) if beside <= budget else least
+            least = min(least, needed) if fits else least
         return best
 
     def _untuned(self, assignment: Assignment) -> Plan:

@@ -56,7 +56,10 @@ class MlpOffload:
                 return _plan(profile, activations, min(self.cached, count))
 
             def too_many(cached: int) -> bool:  # memory grows with them
-                return judge(_plan(profile, activations, cached)).verdict is Verdict.HOST_OUT_OF_MEMORY
+                return judge(_plan(profile, activations, cached)).verdict in (
+                    Verdict.HOST_OUT_OF_MEMORY,
+                    Verdict.PINNED_OUT_OF_MEMORY,
+                )
 
             return _plan(profile, activations, bisect_left(range(1, count + 1), True, key=too_many))
 

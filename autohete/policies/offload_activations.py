@@ -9,7 +9,8 @@ Parameters, gradients and optimizer states stay on the GPU, which updates after 
   which begins when the block has ended: forward takes longer by what vDNN hides within blocks.
 - Unsloth (github unslothai/unsloth-zoo at 0373fcc5, ``gradient_checkpointing.py``,
   ``Unsloth_Offloaded_Gradient_Checkpointer``) sends the input of a checkpointed block to the host and fetches it for
-  backward, both in the compute stream, which does nothing else meanwhile.
+  backward, both in the compute stream, which does nothing else meanwhile. PyTorch pins the memory for such a copy
+  (``aten/src/ATen/native/TensorConversions.cpp``, ``_to_copy``: ``non_blocking`` to the CPU).
 - TRL (github huggingface/trl at 0167b7df, ``models/activation_offloading.py``, ``OffloadActivations``), after torchtune, has a
   stream of its own for the copies (``use_streams``, on by default) into pinned memory. Five tensors wait for their copy at most
   (``max_fwd_stash_size``), beside the one that forward makes. With checkpointing these tensors are the inputs. Here a copy

@@ -6,6 +6,7 @@ Model states live in chunks that *move* between host and GPU; a chunk is in one 
   is what is used furthest in the future, known from a warm-up iteration (``core/eviction_policy.py``). Forward runs up and
   backward down, so the last blocks stay from forward to backward and the first from backward to forward. Unchanged
   parameters are copied back all the same: a chunk has no dirty flag.
+- Chunks on the host are pinned, those of optimizer states as well (``core/chunk_data.py``, ``allocate_payload``).
 - Gradients take the place of the 16-bit parameters in their chunk (``core/hook.py``).
 - ``ops/fp16_cpu_adam.py``: after backward, chunk by chunk and serially: gradient to the host, CPU Adam on 16-bit
   gradients, updated parameters back as fp32 and cast on the GPU.
@@ -26,7 +27,7 @@ from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, Kind
+from autohete.schedule import HOST_MEMORY, Kind, Value
 from autohete.workload import Precision
 
 #: ``utils/memory_monitor`` / ``core/memtracer.py``: share of the margin that optimizer chunks may take.
@@ -100,6 +101,7 @@ class PatrickStar:
                     gpu_buffer_bytes=self.chunk_size * 2**20 * element,
                     host_optimizer_bytes=profile.optimizer_bytes,
                     host_parameter_bytes=element,
+                    pinned=(Value.OPTIMIZER_STATES,),
                 ),
             )
 

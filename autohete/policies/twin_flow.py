@@ -4,7 +4,9 @@ Read in DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and 
 (pull 4636). ``offload_optimizer.ratio`` is the share of the optimizer's sub-groups on the CPU, 1.0 by default:
 
 - The *last* sub-groups go to the CPU (line 1055), though the blog says the first. They are of ``sub_group_size`` elements, a
-  billion by default; here a unit is a sub-group, and the split is the one nearest to the ratio.
+  billion by default. Without ``sub_group_size`` a unit is a sub-group, and the split is the one nearest to the ratio; with it
+  the first ``int((1 - ratio) * n)`` of n sub-groups are the GPU's, and the split may lie within a unit. That a sub-group ends
+  with a whole tensor is not modelled.
 - Parameters stay on the GPU: with one GPU a gathered parameter is its own partition (``partition_parameters.py``,
   ``NoGatherHandle``). Several GPUs gather them for each use.
 - A gradient is copied to the host twice, as it is and in fp32 (lines 1905 and 1407), on a stream of its own beside backward.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, UnitPlan
@@ -31,7 +34,7 @@ from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
 from autohete.quantities import rounded_when_pinned
-from autohete.schedule import Kind
+from autohete.schedule import Kind, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,14 @@ class TwinFlow:
             blog advises. The code's default is 100.
         pin_memory: ``offload_optimizer.pin_memory``.
         bucket_size: ``reduce_bucket_size`` in millions of elements.
+        sub_group_size: elements of a sub-group; None: those of a unit.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     ratio: int | None = None
     pin_memory: bool = True
     bucket_size: int = 500
+    sub_group_size: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -57,56 +62,76 @@ class TwinFlow:
             raise InputError(f"twin_flow:ratio={self.ratio} must be between 0 and 100 percent of the parameters")
         if not 1 <= self.bucket_size <= 100_000:
             raise InputError(f"twin_flow:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
+        if self.sub_group_size is not None and self.sub_group_size < 1:
+            raise InputError(f"twin_flow:sub_group_size={self.sub_group_size} must be at least 1 element, or left out")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
+        parameters = _parameters(profile)
+        ends = list(accumulate(parameters))  # of the sub-groups, in elements
+        if self.sub_group_size is not None:
+            ends = [*range(self.sub_group_size, ends[-1], self.sub_group_size), ends[-1]]
 
         def plan_for(activations: Activations) -> Plan:
             if self.ratio is not None:
-                return self._plan(profile, activations, _nearest(profile, self.ratio))
+                if self.sub_group_size is None:
+                    return self._plan(profile, activations, [0, *ends][_nearest(profile, self.ratio)])
+                return self._plan(profile, activations, [0, *ends][(100 - self.ratio) * len(ends) // 100])
 
             def too_many(on_gpu: int) -> bool:  # memory grows with them
                 return judge(self._plan(profile, activations, on_gpu)).verdict is Verdict.GPU_OUT_OF_MEMORY
 
-            return self._plan(profile, activations, bisect_left(range(1, len(profile.blocks) + 1), True, key=too_many))
+            return self._plan(profile, activations, [0, *ends][bisect_left(ends, True, key=too_many)])
 
         return with_checkpointing(self.checkpointing, plan_for, judge)
 
     def _plan(self, profile: Profile, activations: Activations, on_gpu: int) -> Plan:
-        """The GPU updates the first ``on_gpu`` units."""
+        """The GPU updates the first ``on_gpu`` elements."""
         element, mixed = profile.element_bytes, traffic.is_mixed(profile)
-        parameters = [profile.hardware.part_of(block.parameters) for block in profile.blocks]  # that one GPU updates
+        parameters = _parameters(profile)
         units = []
-        for block in range(len(parameters)):
+        for block, (count, end) in enumerate(zip(parameters, accumulate(parameters), strict=True)):
             inner = 0 < block < len(parameters) - 1
             unit = UnitPlan(activations if inner else Activations.KEEP)
-            if block >= on_gpu:
+            if end > on_gpu:
                 # As it is, and in fp32.
                 gradients, refresh = Format(element + 4, self.pin_memory), Format(element, pinned=False)
-                unit = replace(unit, update_on=Processor.CPU, gradients=gradients, refresh=refresh)
+                share = max(on_gpu - (end - count), 0) / max(count, 1)
+                accumulate_on = Processor.GPU if share else None  # the host has no room for the GPU's part
+                unit = replace(
+                    unit,
+                    update_on=Processor.CPU,
+                    gradients=gradients,
+                    refresh=refresh,
+                    accumulate_on=accumulate_on,
+                    gpu_share=share,
+                )
             units.append(unit)
         bucket = round(1e6 * self.bucket_size) * element
         all_gradients = sum(parameters) * element  # of both sides, as they are
         return Plan(
             policy="twin_flow",
             units=shared(units, 3, profile),
-            rules=self._rules(on_gpu, len(parameters) - on_gpu),
+            rules=self._rules(units),
             update_bytes=traffic.ADAM_KERNEL,
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),
             scales_gradients=True,
             footprint=Footprint(
                 # Beside the states: the gradient in fp32, and in fp32 training a master of its own.
-                gpu_buffer_bytes=bucket + sum(parameters[:on_gpu]) * (16 - profile.optimizer_bytes),
+                gpu_buffer_bytes=bucket + on_gpu * (16 - profile.optimizer_bytes),
                 host_buffer_bytes=rounded_when_pinned(all_gradients) if self.pin_memory else all_gradients,
                 host_optimizer_bytes=12 if self.pin_memory else 16,
                 host_pinned_bytes=(4,) if self.pin_memory else (),
                 host_pinned_together=True,
+                pinned=(Value.POLICY_BUFFERS,) if self.pin_memory else (),
             ),
         )
 
-    def _rules(self, on_gpu: int, on_cpu: int) -> tuple[Rule, ...]:
+    def _rules(self, units: list[UnitPlan]) -> tuple[Rule, ...]:
+        on_cpu = sum(unit.update_on is Processor.CPU for unit in units)
+        on_gpu = sum(unit.update_on is Processor.GPU or unit.gpu_share > 0 for unit in units)
         # Whether updates wait for more copies than their own: those that hold up backward have ended with it, but the last.
-        wait_for_all = on_cpu > 1 if self.pin_memory else not on_gpu
+        wait_for_all = on_cpu > 1 if self.pin_memory else units[0].update_on is Processor.CPU
         return (
             *([BlockingCopies(Kind.OFFLOAD_GRADIENTS)] if on_cpu and not self.pin_memory else []),
             *([SerialUpdates()] if on_cpu else []),
@@ -114,6 +139,11 @@ class TwinFlow:
             *([GpuUpdatesAfterBackward()] if on_gpu > 1 else []),  # that of the first unit follows the last backward
             *([Barrier()] if on_cpu and on_gpu else []),  # else the update of the first unit ends the step
         )
+
+
+def _parameters(profile: Profile) -> list[int]:
+    """Of each unit, those that one GPU updates."""
+    return [profile.hardware.part_of(block.parameters) for block in profile.blocks]
 
 
 def _nearest(profile: Profile, ratio: int) -> int:

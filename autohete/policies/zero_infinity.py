@@ -8,7 +8,9 @@ Read in github deepspeedai/DeepSpeed at 12e65a6b: ``runtime/swap_tensor/pipeline
   of the one between (``swap_in_optimizer_state``, ``swap_out_optimizer_state``).
 - In backward each gradient is cast to fp32 and written to its file (``swap_out_gradients``) through two pinned buffers. The
   first read of a step waits for all writes (``flush_gradients``).
-- Parameters of stage 3 rest on the GPU, or on the host (``offload_param``), from where modules fetch them a module ahead.
+- Parameters of stage 3 rest on the GPU, or on the host (``offload_param``), from where modules fetch them a module ahead;
+  there they are pinned, as ``offload_param.pin_memory`` has it in the examples (off by default).
+- What is read and written goes through pinned buffers (``swap_tensor/utils.py``, ``SwapBufferManager``).
 
 A sub-group is a unit here. Not modelled: that a gradient smaller than ``MIN_AIO_BYTES`` stays on the host, and that writes go
 on while the next gradients are made as long as a buffer is free: a pass waits for the write of the gradient before it.

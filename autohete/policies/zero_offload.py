@@ -35,7 +35,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
-from autohete.schedule import Kind
+from autohete.schedule import Kind, Value
 from autohete.workload import Precision
 
 _MIB = 2**20
@@ -158,6 +158,7 @@ class ZeroOffload:
                 host_pinned_bytes=tuple(arrays),
                 host_pinned_together=True,
                 host_buffer_bytes=version.tiles_bytes or 0,
+                pinned=(Value.POLICY_BUFFERS,),
             ),
         )
 

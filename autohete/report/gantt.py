@@ -28,6 +28,7 @@ from autohete.schedule import (
     KIND_ORDER,
     NVME_READ,
     NVME_WRITE,
+    PINNED_MEMORY,
     Kind,
 )
 
@@ -40,7 +41,7 @@ _LANE_NAMES = {
     NVME_WRITE: "NVMe write",
     COLLECTIVE: "all GPUs",
 }
-_MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host"}
+_MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host", PINNED_MEMORY: "pinned"}
 
 # Inches and points (1/72 inch) on paper.
 _WIDTH_IN, _LANE_IN, _MEMORY_IN, _MARGIN_IN = 7.0, 0.36, 1.3, 1.35

@@ -36,6 +36,8 @@ class Summary:
         tflops_per_gpu: model TFLOP/s, recomputation not counted.
         gpu_peak_bytes, host_peak_bytes: None if there is not even a plan.
         gpu_capacity_bytes, host_capacity_bytes: what tensors can have.
+        pinned_peak_bytes, pinned_capacity_bytes, pinned_worst_bytes: likewise of the host's pinned memory; None where that has
+            no limit of its own.
         gpu_worst_bytes, host_worst_bytes: the most that this schedule may need if its tasks last longer or shorter; None: any
             number, or the training does not fit anyway.
         memory_waits: how many additional waits make it fit under any timing; None: none are known.
@@ -71,6 +73,9 @@ class Summary:
     host_capacity_bytes: int
     gpu_worst_bytes: int | None
     host_worst_bytes: int | None
+    pinned_peak_bytes: int | None
+    pinned_capacity_bytes: int | None
+    pinned_worst_bytes: int | None
     memory_waits: int | None
     safe_iteration_seconds: float | None
     lanes: dict[str, float]
@@ -114,7 +119,7 @@ def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
     safe = timing.safe if timing else None
     explanation = ""
     if not fits:
-        short = s.host if s.verdict is Verdict.HOST_OUT_OF_MEMORY else s.gpu
+        short = next(memory for memory in s.memories if not memory.fits)
         holder, size = next(iter(short.holders.items()))
         explanation = (
             f"needs {format_bytes(short.peak_bytes)} of {short.memory} memory{f' at {short.task}' if short.task else ''}, "
@@ -145,6 +150,9 @@ def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
         host_capacity_bytes=s.host.capacity_bytes,
         gpu_worst_bytes=timing.gpu.peak_bytes if timing else None,
         host_worst_bytes=timing.host.peak_bytes if timing else None,
+        pinned_peak_bytes=s.pinned.peak_bytes if s.pinned else None,
+        pinned_capacity_bytes=s.profile.hardware.host.pinned_bytes,
+        pinned_worst_bytes=timing.pinned.peak_bytes if timing and timing.pinned else None,
         memory_waits=safe.waits if safe else None,
         safe_iteration_seconds=safe.iteration_seconds if safe else None,
         lanes={name: lane.busy_share for name, lane in use.lanes.items()},
@@ -202,6 +210,9 @@ def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, err
         host_capacity_bytes=hardware.host.memory_bytes,
         gpu_worst_bytes=None,
         host_worst_bytes=None,
+        pinned_peak_bytes=error.needed_bytes if error.constraint == "pinned" else None,
+        pinned_capacity_bytes=hardware.host.pinned_bytes,
+        pinned_worst_bytes=None,
         memory_waits=None,
         safe_iteration_seconds=None,
         lanes={},

@@ -157,10 +157,11 @@ def print_plan(summary: Summary, found: Simulation | None) -> None:
         say(out, f"{summary.policy}: {summary.verdict}: {summary.explanation}")
     else:
         peaks = [or_dash(peak, format_bytes) for peak in (summary.gpu_peak_bytes, summary.host_peak_bytes)]
+        pinned = "" if summary.pinned_peak_bytes is None else f", {format_bytes(summary.pinned_peak_bytes)} of it pinned"
         say(
             out,
             f"{summary.verdict}: {format_seconds(summary.iteration_seconds)} an iteration, peaks {peaks[0]} of GPU memory and "
-            f"{peaks[1]} of host memory ({summary.clock})",
+            f"{peaks[1]} of host memory{pinned} ({summary.clock})",
         )
         if summary.proven_within is not None:
             say(out, _proof(summary.proven_within, summary.iteration_seconds))
@@ -185,7 +186,7 @@ def _print_decisions(out: Console, found: Simulation) -> None:
             str(first) if first == last else f"{first} to {last}",
             _forwards(unit),
             "offloaded" if route.home == HOST_MEMORY else "resident",
-            unit.update_on,
+            f"{unit.update_on}, {100 * unit.gpu_share:.0f} % gpu" if unit.gpu_share else unit.update_on,
             _passes(route.ahead_in_forward) if route.home == HOST_MEMORY else "-",
             _passes(route.ahead_in_backward) if route.home == HOST_MEMORY else "-",
         )
@@ -215,7 +216,9 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     first = summaries[0]
     shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens"
     title = f"{first.workload} ({shape}) on {node_text(first.hardware, first.gpus)}, {first.clock}"
-    columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", "GPU peak", "host peak", "plan"]
+    limited = first.pinned_capacity_bytes is not None
+    memories = ["GPU peak", "host peak", *(["pinned peak"] if limited else [])]
+    columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", *memories, "plan"]
     give_way = ["tokens/s", "TFLOP/s", "host peak", "samples/s", "plan"]
     speeds = table(title, columns, left=2, give_way=give_way, elsewhere=IN_JSON)
     for s in summaries:
@@ -228,6 +231,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
             or_dash(s.tflops_per_gpu, "{:.1f}".format),
             or_dash(s.gpu_peak_bytes, format_bytes),
             or_dash(s.host_peak_bytes, format_bytes),
+            *([or_dash(s.pinned_peak_bytes, format_bytes)] if limited else []),
             _counts(s.plan) if s.plan else "-",
         )
     out.print(speeds)
@@ -303,8 +307,9 @@ def _if_late(summary: Summary) -> str:
         for memory, worst, capacity in (
             ("GPU", summary.gpu_worst_bytes, summary.gpu_capacity_bytes),
             ("host", summary.host_worst_bytes, summary.host_capacity_bytes),
+            ("pinned", summary.pinned_worst_bytes, summary.pinned_capacity_bytes),
         )
-        if worst is None or worst > capacity
+        if capacity is not None and (worst is None or worst > capacity)
     )
     if not needs:
         return f"fits with {waits}, however long tasks take" if summary.memory_waits else ""

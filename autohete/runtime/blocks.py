@@ -43,10 +43,18 @@ class Memories:
 
     Attributes:
         current: names the task that a tensor is made for.
+        pinned: counts what of the host's is pinned, likewise.
     """
 
-    def __init__(self, torch_device: torch.device, count: DeviceCount | None, host: Ledger | None, cuda: CudaMemory) -> None:
-        self.torch_device, self.count, self.host, self.cuda = torch_device, count, host, cuda
+    def __init__(
+        self,
+        torch_device: torch.device,
+        count: DeviceCount | None,
+        host: Ledger | None,
+        cuda: CudaMemory,
+        pinned: Ledger | None = None,
+    ) -> None:
+        self.torch_device, self.count, self.host, self.cuda, self.pinned = torch_device, count, host, cuda, pinned
         self.current = Current()
 
     @property
@@ -55,7 +63,7 @@ class Memories:
         return None if self.count is None else self.count.storages
 
     @property
-    def pinned(self) -> bool:
+    def pins(self) -> bool:
         """Whether host tensors are in pinned memory."""
         return self.torch_device.type == "cuda"
 
@@ -68,9 +76,11 @@ class Memories:
 
     def claim_host(self, tensor: Tensor, group: str) -> Tensor:
         """Count ``tensor`` as the host's: where it is pinned, what PyTorch has pinned for it."""
+        size = rounded_when_pinned(tensor.untyped_storage().nbytes()) if tensor.is_pinned() else None
         if self.host is not None:
-            size = rounded_when_pinned(tensor.untyped_storage().nbytes()) if tensor.is_pinned() else None
             self.host.claim(tensor, group, self.current.task, size)
+        if self.pinned is not None and size is not None:
+            self.pinned.claim(tensor, group, self.current.task, size)
         return tensor
 
     def reserve(self, size_bytes: int, group: str) -> Reservation | None:
@@ -96,7 +106,7 @@ class Memories:
 
     def on_host(self, elements: int, dtype: torch.dtype, group: str) -> Tensor:
         """A new flat tensor of zeros on the host, pinned where that makes copies faster."""
-        return self.claim_host(torch.zeros(elements, dtype=dtype, device="cpu", pin_memory=self.pinned), group)
+        return self.claim_host(torch.zeros(elements, dtype=dtype, device="cpu", pin_memory=self.pins), group)
 
     def settle(self) -> None:
         """Wait for what the calling thread has started on the device: the lanes' streams know nothing of it."""

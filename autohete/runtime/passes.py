@@ -385,7 +385,7 @@ class Passes:
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
             if key not in block.moved:
-                there = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=memories.pinned)
+                there = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=memories.pins)
                 block.moved[key] = memories.claim_host(there, "activations")
                 here = torch.empty(0, dtype=torch.uint8, device=memories.torch_device).set_(storage)
                 there.copy_(here, non_blocking=True)

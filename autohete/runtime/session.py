@@ -19,7 +19,7 @@ from autohete.runtime.ledger import Counting, CudaMemory, Ledger
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
 from autohete.runtime.training import Training
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Schedule
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,14 @@ class Session:
     def __init__(self, partition: Partition, schedule: Schedule, loss: Loss, adam: Adam | None, execution: Execution) -> None:
         self._device: Ledger | CudaMemory | None = None
         self.host: Ledger | None = None
+        pinned: Ledger | None = None
         if execution.budget:
             capacities = {memory.name: memory.capacity_bytes for memory in schedule.memories}
             on_cuda = execution.torch_device.type == "cuda"
             capacity = capacities[GPU_MEMORY]
             self._device = CudaMemory(execution.torch_device, capacity) if on_cuda else Ledger(GPU_MEMORY, capacity)
             self.host = Ledger(HOST_MEMORY, capacities[HOST_MEMORY])
+            pinned = Ledger(PINNED_MEMORY, capacities.get(PINNED_MEMORY))
         with ExitStack() as undo:
             self.training = Training(
                 partition,
@@ -93,6 +95,7 @@ class Session:
                 torch_device=execution.torch_device,
                 device=self._device,
                 host=self.host,
+                pinned=pinned,
                 counting=execution.counting,
                 clip_norm=execution.clip_norm,
                 skip_nonfinite=execution.skip_nonfinite,

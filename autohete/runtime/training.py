@@ -21,7 +21,9 @@ from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
 from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
-from autohete.schedule import COLLECTIVES, GPU, Schedule
+from autohete.schedule import COLLECTIVES, GPU, Kind, Schedule
+
+_UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
 
 
 class Training:
@@ -35,6 +37,7 @@ class Training:
         torch_device: where the passes compute; the CPU stands for the device where there is no other.
         device, host: count the memory of the states, and of the passes; None: it is not counted. A GPU's is limited to its
             capacity until :meth:`close`.
+        pinned: counts what of the host's is pinned, which is none where the CPU stands for the device.
         counting: how the device's is counted.
         clip_norm: the largest global norm of the gradients, where the schedule clips them: as
             ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.
@@ -60,6 +63,7 @@ class Training:
         torch_device: torch.device | None = None,
         device: Ledger | CudaMemory | None = None,
         host: Ledger | None = None,
+        pinned: Ledger | None = None,
         counting: Counting = Counting.EXACT,
         clip_norm: float | None = None,
         skip_nonfinite: bool = False,
@@ -70,13 +74,19 @@ class Training:
             raise InputError(
                 "the schedule is for several GPUs, but one process trains with one: lower it for hardware of one GPU"
             )
+        updated = {kind: {task.id.unit for task in schedule.tasks if task.id.kind is kind} for kind in _UPDATES}
+        if both := sorted(set.intersection(*updated.values())):
+            raise InputError(
+                f"GPU and CPU each update a part of block {both[0]}, but here one of them updates all of a block: plan without "
+                "gpu_share (twin_flow without sub_group_size)"
+            )
         torch_device = torch_device or torch.device("cpu")
         if torch_device.type == "cpu":
             keep_freed_memory()
         cuda = device if isinstance(device, CudaMemory) else CudaMemory(torch_device)
         #: Counts the device's memory; None: it is not counted.
         self.count = count = DeviceCount(device, schedule, counting) if isinstance(device, Ledger) else None
-        memories = Memories(torch_device, count, host, cuda)
+        memories = Memories(torch_device, count, host, cuda, pinned)
         self._undo = ExitStack()
         check_trainable(partition.model)
         clipping = Clipping(clip_norm, schedule, partition.order)

@@ -16,6 +16,8 @@ from autohete.errors import ScheduleError, check_fields, check_member
 #: Names of the lanes and memories of one GPU and its host.
 GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"
 GPU_MEMORY, HOST_MEMORY = "gpu", "host"
+#: The part of the host's memory that is page-locked, where it has a limit of its own.
+PINNED_MEMORY = "pinned"
 #: And of a drive that it has.
 NVME_READ, NVME_WRITE, NVME_MEMORY = "nvme_read", "nvme_write", "nvme"
 #: What several GPUs do together.

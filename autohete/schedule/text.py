@@ -10,6 +10,7 @@ from autohete.schedule.types import Buffer, Discipline, Edge, Flow, Free, Lane, 
 
 _HEADER = "autohete-schedule 2"
 _COUNTS = " counts-lanes"
+_PART_OF = "part_of="
 
 
 def lines(schedule: Schedule) -> Iterator[str]:
@@ -17,7 +18,8 @@ def lines(schedule: Schedule) -> Iterator[str]:
     for lane in schedule.lanes:
         yield f"lane {lane.name} {lane.discipline}"
     for memory in schedule.memories:
-        yield f"memory {memory.name} {memory.capacity_bytes}"
+        part = f" {_PART_OF}{memory.part_of}" if memory.part_of is not None else ""
+        yield f"memory {memory.name} {memory.capacity_bytes}{part}"
     for flow in schedule.flows:
         yield f"flow {flow.lane} {flow.demand!r} {flow.weight!r}"
     for resource in schedule.resources:
@@ -70,8 +72,10 @@ def _parse_lane(words: list[str]) -> Lane:
 
 
 def _parse_memory(words: list[str]) -> Memory:
-    name, capacity = words
-    return Memory(name, int(capacity))
+    name, capacity, *parts = words
+    if len(parts) > 1 or not all(part.startswith(_PART_OF) for part in parts):
+        raise ValueError(f"{' '.join(parts)!r} is not {_PART_OF}MEMORY")
+    return Memory(name, int(capacity), parts[0].removeprefix(_PART_OF) if parts else None)
 
 
 def _parse_flow(words: list[str]) -> Flow:

@@ -121,10 +121,17 @@ class SharedResource:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A memory and what it holds."""
+    """A memory and what it holds.
+
+    Args:
+        name: its name.
+        capacity_bytes: what it holds.
+        part_of: the memory of which it is a part with a limit of its own; what it holds counts there, too.
+    """
 
     name: str
     capacity_bytes: int
+    part_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +157,10 @@ class Schedule:
         from autohete.schedule.text import lines
 
         return "\n".join(lines(self)) + "\n"
+
+    def within(self, memory: str) -> frozenset[str]:
+        """``memory`` and its parts: a buffer in any of them occupies it."""
+        return frozenset({memory, *(part.name for part in self.memories if part.part_of == memory)})
 
     def graph(self) -> Graph:
         """The schedule with names resolved to indices, for executors. Call :meth:`validate` first."""

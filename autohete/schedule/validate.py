@@ -19,6 +19,7 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError("a schedule without a lane has no iterations to count: give at least one")
     lanes = _unique("lane", [lane.name for lane in schedule.lanes])
     memories = _unique("memory", [memory.name for memory in schedule.memories])
+    _validate_parts(schedule)
     places = {task.id: place for place, task in enumerate(schedule.tasks)}
     if len(places) < len(schedule.tasks):
         _unique("task", [str(task.id) for task in schedule.tasks])
@@ -43,6 +44,16 @@ def _unique(what: str, names: list[str]) -> list[str]:
     if times > 1:
         raise ScheduleError(f"{what} {name!r} exists {times} times: names are unique")
     return names
+
+
+def _validate_parts(schedule: Schedule) -> None:
+    whole = [memory.name for memory in schedule.memories if memory.part_of is None]
+    for memory in schedule.memories:
+        if memory.part_of is not None and memory.part_of not in whole:
+            raise ScheduleError(
+                f"memory {memory.name!r} is a part of {memory.part_of!r}: give one of {', '.join(whole) or 'none'}, which are "
+                "no parts themselves"
+            )
 
 
 def _validate_sharing(schedule: Schedule, lanes: list[str]) -> None:

@@ -153,6 +153,8 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         chain = [(update, 0)]
         for m in range(end + 1) if gathers[gather_backward] else ():  # not a second copy
             faults += chain_faults(paths, *((task._replace(micro_batch=m), 0) for task in (forward, gather_backward)))
+        if (also := TaskId(Kind.GPU_UPDATE, block)) != update and decisions.gpu_share and also in paths.tasks:
+            faults += chain_faults(paths, (backward, 0), (also, 0), (forward, 1))
         if on_cpu and not stays_not:
             chain.append((refresh, 0))
             reader = gather_backward._replace(micro_batch=end) if stage == 3 else backward
@@ -236,6 +238,9 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
             addition = found._replace(kind=Kind.ACCUMULATE)
             faults += chain_faults(paths, (found, 0), (arrived, 0), (addition, 0), (update, 0))
             faults += chain_faults(paths, (copy, 0), (addition, 0))
+        if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, block)) in paths.tasks:
+            faults += [fault for task in reduced.values() for fault in chain_faults(paths, (task, 0), (also, 0))]
+            faults += chain_faults(paths, (backward, 0), (also, 0), (backward, 1))
         refresh = TaskId(Kind.REFRESH, block)
         if decisions.gradients_replace_parameters and refresh in paths.tasks:
             faults += chain_faults(paths, (copy, 0), (refresh, 0))  # which overwrites the gradients
@@ -272,6 +277,8 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             summed = decisions.accumulates_on_host and last > 0
             complete.append(TaskId(Kind.ACCUMULATE if summed else Kind.OFFLOAD_GRADIENTS, block, last))
             overwrites = [(TaskId(Kind.OFFLOAD_GRADIENTS, block, 0 if summed else last), 1)]
+        if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, block)) in paths.tasks:
+            faults += chain_faults(paths, (clip, 0), (also, 0), (clip, 1))
         stale = int(on_cpu and plan.delayed)
         faults += chain_faults(paths, *((task, 0) for task in complete), (norm, 0), (clip, 0), (update, stale))
         for overwriter in overwrites:
@@ -485,7 +492,8 @@ def _balance_faults(schedule: Schedule, crossing: set[BufferId]) -> Iterator[str
     trace = list_schedule(schedule, _ITERATIONS)
     buffers: list[Buffer] = [b for task in schedule.tasks for b in task.allocates if b.id in crossing]
     for memory in schedule.memories:
-        before = sum(b.size_bytes for b in [*schedule.resident, *buffers] if b.memory == memory.name)
+        within = schedule.within(memory.name)
+        before = sum(b.size_bytes for b in [*schedule.resident, *buffers] if b.memory in within)
         after = int(occupancy(trace, memory.name).bytes_used[-1])
         if after != before:
             yield f"memory {memory.name} holds {before} bytes before {_ITERATIONS} iterations and {after} after them"

@@ -125,7 +125,12 @@ def hardware(draw: Draw) -> Hardware:
         ),
         h2d=link(),
         d2h=link(),
-        host=Host(round(draw(_decades(6, 14))), draw(_decades(8, 13)), draw(st.sampled_from([0.25, 0.7, 1.0]))),
+        host=Host(
+            round(draw(_decades(6, 14))),
+            draw(_decades(8, 13)),
+            draw(st.sampled_from([0.25, 0.7, 1.0])),
+            draw(st.none() | _decades(6, 14).map(round)),
+        ),
         cpu=Cpu(
             draw(st.integers(1, 256)),
             draw(_decades(7, 12)),
@@ -208,6 +213,9 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     for i, unit in enumerate(units):
         shared = i == 0 and profile.workload.tied_embeddings
         unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
+        split = unit.update_on is Processor.CPU and not (delayed or replaced or unit.parameters.home == HOST_MEMORY)
+        if split and unit.states == Rest() and unit.norm_on is None and not (accumulates and unit.accumulates_on_host):
+            unit = replace(unit, gpu_share=draw(st.sampled_from([0.0, 0.3, 0.99])))
         if profile.hardware.gpus > 1:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit
@@ -231,6 +239,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
             host_pinned_together=draw(st.booleans()),
             host_parameter_bytes=draw(st.integers(0, 4)),
             one_host_copy=draw(st.booleans()),
+            pinned=tuple(draw(st.lists(st.sampled_from([Value.OPTIMIZER_STATES, Value.POLICY_BUFFERS]), unique=True))),
         ),
     )
     plan = without_idle_rules(profile, plan)
@@ -372,8 +381,9 @@ def schedules(draw: Draw, sharing: bool = False, max_tasks: int = 12) -> Schedul
         edges += [Edge(before, back=1) for before in ids if draw(_rarely)]
         duration = draw(st.integers(0, 6) if draw(st.booleans()) else st.just(draw(st.integers(0, 40))))
         tasks.append(Task(task, draw(st.sampled_from(names)), duration, tuple(edges), draw(st.integers(-2, 2))))
-    memories = (Memory("gpu", 1000), Memory("host", 1000))
-    resident = tuple(Buffer(BufferId(Value.OTHER, "gpu", i), draw(st.integers(0, 9))) for i in range(draw(st.integers(0, 2))))
+    memories = (Memory("gpu", 1000), Memory("host", 1000), Memory("pinned", 500, part_of="host"))
+    places = [draw(st.sampled_from(memories)).name for _ in range(draw(st.integers(0, 2)))]
+    resident = tuple(Buffer(BufferId(Value.OTHER, name, i), draw(st.integers(0, 9))) for i, name in enumerate(places))
     flows: tuple[Flow, ...] = ()
     resources: tuple[SharedResource, ...] = ()
     if sharing:
@@ -401,7 +411,7 @@ def _with_buffers(draw: Draw, tasks: list[Task]) -> list[Task]:
     for number, task in enumerate(tasks):
         if not draw(st.booleans()):
             continue
-        buffer = BufferId(draw(st.sampled_from(Value)), draw(st.sampled_from(["gpu", "host"])), 9 + number)
+        buffer = BufferId(draw(st.sampled_from(Value)), draw(st.sampled_from(["gpu", "host", "pinned"])), 9 + number)
         allocates[task.id].append(Buffer(buffer, draw(st.integers(0, 9))))
         waiting = [(other.id, edge.back) for other in tasks for edge in other.after if edge.task == task.id]
         who, back = draw(st.sampled_from([(task.id, 0), *waiting]))

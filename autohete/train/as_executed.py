@@ -8,12 +8,17 @@ from autohete.plan import Activations, Footprint, Format, Plan, UnitPlan
 from autohete.profile import Profile
 
 
-def as_executed(plan: Plan, profile: Profile) -> Plan:
+def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
     """``plan`` with the bytes that the runtime moves and keeps.
 
     Who computes, moves and updates what, when, and what waits for what stay those of the system. Its transfer formats and
     passes over host memory do not: gradients and parameters cross in the type that the GPU computes with, and the CPU step is
     one fused kernel (``runtime/optimizer.py``) on states, gradient and the only host copy of the parameters.
+
+    Args:
+        plan: of a system.
+        profile: for which it was planned.
+        pins: gradient and copy are in pinned memory, as on a GPU.
     """
     element = profile.element_bytes
     units = tuple(
@@ -28,7 +33,8 @@ def as_executed(plan: Plan, profile: Profile) -> Plan:
         scales_gradients=element == 2,  # while they are widened
         footprint=Footprint(
             gpu_buffer_bytes=plan.footprint.gpu_buffer_bytes,
-            host_optimizer_bytes=profile.optimizer_bytes + 2 * element,
+            host_optimizer_bytes=profile.optimizer_bytes + (0 if pins else 2 * element),
+            host_pinned_bytes=(element, element) if pins else (),
             host_parameter_bytes=element,
             one_host_copy=True,
         ),

@@ -115,6 +115,7 @@ class Trainer:
         gpu_memory: budget in bytes, or text: ``24MiB``, or ``25%`` of what the training would need if everything stayed on the
             device; None: what the hardware has.
         host_memory: the same for the host, without a share.
+        pinned_memory: the limit of pinned host memory, likewise; the emulated device pins nothing, but plans keep to it.
         loss: of logits and targets.
         adam: the optimizer's settings.
         blocks: name of the block list, where it is not clear.
@@ -140,6 +141,7 @@ class Trainer:
         policy: str | Policy = "autohete",
         gpu_memory: int | str | None = None,
         host_memory: int | str | None = None,
+        pinned_memory: int | str | None = None,
         loss: Loss = next_token_loss,
         adam: Adam | None = None,
         blocks: str | None = None,
@@ -162,7 +164,7 @@ class Trainer:
         if self._share is None and isinstance(gpu_memory, float) and 0 < gpu_memory <= 1:
             raise InputError(f"gpu_memory is {gpu_memory!r}: write a share as text, such as '{gpu_memory:.0%}'")
         self._gpu_memory = None if self._share is not None else _bytes(gpu_memory)
-        self._host_memory = _bytes(host_memory)
+        self._host_memory, self._pinned_memory = _bytes(host_memory), _bytes(pinned_memory)
         self._loss, self._adam, self._on_nonfinite = loss, adam or Adam(), on_nonfinite
         self._clip_norm, self._micro_batches = clip_norm, micro_batches
         self._device = _torch_device(device)
@@ -288,7 +290,8 @@ class Trainer:
         )
         self.resident_bytes = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + self._lasting_bytes
         profile = self._with_budgets(profile)
-        return simulate_safely(profile, _Stoppable(self._policy), as_executed, self._lasting_bytes)
+        executed = partial(as_executed, pins=self._device.type == "cuda")
+        return simulate_safely(profile, _Stoppable(self._policy), executed, self._lasting_bytes)
 
     @property
     def _may_use_threads(self) -> bool:
@@ -579,6 +582,8 @@ class Trainer:
         gpu = replace(gpu, reserved_bytes=gpu.reserved_bytes + self._lasting_bytes)
         if self._host_memory is not None:
             host = replace(host, memory_bytes=self._host_memory)
+        if self._pinned_memory is not None:
+            host = replace(host, pinned_bytes=self._pinned_memory)
         return replace(profile, hardware=replace(profile.hardware, gpu=gpu, host=host))
 
     @property

@@ -40,9 +40,10 @@ class Orders:
     def held(self, state: State, memory: str) -> int:
         """Bytes in use."""
         starts, ends = state
-        resident = sum(b.size_bytes for b in self.schedule.resident if b.memory == memory)
+        counted = [one.name for one in self.schedule.memories if memory in (one.name, one.part_of)]
+        resident = sum(b.size_bytes for b in self.schedule.resident if b.memory in counted)
         return resident + sum(
-            size * (starts[a] + back - ends[f]) for where, size, a, f, back in self.buffers if where == memory
+            size * (starts[a] + back - ends[f]) for where, size, a, f, back in self.buffers if where in counted
         )
 
     def starting(self, state: State, iterations: int) -> Iterator[int]:
