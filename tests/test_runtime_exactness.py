@@ -25,7 +25,7 @@ from autohete.schedule import COLLECTIVES, HOST_MEMORY, NVME_MEMORY, Kind, Sched
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
-from autohete.workload import Precision, Workload
+from autohete.workload import Precision, Units, Workload
 
 STEPS = 3
 #: Less than the global norm of the small model's gradients, which is about 0.6.
@@ -82,6 +82,17 @@ def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied:
     schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
     outcome, trace = train_by_schedule(workload, STEPS, schedule)
     assert outcome == plainly(workload)
+    assert check_trace(trace) == []
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "l2l:paper,host_stash", "rotor", "capuchin"])
+def test_attention_and_mlp_by_themselves_train_to_the_bit(policy: str) -> None:
+    """Where attention and MLP are units of their own, with their own decisions, training has the bits of whole blocks."""
+    workload = replace(SMALL, transformer_blocks=2, units=Units.SUBLAYER)
+    profile = profile_of(workload)
+    schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
+    outcome, trace = train_by_schedule(workload, STEPS, schedule)
+    assert outcome == plainly(replace(workload, units=Units.BLOCK))
     assert check_trace(trace) == []
 
 

@@ -67,19 +67,23 @@ from autohete.schedule import (
     TaskId,
     Value,
 )
-from autohete.workload import Kernels, Precision, Workload
+from autohete.workload import Kernels, Precision, Units, Workload
 
 Draw = st.DrawFn
 
 
 @st.composite
 def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> Workload:
-    """Small GPT shapes in all precisions, tied or not, with fused attention or without, with gradients clipped or not."""
+    """Small GPT shapes in all precisions, tied or not, with fused attention or without, with gradients clipped or not, cut
+    into blocks or into sublayers.
+    """
     heads = draw(st.integers(1, 4))
+    units = draw(st.sampled_from([Units.BLOCK, Units.BLOCK, Units.SUBLAYER]))
+    most = max_transformer_blocks if units is Units.BLOCK else max(1, max_transformer_blocks // 2)
     return Workload(
         name="random",
         hidden_size=heads * draw(st.sampled_from([1, 8, 64])),
-        transformer_blocks=draw(st.integers(1, max_transformer_blocks)),
+        transformer_blocks=draw(st.integers(1, most)),
         heads=heads,
         vocabulary_size=draw(st.integers(1, 2000)),
         sequence_length=draw(st.integers(1, 256)),
@@ -89,6 +93,7 @@ def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: in
         kernels=draw(st.sampled_from(Kernels)),
         micro_batches=draw(st.integers(1, max_micro_batches)),
         clip_norm=draw(st.sampled_from([None, None, 1.0])),
+        units=units,
     )
 
 
