@@ -93,6 +93,33 @@ def test_sublayers_of_large_models_take_as_long_as_their_block(node: str, kernel
     assert attention.backward_seconds + mlp.backward_seconds == pytest.approx(whole.backward_seconds, rel=1e-12)
 
 
+def test_selective_recomputation_follows_korthikanti() -> None:
+    """With scores in memory a block keeps 34 b s h of its 34 b s h + 5 b s^2 a bytes, and computes no linear layer again."""
+    workload = Workload("x", 1024, 2, 16, sequence_length=512, batch_size=4, kernels=Kernels.FUSED_SOFTMAX)
+    block = analytic_profile(workload, A100).blocks[1]
+    assert block.selective is not None
+    assert block.input_bytes + block.selective.kept_bytes == 34 * 4 * 512 * 1024
+    longer = analytic_profile(replace(workload, hidden_size=2048, heads=16), A100).blocks[1]  # twice the width of a head
+    assert longer.selective is not None
+    assert longer.selective.seconds < 2 * block.selective.seconds
+    assert longer.forward_seconds > 2 * block.forward_seconds
+
+
+@pytest.mark.parametrize("node", preset_names())
+@pytest.mark.parametrize("kernels", list(Kernels))
+@pytest.mark.parametrize("units", list(Units))
+def test_selective_recomputation_saves_more_per_second_than_all_of_it(units: Units, kernels: Kernels, node: str) -> None:
+    """On every preset what is selected costs less time for each byte that it saves than a whole forward does."""
+    profile = analytic_profile(named_workload("gpt-4b", kernels=kernels, units=units), load_hardware(node))
+    for block in profile.blocks[1:-1]:
+        assert block.selective is not None
+        saved = block.kept_bytes - block.selective.kept_bytes
+        assert 0 < block.selective.seconds < 0.45 * block.forward_seconds
+        assert saved / block.selective.seconds > 1.1 * block.kept_bytes / block.forward_seconds
+    assert profile.blocks[0].selective is None
+    assert profile.blocks[-1].selective is None
+
+
 @pytest.mark.parametrize("node", preset_names())
 @pytest.mark.parametrize("precision", list(Precision))
 def test_every_preset_gives_positive_times(node: str, precision: Precision) -> None:

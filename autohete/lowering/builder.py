@@ -19,6 +19,7 @@ Place = tuple[Value, int | None, str, int]
 _OF_MICRO_BATCHES = frozenset(
     {
         Value.ACTIVATIONS,
+        Value.SELECTED_ACTIVATIONS,
         Value.INPUT,
         Value.INPUT_GRADIENT,
         Value.LOGITS,

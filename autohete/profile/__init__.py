@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autohete.errors import check_fields
+from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.workload import BlockRole, Precision, Workload
 from autohete.workload.kernels import IMPLEMENTATIONS, Part
@@ -31,6 +31,22 @@ _ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveProfile:
+    """Selective recomputation of a unit: a forward that keeps what takes long to compute, and a short recomputation.
+
+    Args:
+        kept_bytes: what that forward keeps for backward beside its input.
+        seconds: GPU time of the recomputation of the rest.
+    """
+
+    kept_bytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
 class BlockProfile:
     """One unit, such as a transformer block: times in seconds on an undisturbed engine, sizes in bytes.
 
@@ -46,6 +62,7 @@ class BlockProfile:
         gpu_update_workspace_bytes: likewise for the optimizer step on the GPU.
         measured_checkpointed_workspace_bytes: likewise for a forward that keeps nothing but the input, if it was measured.
         cpu_update_seconds: optimizer step on the CPU where it was measured; None: by the bytes that the plan says it touches.
+        selective: how it is recomputed selectively; None: it cannot be, or nobody has measured it.
     """
 
     role: BlockRole
@@ -60,9 +77,15 @@ class BlockProfile:
     gpu_update_workspace_bytes: int = 0
     cpu_update_seconds: float | None = None
     measured_checkpointed_workspace_bytes: int | None = None
+    selective: SelectiveProfile | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.selective is not None and self.selective.kept_bytes > self.kept_bytes:
+            raise InputError(
+                f"a selective forward would keep {self.selective.kept_bytes} bytes, more than the {self.kept_bytes} of one "
+                "that keeps all: leave selective out"
+            )
 
     @property
     def kept_bytes(self) -> int:
@@ -266,6 +289,7 @@ class _Roofline:
         w, element = self.workload, self.element
         hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
         parameters = w.block_parameters(role)
+        selective: SelectiveProfile | None = None
         activations: float
         workspaces: tuple[float, float]
         if role is BlockRole.EMBEDDING:
@@ -293,6 +317,7 @@ class _Roofline:
             backward = self._pass_seconds(
                 gemm_backward + self._elementwise_seconds(part, "backward"), total("backward_kernels")
             )
+            selective = self._selective(part, round(activations - hidden_bytes))
             # The table's have the output in them, and in backward its gradient and that of the input.
             workspaces = (
                 (part.forward_workspace - 1) * hidden_bytes,
@@ -309,7 +334,21 @@ class _Roofline:
             activation_bytes=round(activations),
             forward_workspace_bytes=round(workspaces[0]),
             backward_workspace_bytes=round(workspaces[1]),
+            selective=selective,
         )
+
+    def _selective(self, part: Part, kept_bytes: int) -> SelectiveProfile | None:
+        """Of a part that keeps so many bytes beside its input."""
+        chosen, w = part.selection, self.workload
+        if chosen is None:
+            return None
+        scores = w.tokens * w.sequence_length * w.heads
+        saved = chosen.kept * self.element * w.tokens * w.hidden_size
+        saved += (chosen.kept_scores * self.element + chosen.kept_score_mask) * scores
+        again = Part(tuple(operation for operation in part.operations if operation.name in chosen.again), 0, 0)
+        busy = self._elementwise_seconds(again, "forward") + (self._attention_seconds()[0] if chosen.products else 0.0)
+        seconds = self._pass_seconds(busy, again.total("forward_kernels"))
+        return SelectiveProfile(kept_bytes - round(saved), seconds)
 
     def loss(self) -> LossProfile:
         w, element, head = self.workload, self.element, self.kernels.head

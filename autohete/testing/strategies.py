@@ -47,7 +47,7 @@ from autohete.plan.rules import (
     Window,
 )
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
-from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
+from autohete.profile import BlockProfile, LossProfile, Profile, SelectiveProfile, analytic_profile
 from autohete.schedule import (
     GPU_MEMORY,
     HOST_MEMORY,
@@ -150,17 +150,20 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
 
     def block(index: int) -> BlockProfile:
         kept = draw(sizes)
+        given = draw(st.integers(0, kept))
+        selective = st.builds(SelectiveProfile, st.integers(0, kept - given), seconds)
         return BlockProfile(
             role=workload.role(index),
             parameters=draw(st.one_of(st.integers(1, 9), st.integers(1, 10**7))),
             forward_seconds=draw(seconds),
             backward_seconds=draw(seconds),
             gpu_update_seconds=draw(seconds),
-            input_bytes=draw(st.integers(0, kept)),
+            input_bytes=given,
             cpu_update_seconds=draw(st.none() | seconds),
             activation_bytes=kept,
             forward_workspace_bytes=draw(sizes),
             backward_workspace_bytes=draw(sizes),
+            selective=draw(st.none() | selective) if 0 < index < workload.blocks - 1 else None,
         )
 
     blocks = tuple(block(index) for index in range(workload.blocks))
@@ -216,6 +219,9 @@ def plans(draw: Draw, profile: Profile) -> Plan:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit
     for i, (first, *again) in enumerate(forwards):
+        if first is Activations.KEEP and profile.blocks[i].selective is not None and draw(st.booleans()):
+            units[i] = replace(units[i], activations=Activations.SELECTIVE)
+            continue
         rests = 0 < i < len(units) - 1 and first is not Activations.DROP and draw(st.booleans())
         kept = Rest(HOST_MEMORY, draw(st.integers(0, 4))) if rests else Rest()
         units[i] = replace(units[i], activations=first, again=tuple(again[:-1]), kept=kept)
@@ -278,7 +284,7 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
 @st.composite
 def _forwards(draw: Draw, units: int) -> list[list[Activations]]:
     """What each forward of so many units keeps: segments of any length, within segments, too."""
-    keep, recompute, drop = Activations
+    keep, recompute, drop = Activations.KEEP, Activations.RECOMPUTE, Activations.DROP
     found = [[keep] for _ in range(units)]
 
     def draw_sweep(first: int, last: int) -> None:

@@ -65,6 +65,24 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """What selective recomputation lets go after forward, and computes again before backward.
+
+    Args:
+        again: names of the operations that are computed again.
+        kept: tensors of ``tokens x hidden`` elements that are let go.
+        kept_scores, kept_score_mask: tensors of scores, and bytes of mask per score, likewise.
+        products: the matrix products of attention are among what is computed again.
+    """
+
+    again: tuple[str, ...]
+    kept: float = 0
+    kept_scores: float = 0
+    kept_score_mask: float = 0
+    products: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """The kernels of a transformer block, or of one of its sublayers.
 
@@ -74,12 +92,14 @@ class Part:
             a block are not the larger of its sublayers': while one of these is computed, the other keeps nothing yet, or
             nothing more.
         backward_score_workspace: tensors of scores likewise.
+        selection: how it is recomputed selectively; None: it is not.
     """
 
     operations: tuple[Operation, ...]
     forward_workspace: float
     backward_workspace: float
     backward_score_workspace: float = 0
+    selection: Selection | None = None
 
     def total(self, column: str) -> float:
         """The sum of one column of the table."""
@@ -227,33 +247,65 @@ _MEGATRON_SCORES_ATTENTION = (*_MEGATRON_NORM, *_MEGATRON_SCORES, *_MEGATRON_PRO
 _HF_SCORES_ATTENTION = (*_HF_BEFORE_SCORES, *_HF_SCORES, *_HF_MERGE, *_HF_PROJECTION)
 _HF_FLASH_ATTENTION = (*_HF_BEFORE_SCORES[:2], *_HF_FLASH, *_HF_PROJECTION)
 
+#: Where scores are in memory, the core of attention: products, softmax and dropout (Korthikanti et al. 2022, section 5;
+#: Megatron-LM v3.0, ``megatron/model/transformer.py``, ``CoreAttention`` with ``--recompute-granularity selective``). Its
+#: inputs and its result stay, which the products around it keep anyway. Of a block that is all, as published; an MLP that is a
+#: unit of its own has the elementwise results below.
+_MEGATRON_CORE = Selection(
+    ("scores", "scale, mask, softmax", "attention dropout", "context", "copy of context"),
+    kept_scores=2,
+    kept_score_mask=1,
+    products=True,
+)
+_HF_CORE = Selection(
+    ("scores", "scale", "causal mask", "softmax", "attention dropout", "context"),
+    kept_scores=2,
+    kept_score_mask=1,
+    products=True,
+)
+#: FlashAttention does that inside of its kernel. What is left is elementwise: results of norms and of the activation function,
+#: which the products after them keep (Megatron Core, ``--recompute-modules layernorm mlp_act``).
+_MEGATRON_NORM_AGAIN = Selection(("input layer norm",), kept=1)
+_MEGATRON_MLP_AGAIN = Selection(("post-attention layer norm", "bias, gelu"), kept=1 + 4)
+_HF_NORM_AGAIN = Selection(("ln_1",), kept=1)
+#: Of an activation function in eight kernels its input alone stays.
+_HF_MLP_AGAIN = Selection(
+    ("ln_2", *(operation.name for operation in _HF_MLP if operation.name.startswith("gelu"))), kept=1 + 4 + 8 + 4
+)
+
+
+def _both(attention: Selection, mlp: Selection) -> Selection:
+    """Of a block whose sublayers save only hidden tensors."""
+    return Selection((*attention.again, *mlp.again), attention.kept + mlp.kept)
+
+
 IMPLEMENTATIONS: dict[Kernels, Implementation] = {
     Kernels.FUSED: Implementation(
-        Part((*_MEGATRON_FLASH_ATTENTION, *_MEGATRON_MLP), 2, 6.5),
-        Part(_MEGATRON_FLASH_ATTENTION, 3.5, 4.5),
-        Part(_MEGATRON_MLP, 2, 6.5),
+        Part((*_MEGATRON_FLASH_ATTENTION, *_MEGATRON_MLP), 2, 6.5, selection=_both(_MEGATRON_NORM_AGAIN, _MEGATRON_MLP_AGAIN)),
+        Part(_MEGATRON_FLASH_ATTENTION, 3.5, 4.5, selection=_MEGATRON_NORM_AGAIN),
+        Part(_MEGATRON_MLP, 2, 6.5, selection=_MEGATRON_MLP_AGAIN),
         _MEGATRON_HEAD,
         flash=True,
     ),
     Kernels.FUSED_SOFTMAX: Implementation(
-        Part((*_MEGATRON_SCORES_ATTENTION, *_MEGATRON_MLP), 2, 6.5, 1),
-        Part(_MEGATRON_SCORES_ATTENTION, 2, 4.5, 1),
-        Part(_MEGATRON_MLP, 2, 6.5),
+        Part((*_MEGATRON_SCORES_ATTENTION, *_MEGATRON_MLP), 2, 6.5, 1, _MEGATRON_CORE),
+        Part(_MEGATRON_SCORES_ATTENTION, 2, 4.5, 1, _MEGATRON_CORE),
+        Part(_MEGATRON_MLP, 2, 6.5, selection=_MEGATRON_MLP_AGAIN),
         _MEGATRON_HEAD,
         flash=False,
     ),
     Kernels.EAGER: Implementation(
-        Part((*_HF_SCORES_ATTENTION, *_HF_MLP), 3, 9.5, 1),
-        Part(_HF_SCORES_ATTENTION, 2, 3.5, 1),
-        Part(_HF_MLP, 2, 9.5),
+        Part((*_HF_SCORES_ATTENTION, *_HF_MLP), 3, 9.5, 1, _HF_CORE),
+        Part(_HF_SCORES_ATTENTION, 2, 3.5, 1, _HF_CORE),
+        Part(_HF_MLP, 2, 9.5, selection=_HF_MLP_AGAIN),
         _HF_HEAD,
         flash=False,
         instructions=_EAGER_INSTRUCTIONS,
     ),
     Kernels.EAGER_FLASH: Implementation(
-        Part((*_HF_FLASH_ATTENTION, *_HF_MLP), 3, 9.5),
-        Part(_HF_FLASH_ATTENTION, 2, 5.5),
-        Part(_HF_MLP, 2, 9.5),
+        Part((*_HF_FLASH_ATTENTION, *_HF_MLP), 3, 9.5, selection=_both(_HF_NORM_AGAIN, _HF_MLP_AGAIN)),
+        Part(_HF_FLASH_ATTENTION, 2, 5.5, selection=_HF_NORM_AGAIN),
+        Part(_HF_MLP, 2, 9.5, selection=_HF_MLP_AGAIN),
         _HF_HEAD,
         flash=True,
         instructions=_EAGER_INSTRUCTIONS,
