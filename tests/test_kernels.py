@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, ClassVar
 
 import pytest
@@ -25,7 +26,7 @@ from autohete.runtime.precision import DTYPES
 from autohete.testing import strategies
 from autohete.train.gpt import Block
 from autohete.workload import WORKLOADS, BlockRole, Kernels, Precision, Units, Workload
-from autohete.workload.kernels import IMPLEMENTATIONS, Head
+from autohete.workload.kernels import IMPLEMENTATIONS, Head, Selection
 
 modeling_gpt2 = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
 
@@ -388,12 +389,17 @@ def predicted_bytes(
     sequence: int,
     precision: Precision = Precision.BF16,
     role: BlockRole = BlockRole.TRANSFORMER,
+    *,
+    selective: bool = False,
 ) -> int:
     """What the profile says that a block keeps, or a sublayer."""
     units = Units.BLOCK if role is BlockRole.TRANSFORMER else Units.SUBLAYER
     workload = Workload("x", WIDTH, 1, HEADS, 1000, sequence, batch, precision, kernels=kernels, units=units)
     (found,) = (unit for unit in analytic_profile(workload, A100).blocks if unit.role is role)
-    return found.activation_bytes
+    if not selective:
+        return found.activation_bytes
+    assert found.selective is not None
+    return found.input_bytes + found.selective.kept_bytes
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
@@ -420,6 +426,76 @@ def test_the_runtimes_block_keeps_one_tensor_less_than_fused_kernels(batch: int,
     predicted, copy = predicted_bytes(Kernels.FUSED, batch, sequence), 2 * batch * sequence * WIDTH
     assert kept == pytest.approx(predicted - copy, rel=0.02)
     assert kept < predicted < 1.06 * kept
+
+
+class Again(nn.Module):
+    """Keeps its inputs alone, as what is computed again before backward does; that is not run here."""
+
+    def __init__(self, *steps: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        found: Tensor = _Again.apply(self.steps, *inputs)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, steps: Sequence[Callable[..., Tensor]], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        first, *others = steps
+        return reduce(lambda x, step: step(x), others, first(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def select(whole: MegatronBlock | HuggingFaceBlock, selection: Selection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a block keep what ``selection`` says: what it computes again keeps its inputs alone."""
+    if isinstance(whole, MegatronBlock):
+        up, down = whole.up, whole.down
+        if "scores" in selection.again:
+            monkeypatch.setattr(whole, "_scores", Again(whole._scores).forward)
+        if "input layer norm" in selection.again:
+            whole.qkv, whole.norm1 = Again(whole.norm1, whole.qkv), nn.Identity()  # type: ignore[assignment]
+        if "post-attention layer norm" in selection.again:
+            before = Again(whole.norm2, lambda x: functional.linear(x, up.weight))
+            after = Again(lambda x: BiasGelu.apply(x, up.bias), lambda x: functional.linear(x, down.weight))  # type: ignore[no-untyped-call]
+            whole.norm2 = nn.Identity()  # type: ignore[assignment]
+            monkeypatch.setattr(whole, "_mlp", lambda x: after(before(x)))
+        return
+    b = whole.block
+    if "scores" in selection.again:
+
+        def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **_: object) -> tuple[Tensor, None]:
+            return Again(lambda q, k, v: eager_attention_of_4_28(module, q, k, v, mask)[0])(q, k, v), None
+
+        monkeypatch.setattr(modeling_gpt2, "eager_attention_forward", attention)
+    if "ln_1" in selection.again:
+        b.attn.c_attn, b.ln_1 = Again(b.ln_1, b.attn.c_attn), nn.Identity()
+    if "ln_2" in selection.again:
+        b.mlp.c_fc, b.ln_2 = Again(b.ln_2, b.mlp.c_fc), nn.Identity()
+        b.mlp.c_proj, b.mlp.act = Again(b.mlp.act, b.mlp.c_proj), nn.Identity()
+
+
+@pytest.mark.parametrize("kernels", list(Kernels))
+@pytest.mark.parametrize("role", PARTS)
+def test_a_selective_forward_keeps_what_the_table_says(
+    role: BlockRole, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block or a sublayer in which what is computed again keeps its inputs alone keeps what the profile says, within 2 %."""
+    batch, sequence = 4, 128
+    selection = IMPLEMENTATIONS[kernels].part(role).selection
+    assert selection is not None
+    assert set(selection.again) <= {operation.name for operation in IMPLEMENTATIONS[kernels].part(role).operations}
+    whole = block(kernels, WIDTH, HEADS)
+    assert isinstance(whole, (MegatronBlock, HuggingFaceBlock))
+    select(whole, selection, monkeypatch)
+    module = whole if role is BlockRole.TRANSFORMER else Sublayer(whole, role).train()
+    kept = kept_bytes(module, given_input(kernels, batch, sequence, WIDTH))
+    assert kept == pytest.approx(predicted_bytes(kernels, batch, sequence, role=role, selective=True), rel=0.02)
 
 
 # --- what is read, written and launched -----------------------------------------------------------------------------

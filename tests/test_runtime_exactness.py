@@ -217,7 +217,7 @@ def test_delayed_updates_take_the_gradients_of_the_step_before(policy: str, prec
 @pytest.mark.parametrize("kept", [Rest(), Rest(HOST_MEMORY)], ids=["here", "away"])
 def test_segments_within_segments_train_to_the_bit(route: Route, kept: Rest) -> None:
     """Units that are recomputed up to three times, and a plain segment behind them, give the bits of plain PyTorch."""
-    keep, recompute, drop = Activations
+    keep, recompute, drop = Activations.KEEP, Activations.RECOMPUTE, Activations.DROP
     forwards = [
         *[(recompute, recompute, recompute, keep), (drop, drop, drop, keep), (drop, drop, keep), (drop, recompute, keep)],
         *[(drop, drop, keep), (drop, keep), (recompute, keep), (drop, keep)],

@@ -258,7 +258,7 @@ _MEGATRON_CORE = Selection(
     products=True,
 )
 _HF_CORE = Selection(
-    ("scores", "scale", "causal mask", "softmax", "attention dropout", "context"),
+    ("copies of q, k, v", "scores", "scale", "causal mask", "softmax", "attention dropout", "context"),
     kept_scores=2,
     kept_score_mask=1,
     products=True,
