@@ -21,7 +21,7 @@ from autohete.schedule import GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, pars
 from autohete.simulate import judge_for, simulate_plan
 from autohete.workload import Workload
 
-KEEP, RECOMPUTE, DROP = Activations
+KEEP, SELECTIVE, RECOMPUTE, DROP = Activations
 #: What each forward of each unit keeps.
 Forwards = tuple[tuple[Activations, ...], ...]
 
@@ -214,6 +214,7 @@ def test_segments_within_segments_as_text() -> None:
     [
         ([UnitPlan(DROP)], r"unit 1 drops its input, but unit 0, which would make it again, keeps its activations"),
         ([UnitPlan(KEEP), UnitPlan(DROP)], r"unit 2 drops its input, but unit 1"),
+        ([UnitPlan(SELECTIVE), UnitPlan(DROP)], r"unit 1, which would make .* is not recomputed as a whole"),
         ([UnitPlan(RECOMPUTE, again=(RECOMPUTE,))], r"again says recompute: it has more entries than units above need"),
         (
             [UnitPlan(RECOMPUTE, again=(RECOMPUTE,)), UnitPlan(DROP, again=(DROP,))],
@@ -239,6 +240,9 @@ def test_what_nothing_makes_again_is_refused(units: list[UnitPlan], message: str
         ({"activations": RECOMPUTE, "again": (DROP,)}, "let again drop none after it"),
         ({"activations": DROP, "again": ("drop",)}, "^again is 'drop': give Activations.KEEP"),
         ({"activations": DROP, "kept": Rest(HOST_MEMORY)}, "leave kept out, or keep its input"),
+        ({"activations": SELECTIVE, "kept": Rest(HOST_MEMORY)}, "rests on the GPU: leave kept out"),
+        ({"activations": SELECTIVE, "again": (RECOMPUTE,)}, "all that its one recomputation needs: leave again out"),
+        ({"activations": DROP, "again": (SELECTIVE,)}, "only a forward is selective"),
     ],
 )
 def test_what_a_unit_cannot_keep_is_refused(given: dict[str, object], message: str) -> None:

@@ -128,6 +128,20 @@ def test_options_change_a_named_workload() -> None:
     assert slow["iteration_seconds"] > one["iteration_seconds"]
 
 
+def test_attention_and_mlp_are_planned_apart() -> None:
+    """With --units sublayer a plan decides for two units in each block, and tables say so."""
+    options = ["--workload", "gpt-4b", "--units", "sublayer", "--policy", "autohete"]
+    answer = json.loads(autohete("simulate", *options, "--json").stdout)
+    assert answer["assumptions"]["units"] == "sublayer"
+    assert answer["plan"]["blocks"] == 2 * 21 + 2
+    shown = autohete("simulate", *options).stdout
+    assert "units sublayer" in shown.splitlines()[0]
+    assert "of 44 units (embedding, sublayers, head)" in shown
+    planned = autohete("plan", *options).stdout
+    assert re.search(r"^[\d to]+, attention ", planned, re.MULTILINE)
+    assert re.search(r"^[\d to]+, mlp ", planned, re.MULTILINE)
+
+
 def test_same_input_same_output() -> None:
     """Two runs print byte-identical JSON and write byte-identical timelines."""
     runs = [autohete("simulate", *SMALL, "--policy", "autohete", "--json", "--trace", "/dev/stderr") for _ in range(2)]

@@ -71,6 +71,14 @@ def test_a_training_ends_with_its_losses_and_its_prediction(training: tuple[str,
     assert {"F", "L", "B"} <= set(gpu)
 
 
+def test_a_training_of_sublayers_learns_the_same(training: tuple[str, Path]) -> None:
+    """``--units sublayer`` plans attention and MLP apart, measured as they are, and changes no loss."""
+    said = trains({**TINY, "--gpu-memory": "60%", "--units": "sublayer"})
+    assert "units sublayer" in said
+    assert re.search(r"plan \d+c \d+p \d+o of 6;", said)
+    assert losses(said) == losses(training[0])
+
+
 def test_a_training_clips(training: tuple[str, Path]) -> None:
     """``--clip-norm`` changes what is learned, but not the first loss."""
     plain, clipped = losses(training[0]), losses(trains({**TINY, "--gpu-memory": "60%", "--clip-norm": "0.001"}))

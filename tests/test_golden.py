@@ -35,7 +35,7 @@ from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.execution.trace import check_trace
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 from autohete.policies import POLICIES, parse_policy
-from autohete.profile import BlockProfile, LossProfile, Profile
+from autohete.profile import BlockProfile, LossProfile, Profile, SelectiveProfile
 from autohete.simulate import Simulation, judge_for, simulate_plan
 from autohete.workload import BlockRole, Precision, Workload
 
@@ -45,11 +45,18 @@ PLENTY = 10**12
 
 
 def profile_with(
-    gpu_bytes: int, micro_batches: int, gpus: int = 1, clip_norm: float | None = None, pinned_bytes: int | None = None
+    gpu_bytes: int,
+    micro_batches: int,
+    gpus: int = 1,
+    clip_norm: float | None = None,
+    pinned_bytes: int | None = None,
+    *,
+    selective: bool = False,
 ) -> Profile:
     """The model above on a node with ``gpu_bytes`` for tensors; nothing there slows anything else down.
 
-    Of several GPUs each passes on 4 bytes/ns, and has an equal part of the processor.
+    Selective recomputation of a block keeps 16 of the 36 bytes beside the input and takes 2 ns. Of several GPUs each passes on
+    4 bytes/ns, and has an equal part of the processor.
     """
     workload = Workload(
         "paper", hidden_size=1, transformer_blocks=3, heads=1, vocabulary_size=1, sequence_length=1, batch_size=1,
@@ -71,6 +78,7 @@ def profile_with(
         return BlockProfile(
             role, parameters, forward_ns * 1e-9, backward_ns * 1e-9, update_ns * 1e-9,
             input_bytes=4, activation_bytes=40, forward_workspace_bytes=0, backward_workspace_bytes=8,
+            selective=SelectiveProfile(16, 2e-9) if selective and role is BlockRole.TRANSFORMER else None,
         )  # fmt: skip
 
     inner = block(BlockRole.TRANSFORMER, 4, 6, 12, 4)
@@ -84,7 +92,8 @@ class Case:
 
     The head of the file is written by hand, in comments: ``policy``, ``gpu bytes`` (few, where that makes it offload),
     ``period ns`` as a sum, and where the sum comes from; ``micro-batches`` and ``gpus`` where there are several; ``clip norm``
-    where gradients are clipped; ``pinned bytes`` where pinned memory has a limit.
+    where gradients are clipped; ``pinned bytes`` where pinned memory has a limit; ``selective`` where the profile says how
+    blocks are recomputed selectively.
     """
 
     name: str
@@ -94,6 +103,7 @@ class Case:
     gpus: int
     clip_norm: float | None
     pinned_bytes: int | None
+    selective: bool
     period_ns: int
     head: str
     told: str
@@ -110,7 +120,7 @@ def case(path: Path) -> Case:
     clip_norm = float(given["clip norm"]) if "clip norm" in given else None
     gpu_bytes = int(given["gpu bytes"])
     pinned_bytes = int(given["pinned bytes"]) if "pinned bytes" in given else None
-    asked = (given["policy"], gpu_bytes, micro_batches, gpus, clip_norm, pinned_bytes)
+    asked = (given["policy"], gpu_bytes, micro_batches, gpus, clip_norm, pinned_bytes, "selective" in given)
     return Case(path.stem, *asked, eval(period), head, text[len(head) :])
 
 
@@ -119,7 +129,9 @@ CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
 
 def simulated(name: str) -> Simulation:
     asked = CASES[name]
-    profile = profile_with(asked.gpu_bytes, asked.micro_batches, asked.gpus, asked.clip_norm, asked.pinned_bytes)
+    profile = profile_with(
+        asked.gpu_bytes, asked.micro_batches, asked.gpus, asked.clip_norm, asked.pinned_bytes, selective=asked.selective
+    )
     return simulate_plan(profile, parse_policy(asked.policy).plan(profile, judge_for(profile)))
 
 

@@ -19,7 +19,7 @@ from autohete.policies.autohete import AutoHete
 from autohete.policies.checkpointing import Checkpointing
 from autohete.policies.stronghold import StrongHold
 from autohete.quantities import UNITS, format_bytes, format_seconds, parse_quantity
-from autohete.workload import WORKLOADS, BlockRole, Precision, Workload, named_workload
+from autohete.workload import WORKLOADS, BlockRole, Precision, Units, Workload, named_workload
 
 NODE = "a100-40gb-epyc7713"
 
@@ -90,6 +90,13 @@ def test_embedding_and_head_are_blocks() -> None:
     ]
     assert untied.parameters - tied.parameters == 64 * tied.vocabulary_size
     assert untied.block_parameters(BlockRole.HEAD) - tied.block_parameters(BlockRole.HEAD) == 64 * tied.vocabulary_size
+
+
+def test_sublayers_of_a_block_are_its_attention_and_its_mlp() -> None:
+    """Cut into sublayers a workload has two units for each block, by turns, and the same parameters."""
+    finer = Workload("x", 64, 2, 4, units=Units.SUBLAYER)
+    assert [finer.role(unit).value for unit in range(finer.blocks)] == ["embedding", *["attention", "mlp"] * 2, "head"]
+    assert finer.parameters == Workload("x", 64, 2, 4).parameters
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, ClassVar
 
 import pytest
@@ -24,8 +25,8 @@ from autohete.profile import Profile, _Roofline, analytic_profile
 from autohete.runtime.precision import DTYPES
 from autohete.testing import strategies
 from autohete.train.gpt import Block
-from autohete.workload import WORKLOADS, Kernels, Precision, Workload
-from autohete.workload.kernels import IMPLEMENTATIONS, Head
+from autohete.workload import WORKLOADS, BlockRole, Kernels, Precision, Units, Workload
+from autohete.workload.kernels import IMPLEMENTATIONS, Head, Selection
 
 modeling_gpt2 = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
 
@@ -238,8 +239,19 @@ class MegatronBlock(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self._join(self._attention(self.norm1(x)), self.out.bias, x)
+        return self.mlp(self.attention(x))
+
+    def attention(self, x: Tensor) -> Tensor:
+        """One sublayer."""
+        return self._join(self._attention(self.norm1(x)), self.out.bias, x)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The other."""
         return self._join(self._mlp(self.norm2(x)), self.down.bias, x)
+
+    def owned(self, role: BlockRole) -> list[nn.Module]:
+        """The modules of a sublayer."""
+        return [self.norm1, self.qkv, self.out] if role is BlockRole.ATTENTION else [self.norm2, self.up, self.down]
 
     def _attention(self, x: Tensor) -> Tensor:
         s, b, h = x.shape
@@ -276,8 +288,37 @@ class HuggingFaceBlock(nn.Module):
         self.block, self.eager = modeling_gpt2.GPT2Block(config, layer_idx=0), attention == "eager"
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.empty(1, 1, x.shape[1], x.shape[1], dtype=x.dtype, device=x.device) if self.eager else None
-        out: Tensor = self.block(x, attention_mask=mask)
+        out: Tensor = self.block(x, attention_mask=self._mask(x))
+        return out
+
+    def attention(self, x: Tensor) -> Tensor:
+        """One sublayer, as GPT2Block.forward computes it."""
+        out: Tensor = self.block.attn(self.block.ln_1(x), attention_mask=self._mask(x))[0] + x
+        return out
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The other."""
+        out: Tensor = x + self.block.mlp(self.block.ln_2(x))
+        return out
+
+    def owned(self, role: BlockRole) -> list[nn.Module]:
+        """The modules of a sublayer."""
+        b = self.block
+        return [b.ln_1, b.attn] if role is BlockRole.ATTENTION else [b.ln_2, b.mlp]
+
+    def _mask(self, x: Tensor) -> Tensor | None:
+        return torch.empty(1, 1, x.shape[1], x.shape[1], dtype=x.dtype, device=x.device) if self.eager else None
+
+
+class Sublayer(nn.Module):
+    """Attention or MLP of a block, with its parameters alone."""
+
+    def __init__(self, whole: MegatronBlock | HuggingFaceBlock, role: BlockRole) -> None:
+        super().__init__()
+        self.owned, self.compute = nn.ModuleList(whole.owned(role)), getattr(whole, role)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.compute(x)
         return out
 
 
@@ -293,16 +334,23 @@ def eager_attention_of_4_28(
     return torch.matmul(weights, value).transpose(1, 2), None
 
 
-def block(kernels: Kernels, hidden: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """The module that the table of ``kernels`` describes."""
-    makers: dict[Kernels, Callable[[], nn.Module]] = {
+def block(
+    kernels: Kernels,
+    hidden: int,
+    heads: int,
+    dtype: torch.dtype = torch.bfloat16,
+    role: BlockRole = BlockRole.TRANSFORMER,
+) -> nn.Module:
+    """The module that the table of ``kernels`` describes, or a sublayer of it."""
+    makers: dict[Kernels, Callable[[], MegatronBlock | HuggingFaceBlock]] = {
         Kernels.FUSED: lambda: MegatronBlock(hidden, heads, flash=True),
         Kernels.FUSED_SOFTMAX: lambda: MegatronBlock(hidden, heads, flash=False),
         Kernels.EAGER: lambda: HuggingFaceBlock(hidden, heads, "eager"),
         Kernels.EAGER_FLASH: lambda: HuggingFaceBlock(hidden, heads, "sdpa"),
     }
     with torch.device("meta"):
-        return makers[kernels]().to(dtype).train()
+        whole = makers[kernels]().to(dtype).train()
+        return whole if role is BlockRole.TRANSFORMER else Sublayer(whole, role).train()
 
 
 def given_input(kernels: Kernels, batch: int, sequence: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -317,6 +365,8 @@ def given_input(kernels: Kernels, batch: int, sequence: int, hidden: int, dtype:
 #: No batch of one: (sequence, 1, hidden) needs none of Megatron-LM's copies.
 SHAPES = [(16, 32), (8, 64), (4, 128), (2, 256)]
 WIDTH, HEADS = 256, 4
+#: A block, and what it consists of.
+PARTS = [BlockRole.TRANSFORMER, BlockRole.ATTENTION, BlockRole.MLP]
 
 
 def kept_bytes(module: nn.Module, x: Tensor) -> int:
@@ -333,20 +383,38 @@ def kept_bytes(module: nn.Module, x: Tensor) -> int:
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)
 
 
-def predicted_bytes(kernels: Kernels, batch: int, sequence: int, precision: Precision = Precision.BF16) -> int:
-    """What the profile says that a block keeps."""
-    workload = Workload("x", WIDTH, 1, HEADS, 1000, sequence, batch, precision, kernels=kernels)
-    return analytic_profile(workload, A100).blocks[1].activation_bytes
+def predicted_bytes(
+    kernels: Kernels,
+    batch: int,
+    sequence: int,
+    precision: Precision = Precision.BF16,
+    role: BlockRole = BlockRole.TRANSFORMER,
+    *,
+    selective: bool = False,
+) -> int:
+    """What the profile says that a block keeps, or a sublayer."""
+    units = Units.BLOCK if role is BlockRole.TRANSFORMER else Units.SUBLAYER
+    workload = Workload("x", WIDTH, 1, HEADS, 1000, sequence, batch, precision, kernels=kernels, units=units)
+    (found,) = (unit for unit in analytic_profile(workload, A100).blocks if unit.role is role)
+    if not selective:
+        return found.activation_bytes
+    assert found.selective is not None
+    return found.input_bytes + found.selective.kept_bytes
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
 @pytest.mark.parametrize(("batch", "sequence"), SHAPES)
 @pytest.mark.parametrize("kernels", list(Kernels))
-def test_a_block_keeps_what_the_table_says(kernels: Kernels, batch: int, sequence: int, precision: Precision) -> None:
-    """What a block keeps for backward, its input included, is the profile's within 2 %: statistics of rows are left out."""
+@pytest.mark.parametrize("role", PARTS)
+def test_a_block_keeps_what_the_table_says(
+    role: BlockRole, kernels: Kernels, batch: int, sequence: int, precision: Precision
+) -> None:
+    """What a block or a sublayer keeps for backward, its input included, is the profile's within 2 %: statistics of rows are
+    left out.
+    """
     dtype = DTYPES[precision]
-    kept = kept_bytes(block(kernels, WIDTH, HEADS, dtype), given_input(kernels, batch, sequence, WIDTH, dtype))
-    assert kept == pytest.approx(predicted_bytes(kernels, batch, sequence, precision), rel=0.02)
+    kept = kept_bytes(block(kernels, WIDTH, HEADS, dtype, role), given_input(kernels, batch, sequence, WIDTH, dtype))
+    assert kept == pytest.approx(predicted_bytes(kernels, batch, sequence, precision, role), rel=0.02)
 
 
 @pytest.mark.parametrize(("batch", "sequence"), SHAPES)
@@ -360,6 +428,76 @@ def test_the_runtimes_block_keeps_one_tensor_less_than_fused_kernels(batch: int,
     assert kept < predicted < 1.06 * kept
 
 
+class Again(nn.Module):
+    """Keeps its inputs alone, as what is computed again before backward does; that is not run here."""
+
+    def __init__(self, *steps: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        found: Tensor = _Again.apply(self.steps, *inputs)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, steps: Sequence[Callable[..., Tensor]], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        first, *others = steps
+        return reduce(lambda x, step: step(x), others, first(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def select(whole: MegatronBlock | HuggingFaceBlock, selection: Selection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a block keep what ``selection`` says: what it computes again keeps its inputs alone."""
+    if isinstance(whole, MegatronBlock):
+        up, down = whole.up, whole.down
+        if "scores" in selection.again:
+            monkeypatch.setattr(whole, "_scores", Again(whole._scores).forward)
+        if "input layer norm" in selection.again:
+            whole.qkv, whole.norm1 = Again(whole.norm1, whole.qkv), nn.Identity()  # type: ignore[assignment]
+        if "post-attention layer norm" in selection.again:
+            before = Again(whole.norm2, lambda x: functional.linear(x, up.weight))
+            after = Again(lambda x: BiasGelu.apply(x, up.bias), lambda x: functional.linear(x, down.weight))  # type: ignore[no-untyped-call]
+            whole.norm2 = nn.Identity()  # type: ignore[assignment]
+            monkeypatch.setattr(whole, "_mlp", lambda x: after(before(x)))
+        return
+    b = whole.block
+    if "scores" in selection.again:
+
+        def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **_: object) -> tuple[Tensor, None]:
+            return Again(lambda q, k, v: eager_attention_of_4_28(module, q, k, v, mask)[0])(q, k, v), None
+
+        monkeypatch.setattr(modeling_gpt2, "eager_attention_forward", attention)
+    if "ln_1" in selection.again:
+        b.attn.c_attn, b.ln_1 = Again(b.ln_1, b.attn.c_attn), nn.Identity()
+    if "ln_2" in selection.again:
+        b.mlp.c_fc, b.ln_2 = Again(b.ln_2, b.mlp.c_fc), nn.Identity()
+        b.mlp.c_proj, b.mlp.act = Again(b.mlp.act, b.mlp.c_proj), nn.Identity()
+
+
+@pytest.mark.parametrize("kernels", list(Kernels))
+@pytest.mark.parametrize("role", PARTS)
+def test_a_selective_forward_keeps_what_the_table_says(
+    role: BlockRole, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block or a sublayer in which what is computed again keeps its inputs alone keeps what the profile says, within 2 %."""
+    batch, sequence = 4, 128
+    selection = IMPLEMENTATIONS[kernels].part(role).selection
+    assert selection is not None
+    assert set(selection.again) <= {operation.name for operation in IMPLEMENTATIONS[kernels].part(role).operations}
+    whole = block(kernels, WIDTH, HEADS)
+    assert isinstance(whole, (MegatronBlock, HuggingFaceBlock))
+    select(whole, selection, monkeypatch)
+    module = whole if role is BlockRole.TRANSFORMER else Sublayer(whole, role).train()
+    kept = kept_bytes(module, given_input(kernels, batch, sequence, WIDTH))
+    assert kept == pytest.approx(predicted_bytes(kernels, batch, sequence, role=role, selective=True), rel=0.02)
+
+
 # --- what is read, written and launched -----------------------------------------------------------------------------
 
 #: No number of scores is a multiple of the hidden elements, and no parameter has a multiple of these.
@@ -367,9 +505,9 @@ BATCH, SEQUENCE, HIDDEN = 3, 40, 64
 TOKENS, SCORES = BATCH * SEQUENCE * HIDDEN, BATCH * HEADS * SEQUENCE**2
 
 
-def counted(kernels: Kernels) -> Counter:
-    """Forward and backward of a block."""
-    module, x = block(kernels, HIDDEN, HEADS), given_input(kernels, BATCH, SEQUENCE, HIDDEN)
+def counted(kernels: Kernels, role: BlockRole = BlockRole.TRANSFORMER) -> Counter:
+    """Forward and backward of a block, or of a sublayer."""
+    module, x = block(kernels, HIDDEN, HEADS, role=role), given_input(kernels, BATCH, SEQUENCE, HIDDEN)
     with counting() as counter:
         y = module(x)
         counter.backward = True
@@ -395,9 +533,10 @@ def _eager_attention_of_4_28(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_eager_attention_of_4_28")
 @pytest.mark.parametrize("kernels", list(Kernels))
-def test_a_block_accesses_and_launches_what_the_table_says(kernels: Kernels) -> None:
+@pytest.mark.parametrize("role", PARTS)
+def test_a_block_accesses_and_launches_what_the_table_says(role: BlockRole, kernels: Kernels) -> None:
     """Accesses are within 2 % of the table, passes over scores and masks exactly its own, and kernels within 15 %."""
-    table, counter = IMPLEMENTATIONS[kernels], counted(kernels)
+    table, counter = IMPLEMENTATIONS[kernels].part(role), counted(kernels, role)
     for backward, direction in ((False, "forward"), (True, "backward")):
         assert accesses(counter, backward) == pytest.approx(table.total(direction), rel=0.02)
         assert score_passes(counter, backward) == table.total(f"{direction}_scores")
@@ -408,7 +547,7 @@ def test_a_block_accesses_and_launches_what_the_table_says(kernels: Kernels) -> 
 
 def test_eager_attention_of_today_differs_in_the_mask_alone() -> None:
     """The installed transformers adds the mask, which backward passes over: that row's backward is all that is missing."""
-    table, counter = IMPLEMENTATIONS[Kernels.EAGER], counted(Kernels.EAGER)
+    table, counter = IMPLEMENTATIONS[Kernels.EAGER].block, counted(Kernels.EAGER)
     (mask,) = (operation for operation in table.operations if operation.name == "causal mask")
     assert accesses(counter, False) == pytest.approx(table.total("forward"), rel=0.02)
     assert accesses(counter, True) == pytest.approx(table.total("backward"), rel=0.02)
@@ -421,9 +560,9 @@ def test_eager_attention_of_today_differs_in_the_mask_alone() -> None:
 # --- what lives only during a pass ----------------------------------------------------------------------------------
 
 
-def workspaces(kernels: Kernels, batch: int, sequence: int, heads: int) -> tuple[int, int]:
+def workspaces(kernels: Kernels, role: BlockRole, batch: int, sequence: int, heads: int) -> tuple[int, int]:
     """Bytes at the peak of forward and backward, output and its gradient included, beyond those kept for backward."""
-    module, x = block(kernels, HIDDEN, heads), given_input(kernels, batch, sequence, HIDDEN)
+    module, x = block(kernels, HIDDEN, heads, role=role), given_input(kernels, batch, sequence, HIDDEN)
     before = kept_bytes(module, x) - x.untyped_storage().nbytes()
     with counting() as counter:
         y = module(x)
@@ -432,16 +571,18 @@ def workspaces(kernels: Kernels, batch: int, sequence: int, heads: int) -> tuple
     return forward - before, counter.peak_bytes - before
 
 
+@pytest.mark.usefixtures("_eager_attention_of_4_28")
 @pytest.mark.parametrize("kernels", list(Kernels))
-def test_a_pass_needs_the_workspace_of_the_table(kernels: Kernels) -> None:
+@pytest.mark.parametrize("role", PARTS)
+def test_a_pass_needs_the_workspace_of_the_table(role: BlockRole, kernels: Kernels) -> None:
     """Peaks are within 5 % of the table: of hidden tensors where scores are few, of scores where these are most of all."""
-    table = IMPLEMENTATIONS[kernels]
+    table = IMPLEMENTATIONS[kernels].part(role)
     batch, sequence = 4096, 4
-    forward, backward = (size / (2 * batch * sequence * HIDDEN) for size in workspaces(kernels, batch, sequence, heads=1))
+    forward, backward = (size / (2 * batch * sequence * HIDDEN) for size in workspaces(kernels, role, batch, sequence, heads=1))
     assert forward == pytest.approx(table.forward_workspace, rel=0.05)
     assert backward == pytest.approx(table.backward_workspace, rel=0.05)
     batch, sequence, heads = 4, 4096, 8
-    _, backward = (size / (2 * batch * heads * sequence**2) for size in workspaces(kernels, batch, sequence, heads))
+    _, backward = (size / (2 * batch * heads * sequence**2) for size in workspaces(kernels, role, batch, sequence, heads))
     assert backward == pytest.approx(table.backward_score_workspace, abs=0.05)
 
 
@@ -537,8 +678,8 @@ def test_few_tokens_take_the_launches_of_their_kernels(kernels: Kernels) -> None
     profile = analytic_profile(Workload("x", 64, 1, 4, 100, 4, 1, kernels=kernels), A100)
     table, launch = IMPLEMENTATIONS[kernels], A100.cpu.launch_seconds
     assert launch > A100.gpu.kernel_overhead_seconds
-    assert profile.blocks[1].forward_seconds == table.total("forward_kernels") * launch
-    assert profile.blocks[1].backward_seconds == table.total("backward_kernels") * launch
+    assert profile.blocks[1].forward_seconds == table.block.total("forward_kernels") * launch
+    assert profile.blocks[1].backward_seconds == table.block.total("backward_kernels") * launch
     assert profile.loss.seconds == table.head.kernels * launch
 
 

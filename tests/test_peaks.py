@@ -84,7 +84,7 @@ def test_every_task_needs_what_its_schedule_says(policy: str, precision: Precisi
 
 def test_segments_within_segments_need_what_their_schedule_says() -> None:
     """Byte for byte, where units are recomputed several times and inputs live in turn."""
-    keep, recompute, drop = Activations
+    keep, recompute, drop = Activations.KEEP, Activations.RECOMPUTE, Activations.DROP
     forwards = [(recompute, recompute, keep), (drop, drop, keep), (drop, keep), (recompute, keep), (drop, keep)]
     inner = [UnitPlan(first, again=tuple(again[:-1])) for first, *again in forwards]
     workload = replace(MEDIUM, transformer_blocks=len(inner))

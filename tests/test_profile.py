@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
-from autohete.hardware import Cpu, load_hardware, preset_names
+from autohete.hardware import Cpu, Hardware, load_hardware, preset_names
 from autohete.profile import Profile, analytic_profile
-from autohete.workload import Kernels, Precision, Workload, named_workload
+from autohete.testing import strategies
+from autohete.workload import BlockRole, Kernels, Precision, Units, Workload, named_workload
 
 A100 = load_hardware("a100-40gb-epyc7713")
 
@@ -53,6 +55,69 @@ def test_activations_follow_korthikanti() -> None:
     assert plain.activation_bytes == 34 * b * s * h + 5 * b * s * s * a
     assert flash.activation_bytes == 34 * b * s * h + 2 * b * s * h
     assert flash.input_bytes == plain.input_bytes == 2 * b * s * h
+
+
+@given(strategies.workloads(), strategies.hardware())
+def test_sublayers_add_up_to_their_block(workload: Workload, node: Hardware) -> None:
+    """Attention and MLP have the block's parameters and keep its bytes, and no pass is quicker in parts than as a whole."""
+    (block,) = {
+        u for u in analytic_profile(replace(workload, units=Units.BLOCK), node).blocks if u.role is BlockRole.TRANSFORMER
+    }
+    profile = analytic_profile(replace(workload, units=Units.SUBLAYER), node)
+    inner = profile.blocks[1:-1]
+    assert [unit.role for unit in inner] == [BlockRole.ATTENTION, BlockRole.MLP] * workload.transformer_blocks
+    assert profile.workload.parameters == workload.parameters
+    attention, mlp = inner[:2]
+    assert attention.parameters + mlp.parameters == block.parameters
+    assert attention.activation_bytes + mlp.activation_bytes == block.activation_bytes
+    assert attention.input_bytes == mlp.input_bytes == block.input_bytes
+    # A part may be bound by launching its kernels, or by instructions, where the whole is not.
+    bound = node.cpu.launch_seconds > 0 or workload.kernels in (Kernels.EAGER, Kernels.EAGER_FLASH)
+    for time in ("forward_seconds", "backward_seconds"):
+        parts, whole = getattr(attention, time) + getattr(mlp, time), getattr(block, time)
+        assert parts >= whole * (1 - 1e-9)
+        assert bound or parts == pytest.approx(whole)
+    # One more kernel for the other tensor.
+    more = attention.gpu_update_seconds + mlp.gpu_update_seconds - block.gpu_update_seconds
+    assert more == pytest.approx(node.gpu.kernel_overhead_seconds, abs=1e-9 * block.gpu_update_seconds)
+
+
+@pytest.mark.parametrize("node", preset_names())
+@pytest.mark.parametrize("kernels", list(Kernels))
+def test_sublayers_of_large_models_take_as_long_as_their_block(node: str, kernels: Kernels) -> None:
+    """On every preset the passes of attention and MLP last together exactly as long as those of the block."""
+    workload, hardware = named_workload("gpt-4b", kernels=kernels), load_hardware(node)
+    whole = analytic_profile(workload, hardware).blocks[1]
+    attention, mlp = analytic_profile(replace(workload, units=Units.SUBLAYER), hardware).blocks[1:3]
+    assert attention.forward_seconds + mlp.forward_seconds == pytest.approx(whole.forward_seconds, rel=1e-12)
+    assert attention.backward_seconds + mlp.backward_seconds == pytest.approx(whole.backward_seconds, rel=1e-12)
+
+
+def test_selective_recomputation_follows_korthikanti() -> None:
+    """With scores in memory a block keeps 34 b s h of its 34 b s h + 5 b s^2 a bytes, and computes no linear layer again."""
+    workload = Workload("x", 1024, 2, 16, sequence_length=512, batch_size=4, kernels=Kernels.FUSED_SOFTMAX)
+    block = analytic_profile(workload, A100).blocks[1]
+    assert block.selective is not None
+    assert block.input_bytes + block.selective.kept_bytes == 34 * 4 * 512 * 1024
+    longer = analytic_profile(replace(workload, hidden_size=2048, heads=16), A100).blocks[1]  # twice the width of a head
+    assert longer.selective is not None
+    assert longer.selective.seconds < 2 * block.selective.seconds
+    assert longer.forward_seconds > 2 * block.forward_seconds
+
+
+@pytest.mark.parametrize("node", preset_names())
+@pytest.mark.parametrize("kernels", list(Kernels))
+@pytest.mark.parametrize("units", list(Units))
+def test_selective_recomputation_saves_more_per_second_than_all_of_it(units: Units, kernels: Kernels, node: str) -> None:
+    """On every preset what is selected costs less time for each byte that it saves than a whole forward does."""
+    profile = analytic_profile(named_workload("gpt-4b", kernels=kernels, units=units), load_hardware(node))
+    for block in profile.blocks[1:-1]:
+        assert block.selective is not None
+        saved = block.kept_bytes - block.selective.kept_bytes
+        assert 0 < block.selective.seconds < 0.45 * block.forward_seconds
+        assert saved / block.selective.seconds > 1.1 * block.kept_bytes / block.forward_seconds
+    assert profile.blocks[0].selective is None
+    assert profile.blocks[-1].selective is None
 
 
 @pytest.mark.parametrize("node", preset_names())

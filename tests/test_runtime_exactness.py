@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import with_gradients_replacing
 from support.reference import Outcome, slowed, train_by_schedule, train_plainly
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohete.errors import AutoHeteError, InputError
 from autohete.execution.trace import check_trace
@@ -25,7 +27,7 @@ from autohete.schedule import COLLECTIVES, HOST_MEMORY, NVME_MEMORY, Kind, Sched
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
-from autohete.workload import Precision, Workload
+from autohete.workload import Precision, Units, Workload
 
 STEPS = 3
 #: Less than the global norm of the small model's gradients, which is about 0.6.
@@ -35,12 +37,15 @@ SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch
 POLICIES = [
     "resident",
     "resident:checkpointing=full",
+    "resident:checkpointing=selective",
     "sqrt_checkpoint:segments=1",
     "zero_offload",
     "zero_offload:paper,tile_overlap",
+    "zero_offload:checkpointing=selective",
     "patrickstar",
     "stronghold:window=1",
     "stronghold:window=2",
+    "stronghold:window=2,checkpointing=selective",
     "autohete",
     "autohete:priority=off",
     "joint",
@@ -83,6 +88,65 @@ def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied:
     outcome, trace = train_by_schedule(workload, STEPS, schedule)
     assert outcome == plainly(workload)
     assert check_trace(trace) == []
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "l2l:paper,host_stash", "rotor", "capuchin"])
+def test_attention_and_mlp_by_themselves_train_to_the_bit(policy: str) -> None:
+    """Where attention and MLP are units of their own, with their own decisions, training has the bits of whole blocks."""
+    workload = replace(SMALL, transformer_blocks=2, units=Units.SUBLAYER)
+    profile = profile_of(workload)
+    schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
+    outcome, trace = train_by_schedule(workload, STEPS, schedule)
+    assert outcome == plainly(replace(workload, units=Units.BLOCK))
+    assert check_trace(trace) == []
+
+
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names of the operations that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("units", list(Units))
+def test_selective_recomputation_computes_no_linear_layer_again(units: Units) -> None:
+    """It takes the results of linear layers from forward, and draws the same dropout again."""
+    workload = replace(SMALL, units=units, transformer_blocks=1)
+    profile = profile_of(workload)
+    schedule = lower(profile, parse_policy("resident:checkpointing=selective").plan(profile, judge_for(profile)))
+    computed: dict[TaskId, list[str]] = {}
+
+    def counted(action: Action) -> Action:
+        def perform(task: Task, iteration: int) -> None:
+            with Counted() as counter:
+                action(task, iteration)
+            computed[task.id] = counter.names
+
+        return perform
+
+    outcome, _ = train_by_schedule(workload, STEPS, schedule, counted)
+    assert outcome == plainly(replace(workload, units=Units.BLOCK))
+    inner = range(1, len(profile.blocks) - 1)
+    forward = [name for task, names in computed.items() if task.kind is Kind.FORWARD and task.unit in inner for name in names]
+    again = [name for task, names in computed.items() if task.kind is Kind.RECOMPUTE for name in names]
+    assert forward.count("addmm") == 4
+    assert not {"mm", "addmm"} & set(again)
+    assert again.count("bernoulli_") == forward.count("bernoulli_") > 0
+    assert again.count("native_layer_norm") == forward.count("native_layer_norm") == 2
+
+
+def test_what_cannot_be_selected_is_refused() -> None:
+    """A profile that does not say how a unit is recomputed selectively is refused by the unit's name."""
+    profile = profile_of(SMALL)
+    plan = parse_policy("resident:checkpointing=selective").plan(profile, judge_for(profile))
+    measured = replace(profile, blocks=tuple(replace(block, selective=None) for block in profile.blocks))
+    with pytest.raises(InputError, match=r"unit 1 \(transformer\) is to be recomputed selectively, but its profile does not"):
+        lower(measured, plan)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +217,7 @@ def test_delayed_updates_take_the_gradients_of_the_step_before(policy: str, prec
 @pytest.mark.parametrize("kept", [Rest(), Rest(HOST_MEMORY)], ids=["here", "away"])
 def test_segments_within_segments_train_to_the_bit(route: Route, kept: Rest) -> None:
     """Units that are recomputed up to three times, and a plain segment behind them, give the bits of plain PyTorch."""
-    keep, recompute, drop = Activations
+    keep, recompute, drop = Activations.KEEP, Activations.RECOMPUTE, Activations.DROP
     forwards = [
         *[(recompute, recompute, recompute, keep), (drop, drop, drop, keep), (drop, drop, keep), (drop, recompute, keep)],
         *[(drop, drop, keep), (drop, keep), (recompute, keep), (drop, keep)],

@@ -27,10 +27,10 @@ from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.sim import SimExecutor
-from autohete.train.gpt import GPT
+from autohete.train.gpt import GPT, Attention, Mlp
 from autohete.train.microbenchmarks import versions
 from autohete.train.trainer import Mode, NonFinite
-from autohete.workload import Precision
+from autohete.workload import BlockRole, Precision, Units
 
 STEPS = 3
 
@@ -109,6 +109,64 @@ def test_the_named_limit_of_pinned_memory_works() -> None:
         one_step(1000)
     assert caught.value.constraint == "pinned"
     one_step(caught.value.needed_bytes)
+
+
+class Alternating(nn.Module):
+    """A model of one's own whose list has attention and MLP by turns, as its attribute says."""
+
+    units = Units.SUBLAYER
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = nn.Embedding(MEDIUM.vocabulary_size, 32)
+        self.layers = nn.ModuleList(part(32, 4, 0.2) for _ in range(3) for part in (Attention, Mlp))
+        self.outside = nn.Linear(32, MEDIUM.vocabulary_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.inside(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.outside(x)
+        return logits
+
+
+def test_a_list_of_attention_and_mlp_by_turns_trains_to_the_bit() -> None:
+    """Modules that differ are measured each and planned apart, within a budget, with the bits of plain PyTorch."""
+    model, plain_model = Alternating(), Alternating()
+    adam = Adam()
+    optimizer = torch.optim.AdamW(
+        plain_model.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
+    )
+    hardware = load_hardware("a100-40gb-epyc7713")
+    with Trainer(model, gpu_memory="60%", hardware=hardware, blocks="layers") as trainer:
+        prediction = trainer.prepare(batches(MEDIUM, 1)[0])
+        torch.manual_seed(2)
+        losses = [trainer.step(batch) for batch in batches(MEDIUM, STEPS)]
+        trained_parameters = trainer.parameters()
+    assert prediction.profile.workload.transformer_blocks == 3
+    attention, mlp = prediction.profile.blocks[1:3]
+    assert (attention.role, mlp.role) == (BlockRole.ATTENTION, BlockRole.MLP)
+    assert 1.5 < mlp.parameters / attention.parameters < 2.5
+    torch.manual_seed(2)
+    for loss, (ids, targets) in zip(losses, batches(MEDIUM, STEPS), strict=True):
+        found = next_token_loss(plain_model(ids), targets)
+        assert loss == found.item()
+        optimizer.zero_grad()
+        found.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(trained_parameters, plain_model.parameters(), strict=True))
+
+
+def test_a_list_that_cannot_be_sublayers_is_refused() -> None:
+    """A model that says that its list has sublayers must list two for each block."""
+    model = Alternating()
+    del model.layers[-1]
+    with (
+        pytest.raises(InputError, match="attention and MLP by turns, but lists 5 modules"),
+        Trainer(model, hardware=load_hardware("a100-40gb-epyc7713"), blocks="layers") as trainer,
+    ):
+        trainer.prepare(batches(MEDIUM, 1)[0])
 
 
 def test_the_named_smallest_budget_works() -> None:

@@ -19,6 +19,7 @@ def profile(
     sequence_length: int = 128,
     batch_size: int = 4,
     precision: Literal["fp32", "bf16"] = "fp32",
+    units: Literal["block", "sublayer"] = "block",
     dropout: float = 0.1,
     data: str | None = None,
     tokenizer: str = "byte",
@@ -46,6 +47,8 @@ def profile(
         Sequences per iteration.
     precision:
         Of parameters and passes.
+    units:
+        What is planned as one: block, or sublayer (attention and MLP of each block apart).
     dropout:
         Its probability.
     data:
@@ -57,11 +60,11 @@ def profile(
     """
     from autohete.train.session import TextModel
     from autohete.train.session import profile as run
-    from autohete.workload import Precision
+    from autohete.workload import Precision, Units
 
     check_outputs({"OUT": out})
     check_runtime()
     text_model = TextModel(
-        hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, seed=0
+        hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, 0, units=Units(units)
     )
     run(text_model, device=device, gpu_memory=gpu_memory, path=out, quick=quick)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from autohete.errors import InputError, check_fields
-from autohete.workload import Kernels, Precision, Workload, named_workload
+from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 
 if TYPE_CHECKING:
     from autohete.profile import Profile
@@ -46,6 +46,8 @@ class Shape:
     kernels:
         What computes a block: fused (Megatron with FlashAttention), fused_softmax (attention scores in memory), eager
         (Hugging Face GPT-2, a kernel per operation) or eager_flash (the same with PyTorch's attention).
+    units:
+        What is planned as one: block, or sublayer (attention and MLP of each block apart).
     """
 
     hidden_size: Annotated[int | None, Parameter(name="--hidden")] = None
@@ -59,6 +61,7 @@ class Shape:
     precision: Precision | None = None
     tied_embeddings: bool | None = None
     kernels: Kernels | None = None
+    units: Units | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -24,6 +24,7 @@ def train(
     batch_size: int = 4,
     micro_batches: int = 1,
     precision: Literal["fp32", "bf16"] = "fp32",
+    units: Literal["block", "sublayer"] = "block",
     dropout: float = 0.1,
     lr: float = 1e-3,
     clip_norm: float | None = None,
@@ -68,6 +69,8 @@ def train(
         Batches per iteration, whose gradients are accumulated before the update.
     precision:
         bf16 has fp32 master weights.
+    units:
+        What is planned as one: block, or sublayer (attention and MLP of each block apart).
     dropout:
         Its probability.
     lr:
@@ -93,12 +96,23 @@ def train(
     """
     from autohete.train.session import TextModel
     from autohete.train.session import train as run
-    from autohete.workload import Precision
+    from autohete.workload import Precision, Units
 
     outputs = {"--trace": trace, "--predicted-trace": predicted_trace, "--gantt": gantt}
     check_outputs({option: path for option, path in outputs.items() if path is not None})
     text_model = TextModel(
-        hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, seed, micro_batches
+        hidden,
+        blocks,
+        heads,
+        sequence_length,
+        batch_size,
+        Precision(precision),
+        dropout,
+        data,
+        tokenizer,
+        seed,
+        micro_batches,
+        Units(units),
     )
     check_runtime()
     run(

@@ -37,6 +37,7 @@ Place = tuple[Value, int | None, str, int]
 _OF_MICRO_BATCHES = frozenset(
     {
         Value.ACTIVATIONS,
+        Value.SELECTED_ACTIVATIONS,
         Value.INPUT,
         Value.INPUT_GRADIENT,
         Value.LOGITS,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autohete.errors import InputError
 from autohete.lowering.builder import Builder
 from autohete.lowering.shards import Shards
 from autohete.plan import Activations, Plan, Recomputation
-from autohete.profile import Profile
+from autohete.profile import Profile, SelectiveProfile
 from autohete.schedule import GPU, GPU_MEMORY, BufferId, Kind, TaskId, Value
 
 
@@ -65,6 +66,18 @@ class Compute:
         plan = self._plan.units[unit]
         return plan.activations is Activations.RECOMPUTE and plan.kept.leaves
 
+    def _selective(self, unit: int) -> SelectiveProfile | None:
+        """How the unit is recomputed selectively, if the plan says so."""
+        if self._plan.units[unit].activations is not Activations.SELECTIVE:
+            return None
+        found = self._profile.blocks[unit].selective
+        if found is None:
+            raise InputError(
+                f"unit {unit} ({self._profile.blocks[unit].role}) is to be recomputed selectively, but its profile does not "
+                "say how: keep or recompute it, or use an analytic profile of a unit that has something to select"
+            )
+        return found
+
     def forward(self, unit: int, micro_batch: int) -> None:
         """Activations, or only the output."""
         b, times = self._builder, self._profile.blocks[unit]
@@ -78,8 +91,11 @@ class Compute:
     def recompute(self, recomputation: Recomputation, micro_batch: int) -> None:
         """Forward again, for its activations, or for the input of the unit above."""
         unit = recomputation.unit
-        times = self._profile.blocks[unit]
-        task = self._pass(recomputed(recomputation, micro_batch), times.forward_seconds)
+        times, selective = self._profile.blocks[unit], self._selective(unit)
+        seconds = times.forward_seconds if selective is None else selective.seconds
+        task = self._pass(recomputed(recomputation, micro_batch), seconds)
+        if selective is not None:
+            self._builder.read(task, Value.SELECTED_ACTIVATIONS, unit)
         # Its output is of no use a second time, but within a segment.
         self._keep(task, recomputation.keeps, 0 if recomputation.hands_on else self._profile.blocks[unit + 1].input_bytes)
         if recomputation.hands_on:
@@ -96,9 +112,14 @@ class Compute:
     def _keep(self, task: TaskId, kept: Activations, unused_bytes: int = 0) -> None:
         """What ``task`` leaves of the unit, and what lives only while it runs."""
         b, unit, times = self._builder, task.unit, self._profile.blocks[task.unit]
-        if kept is Activations.KEEP:
-            # Nobody hands the first unit its input over.
-            size = times.activation_bytes if unit == 0 else times.kept_bytes
+        selective = self._selective(unit)
+        selected_bytes = 0 if selective is None else selective.kept_bytes
+        if kept is Activations.SELECTIVE:
+            b.make(task, on_gpu(Value.SELECTED_ACTIVATIONS, unit, task.micro_batch), selected_bytes)
+            b.workspace(task, times.forward_workspace_bytes + times.kept_bytes - selected_bytes + unused_bytes)
+        elif kept is Activations.KEEP:
+            # Nobody hands the first unit its input over; what was selected is there already.
+            size = times.activation_bytes if unit == 0 else times.kept_bytes - selected_bytes
             b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch), size)
             b.workspace(task, times.forward_workspace_bytes + unused_bytes)
         else:
@@ -121,6 +142,9 @@ class Compute:
         fetched = plan.kept.leaves and plan.activations is Activations.KEEP  # the input is among what was fetched, then
         task = self._pass(TaskId(Kind.BACKWARD, unit, micro_batch), times.backward_seconds)
         b.read(task, Value.ACTIVATIONS, unit)
+        if plan.activations is Activations.SELECTIVE:
+            b.read(task, Value.SELECTED_ACTIVATIONS, unit)
+            b.free(task, on_gpu(Value.SELECTED_ACTIVATIONS, unit, micro_batch))
         if unit and not fetched:
             rests = plan.kept.leaves
             b.free(task, on_gpu(Value.INPUT, unit, micro_batch, Kind.BACKWARD) if rests else self._inputs[unit])

@@ -46,7 +46,9 @@ def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:
     for top in reversed(range(len(units))):
         if there[top] is Activations.KEEP:
             continue
-        start = next(unit for unit in range(top, -1, -1) if there[unit] is Activations.RECOMPUTE)
+        start = top
+        while there[start] is Activations.DROP:
+            start -= 1
         for unit in range(start, top + 1):
             there[unit] = forwards[unit][done[unit]]
             found[top].append(Recomputation(unit, done[unit] - 1, there[unit], unit < top))
@@ -63,8 +65,8 @@ def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:
 def _check_inputs(kept: Sequence[Activations], first: int) -> None:
     """Refuse units that drop their input above one that is not computed again."""
     for below, (lower, upper) in enumerate(zip(kept, kept[1:], strict=False), first):
-        if lower is Activations.KEEP and upper is Activations.DROP:
+        if lower in (Activations.KEEP, Activations.SELECTIVE) and upper is Activations.DROP:
             raise InputError(
                 f"unit {below + 1} drops its input, but unit {below}, which would make it again, keeps its activations and is "
-                f"not recomputed: let unit {below + 1} keep its input (recompute), or unit {below} be recomputed"
+                f"not recomputed as a whole: let unit {below + 1} keep its input (recompute), or unit {below} be recomputed"
             )

@@ -11,11 +11,13 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_MEMORY
 
 
 class Activations(StrEnum):
-    """What a forward keeps for backward: all that it needs; the input alone, from which it is computed again; or nothing, and
-    the input comes from the recomputation of the unit below.
+    """What a forward keeps for backward: all that it needs; what takes long to compute, and the rest is computed again from it
+    (selective recomputation); the input alone, from which all is computed again; or nothing, and the input comes from the
+    recomputation of the unit below.
     """
 
     KEEP = "keep"
+    SELECTIVE = "selective"
     RECOMPUTE = "recompute"
     DROP = "drop"
 
@@ -125,8 +127,8 @@ class UnitPlan:
     """The decisions for one unit.
 
     Args:
-        activations: keep all that backward needs, or recompute it from the input; with ``drop`` the unit is within a segment
-            that begins below it, and its input is recomputed, too.
+        activations: keep all that backward needs, or recompute it from the input, or with ``selective`` from what the profile
+            says is kept; with ``drop`` the unit is within a segment that begins below it, and its input is recomputed, too.
         parameters: where they rest and how they come.
         update_on: who updates.
         gradients: how they cross to the host, where the CPU updates.
@@ -168,6 +170,12 @@ class UnitPlan:
             check_member("again", kept, Activations)
         if self.activations is Activations.KEEP and self.again:
             raise InputError("activations that forward keeps are not recomputed: leave again out")
+        if self.activations is Activations.SELECTIVE and self.again:
+            raise InputError("what a selective forward keeps is all that its one recomputation needs: leave again out")
+        if Activations.SELECTIVE in self.again:
+            raise InputError("only a forward is selective, not a recomputation: let again keep the input, or drop it")
+        if self.activations is Activations.SELECTIVE and self.kept.leaves:
+            raise InputError("what a selective forward keeps rests on the GPU: leave kept out, or keep or recompute all")
         if Activations.KEEP in self.again:
             raise InputError("only the last recomputation keeps all, without being told: leave keep out of again")
         if (Activations.RECOMPUTE, Activations.DROP) in pairwise(self.forwards):

@@ -18,6 +18,7 @@ Assignment = tuple[tuple[int, int], ...]
 
 KEEP = UnitPlan()
 RECOMPUTE = UnitPlan(Activations.RECOMPUTE)
+SELECTIVE = UnitPlan(Activations.SELECTIVE)
 #: What backward needs comes while the unit above is computed, which takes two passes where that is recomputed.
 OFFLOAD = UnitPlan(kept=Rest(HOST_MEMORY, ahead=1))
 OFFLOAD_INPUT = UnitPlan(Activations.RECOMPUTE, kept=Rest(HOST_MEMORY, ahead=2))
@@ -97,8 +98,13 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
             for update in updates
         )
 
-    inner = (KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT)
+    def activations(unit: int) -> tuple[UnitPlan, ...]:
+        if unit in (0, last):
+            return (KEEP,)
+        selective = profile.blocks[unit].selective is not None
+        return (KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT, *((SELECTIVE,) if selective else ()))
+
     return Choices(
-        tuple(inner if 0 < unit < last else (KEEP,) for unit in range(last + 1)),
+        tuple(activations(unit) for unit in range(last + 1)),
         tuple(others(unit) for unit in range(last + 1)),
     )

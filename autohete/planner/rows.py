@@ -113,6 +113,8 @@ class Costs:
     def kept_bytes(self, unit: int, one: UnitPlan) -> int:
         """What forward leaves for backward, wherever that is."""
         block = self.profile.blocks[unit]
+        if one.activations is Activations.SELECTIVE and block.selective is not None:
+            return block.input_bytes + block.selective.kept_bytes
         return block.input_bytes if one.activations is Activations.RECOMPUTE else block.activation_bytes
 
     def away_bytes(self, unit: int, one: UnitPlan) -> int:
@@ -132,7 +134,10 @@ class Costs:
 
     def recompute_seconds(self, unit: int, one: UnitPlan) -> float:
         """Of one micro-batch."""
-        return self.profile.blocks[unit].forward_seconds if one.activations is Activations.RECOMPUTE else 0.0
+        block = self.profile.blocks[unit]
+        if one.activations is Activations.SELECTIVE and block.selective is not None:
+            return block.selective.seconds
+        return block.forward_seconds if one.activations is Activations.RECOMPUTE else 0.0
 
     def returned_seconds(self, unit: int, one: UnitPlan) -> float:
         """Copy of what backward needs to the GPU, of one micro-batch."""

@@ -11,10 +11,11 @@ from autohete.plan.policy import Judge, better
 
 
 class Checkpointing(StrEnum):
-    """Which transformer blocks recompute their activations."""
+    """Which transformer blocks recompute their activations: all, all selectively, none, or the better of all and none."""
 
     BEST = "best"
     FULL = "full"
+    SELECTIVE = "selective"
     NONE = "none"
 
 
@@ -23,6 +24,8 @@ def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], 
     check_member("choice", choice, Checkpointing)
     if choice is Checkpointing.FULL:
         return plan_for(Activations.RECOMPUTE)
+    if choice is Checkpointing.SELECTIVE:
+        return plan_for(Activations.SELECTIVE)
     if choice is Checkpointing.NONE:
         return plan_for(Activations.KEEP)
     return better([plan_for(Activations.RECOMPUTE), plan_for(Activations.KEEP)], judge)

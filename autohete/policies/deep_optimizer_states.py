@@ -45,7 +45,7 @@ class DeepOptimizerStates:
     """Deep Optimizer States.
 
     Args:
-        checkpointing: full, none, or the better of both.
+        checkpointing: full, selective, none, or the better of full and none.
         stride: every so many units one is updated on the GPU (``prefetch_optimizer_gap``); without it, as many as keep the CPU
             busy while that one's states come and go.
         async_gradients: gradients are copied beside backward (``part_grads_async``, off in the code unless it is asked for).

@@ -56,7 +56,7 @@ class Fsdp2Offload:
     """FSDP2 with parameters, gradients and optimizer on the host.
 
     Args:
-        checkpointing: full, none, or the better of both.
+        checkpointing: full, selective, none, or the better of full and none.
         torch: the version whose behaviour is modelled.
         pin_memory: ``CPUOffloadPolicy.pin_memory``.
         fused: the optimizer is made with ``fused=True``.
@@ -125,7 +125,7 @@ class Fsdp2Offload:
             return 0, 0
         if not self.pin_memory:  # the thread that launches is held up: before backward of the unit above, but after its forward
             return 1, 0
-        return 2, 2 if activations_above is Activations.RECOMPUTE else 1
+        return 2, 1 if activations_above is Activations.KEEP else 2
 
     def _waits_for_gradients(self, last: int) -> tuple[Rule, ...]:
         slots = 3

@@ -1,9 +1,10 @@
 """One decision for parameters, optimizer states, gradients and activations of every unit, which no published system makes.
 
-- Each unit by itself keeps, recomputes or offloads its activations, or recomputes them from an input that rests on the host;
-  has its parameters on the GPU, or on the host with a copy that stays between two passes or does not; and is updated by the
-  CPU, or by the GPU with states that stay there or stream from the host. Of several micro-batches the CPU's gradients are
-  added up on the host or on the GPU. DeepSpeed and Megatron-LM forbid most of these mixtures.
+- Each unit by itself keeps, recomputes or offloads its activations, recomputes them selectively where the profile says how, or
+  recomputes them from an input that rests on the host; has its parameters on the GPU, or on the host with a copy that stays
+  between two passes or does not; and is updated by the CPU, or by the GPU with states that stay there or stream from the host.
+  Of several micro-batches the CPU's gradients are added up on the host or on the GPU. DeepSpeed and Megatron-LM forbid most of
+  these mixtures.
 - Copies, casts, updates and rules are AutoHete's (``autohete.py``), so that what is gained over it is gained by decisions.
 - What the shipped systems would do with their default flags is tried, too, and taken where it is faster: with that system's
   rules, formats and footprint. So this is never slower than any of them.

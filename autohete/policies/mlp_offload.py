@@ -35,7 +35,7 @@ class MlpOffload:
     """MLP-Offload. Needs hardware with a table ``[nvme]``.
 
     Args:
-        checkpointing: full, none, or the better of both.
+        checkpointing: full, selective, none, or the better of full and none.
         cached: units whose states the host's memory caches; None: as many as fit there.
     """
 

@@ -22,7 +22,7 @@ class Resident:
     """Everything on the GPU; gradients live until a fused AdamW takes them after backward.
 
     Args:
-        checkpointing: full, none, or the better of both.
+        checkpointing: full, selective, none, or the better of full and none.
         zero_stage: what several GPUs share: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well.
     """
 

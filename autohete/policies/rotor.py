@@ -7,7 +7,7 @@ be recomputed several times, as segments lie within segments; an input that is k
 (gitlab.inria.fr/hiepacs/rotor) was read in its adaptation by ColossalAI at 11d570fd,
 ``colossalai/auto_parallel/checkpoint/ckpt_solver_rotor.py``; the text of the paper was not read. What is different here:
 
-- Units are transformer blocks; embedding and head keep their activations.
+- Units are those of the workload, such as transformer blocks; embedding and head keep their activations.
 - The code rounds all sizes up to a 500th of the memory (``memory_slots``); here they are exact.
 - The code takes gradients to be there all the time. Here those of a unit begin with its backward, and stay until the update,
   which follows the last backward; so there is more memory for the units whose backward comes first.

@@ -4,8 +4,8 @@ Forward keeps the input of each segment's first unit alone. Backward computes a 
 activations this time, then goes through it. With k segments of n units, k inputs and the activations of n / k units are there
 at a time, for one more forward in all (abstract: memory of the square root of n for one extra forward). That is least for k
 near the square root of n where inputs and activations are alike; a transformer block keeps many times its input, so that
-segments of one block, ``resident:checkpointing=full``, take less. Units are transformer blocks here. Everything else is on the
-GPU, which updates after backward.
+segments of one block, ``resident:checkpointing=full``, take less. Units are those of the workload, such as transformer blocks.
+Everything else is on the GPU, which updates after backward.
 
 A segment has n // k units, and the last one the rest as well, as in ``torch.utils.checkpoint.checkpoint_sequential`` (PyTorch
 2.13, read there). That function does not recompute the last segment, whose backward follows its forward: ``keep_last``. Not

@@ -44,7 +44,7 @@ class StreamedStates:
     """Streamed optimizer states.
 
     Args:
-        checkpointing: full, none, or the better of both.
+        checkpointing: full, selective, none, or the better of full and none.
         weights: weights rest on the host, too (``--shard-weights`` with ``--offload-master``).
         inputs: so do the inputs of blocks, from which they are recomputed (``--offload-residual``).
     """
@@ -70,7 +70,7 @@ class StreamedStates:
         if self.weights:
             check_one_gpu("streamed_states:weights", profile)
         last = len(profile.blocks) - 1
-        passes = 2 if activations is Activations.RECOMPUTE else 1  # that backward makes of a block
+        passes = 1 if activations is Activations.KEEP else 2  # that backward makes of a block
         # Gradients stay until the step, and weights do not: with both in one place the GPU holds as much as it does there. In
         # fp32 the update needs the weights themselves.
         in_one_place = self.weights and profile.workload.precision is not Precision.FP32

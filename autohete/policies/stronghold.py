@@ -44,7 +44,7 @@ class StrongHold:
     """StrongHold.
 
     Args:
-        checkpointing: full, none, or the better of both.
+        checkpointing: full, selective, none, or the better of full and none.
         window: blocks in the window; without it the fastest that fits.
         window_optimizer: who updates what stays on the GPU; the artifact's is the GPU, ``best`` the faster that fits.
     """
@@ -112,7 +112,7 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
                 moves=block <= transformer - window,
                 ahead_in_forward=window,
                 # "When backward of block i begins": a recomputed block makes two passes on its way down.
-                ahead_in_backward=window * (2 if activations is Activations.RECOMPUTE else 1),
+                ahead_in_backward=window * (1 if activations is Activations.KEEP else 2),
             ),
             window_optimizer if block <= window else Processor.CPU,
             gradients,

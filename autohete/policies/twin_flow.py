@@ -42,7 +42,7 @@ class TwinFlow:
     """Twin-Flow.
 
     Args:
-        checkpointing: full, none, or the better of both.
+        checkpointing: full, selective, none, or the better of full and none.
         ratio: percent of the parameters that the CPU updates; None: the least with which the GPU's memory suffices, which the
             blog advises. The code's default is 100.
         pin_memory: ``offload_optimizer.pin_memory``.

@@ -36,7 +36,7 @@ class ZeroInfinity:
     """ZeRO-Infinity with the optimizer on NVMe. Needs hardware with a table ``[nvme]``.
 
     Args:
-        checkpointing: full, none, or the better of both.
+        checkpointing: full, selective, none, or the better of full and none.
         pipeline: ``pipeline_read`` and ``pipeline_write``.
         offload_param: parameters of the transformer blocks rest on the host.
     """

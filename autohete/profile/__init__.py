@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autohete.errors import check_fields
+from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.workload import BlockRole, Precision, Workload
-from autohete.workload.kernels import IMPLEMENTATIONS
+from autohete.workload.kernels import IMPLEMENTATIONS, Part
 
 #: cuBLAS works through K in steps and pays for filling its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
@@ -31,11 +31,27 @@ _ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True)
-class BlockProfile:
-    """One block: times in seconds on an undisturbed engine, sizes in bytes.
+class SelectiveProfile:
+    """Selective recomputation of a unit: a forward that keeps what takes long to compute, and a short recomputation.
 
     Args:
-        role: embedding, transformer or head.
+        kept_bytes: what that forward keeps for backward beside its input.
+        seconds: GPU time of the recomputation of the rest.
+    """
+
+    kept_bytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProfile:
+    """One unit, such as a transformer block: times in seconds on an undisturbed engine, sizes in bytes.
+
+    Args:
+        role: what it is.
         parameters: parameters it owns.
         forward_seconds, backward_seconds: GPU time of one pass; recomputation takes a forward pass again.
         gpu_update_seconds: optimizer step of this block on the GPU.
@@ -46,6 +62,7 @@ class BlockProfile:
         gpu_update_workspace_bytes: the same for the optimizer step on the GPU.
         measured_checkpointed_workspace_bytes: the same for a forward that keeps nothing but the input, if it was measured.
         cpu_update_seconds: optimizer step on the CPU where it was measured; None: by the bytes that the plan says it touches.
+        selective: how it is recomputed selectively; None: it cannot be, or nobody has measured it.
     """
 
     role: BlockRole
@@ -60,9 +77,15 @@ class BlockProfile:
     gpu_update_workspace_bytes: int = 0
     cpu_update_seconds: float | None = None
     measured_checkpointed_workspace_bytes: int | None = None
+    selective: SelectiveProfile | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.selective is not None and self.selective.kept_bytes > self.kept_bytes:
+            raise InputError(
+                f"a selective forward would keep {self.selective.kept_bytes} bytes, more than the {self.kept_bytes} of one "
+                "that keeps all: leave selective out"
+            )
 
     @property
     def kept_bytes(self) -> int:
@@ -185,8 +208,9 @@ def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
     """The roofline profile of ``workload`` on ``hardware``."""
     roofline = _Roofline(workload, hardware)
-    made = {role: roofline.block(role) for role in BlockRole}  # blocks of one role are alike
-    blocks = tuple(made[workload.role(block)] for block in range(workload.blocks))
+    roles = [workload.role(block) for block in range(workload.blocks)]
+    made = {role: roofline.block(role) for role in dict.fromkeys(roles)}  # units of one role are alike
+    blocks = tuple(made[role] for role in roles)
     return Profile(workload, hardware, blocks, roofline.loss())
 
 
@@ -232,9 +256,24 @@ class _Roofline:
         wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, head, s, batch)
         return wide + deep, wide + 3 * deep
 
-    def _elementwise_seconds(self, direction: str) -> float:
+    def _products_seconds(self, role: BlockRole) -> tuple[float, float]:
+        """The matrix products of a transformer block, or of one of its sublayers, forward and backward."""
+        h, tokens = self.workload.hidden_size, self.workload.tokens
+        shapes: list[tuple[int, int]] = []
+        if role is not BlockRole.MLP:
+            shapes += [(3 * h, h), (h, h)]
+        if role is not BlockRole.ATTENTION:
+            shapes += [(4 * h, h), (h, 4 * h)]
+        forward = sum(self._gemm_seconds(tokens, *shape) for shape in shapes)
+        backward = sum(self._backward_gemm_seconds(*shape) for shape in shapes)
+        if role is BlockRole.MLP:
+            return forward, backward
+        attention, attention_backward = self._attention_seconds()
+        return forward + attention, backward + attention_backward
+
+    def _elementwise_seconds(self, part: Part, direction: str) -> float:
         """What is no matrix product, by what the table of operations counts: the slower of memory and instructions."""
-        w, total = self.workload, self.kernels.total
+        w, total = self.workload, part.total
         hidden, scores = w.tokens * w.hidden_size, w.tokens * w.sequence_length * w.heads
         bytes_of_hidden = total(direction) * self.element + total("kept_mask")
         bytes_of_scores = total(f"{direction}_scores") * self.element + total("kept_score_mask")
@@ -247,41 +286,43 @@ class _Roofline:
         return max(busy + kernels * self.overhead, kernels * self.launch)
 
     def block(self, role: BlockRole) -> BlockProfile:
-        w, element, kernels = self.workload, self.element, self.kernels
+        w, element = self.workload, self.element
         hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
         parameters = w.block_parameters(role)
-        if role is BlockRole.TRANSFORMER:
-            h, total = w.hidden_size, kernels.total
-            scores = w.tokens * w.sequence_length * w.heads
-            activations = total("kept") * hidden_bytes + total("kept_mask") * w.tokens * h
-            activations += (total("kept_scores") * element + total("kept_score_mask")) * scores
-            shapes = ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))
-            gemm = sum(self._gemm_seconds(w.tokens, *shape) for shape in shapes)
-            gemm_backward = sum(self._backward_gemm_seconds(*shape) for shape in shapes)
-            attention, attention_backward = self._attention_seconds()
-            forward = self._pass_seconds(gemm + attention + self._elementwise_seconds("forward"), total("forward_kernels"))
-            backward = self._pass_seconds(
-                gemm_backward + attention_backward + self._elementwise_seconds("backward"), total("backward_kernels")
-            )
-            # The table's have the output in them, and in backward its gradient and that of the input.
-            workspaces = (
-                (kernels.forward_workspace - 1) * hidden_bytes,
-                (kernels.backward_workspace - 2) * hidden_bytes + kernels.backward_score_workspace * element * scores,
-            )
-        elif role is BlockRole.EMBEDDING:
+        selective: SelectiveProfile | None = None
+        activations: float
+        workspaces: tuple[float, float]
+        if role is BlockRole.EMBEDDING:
             # Gather (or scatter-add) of token and position rows, dropout.
             activations = w.tokens * (8 + w.hidden_size)  # token ids and dropout mask
             forward = self._pass_seconds(6 * hidden_bytes / self.bandwidth, 3)
             # The gradient of the whole table is written, however few tokens there are.
             backward = self._pass_seconds((5 * hidden_bytes + 2 * element * parameters) / self.bandwidth, 3)
             workspaces = (hidden_bytes, 0)
-        else:
+        elif role is BlockRole.HEAD:
             activations = 2 * hidden_bytes  # the norm's input and the projection's
             gemm = self._gemm_seconds(w.tokens, w.vocabulary_size, w.hidden_size)
             forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2)
             gemm_backward = self._backward_gemm_seconds(w.vocabulary_size, w.hidden_size)
             backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4)
             workspaces = (0, hidden_bytes)
+        else:
+            part = self.kernels.part(role)
+            h, total = w.hidden_size, part.total
+            scores = w.tokens * w.sequence_length * w.heads
+            activations = total("kept") * hidden_bytes + total("kept_mask") * w.tokens * h
+            activations += (total("kept_scores") * element + total("kept_score_mask")) * scores
+            gemm, gemm_backward = self._products_seconds(role)
+            forward = self._pass_seconds(gemm + self._elementwise_seconds(part, "forward"), total("forward_kernels"))
+            backward = self._pass_seconds(
+                gemm_backward + self._elementwise_seconds(part, "backward"), total("backward_kernels")
+            )
+            selective = self._selective(part, round(activations - hidden_bytes))
+            # The table's have the output in them, and in backward its gradient and that of the input.
+            workspaces = (
+                (part.forward_workspace - 1) * hidden_bytes,
+                (part.backward_workspace - 2) * hidden_bytes + part.backward_score_workspace * element * scores,
+            )
         update_traffic = _ADAM_STATE_TRAFFIC_BYTES + (2 * element if element == 2 else element)
         return BlockProfile(
             role=role,
@@ -293,7 +334,21 @@ class _Roofline:
             activation_bytes=round(activations),
             forward_workspace_bytes=round(workspaces[0]),
             backward_workspace_bytes=round(workspaces[1]),
+            selective=selective,
         )
+
+    def _selective(self, part: Part, kept_bytes: int) -> SelectiveProfile | None:
+        """Of a part that keeps so many bytes beside its input."""
+        chosen, w = part.selection, self.workload
+        if chosen is None:
+            return None
+        scores = w.tokens * w.sequence_length * w.heads
+        saved = chosen.kept * self.element * w.tokens * w.hidden_size
+        saved += (chosen.kept_scores * self.element + chosen.kept_score_mask) * scores
+        again = Part(tuple(operation for operation in part.operations if operation.name in chosen.again), 0, 0)
+        busy = self._elementwise_seconds(again, "forward") + (self._attention_seconds()[0] if chosen.products else 0.0)
+        seconds = self._pass_seconds(busy, again.total("forward_kernels"))
+        return SelectiveProfile(kept_bytes - round(saved), seconds)
 
     def loss(self) -> LossProfile:
         w, element, head = self.workload, self.element, self.kernels.head

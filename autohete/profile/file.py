@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,9 @@ def read_profile(path: str | Path) -> Profile:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         raise InputError(f"profile {str(path)!r}: {error.title} {where}: {fault['msg']}; measure it again") from error
-    for number in (*(n for block in blocks for n in astuple(block) if not isinstance(n, str)), *astuple(loss)):
+    selective = [block.selective for block in blocks if block.selective is not None]
+    numbers = [n for block in blocks for n in astuple(replace(block, selective=None)) if not isinstance(n, str)]
+    for number in (*numbers, *(n for part in selective for n in astuple(part)), *astuple(loss)):
         if number is not None and not (math.isfinite(number) and 0 <= number < _ABSURD):
             raise InputError(
                 f"profile {str(path)!r} holds {number}: times and sizes are finite and not negative; measure it again"

@@ -185,6 +185,21 @@ def runs_of_equal_units(plan: Plan) -> list[tuple[int, int, UnitPlan]]:
     return runs
 
 
+def runs_of_equal_roles(simulation: Simulation) -> list[tuple[int, int, UnitPlan]]:
+    """The same for units of one role after the other: all that do not belong to a role are left out between them."""
+    runs: list[tuple[int, int, UnitPlan]] = []
+    for role in dict.fromkeys(block.role for block in simulation.profile.blocks):
+        begin = len(runs)
+        for number, (block, unit) in enumerate(zip(simulation.profile.blocks, simulation.plan.units, strict=True)):
+            if block.role is not role:
+                continue
+            if len(runs) > begin and runs[-1][2] == unit:
+                runs[-1] = (runs[-1][0], number, unit)
+            else:
+                runs.append((number, number, unit))
+    return runs
+
+
 def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, error: InfeasibleError) -> Summary:
     return Summary(
         workload=workload.name,

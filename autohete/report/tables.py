@@ -20,10 +20,10 @@ from autohete.plan import PlanCounts, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES
 from autohete.quantities import format_bytes, format_seconds
-from autohete.report.summary import Summary, node_text, runs_of_equal_units
+from autohete.report.summary import Summary, node_text, runs_of_equal_roles, runs_of_equal_units
 from autohete.schedule import CPU, GPU, HOST_MEMORY
 from autohete.simulate import Simulation
-from autohete.workload import WORKLOADS, Workload
+from autohete.workload import WORKLOADS, Units, Workload
 
 #: Where tables that leave out columns send their readers.
 IN_JSON = "--json has them"
@@ -173,17 +173,17 @@ def print_plan(summary: Summary, found: Simulation | None) -> None:
 
 def _print_decisions(out: Console, found: Simulation) -> None:
     plan, profile = found.plan, found.profile
-    node = node_text(profile.hardware.name, profile.hardware.gpus)
+    node, by_block = node_text(profile.hardware.name, profile.hardware.gpus), profile.workload.units is Units.BLOCK
     shown = table(
-        f"{profile.workload.name} on {node}: {plan.policy}, plan {plan.counts}",
-        ["blocks", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
+        f"{profile.workload.name}{_units(profile.workload)} on {node}: {plan.policy}, plan {plan.counts}",
+        ["blocks" if by_block else "units", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
         left=4,
         elsewhere=IN_JSON,
     )
-    for first, last, unit in runs_of_equal_units(plan):
-        route = unit.parameters
+    for first, last, unit in runs_of_equal_units(plan) if by_block else runs_of_equal_roles(found):
+        route, role = unit.parameters, "" if by_block else f", {profile.blocks[first].role}"
         shown.add_row(
-            str(first) if first == last else f"{first} to {last}",
+            (str(first) if first == last else f"{first} to {last}") + role,
             _forwards(unit),
             "offloaded" if route.home == HOST_MEMORY else "resident",
             f"{unit.update_on}, {100 * unit.gpu_share:.0f} % gpu" if unit.gpu_share else unit.update_on,
@@ -206,6 +206,11 @@ def _batch(workload: Workload) -> str:
     return f"{times}{workload.batch_size} x {workload.sequence_length}"
 
 
+def _units(workload: Workload) -> str:
+    """What is planned as one, where that is not a block."""
+    return "" if workload.units is Units.BLOCK else f", units {workload.units}"
+
+
 def _passes(distance: int) -> str:
     return f"{distance} pass{'' if distance == 1 else 'es'} ahead"
 
@@ -214,7 +219,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     """The comparison of policies, why each is as fast as it is, and what does not fit."""
     out = console()
     first = summaries[0]
-    shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens"
+    shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens{_units(workload)}"
     title = f"{first.workload} ({shape}) on {node_text(first.hardware, first.gpus)}, {first.clock}"
     limited = first.pinned_capacity_bytes is not None
     memories = ["GPU peak", "host peak", *(["pinned peak"] if limited else [])]
@@ -244,7 +249,8 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     if running:
         _print_reasons(out, running)
     meaning = "c checkpointed, p with parameters offloaded, o with the optimizer on the CPU"
-    say(out, f"plan: of {workload.blocks} blocks, {meaning}", style="dim")
+    units = "blocks" if workload.units is Units.BLOCK else f"units (embedding, {workload.units}s, head)"
+    say(out, f"plan: of {workload.blocks} {units}, {meaning}", style="dim")
     for s in summaries:
         if s.explanation:
             say(out, f"{s.policy}: {s.verdict}: {s.explanation}")
@@ -254,9 +260,10 @@ def _assumed(workload: Workload) -> str:
     """What the answer takes for granted, given or not."""
     w = workload
     tied = "tied" if w.tied_embeddings else "untied"
+    clipped = f", gradients clipped to {w.clip_norm:g}" if w.clip_norm else ""
     return (
         f"assumed: {w.transformer_blocks} x {w.hidden_size}, {w.heads} heads, vocabulary {w.vocabulary_size} ({tied}), "
-        f"{w.precision}, kernels {w.kernels}, AdamW{f', gradients clipped to {w.clip_norm:g}' if w.clip_norm else ''}; "
+        f"{w.precision}, kernels {w.kernels}{_units(w)}, AdamW{clipped}; "
         "flags of policies as `autohete presets` lists them"
     )
 

@@ -118,7 +118,8 @@ class Actions:
 def _left_by(task: Task) -> str:
     """The group of what a pass leaves behind."""
     if task.id.kind in (Kind.FORWARD, Kind.RECOMPUTE):
-        return "activations" if any(buffer.id.value is Value.ACTIVATIONS for buffer in task.allocates) else "input"
+        made = {buffer.id.value for buffer in task.allocates}
+        return next((v.value for v in (Value.ACTIVATIONS, Value.SELECTED_ACTIVATIONS) if v in made), "input")
     return "logits_gradient" if task.id.kind is Kind.LOSS else "workspace"
 
 

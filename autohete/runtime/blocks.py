@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -184,6 +186,8 @@ class Block:
     checkpoint: tuple[BlockCall, RandomState | None] | None = None
     #: How often it has been.
     recomputed: int = 0
+    #: Within it a recomputation takes what a selective forward has kept instead of computing it.
+    replay: AbstractContextManager[Any] | None = None
     #: The input in it, while that is not on the device.
     input: Saved | None = None
     #: Where backward begins, and where the gradient of the input arrives.
@@ -229,4 +233,4 @@ class Block:
     def forget_passes(self) -> None:
         """Let go of what lives between the passes."""
         self.checkpoint, self.input, self.root, self.saved, self.moved = None, None, None, [], {}
-        self.recomputed = 0
+        self.recomputed, self.replay = 0, None

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from autohete.errors import InputError, NonFiniteGradientError
 from autohete.runtime.batch import Batch, Inputs, Loss, on_device
@@ -28,6 +29,29 @@ from autohete.schedule import HOST_MEMORY, Kind, Schedule, Value
 
 #: A block with such tasks needs in backward what may have moved since its forward.
 _MOVING = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD, Kind.OFFLOAD_ACTIVATIONS}
+
+
+#: What a selective forward keeps: results of linear layers, which take the most time, but not of other matrix products, for
+#: those of attention are its scores.
+_KEPT_RESULTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+#: And of FlashAttention, which takes its probability of dropout as its fourth argument. Where that draws random numbers it is
+#: computed again, so that what follows draws the same.
+_FLASH_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+)
+
+
+def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For a forward that keeps the results of some operations, and for the recomputation that takes them."""
+
+    def keeps(context: Any, operation: object, *args: Any, **kwargs: Any) -> bool:
+        if operation in _FLASH_ATTENTION:
+            return len(args) < 4 or args[3] == 0.0
+        return operation in _KEPT_RESULTS
+
+    selecting, replaying = create_selective_checkpoint_contexts(keeps)  # type: ignore[no-untyped-call]
+    return selecting, replaying
 
 
 class _Cut(torch.autograd.Function):
@@ -53,11 +77,13 @@ class _Forward:
 
     Args:
         keeps_all: it keeps what backward needs.
+        selects: it keeps what takes long to compute.
         keeps_input: it keeps the input, at least.
         hands_on: its output is the input of the block above, which runs next.
     """
 
     keeps_all: bool
+    selects: bool
     keeps_input: bool
     hands_on: bool
 
@@ -70,7 +96,8 @@ def _forwards_of(schedule: Schedule, blocks: int) -> list[list[_Forward]]:
         if task.id.kind in (Kind.FORWARD, Kind.RECOMPUTE) and not task.id.micro_batch:
             made = {(buffer.id.value, buffer.id.unit) for buffer in task.allocates}
             dropped = any((free.id.value, free.id.unit) == (Value.INPUT, unit) for free in task.frees)
-            found[unit].append(_Forward((Value.ACTIVATIONS, unit) in made, not dropped, (Value.INPUT, unit + 1) in made))
+            keeps_all, selects = ((value, unit) in made for value in (Value.ACTIVATIONS, Value.SELECTED_ACTIVATIONS))
+            found[unit].append(_Forward(keeps_all, selects, not dropped, (Value.INPUT, unit + 1) in made))
     return found
 
 
@@ -238,7 +265,8 @@ class Passes:
             result = self._compute_with_graph(i, call)
         else:
             random = RandomState(self.memories.torch_device)
-            with torch.no_grad(), self._remembered(i):
+            selecting, block.replay = _selective() if now.selects else (nullcontext(), None)
+            with torch.no_grad(), self._remembered(i), selecting:
                 result = call.on(self._forwards[i - 1], call.hidden)
             self._checkpoint(block, call, None if random.is_current() else random, now)
         result = with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)
@@ -460,8 +488,11 @@ class Passes:
 
     def _compute_with_graph(self, i: int, call: BlockCall) -> Any:
         block = self.states.blocks[i]
+        replay, block.replay = block.replay or nullcontext(), None
         with torch.enable_grad(), self._saving(i, tensors_in((call.args, call.kwargs))):
-            result = call.on(self._forwards[i - 1], self._cut(block, call.hidden))
+            cut = self._cut(block, call.hidden)
+            with replay:  # the block's own operations alone, as in its forward
+                result = call.on(self._forwards[i - 1], cut)
         block.root = _edge(hidden_of(result))
         return with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)
 

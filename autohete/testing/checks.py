@@ -404,6 +404,7 @@ _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
     (Value.OPTIMIZER_STATES, None): (Kind.GPU_UPDATE, Kind.WRITE_BACK_STATES),
     (Value.ACTIVATIONS, None): (Kind.BACKWARD,),
     (Value.ACTIVATIONS, Kind.BACKWARD): (Kind.BACKWARD,),
+    (Value.SELECTED_ACTIVATIONS, None): (Kind.RECOMPUTE, Kind.BACKWARD),
     (Value.LOGITS, None): (Kind.LOSS,),
     (Value.LOGITS_GRADIENT, None): (Kind.BACKWARD,),
     (Value.INPUT_GRADIENT, None): (Kind.BACKWARD,),

@@ -47,7 +47,7 @@ from autohete.plan.rules import (
     Window,
 )
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
-from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
+from autohete.profile import BlockProfile, LossProfile, Profile, SelectiveProfile, analytic_profile
 from autohete.schedule import (
     COPIES,
     GPU_MEMORY,
@@ -68,19 +68,23 @@ from autohete.schedule import (
     TaskId,
     Value,
 )
-from autohete.workload import Kernels, Precision, Workload
+from autohete.workload import Kernels, Precision, Units, Workload
 
 Draw = st.DrawFn
 
 
 @st.composite
 def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> Workload:
-    """Small GPT shapes in all precisions, tied or not, with fused attention or without, with gradients clipped or not."""
+    """Small GPT shapes in all precisions, tied or not, with fused attention or without, with gradients clipped or not, cut
+    into blocks or into sublayers.
+    """
     heads = draw(st.integers(1, 4))
+    units = draw(st.sampled_from([Units.BLOCK, Units.BLOCK, Units.SUBLAYER]))
+    most = max_transformer_blocks if units is Units.BLOCK else max(1, max_transformer_blocks // 2)
     return Workload(
         name="random",
         hidden_size=heads * draw(st.sampled_from([1, 8, 64])),
-        transformer_blocks=draw(st.integers(1, max_transformer_blocks)),
+        transformer_blocks=draw(st.integers(1, most)),
         heads=heads,
         vocabulary_size=draw(st.integers(1, 2000)),
         sequence_length=draw(st.integers(1, 256)),
@@ -90,6 +94,7 @@ def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: in
         kernels=draw(st.sampled_from(Kernels)),
         micro_batches=draw(st.integers(1, max_micro_batches)),
         clip_norm=draw(st.sampled_from([None, None, 1.0])),
+        units=units,
     )
 
 
@@ -151,17 +156,20 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
 
     def block(index: int) -> BlockProfile:
         kept = draw(sizes)
+        given = draw(st.integers(0, kept))
+        selective = st.builds(SelectiveProfile, st.integers(0, kept - given), seconds)
         return BlockProfile(
             role=workload.role(index),
             parameters=draw(st.one_of(st.integers(1, 9), st.integers(1, 10**7))),
             forward_seconds=draw(seconds),
             backward_seconds=draw(seconds),
             gpu_update_seconds=draw(seconds),
-            input_bytes=draw(st.integers(0, kept)),
+            input_bytes=given,
             cpu_update_seconds=draw(st.none() | seconds),
             activation_bytes=kept,
             forward_workspace_bytes=draw(sizes),
             backward_workspace_bytes=draw(sizes),
+            selective=draw(st.none() | selective) if 0 < index < workload.blocks - 1 else None,
         )
 
     blocks = tuple(block(index) for index in range(workload.blocks))
@@ -220,6 +228,9 @@ def plans(draw: Draw, profile: Profile) -> Plan:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit
     for i, (first, *again) in enumerate(forwards):
+        if first is Activations.KEEP and profile.blocks[i].selective is not None and draw(st.booleans()):
+            units[i] = replace(units[i], activations=Activations.SELECTIVE)
+            continue
         rests = 0 < i < len(units) - 1 and first is not Activations.DROP and draw(st.booleans())
         kept = Rest(HOST_MEMORY, draw(st.integers(0, 4))) if rests else Rest()
         units[i] = replace(units[i], activations=first, again=tuple(again[:-1]), kept=kept)
@@ -283,7 +294,7 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
 @st.composite
 def _forwards(draw: Draw, units: int) -> list[list[Activations]]:
     """What each forward of so many units keeps: segments of any length, within segments, too."""
-    keep, recompute, drop = Activations
+    keep, recompute, drop = Activations.KEEP, Activations.RECOMPUTE, Activations.DROP
     found = [[keep] for _ in range(units)]
 
     def draw_sweep(first: int, last: int) -> None:

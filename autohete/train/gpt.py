@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autohete.runtime.precision import DTYPES
-from autohete.workload import Workload
+from autohete.workload import Units, Workload
+
+#: Name of the list of a GPT's blocks, or of their sublayers.
+BLOCKS = "blocks"
 
 
 class Embedding(nn.Module):
@@ -27,19 +30,23 @@ class Embedding(nn.Module):
         return hidden
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block, causal. (batch, sequence, hidden) -> the same."""
+class _Sublayer(nn.Module):
+    """What attention and MLP have in common."""
 
     def __init__(self, hidden_size: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.probability = heads, dropout
+        self.dropout = nn.Dropout(dropout)
+
+
+class Attention(_Sublayer):
+    """Causal attention, its norm before it, and its residual connection. (batch, sequence, hidden) -> the same."""
+
+    def __init__(self, hidden_size: int, heads: int, dropout: float) -> None:
+        super().__init__(hidden_size, heads, dropout)
         self.norm1 = nn.LayerNorm(hidden_size)
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.out = nn.Linear(hidden_size, hidden_size)
-        self.norm2 = nn.LayerNorm(hidden_size)
-        self.up = nn.Linear(hidden_size, 4 * hidden_size)
-        self.down = nn.Linear(4 * hidden_size, hidden_size)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
@@ -48,9 +55,29 @@ class Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(
             q, k, v, dropout_p=self.probability if self.training else 0.0, is_causal=True
         )
-        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, sequence, hidden)))
+        y: Tensor = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, sequence, hidden)))
+        return y
+
+
+class Mlp(_Sublayer):
+    """The MLP, its norm before it, and its residual connection. (batch, sequence, hidden) -> the same."""
+
+    def __init__(self, hidden_size: int, heads: int, dropout: float) -> None:
+        super().__init__(hidden_size, heads, dropout)
+        self.norm2 = nn.LayerNorm(hidden_size)
+        self.up = nn.Linear(hidden_size, 4 * hidden_size)
+        self.down = nn.Linear(4 * hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
         return y
+
+
+class Block(Mlp, Attention):
+    """Pre-norm transformer block: attention, then MLP. (batch, sequence, hidden) -> the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Mlp.forward(self, Attention.forward(self, x))
 
 
 class Head(nn.Module):
@@ -78,15 +105,23 @@ class GPT(nn.Module):
     """A GPT-2-like language model with the parameters that :class:`~autohete.workload.Workload` counts.
 
     Args:
-        workload: shape, and the precision of the parameters; they are drawn in fp32 from PyTorch's global generator.
+        workload: shape, and the precision of the parameters; they are drawn in fp32 from PyTorch's global generator. Where its
+            units are sublayers, ``blocks`` lists attention and MLP of each block one after the other.
         dropout: probability, of every dropout in it.
+
+    Attributes:
+        units: what ``blocks`` lists.
     """
 
     def __init__(self, workload: Workload, dropout: float = 0.1) -> None:
         super().__init__()
         h = workload.hidden_size
         self.embedding = Embedding(workload.vocabulary_size, workload.sequence_length, h, dropout)
-        self.blocks = nn.ModuleList(Block(h, workload.heads, dropout) for _ in range(workload.transformer_blocks))
+        self.units = workload.units
+        parts: tuple[type[_Sublayer], ...] = (Block,) if self.units is Units.BLOCK else (Attention, Mlp)
+        self.blocks = nn.ModuleList(
+            part(h, workload.heads, dropout) for _ in range(workload.transformer_blocks) for part in parts
+        )
         self.head = Head(h, None if workload.tied_embeddings else workload.vocabulary_size)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:

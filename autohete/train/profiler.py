@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autohete.errors import InputError
 from autohete.execution.trace import Clock
 from autohete.hardware import Hardware
 from autohete.lowering import lower
@@ -37,7 +38,7 @@ from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, Value, parse_s
 from autohete.train.as_executed import everything_resident
 from autohete.train.microbenchmarks import forget_cache
 from autohete.train.worker import check_stop
-from autohete.workload import Workload
+from autohete.workload import Units, Workload
 
 #: Iterations whose times count; one before them warms up.
 _REPEATS = 5
@@ -48,6 +49,9 @@ _PRECISIONS = {dtype: precision for precision, dtype in DTYPES.items()}
 def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Workload:
     """The shape of a model and a batch as the simulator knows it, found by one forward in the calling thread.
 
+    A model whose list has attention and MLP of each block one after the other says so with an attribute ``units``, which is
+    ``Units.SUBLAYER``; otherwise each module in the list counts as a block.
+
     Args:
         partition: the model, cut into blocks.
         inputs: token ids (batch, sequence), or the model's arguments by name.
@@ -55,17 +59,21 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
     """
     found, ids = partition.probe(inputs), leading(inputs)
     config = getattr(partition.model, "config", None)
+    modules, units = len(partition.modules), getattr(partition.model, "units", None)
+    if units is Units.SUBLAYER and modules % 2:
+        raise InputError(f"a model of units {units} has attention and MLP by turns, but lists {modules} modules: set its units")
     heads = getattr(config, "num_attention_heads", getattr(partition.modules[0], "heads", 1))
     return Workload(
         name=name,
         hidden_size=found.hidden.shape[-1],
-        transformer_blocks=len(partition.modules),
+        transformer_blocks=modules // 2 if units is Units.SUBLAYER else modules,
         heads=heads if isinstance(heads, int) and found.hidden.shape[-1] % heads == 0 else 1,
         vocabulary_size=found.logits.shape[-1],
         sequence_length=ids.shape[1],
         batch_size=ids.shape[0],
         precision=_PRECISIONS[found.hidden.dtype],
         tied_embeddings=any(id(parameter) in found.after for parameter in partition.owned[0]),
+        units=units if isinstance(units, Units) else Units.BLOCK,
     )
 
 
@@ -90,13 +98,14 @@ def measure(
         modules=tuple(partition.modules[place] for place in chosen),
         owned=(partition.owned[0], *(partition.owned[1 + place] for place in chosen), partition.owned[-1]),
     )
-    shape = replace(workload, transformer_blocks=len(chosen))
+    shape = replace(workload, transformer_blocks=len(chosen), units=Units.BLOCK)  # as many units as there are modules
     left_out = {place for place in range(len(kinds)) if place not in chosen}
     elsewhere = sum(p.numel() * p.element_size() for place in left_out for p in partition.owned[1 + place])
     with _unchanged(partition, torch_device), _handing_on(partition.modules, kinds):
         blocks, found_loss = _measure_all(small, shape, hardware, batch, loss, adam or Adam(), torch_device, elsewhere)
     inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
-    return _with_handover(Profile(workload, hardware, (blocks[0], *inner, blocks[-1]), found_loss))
+    units = (replace(block, role=workload.role(i)) for i, block in enumerate((blocks[0], *inner, blocks[-1])))
+    return _with_handover(Profile(workload, hardware, tuple(units), found_loss))
 
 
 def _with_handover(profile: Profile) -> Profile:

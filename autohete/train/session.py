@@ -22,7 +22,7 @@ from autohete.profile.file import read_profile, write_profile
 from autohete.quantities import format_bytes, format_seconds, parse_quantity
 from autohete.report.tables import console, table
 from autohete.report.terminal import print_iteration
-from autohete.workload import Precision, Workload
+from autohete.workload import Precision, Units, Workload
 
 if TYPE_CHECKING:
     from autohete.execution.trace import Trace
@@ -49,6 +49,7 @@ class TextModel:
         tokenizer: ``byte``, or the vocabulary size of a tokenizer to train on the text.
         seed: of weights, batches and dropout.
         micro_batches: batches in a step.
+        units: blocks, or attention and MLP of each apart.
     """
 
     hidden: int
@@ -62,6 +63,7 @@ class TextModel:
     tokenizer: str
     seed: int
     micro_batches: int = 1
+    units: Units = Units.BLOCK
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -116,6 +118,7 @@ class TextModel:
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
             precision=self.precision,
+            units=self.units,
         )
 
 
@@ -161,13 +164,14 @@ def train(
     measured_profile = read_profile(profile) if profile is not None else None
     text_model.check()
     from autohete.runtime.optimizer import Adam
-    from autohete.train.gpt import GPT
+    from autohete.train.gpt import BLOCKS, GPT
     from autohete.train.trainer import Mode, NonFinite, Trainer
 
     def trainer_of(model: GPT) -> Trainer:
         return Trainer(
             model,
             policy=policy,
+            blocks=BLOCKS,
             gpu_memory=gpu_memory,
             host_memory=host_memory,
             adam=Adam(lr=lr),
@@ -195,8 +199,8 @@ def train(
         times = f"{text_model.micro_batches} x " if text_model.micro_batches > 1 else ""
         out.print(
             f"{workload.name}: {workload.parameters / 1e6:.1f} M parameters, batch {times}{workload.batch_size} x "
-            f"{workload.sequence_length} tokens, {workload.precision}; text: {data.train_tokens:,} tokens to train on, "
-            f"{data.validation_tokens:,} held back",
+            f"{workload.sequence_length} tokens, {workload.precision}{_units(workload)}; text: "
+            f"{data.train_tokens:,} tokens to train on, {data.validation_tokens:,} held back",
             soft_wrap=True,
         )
         share = prediction.gpu.capacity_bytes / trainer.resident_bytes
@@ -216,6 +220,11 @@ def train(
         _print_end(out, trainer, losses, validation, steps * tokens / seconds)
         print_iteration(out, measured, max(0, min(measured.steady().first, measured.iterations - 2)))
         _write_files(out, trainer, measured, workload, trace, predicted_trace, gantt)
+
+
+def _units(workload: Workload) -> str:
+    """What is planned as one, where that is not a block."""
+    return "" if workload.units is Units.BLOCK else f", units {workload.units}"
 
 
 def _check_same(measured: Workload, trained: Workload) -> None:
@@ -321,10 +330,13 @@ def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path:
     """Measure the machine and one block of each kind, show both, and write the file."""
     size = None if gpu_memory is None else round(parse_quantity(gpu_memory, "bytes"))
     text_model.check()
+    from autohete.train.gpt import BLOCKS
     from autohete.train.trainer import measured_profile
 
     model, data, workload = text_model.build(_MEASURED)
-    found, document, measured = measured_profile(model, next(data.train()), device, size, workload.name, quick=quick)
+    found, document, measured = measured_profile(
+        model, next(data.train()), device, size, workload.name, quick=quick, blocks=BLOCKS
+    )
     write_profile(path, found, document, measured)
     out = console()
     out.print(f"{measured['machine']}; {measured['versions']}; {measured['date']}", soft_wrap=True)

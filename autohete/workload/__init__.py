@@ -45,12 +45,30 @@ class Kernels(StrEnum):
     EAGER_FLASH = "eager_flash"
 
 
+class Units(StrEnum):
+    """What is planned as one: a whole transformer block, or each of its two sublayers by itself.
+
+    A sublayer is attention or MLP with its norm before it and its residual connection (Vaswani et al. 2017, section 3.1).
+    """
+
+    BLOCK = "block"
+    SUBLAYER = "sublayer"
+
+
 class BlockRole(StrEnum):
-    """What a block is. Block 0 is the embedding, the last one the head, those between are transformer blocks."""
+    """What a unit is. Unit 0 is the embedding, the last one the head; those between are transformer blocks, or by turns the
+    attention and the MLP of one.
+    """
 
     EMBEDDING = "embedding"
     TRANSFORMER = "transformer"
+    ATTENTION = "attention"
+    MLP = "mlp"
     HEAD = "head"
+
+
+#: What a transformer block is divided into.
+_PARTS = {Units.BLOCK: (BlockRole.TRANSFORMER,), Units.SUBLAYER: (BlockRole.ATTENTION, BlockRole.MLP)}
 
 
 #: Above these a shape is a typing mistake: the largest published models stay well below them.
@@ -83,6 +101,7 @@ class Workload:
         micro_batches: batches in one iteration, whose gradients are accumulated before the update.
         clip_norm: gradients are scaled down before the update where their global norm is larger than this, as
             ``torch.nn.utils.clip_grad_norm_`` does; None: they are not clipped.
+        units: see :class:`Units`.
     """
 
     name: str
@@ -97,6 +116,7 @@ class Workload:
     kernels: Kernels = Kernels.FUSED
     micro_batches: int = 1
     clip_norm: float | None = None
+    units: Units = Units.BLOCK
 
     def __post_init__(self) -> None:
         for field, limit in _LIMITS.items():
@@ -118,14 +138,15 @@ class Workload:
 
     @property
     def blocks(self) -> int:
-        """All blocks: embedding, transformer blocks, head."""
-        return self.transformer_blocks + 2
+        """All units: embedding, transformer blocks or their sublayers, head."""
+        return len(_PARTS[self.units]) * self.transformer_blocks + 2
 
     def role(self, block: int) -> BlockRole:
-        """The role of ``block``, counted from 0."""
+        """The role of unit ``block``, counted from 0."""
         if block == 0:
             return BlockRole.EMBEDDING
-        return BlockRole.HEAD if block == self.blocks - 1 else BlockRole.TRANSFORMER
+        parts = _PARTS[self.units]
+        return BlockRole.HEAD if block == self.blocks - 1 else parts[(block - 1) % len(parts)]
 
     @property
     def tokens(self) -> int:
@@ -138,14 +159,18 @@ class Workload:
         return self.batch_size * self.micro_batches
 
     def block_parameters(self, role: BlockRole) -> int:
-        """Parameters that a block of ``role`` owns.
+        """Parameters that a unit of ``role`` owns.
 
-        Transformer: ``12 h^2 + 13 h`` (Narayanan et al. 2021, eq. 2). Embedding: tokens and learned positions.
-        Head: the final norm, and the projection where it is not tied.
+        Transformer: ``12 h^2 + 13 h`` (Narayanan et al. 2021, eq. 2), a third of the matrices in attention. Embedding: tokens
+        and learned positions. Head: the final norm, and the projection where it is not tied.
         """
         h = self.hidden_size
         if role is BlockRole.TRANSFORMER:
             return 12 * h * h + 13 * h
+        if role is BlockRole.ATTENTION:
+            return 4 * h * h + 6 * h
+        if role is BlockRole.MLP:
+            return 8 * h * h + 7 * h
         if role is BlockRole.EMBEDDING:
             return (self.vocabulary_size + self.sequence_length) * h
         return 2 * h + (0 if self.tied_embeddings else self.vocabulary_size * h)

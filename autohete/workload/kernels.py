@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autohete.workload import Kernels
+from autohete.workload import BlockRole, Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +65,69 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Implementation:
-    """The kernels of one implementation.
+class Selection:
+    """What selective recomputation lets go after forward, and computes again before backward.
 
     Args:
-        operations: of one transformer block.
-        head: the loss.
-        flash: attention scores stay out of memory (FlashAttention).
-        forward_workspace, backward_workspace: tensors of ``tokens x hidden`` elements that live only during the pass.
+        again: names of the operations that are computed again.
+        kept: tensors of ``tokens x hidden`` elements that are let go.
+        kept_scores, kept_score_mask: tensors of scores, and bytes of mask per score, likewise.
+        products: the matrix products of attention are among what is computed again.
+    """
+
+    again: tuple[str, ...]
+    kept: float = 0
+    kept_scores: float = 0
+    kept_score_mask: float = 0
+    products: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The kernels of a transformer block, or of one of its sublayers.
+
+    Args:
+        operations: of it.
+        forward_workspace, backward_workspace: tensors of ``tokens x hidden`` elements that live only during the pass. Those of
+            a block are not the larger of its sublayers': while one of these is computed, the other keeps nothing yet, or
+            nothing more.
         backward_score_workspace: tensors of scores likewise.
-        instructions: that a lane issues per element access; where memory is fast they bind instead of it. 0: never.
+        selection: how it is recomputed selectively; None: it is not.
     """
 
     operations: tuple[Operation, ...]
-    head: Head
-    flash: bool
     forward_workspace: float
     backward_workspace: float
-    backward_score_workspace: float
-    instructions: float = 0
+    backward_score_workspace: float = 0
+    selection: Selection | None = None
 
     def total(self, column: str) -> float:
         """The sum of one column of the table."""
         return float(sum(getattr(operation, column) for operation in self.operations))
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """The kernels of one implementation.
+
+    Args:
+        block: of one transformer block.
+        attention, mlp: of its sublayers, whose operations are together the block's.
+        head: the loss.
+        flash: attention scores stay out of memory (FlashAttention).
+        instructions: that a lane issues per element access; where memory is fast they bind instead of it. 0: never.
+    """
+
+    block: Part
+    attention: Part
+    mlp: Part
+    head: Head
+    flash: bool
+    instructions: float = 0
+
+    def part(self, role: BlockRole) -> Part:
+        """Of a unit between embedding and head."""
+        return {BlockRole.TRANSFORMER: self.block, BlockRole.ATTENTION: self.attention, BlockRole.MLP: self.mlp}[role]
 
 
 def _rows(prefix: dict[str, str], *rows: tuple[object, ...]) -> tuple[Operation, ...]:
@@ -127,11 +167,14 @@ _HF_MERGE = _rows(
     _HF,
     ("merge of heads", "G:332", 2, 2, 0, 0, 1, 0, 0, 0, 1, 1),
 )
-_HF_AFTER_SCORES = _rows(
+_HF_PROJECTION = _rows(
     _HF,
     ("attention c_proj", "G:333", 0, 1, 0, 0, 0, 0, 0, 0, 1, 3),  # its input is the merged copy
     ("residual dropout", "G:334", 2, 2, 0, 0, 0, 1, 0, 0, 1, 1),
     ("residual", "G:400", 3, 3, 0, 0, 0, 0, 0, 0, 1, 1),
+)
+_HF_MLP = _rows(
+    _HF,
     ("ln_2", "G:425", 2, 5, 0, 0, 1, 0, 0, 0, 1, 2),
     ("c_fc", "G:353", 0, 4, 0, 0, 1, 0, 0, 0, 1, 3),
     ("gelu: 0.5 x", "A:56", 8, 8, 0, 0, 0, 0, 0, 0, 1, 1),
@@ -151,7 +194,7 @@ _HF_FLASH = (
     Operation("split of q, k, v", "models/gpt2/modeling_gpt2.py (5.x)", backward=6, kept=3, backward_kernels=1),
     Operation("flash attention", "Dao et al. 2022, algorithms 2 and 4", 4, 8, kept=1, forward_kernels=1, backward_kernels=3),
 )
-_MEGATRON_BLOCK = _rows(
+_MEGATRON_NORM = _rows(
     _MEGATRON,
     ("input layer norm", "N:33-58", 2, 5, 0, 0, 1, 0, 0, 0, 1, 3),
 )
@@ -172,12 +215,16 @@ _MEGATRON_FLASH = _rows(
     ("flash attention", "F:392", 4, 8, 0, 0, 1, 0, 0, 0, 1, 3),
     ("copy of context", "F:669", 2, 0, 0, 0, 1, 0, 0, 0, 1, 0),
 )
-_MEGATRON_AFTER_SCORES = _rows(
+_MEGATRON_PROJECTION = _rows(
     _MEGATRON,
     ("dense", "T:349", 0, 0, 0, 0, 0, 0, 0, 0, 1, 2),
     ("bias, dropout, residual", "T:371 T:476", 3, 3, 0, 0, 0, 1, 0, 0, 1, 2),
+    ("sum of residual gradients", "T:476", 0, 3, 0, 0, 0, 0, 0, 0, 0, 1),
+)
+_MEGATRON_MLP = _rows(
+    _MEGATRON,
     ("post-attention layer norm", "T:483", 2, 5, 0, 0, 1, 0, 0, 0, 1, 3),
-    ("sums of residual gradients", "T:476 T:518", 0, 6, 0, 0, 0, 0, 0, 0, 0, 2),
+    ("sum of residual gradients", "T:518", 0, 3, 0, 0, 0, 0, 0, 0, 0, 1),
     ("dense_h_to_4h", "T:91", 0, 0, 0, 0, 1, 0, 0, 0, 1, 2),
     ("bias, gelu", "U:50-58", 8, 16, 0, 0, 4, 0, 0, 0, 1, 2),
     ("dense_4h_to_h", "T:101", 0, 0, 0, 0, 4, 0, 0, 0, 1, 2),
@@ -195,17 +242,72 @@ _HF_HEAD = Head("models/gpt2/modeling_gpt2.py:1097-1108", 22, 44, 4, 8, 10, keep
 #: its own.
 _MEGATRON_HEAD = Head("gpt_model.py:56 and mpu/cross_entropy.py:31-105", 52, 40, 4, 0, 15)
 
+_MEGATRON_FLASH_ATTENTION = (*_MEGATRON_NORM, *_MEGATRON_FLASH, *_MEGATRON_PROJECTION)
+_MEGATRON_SCORES_ATTENTION = (*_MEGATRON_NORM, *_MEGATRON_SCORES, *_MEGATRON_PROJECTION)
+_HF_SCORES_ATTENTION = (*_HF_BEFORE_SCORES, *_HF_SCORES, *_HF_MERGE, *_HF_PROJECTION)
+_HF_FLASH_ATTENTION = (*_HF_BEFORE_SCORES[:2], *_HF_FLASH, *_HF_PROJECTION)
+
+#: Where scores are in memory, the core of attention: products, softmax and dropout (Korthikanti et al. 2022, section 5;
+#: Megatron-LM v3.0, ``megatron/model/transformer.py``, ``CoreAttention`` with ``--recompute-granularity selective``). Its
+#: inputs and its result stay, which the products around it keep anyway. Of a block that is all, as published; an MLP that is a
+#: unit of its own has the elementwise results below.
+_MEGATRON_CORE = Selection(
+    ("scores", "scale, mask, softmax", "attention dropout", "context", "copy of context"),
+    kept_scores=2,
+    kept_score_mask=1,
+    products=True,
+)
+_HF_CORE = Selection(
+    ("copies of q, k, v", "scores", "scale", "causal mask", "softmax", "attention dropout", "context"),
+    kept_scores=2,
+    kept_score_mask=1,
+    products=True,
+)
+#: FlashAttention does that inside of its kernel. What is left is elementwise: results of norms and of the activation function,
+#: which the products after them keep (Megatron Core, ``--recompute-modules layernorm mlp_act``).
+_MEGATRON_NORM_AGAIN = Selection(("input layer norm",), kept=1)
+_MEGATRON_MLP_AGAIN = Selection(("post-attention layer norm", "bias, gelu"), kept=1 + 4)
+_HF_NORM_AGAIN = Selection(("ln_1",), kept=1)
+#: Of an activation function in eight kernels its input alone stays.
+_HF_MLP_AGAIN = Selection(
+    ("ln_2", *(operation.name for operation in _HF_MLP if operation.name.startswith("gelu"))), kept=1 + 4 + 8 + 4
+)
+
+
+def _both(attention: Selection, mlp: Selection) -> Selection:
+    """Of a block whose sublayers save only hidden tensors."""
+    return Selection((*attention.again, *mlp.again), attention.kept + mlp.kept)
+
+
 IMPLEMENTATIONS: dict[Kernels, Implementation] = {
     Kernels.FUSED: Implementation(
-        (*_MEGATRON_BLOCK, *_MEGATRON_FLASH, *_MEGATRON_AFTER_SCORES), _MEGATRON_HEAD, True, 2, 6.5, 0
+        Part((*_MEGATRON_FLASH_ATTENTION, *_MEGATRON_MLP), 2, 6.5, selection=_both(_MEGATRON_NORM_AGAIN, _MEGATRON_MLP_AGAIN)),
+        Part(_MEGATRON_FLASH_ATTENTION, 3.5, 4.5, selection=_MEGATRON_NORM_AGAIN),
+        Part(_MEGATRON_MLP, 2, 6.5, selection=_MEGATRON_MLP_AGAIN),
+        _MEGATRON_HEAD,
+        flash=True,
     ),
     Kernels.FUSED_SOFTMAX: Implementation(
-        (*_MEGATRON_BLOCK, *_MEGATRON_SCORES, *_MEGATRON_AFTER_SCORES), _MEGATRON_HEAD, False, 2, 6.5, 1
+        Part((*_MEGATRON_SCORES_ATTENTION, *_MEGATRON_MLP), 2, 6.5, 1, _MEGATRON_CORE),
+        Part(_MEGATRON_SCORES_ATTENTION, 2, 4.5, 1, _MEGATRON_CORE),
+        Part(_MEGATRON_MLP, 2, 6.5, selection=_MEGATRON_MLP_AGAIN),
+        _MEGATRON_HEAD,
+        flash=False,
     ),
     Kernels.EAGER: Implementation(
-        (*_HF_BEFORE_SCORES, *_HF_SCORES, *_HF_MERGE, *_HF_AFTER_SCORES), _HF_HEAD, False, 3, 9.5, 1, _EAGER_INSTRUCTIONS
+        Part((*_HF_SCORES_ATTENTION, *_HF_MLP), 3, 9.5, 1, _HF_CORE),
+        Part(_HF_SCORES_ATTENTION, 2, 3.5, 1, _HF_CORE),
+        Part(_HF_MLP, 2, 9.5, selection=_HF_MLP_AGAIN),
+        _HF_HEAD,
+        flash=False,
+        instructions=_EAGER_INSTRUCTIONS,
     ),
     Kernels.EAGER_FLASH: Implementation(
-        (*_HF_BEFORE_SCORES[:2], *_HF_FLASH, *_HF_AFTER_SCORES), _HF_HEAD, True, 3, 9.5, 0, _EAGER_INSTRUCTIONS
+        Part((*_HF_FLASH_ATTENTION, *_HF_MLP), 3, 9.5, selection=_both(_HF_NORM_AGAIN, _HF_MLP_AGAIN)),
+        Part(_HF_FLASH_ATTENTION, 2, 5.5, selection=_HF_NORM_AGAIN),
+        Part(_HF_MLP, 2, 9.5, selection=_HF_MLP_AGAIN),
+        _HF_HEAD,
+        flash=True,
+        instructions=_EAGER_INSTRUCTIONS,
     ),
 }

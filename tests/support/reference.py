@@ -20,7 +20,7 @@ from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.training import Training
 from autohete.schedule import Schedule, Task
-from autohete.train.gpt import GPT, seeded_gpt
+from autohete.train.gpt import BLOCKS, GPT, seeded_gpt
 from autohete.workload import Precision, Workload
 
 torch.set_num_threads(1)  # how many there are changes the bits of gradients
@@ -81,7 +81,9 @@ def train_plainly(workload: Workload, steps: int, stale: frozenset[int] = frozen
     torch.set_num_threads(threads)
     model = model_for(workload)
     parameters = list(model.parameters())
-    late = {id(parameter) for block, owned in enumerate(partition(model).owned) for parameter in owned if block in stale}
+    late = {
+        id(parameter) for block, owned in enumerate(partition(model, BLOCKS).owned) for parameter in owned if block in stale
+    }
     before: list[Tensor | None] = [None] * len(parameters)
     full = workload.precision is Precision.FP32
     masters = parameters if full else [nn.Parameter(p.detach().float()) for p in parameters]
@@ -125,7 +127,7 @@ def train_by_schedule(
     device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories[:2])
     model = model_for(workload)
     training = Training(
-        partition(model), schedule, next_token_loss, device=device, host=host, clip_norm=workload.clip_norm, poison=True
+        partition(model, BLOCKS), schedule, next_token_loss, device=device, host=host, clip_norm=workload.clip_norm, poison=True
     )
     torch.manual_seed(2)
     try:
