@@ -1,8 +1,8 @@
 """What does one answer take, step by step, and the grid of the figure, in this version and in others?
 
-Command: ``python benchmarks/answers.py [OTHER ...]``, where ``OTHER`` are working trees of other versions (``git worktree add
-DIR REVISION``). Each version is measured in a process of its own, in turns; each figure is the median of all turns, in CPU time
-of one process, which other programs on the machine disturb least.
+Command: ``python benchmarks/answers.py [OTHER ...] [--grid]``, where ``OTHER`` are working trees of other versions (made by
+``git worktree add DIR REVISION``). Each version is measured in a process of its own, in turns; each figure is the median of all
+turns, in CPU time of one process, which other programs on the machine disturb least.
 """
 
 from __future__ import annotations
@@ -79,28 +79,27 @@ def one_answer(blocks: int) -> dict[str, float]:
     return times
 
 
-def grid() -> dict[str, float]:
-    """The answers of some models under all policies of the figure."""
+def answers_of_grid() -> dict[str, float]:
+    """The answers of some models under all policies of the figure, after one that does not count."""
     comparison = _module("experiments.comparison")
+    comparison.Job(MODELS[0], comparison.POLICIES[0]).run()
+    begin = time.process_time()
+    for model in MODELS:
+        for policy in comparison.POLICIES:
+            comparison.Job(model, policy).run()
+    return {f"{len(MODELS) * len(comparison.POLICIES)} answers": 1e3 * (time.process_time() - begin)}
 
-    def answers() -> None:
-        for model in MODELS:
-            for policy in comparison.POLICIES:
-                comparison.Job(model, policy).run()
 
-    return {f"grid: {len(MODELS) * len(comparison.POLICIES)} answers": milliseconds(answers, rounds=1)}
-
-
-def _measured(tree: Path, blocks: int) -> dict[str, float]:
+def _measured(tree: Path, blocks: int, grid: bool) -> dict[str, float]:
     """What a process of the version in ``tree`` prints."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--blocks", str(blocks), "--measure"]
+    command = [sys.executable, str(Path(__file__).resolve()), "--blocks", str(blocks), "--measure", *["--grid"] * grid]
     environment = {**os.environ, "AUTOHETE_TREE": str(tree), "PYTHONPATH": str(tree)}
     printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tree).stdout
     found: dict[str, float] = json.loads(printed)
     return found
 
 
-def main(*others: Path, blocks: int = 96, turns: int = 9, measure: bool = False) -> None:
+def main(*others: Path, blocks: int = 96, turns: int = 9, grid: bool = False, measure: bool = False) -> None:
     """Measure versions in turns.
 
     Parameters
@@ -111,19 +110,22 @@ def main(*others: Path, blocks: int = 96, turns: int = 9, measure: bool = False)
         Transformer blocks of the one answer.
     turns:
         Processes of each version.
+    grid:
+        Measure the grid instead of the one answer.
     measure:
         Measure once in this process, and print that as JSON.
     """
     if measure:
-        print(json.dumps({**one_answer(blocks), **grid()}))
+        print(json.dumps(answers_of_grid() if grid else one_answer(blocks)))
         return
     trees = [HERE, *(other.resolve() for other in others)]
     found: dict[Path, list[dict[str, float]]] = {tree: [] for tree in trees}
     for _ in range(turns):
         for tree in trees:
-            found[tree].append(_measured(tree, blocks))
+            found[tree].append(_measured(tree, blocks, grid))
     tables = _module("autohete.report.tables")
-    shown = tables.table(f"one answer for {blocks} blocks, and the grid, CPU time", ["step", *(tree.name for tree in trees)])
+    what = "the grid" if grid else f"one answer for {blocks} blocks"
+    shown = tables.table(f"{what}, CPU time", ["step", *(tree.name for tree in trees)])
     for name in found[HERE][0]:
         cells = [median(times[name] for times in found[tree]) for tree in trees]
         shown.add_row(name, *(f"{cell:.1f} ms" for cell in cells))

@@ -76,7 +76,7 @@ def against_list_scheduler() -> None:
             f"{1e3 * median(simulated):.1f} ms",
             f"{tasks / median(simulated):,.0f}",
             f"{median(simulated) / median(plain):.2f}",
-            "<= 3",
+            "<= 2.5",
             f"{1e3 * median(validated):.1f} ms",
         )
     console().print(shown)

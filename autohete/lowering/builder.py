@@ -246,7 +246,7 @@ class Builder:
         if size_bytes:
             buffer = BufferId(Value.WORKSPACE, GPU_MEMORY, task.unit, task.kind, task.micro_batch, task.again)
             self.allocate(task, buffer, size_bytes)
-            self.free(task, buffer)
+            self.drafts[self._index[task]].frees.append(Free(buffer))  # nobody else reads it
 
     # --- order
 

@@ -58,20 +58,34 @@ class Choices:
         """The choices of which ``units`` are made, whatever their distances; None if they are made of others."""
         found = []
         for activations, others, unit in zip(self.activations, self.others, units, strict=True):
-            kept, rest = _without_distances(unit)
-            if kept not in (plain := [_without_distances(one)[0] for one in activations]):
+            kept = next((place for place, one in enumerate(activations) if _kept_alike(one, unit)), None)
+            rest = next((place for place, one in enumerate(others) if _rest_alike(one, unit)), None)
+            if kept is None or rest is None:
                 return None
-            if rest not in (far := [_without_distances(one)[1] for one in others]):
-                return None
-            found.append((plain.index(kept), far.index(rest)))
+            found.append((kept, rest))
         return tuple(found)
 
 
-def _without_distances(unit: UnitPlan) -> tuple[UnitPlan, UnitPlan]:
-    kept = UnitPlan(unit.activations, kept=Rest(unit.kept.home))
+def _kept_alike(one: UnitPlan, other: UnitPlan) -> bool:
+    """Whether activations are decided alike, but for distances."""
+    return one.activations is other.activations and one.kept.home == other.kept.home
+
+
+def _rest_alike(one: UnitPlan, other: UnitPlan) -> bool:
+    """Whether all but activations is decided alike, but for distances."""
+    return _places(one) == _places(other) and _rest_without_distances(one) == _rest_without_distances(other)
+
+
+def _places(unit: UnitPlan) -> tuple[object, ...]:
+    """What most choices differ in."""
+    route = unit.parameters
+    return unit.update_on, unit.states.home, route.home, route.stays_after_forward, route.stays_after_backward
+
+
+def _rest_without_distances(unit: UnitPlan) -> UnitPlan:
     route = replace(unit.parameters, ahead_in_forward=1, ahead_in_backward=1)
     states = replace(unit.states, ahead=1)
-    return kept, replace(unit, activations=Activations.KEEP, kept=Rest(), parameters=route, states=states)
+    return replace(unit, activations=Activations.KEEP, kept=Rest(), parameters=route, states=states)
 
 
 def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
