@@ -25,21 +25,7 @@ def shared(draw: st.DrawFn) -> tuple[Profile, Plan]:
     """A profile and a plan in which some unit is updated on both sides."""
     some = strategies.profiles(max_micro_batches=2), strategies.profiles_of_several_gpus(max_micro_batches=2)
     profile = draw(st.one_of(*some))
-    plan = replace(draw(strategies.plans(profile)), delayed=False)
-    units, share = list(plan.units), draw(st.sampled_from([0.1, 0.5, 0.99]))
-    for unit in draw(st.lists(st.integers(0, len(units) - 1), unique=True, min_size=1)):
-        units[unit] = replace(
-            units[unit],
-            update_on=Processor.CPU,
-            gpu_share=share,
-            parameters=Route(),
-            gradients_replace_parameters=False,
-            states=Rest(),
-            accumulate_on=Processor.GPU,
-            gradients_on_nvme=False,
-            norm_on=None,
-        )
-    return profile, strategies.without_idle_rules(profile, replace(plan, units=tuple(units)))
+    return profile, draw(strategies.with_shared_updates(profile, draw(strategies.plans(profile))))
 
 
 def with_share(plan: Plan, share: float) -> Plan:
@@ -110,6 +96,17 @@ def test_sub_groups_are_divided_as_by_deepspeed(ratio: int, sub_group_size: int)
     assert sum(on_gpu(schedule).values()) == elements * profile.optimizer_bytes
     sent = [task for task in schedule.tasks if task.id.kind is Kind.OFFLOAD_GRADIENTS]
     assert sum(task.duration_ns for task in sent) == 2 * (16 - elements)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("pin_memory", ["on", "off"])
+def test_every_split_has_its_rules(gpus: int, micro_batches: int, pin_memory: str) -> None:
+    """Wherever a unit is cut, each rule of Twin-Flow changes something."""
+    profile = profile_with(10**12, micro_batches, gpus)
+    for ratio in range(0, 101, 5):
+        flags = f"checkpointing=none,pin_memory={pin_memory},sub_group_size=1,ratio={ratio}"
+        lower(profile, parse_policy(f"twin_flow:{flags}").plan(profile, judge_for(profile)))
 
 
 def test_sub_groups_fill_the_gpu() -> None:

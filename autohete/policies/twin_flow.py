@@ -22,6 +22,7 @@ Read in DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -67,23 +68,27 @@ class TwinFlow:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        parameters = _parameters(profile)
-        ends = list(accumulate(parameters))  # of the sub-groups, in elements
-        if self.sub_group_size is not None:
-            ends = [*range(self.sub_group_size, ends[-1], self.sub_group_size), ends[-1]]
+        groups, end_of = self._sub_groups(profile)
 
         def plan_for(activations: Activations) -> Plan:
             if self.ratio is not None:
-                if self.sub_group_size is None:
-                    return self._plan(profile, activations, [0, *ends][_nearest(profile, self.ratio)])
-                return self._plan(profile, activations, [0, *ends][(100 - self.ratio) * len(ends) // 100])
+                nearest = self.sub_group_size is None
+                on_gpu = _nearest(profile, self.ratio) if nearest else (100 - self.ratio) * groups // 100
+                return self._plan(profile, activations, end_of(on_gpu))
 
             def too_many(on_gpu: int) -> bool:  # memory grows with them
-                return judge(self._plan(profile, activations, on_gpu)).verdict is Verdict.GPU_OUT_OF_MEMORY
+                return judge(self._plan(profile, activations, end_of(on_gpu))).verdict is Verdict.GPU_OUT_OF_MEMORY
 
-            return self._plan(profile, activations, [0, *ends][bisect_left(ends, True, key=too_many)])
+            return self._plan(profile, activations, end_of(bisect_left(range(1, groups + 1), True, key=too_many)))
 
         return with_checkpointing(self.checkpointing, plan_for, judge)
+
+    def _sub_groups(self, profile: Profile) -> tuple[int, Callable[[int], int]]:
+        """How many there are, and how many elements the first so many of them have."""
+        ends, size = [0, *accumulate(_parameters(profile))], self.sub_group_size
+        if size is None:
+            return len(ends) - 1, ends.__getitem__
+        return -(-ends[-1] // size), lambda groups: min(groups * size, ends[-1])
 
     def _plan(self, profile: Profile, activations: Activations, on_gpu: int) -> Plan:
         """The GPU updates the first ``on_gpu`` elements."""
@@ -137,7 +142,8 @@ class TwinFlow:
             *([SerialUpdates()] if on_cpu else []),
             *([UpdatesAfterBackward()] if wait_for_all else []),
             *([GpuUpdatesAfterBackward()] if on_gpu > 1 else []),  # that of the first unit follows the last backward
-            *([Barrier()] if on_cpu and on_gpu else []),  # else the update of the first unit ends the step
+            # Else the update of the first unit on the CPU ends the step.
+            *([Barrier()] if on_cpu and units[0].update_on is Processor.GPU else []),
         )
 
 

@@ -207,7 +207,10 @@ def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
 
 @st.composite
 def plans(draw: Draw, profile: Profile) -> Plan:
-    """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing."""
+    """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing.
+
+    Each unit is updated on one side; :func:`with_shared_updates` lets both update some of them, which the runtime cannot.
+    """
     accumulates = profile.workload.micro_batches > 1
     forwards = draw(_forwards(len(profile.blocks)))
     delayed = draw(st.booleans()) and not accumulates
@@ -221,9 +224,6 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     for i, unit in enumerate(units):
         shared = i == 0 and profile.workload.tied_embeddings
         unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
-        split = unit.update_on is Processor.CPU and not (delayed or replaced or unit.parameters.home == HOST_MEMORY)
-        if split and unit.states == Rest() and unit.norm_on is None and not (accumulates and unit.accumulates_on_host):
-            unit = replace(unit, gpu_share=draw(st.sampled_from([0.0, 0.3, 0.99])))
         if profile.hardware.gpus > 1:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit
@@ -261,6 +261,25 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     slots = ParameterSlots(1, in_slots)
     least = least_parameter_slots(profile, replace(plan, slots=slots))
     return without_idle_rules(profile, replace(plan, slots=replace(slots, count=max(1, least + draw(st.integers(0, 2))))))
+
+
+@st.composite
+def with_shared_updates(draw: Draw, profile: Profile, plan: Plan) -> Plan:
+    """``plan`` in which GPU and CPU each update a part of some units."""
+    units, share = list(plan.units), draw(st.sampled_from([0.1, 0.5, 0.99]))
+    for unit in draw(st.lists(st.integers(0, len(units) - 1), unique=True, min_size=1)):
+        units[unit] = replace(
+            units[unit],
+            update_on=Processor.CPU,
+            gpu_share=share,
+            parameters=Route(),
+            gradients_replace_parameters=False,
+            states=Rest(),
+            accumulate_on=Processor.GPU,
+            gradients_on_nvme=False,
+            norm_on=None,
+        )
+    return without_idle_rules(profile, replace(plan, units=tuple(units), delayed=False))
 
 
 def without_idle_rules(profile: Profile, plan: Plan) -> Plan:
