@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, load_hardware
-from autohete.plan import Plan, Processor, UnitPlan
+from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.plan.policy import Judge, Verdict
 from autohete.planner.choices import Assignment, Choices
 from autohete.planner.joint_search import JointSearch
@@ -235,6 +235,21 @@ def test_a_plan_of_another_system_keeps_what_that_is_made_of() -> None:
 def _stays_on_gpu(unit: UnitPlan) -> bool:
     """All of it."""
     return not (unit.kept.leaves or unit.parameters.leaves or unit.states.leaves) and unit.update_on is Processor.GPU
+
+
+def test_selective_recomputation_is_among_the_choices() -> None:
+    """Where activations are short of memory it is chosen, and the plan is quicker than without it."""
+    workload = Workload("x", 512, 3, 8, 1000, 1024, 4, kernels=Kernels.FUSED_SOFTMAX)
+    profile = analytic_profile(workload, load_hardware(NODE, {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s"}))
+    resident = family_of(profile).judged(((0, 0),) * len(profile.blocks)).gpu_peak_bytes
+    gpu = replace(profile.hardware.gpu, memory_bytes=round(0.75 * resident), reserved_bytes=0)
+    profile = replace(profile, hardware=replace(profile.hardware, gpu=gpu))
+    judge, every = judge_for(profile), every_choice(profile)
+    without = every.where(lambda unit: unit.activations is not Activations.SELECTIVE)
+    plan, other = best_plan(profile, judge, every), best_plan(profile, judge, without)
+    assert any(unit.activations is Activations.SELECTIVE for unit in plan.units)
+    assert judge(plan).verdict is Verdict.OK
+    assert judge(plan).seconds < 0.98 * judge(other).seconds
 
 
 def test_a_relaxed_value_is_no_higher_with_fewer_rows() -> None:

@@ -169,6 +169,15 @@ def test_a_list_that_cannot_be_sublayers_is_refused() -> None:
         trainer.prepare(batches(MEDIUM, 1)[0])
 
 
+def test_a_measured_profile_does_not_know_selective_recomputation() -> None:
+    """A policy that asks for it is refused, with the unit and what to do instead."""
+    with (
+        pytest.raises(InputError, match=r"unit 1 \(transformer\) is to be recomputed selectively, but its profile"),
+        Trainer(model_for(MEDIUM), policy="resident:checkpointing=selective", profile=profile_for(MEDIUM)) as trainer,
+    ):
+        trainer.prepare(batches(MEDIUM, 1)[0])
+
+
 def test_the_named_smallest_budget_works() -> None:
     """A budget that is too small names the smallest that works and the binding task; with it, it trains."""
     profile = profile_for(MEDIUM)

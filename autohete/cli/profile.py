@@ -65,6 +65,16 @@ def profile(
     check_outputs({"OUT": out})
     check_runtime()
     text_model = TextModel(
-        hidden, blocks, heads, sequence_length, batch_size, Precision(precision), dropout, data, tokenizer, 0, units=Units(units)
+        hidden,
+        blocks,
+        heads,
+        sequence_length,
+        batch_size,
+        Precision(precision),
+        dropout,
+        data,
+        tokenizer,
+        seed=0,
+        units=Units(units),
     )
     run(text_model, device=device, gpu_memory=gpu_memory, path=out, quick=quick)
