@@ -493,7 +493,7 @@ def test_a_peak_outside_the_picture_is_said() -> None:
 @pytest.mark.parametrize("window", [(5, 5), (6, 5), (-1, 5)])
 def test_a_window_without_time_is_refused(window: tuple[int, int]) -> None:
     """A memory cannot be drawn over no time."""
-    with pytest.raises(InputError, match="0 <= first < last"):
+    with pytest.raises(InputError, match="0 <= first_ns < last_ns"):
         memory_figure([simulated("small", "zero_offload").gpu], *window, "t")
 
 

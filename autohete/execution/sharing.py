@@ -1,8 +1,8 @@
-"""How lanes that draw from the same bandwidth slow each other down: weighted max-min fairness.
+"""How lanes that share bandwidth slow each other down: weighted max-min fairness.
 
-All active flows grow in proportion to their weights until they have what they demand or a resource they use is full;
-the rest grow on (Bertsekas and Gallager, "Data Networks", section 6.5.2). What a lane gets depends only on which lanes
-are active, so the result is computed once per set.
+All active flows grow in proportion to their weights until their demand is met or a resource they use is full; the rest
+keep growing (Bertsekas and Gallager, "Data Networks", section 6.5.2). A lane's rate depends only on which lanes are
+active, so the result is computed once per set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Sharing:
     """The rates of a schedule's lanes while some of them are active.
 
     Args:
-        schedule: its flows and shared resources.
+        schedule: has the flows and the shared resources.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -29,11 +29,11 @@ class Sharing:
 
     @property
     def lanes(self) -> frozenset[str]:
-        """Lanes that can be slowed down at all."""
+        """Lanes that others can slow down."""
         return frozenset(lane for resource in self._resources for lane in resource.lanes)
 
     def rates(self, active: Sequence[str]) -> dict[str, int]:
-        """Rate of each of the ``active`` lanes, in 1/:data:`FULL_RATE` of the undisturbed rate, at least 1."""
+        """Return the rate of each of the ``active`` lanes, in 1/:data:`FULL_RATE` of the undisturbed rate, at least 1."""
         key = tuple(sorted(active))
         found = self._rates.get(key)
         if found is None:
@@ -63,19 +63,19 @@ class Sharing:
         return {lane: max(1, round(FULL_RATE * min(1.0, got[lane] / self._flows[lane].demand))) for lane in active}
 
     def _draw(self, resource: SharedResource, lane: str) -> float:
-        """What ``lane`` takes of ``resource`` as its flow grows by its weight."""
+        """Return how much of ``resource`` ``lane`` uses as its flow grows by its weight."""
         flow = self._flows[lane]
         return flow.weight / flow.demand if resource.counts_lanes else flow.weight
 
 
 class SharedWork:
-    """The work that active lanes have left, re-rated whenever one of them starts or ends.
+    """The remaining work of active lanes; rates are updated whenever a lane starts or ends.
 
-    Work is counted in nanoseconds times :data:`FULL_RATE`, and rates are integers, so nothing is ever rounded away:
-    re-rating twice in one instant changes nothing.
+    Work is counted in nanoseconds times :data:`FULL_RATE`, and rates are integers, so no work is lost to rounding: updating
+    the rates twice in one instant changes nothing.
 
     Attributes:
-        due: when each active lane's work ends at the current rates.
+        due: time at which each active lane's work ends at the current rates.
     """
 
     def __init__(self, sharing: Sharing) -> None:
@@ -86,19 +86,19 @@ class SharedWork:
         self.due: dict[str, int] = {}
 
     def begin(self, lane: str, duration_ns: int, now: int) -> list[str]:
-        """``lane`` starts work of ``duration_ns`` when undisturbed; returns the lanes whose end has moved, its own included."""
+        """Start work on ``lane``, of ``duration_ns`` if undisturbed; return the lanes whose end has moved, itself included."""
         self._settle(now)
         self._left[lane] = duration_ns * FULL_RATE
         return self._rerate()
 
     def end(self, lane: str, now: int) -> list[str]:
-        """``lane`` has done its work; returns the lanes whose end has moved."""
+        """End the work of ``lane``; return the lanes whose end has moved."""
         self._settle(now)
         del self._left[lane], self._rate[lane], self.due[lane]
         return self._rerate()
 
     def _settle(self, now: int) -> None:
-        """Book the work done since the last change."""
+        """Subtract the work done since the last change."""
         elapsed = now - self._last
         if elapsed > 0:
             for lane, rate in self._rate.items():
@@ -110,7 +110,7 @@ class SharedWork:
         for lane, rate in self._sharing.rates(list(self._left)).items():
             if self._rate.get(lane) != rate:  # otherwise its due time does not change
                 self._rate[lane] = rate
-                # Work is done on the tick after it ends, so a rate that falls on that very tick finds less than none left.
+                # Work ends on the next full tick, so if a rate falls on that very tick, the remaining work is negative.
                 self.due[lane] = max(self._last, self._last - (-self._left[lane] // rate))
                 moved.append(lane)
         return moved
