@@ -146,7 +146,7 @@ def test_presets_and_plans_fit_the_terminal(width: int) -> None:
 
 def test_a_plan_says_what_recomputations_keep() -> None:
     """Decisions tell units apart whose recomputations keep something else, and count those that keep the same."""
-    summary, found = answer(profile_with(10**9, 1), parse_policy("plans:OneInput"))
+    summary, found = answer(profile_with(10**9, 1), parse_policy("support.plans:OneInput"))
     assert found is not None
     rows = [cells(line)[:2] for line in printed(lambda: tables.print_plan(summary, found), 100)]
     assert [row for row in rows if row[:1] in (["1"], ["2"], ["3"])] == [
