@@ -13,7 +13,7 @@ __version__ = "0.1.0"  # the only place; pyproject.toml reads it here
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Trainer":  # PyTorch is loaded when it is asked for, and only then
+    if name == "Trainer":  # loads PyTorch only on demand
         from autohete.train.trainer import Trainer
 
         return Trainer

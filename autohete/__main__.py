@@ -4,7 +4,7 @@ from autohete.cli.interrupt import catch_interrupts
 
 
 def main() -> None:
-    """Entry point; catches interrupts before it imports what takes time."""
+    """Run the command line; interrupts are caught before the slow imports."""
     catch_interrupts("autohete")
     from autohete.cli.app import main as run
 

@@ -33,7 +33,7 @@ class AutoHeteError(Exception):
 
 
 def _restored(cls: type[AutoHeteError], args: tuple[object, ...], state: dict[str, object]) -> AutoHeteError:
-    """The error as it was, without calling its constructor."""
+    """Rebuild an error from its pickled state without calling its constructor."""
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
@@ -44,7 +44,7 @@ class InputError(AutoHeteError):
 
 
 class RuleError(InputError):
-    """A rule of a plan contradicts another or what data need, changes nothing, or says what another says: ``rule``."""
+    """A rule of a plan contradicts another or the data dependencies, changes nothing, or repeats another: ``rule``."""
 
     def __init__(self, message: str, rule: object) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class ScheduleError(AutoHeteError):
 
 
 class TaskError(AutoHeteError):
-    """A task failed in its lane. The message begins with its id and ends with which steps the parameters are of now.
+    """A task failed in its lane. The message begins with the task's id and ends with the steps that the parameters come from.
 
     ``__cause__`` is the original error.
     """
@@ -71,17 +71,17 @@ class NonFiniteError(AutoHeteError):
 
 
 class NonFiniteLossError(NonFiniteError):
-    """The loss is; no parameter has been changed by that step."""
+    """The loss is NaN or infinite; that step has changed no parameter."""
 
 
 class NonFiniteGradientError(NonFiniteError, TaskError):
-    """A gradient is, which was seen before its block was updated.
+    """A gradient is NaN or infinite; detected before its block was updated.
 
     Attributes:
         step: number of the step, counted from 0.
-        block: whose gradient; 0 is the embedding.
-        parameter: its name in the model.
-        updated: the blocks that this step has updated before.
+        block: the block that the gradient belongs to; 0 is the embedding.
+        parameter: name of the parameter in the model.
+        updated: the blocks that this step had already updated.
     """
 
     def __init__(self, message: str, step: int, block: int, parameter: str, updated: tuple[int, ...]) -> None:
@@ -94,9 +94,9 @@ class DeviceOutOfMemoryError(TaskError):
 
     Attributes:
         task: the task instance, such as ``B3@1``; empty before the first task.
-        size_bytes: what it asked for.
+        size_bytes: the bytes that the task asked for.
         capacity_bytes: the budget.
-        holders: what lives there, group -> bytes, the largest first.
+        holders: current contents, group -> bytes, largest first.
     """
 
     def __init__(self, message: str, task: str, size_bytes: int, capacity_bytes: int, holders: dict[str, int]) -> None:
@@ -111,7 +111,7 @@ class InfeasibleError(AutoHeteError):
     """No plan of a policy fits.
 
     Attributes:
-        constraint: the memory that binds: ``gpu``, ``host``, ``pinned`` or ``nvme``.
+        constraint: the memory that is too small: ``gpu``, ``host``, ``pinned`` or ``nvme``.
         capacity_bytes: its capacity.
         needed_bytes: the smallest budget with which a plan of the policy works.
     """
@@ -124,7 +124,7 @@ class InfeasibleError(AutoHeteError):
 
 
 def unknown_name(what: str, given: str, allowed: Iterable[str]) -> InputError:
-    """An error for an unknown name: lists the allowed ones and the nearest."""
+    """Return an error for an unknown name that lists the allowed names and suggests the closest."""
     names = sorted(allowed)
     near = difflib.get_close_matches(given, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -132,7 +132,7 @@ def unknown_name(what: str, given: str, allowed: Iterable[str]) -> InputError:
 
 
 def check_member(field: str, value: object, enum: type[StrEnum]) -> None:
-    """Refuse what is not a member of ``enum``: a plain string equals its member but is not identical to it.
+    """Check that ``value`` is a member of ``enum``. A plain string is rejected: it equals a member but is not identical to it.
 
     Raises:
         InputError: names the field, the value and the members.
@@ -141,7 +141,7 @@ def check_member(field: str, value: object, enum: type[StrEnum]) -> None:
 
 
 def check_switch(field: str, value: object) -> None:
-    """Refuse what is not True or False.
+    """Check that ``value`` is True or False.
 
     Raises:
         InputError: names the field and the value.
@@ -150,7 +150,7 @@ def check_switch(field: str, value: object) -> None:
 
 
 def check_whole(field: str, value: object, least: int) -> None:
-    """Refuse what is not a whole number, or less than ``least``.
+    """Check that ``value`` is a whole number and at least ``least``.
 
     Raises:
         InputError: names the field, the value and the least.
@@ -161,13 +161,13 @@ def check_whole(field: str, value: object, least: int) -> None:
 
 
 def check_fields(instance: object) -> None:
-    """Check the enumerations, switches and whole numbers among the fields of a dataclass, as annotated.
+    """Check the fields of a dataclass that are annotated as enumerations, switches or whole numbers.
 
     Fields of other types are ignored. A switch is True or False, not a merely truthy value such as ``"off"``; a
     whole number is an ``int``, not a ``bool``.
 
     Raises:
-        InputError: names the field, its value and what it may be.
+        InputError: names the field, its value and the allowed values.
     """
     cls: type = type(instance)
     for field, allowed in _checked_fields(cls):

@@ -1,4 +1,4 @@
-"""Quantities with units, as users read and write them. Everywhere else there is plain SI: bytes and seconds."""
+"""Quantities with units, as users read and write them. All other code uses plain SI units: bytes and seconds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ UNITS: dict[str, dict[str, float]] = {
     "rate": {f"{p}FLOP/s": f for p, f in _DECIMAL.items()},
     "time": {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
 }
-#: How a quantity of each dimension is written, for messages.
+#: An example of each dimension, for messages.
 EXAMPLES = {"bytes": "40GiB", "bandwidth": "25GB/s", "rate": "312TFLOP/s", "time": "10us"}
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]*)\s*")
 
 
 def parse_quantity(text: str, dimension: str) -> float:
-    """Read ``text`` as a positive finite quantity of ``dimension`` (a key of :data:`UNITS`), in SI.
+    """Parse ``text`` as a positive finite quantity of ``dimension`` (a key of :data:`UNITS`), in SI.
 
     Raises:
         InputError: not a number, a missing or unknown unit, or a value that is not positive and finite.
@@ -45,7 +45,7 @@ def parse_quantity(text: str, dimension: str) -> float:
 
 
 def format_bytes(size: float) -> str:
-    """A size for people, in binary units: ``12.3 GiB``."""
+    """Format a size in binary units, such as ``12.3 GiB``."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -54,7 +54,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time for people, with three or four digits: ``3.21 s``, ``12.5 ms``."""
+    """Format a time with three or four digits, such as ``3.21 s`` or ``12.5 ms``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.{2 if seconds * factor < 100 else 0}f} {unit}"
@@ -62,5 +62,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def rounded_when_pinned(size_bytes: int) -> int:
-    """What PyTorch's pinned allocator takes for ``size_bytes``: the next power of two (``CachingHostAllocator``)."""
+    """Return what PyTorch's pinned allocator takes for ``size_bytes``: the next power of two (``CachingHostAllocator``)."""
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0

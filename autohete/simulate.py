@@ -1,4 +1,4 @@
-"""The pipeline in one call: workload, hardware and policy in, plan, schedule, trace and summary out."""
+"""The whole pipeline in one call: takes a workload, a hardware and a policy; returns plan, schedule, trace and occupancy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
 from autohete.sim import SimExecutor
 from autohete.workload import Workload
 
-#: Iterations of the first try; doubled until the steady state shows. Behind a barrier each repeats the one before at once.
+#: Iterations of the first run; doubled until the steady state appears. With a barrier, iterations repeat at once.
 _FIRST_TRY = 4
 _FIRST_TRY_WITH_BARRIER = 3
 _LONGEST_TRY = 32
@@ -29,7 +29,7 @@ _LONGEST_TRY = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
-    """What a plan comes to on a hardware, with everything that led to it."""
+    """The simulation of a plan on a hardware, with everything that led to it."""
 
     profile: Profile
     plan: Plan
@@ -38,24 +38,24 @@ class Simulation:
     steady: Steady
     gpu: Occupancy
     host: Occupancy
-    #: None where pinned memory has no limit of its own.
+    #: None if pinned memory has no limit of its own.
     pinned: Occupancy | None = None
-    #: How many waits for memory the schedule has besides those of its plan.
+    #: Number of waits for memory in the schedule, in addition to the plan's own waits.
     waits: int = 0
 
     @property
     def verdict(self) -> Verdict:
-        """Whether all memories hold."""
+        """Whether all memories fit, and if not, which one is exceeded."""
         return verdict(*self.memories)
 
     @property
     def memories(self) -> tuple[Occupancy, ...]:
-        """Of the GPU, of the host, and of the host's pinned memory if that has a limit."""
+        """GPU, host, and pinned host memory if that has a limit."""
         return (self.gpu, self.host) if self.pinned is None else (self.gpu, self.host, self.pinned)
 
     @property
     def iteration_seconds(self) -> float:
-        """Steady time of one iteration."""
+        """Time of one iteration in the steady state."""
         return self.steady.period_seconds
 
     @property
@@ -70,20 +70,20 @@ class Simulation:
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Model TFLOP/s: what the model asks for, recomputation not counted."""
+        """Model TFLOP/s, not counting recomputation."""
         return self.profile.workload.model_flops / self.iteration_seconds * 1e-12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Safety:
-    """Whether a plan fits under any timing, and what that takes.
+    """Whether a plan fits under any timing, and at what cost.
 
     Args:
         gpu, host: the most that any execution of the simulated schedule occupies.
-        safe: the simulation with the waits that make all fit, the simulated one where it takes none; None: no waits are known
-            that do.
-        cost: by which share of itself the iteration is longer with the waits.
-        pinned: likewise of pinned memory; None where that has no limit of its own.
+        safe: the simulation with the waits that make all fit; the original one if it needs none; None if no such waits are
+            known.
+        cost: relative increase of the iteration time due to the waits.
+        pinned: the same for pinned host memory; None if it has no limit of its own.
     """
 
     gpu: WorstCase
@@ -94,7 +94,7 @@ class Safety:
 
 
 def safety(simulation: Simulation, executor: Executor | None = None) -> Safety:
-    """The worst case of ``simulation``, and the simulation of its plan with the waits that make it fit under any timing."""
+    """Compute the worst case of ``simulation``, and simulate its plan with the waits that make it fit under any timing."""
     gpu, host, *parts = (worst_case(simulation.schedule, one.memory) for one in simulation.memories)
     pinned = parts[0] if parts else None
     if all(worst.fits for worst in (gpu, host, *parts)):
@@ -110,13 +110,13 @@ def safety(simulation: Simulation, executor: Executor | None = None) -> Safety:
 
 
 def verdict(*memories: Occupancy) -> Verdict:
-    """The verdict of occupancies; the first that does not fit decides."""
+    """Return the verdict of occupancies; the first that does not fit decides."""
     short = next((one.memory for one in memories if not one.fits), None)
     return Verdict.OK if short is None else Verdict(f"{short}-out-of-memory")
 
 
 def run_until_steady(schedule: Schedule, executor: Executor, iterations: int = _FIRST_TRY) -> tuple[Trace, Steady]:
-    """Unroll ``schedule``, ``iterations`` long at first, until they repeat (or for long enough to average over)."""
+    """Run ``schedule`` for ``iterations``, then longer, until its iterations repeat (or there are enough to average over)."""
     while True:
         trace = executor.run(schedule, iterations)
         steady = trace.steady()
@@ -126,13 +126,13 @@ def run_until_steady(schedule: Schedule, executor: Executor, iterations: int = _
 
 
 def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None) -> Simulation:
-    """Lower ``plan`` and execute it in the simulator (or in ``executor``), with more waits if it says that it needs them."""
+    """Lower ``plan`` and execute it in the simulator (or in ``executor``), with waits for memory if the plan asks for them."""
     found = simulate_schedule(profile, plan, lower(profile, plan), executor)
     return safety(found, executor).safe or found if plan.memory_waits else found
 
 
 def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor: Executor | None = None) -> Simulation:
-    """Execute ``schedule``, that of ``plan`` or one with more waits, in the simulator (or in ``executor``)."""
+    """Execute ``schedule`` (that of ``plan``, or one with more waits) in the simulator, or in ``executor``."""
     executor = executor or SimExecutor()
     first_try = _FIRST_TRY_WITH_BARRIER if plan.has_barrier else _FIRST_TRY
     trace, steady = run_until_steady(schedule, executor, first_try)
@@ -143,9 +143,9 @@ def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor
 
 
 class SimulatingJudge:
-    """The judge that a policy tries its plans on: the simulator, each plan once. A :data:`~autohete.plan.policy.Judge`.
+    """A :data:`~autohete.plan.policy.Judge` that simulates each plan once.
 
-    It keeps the simulations of the fastest plan that fits and of the last one, which is what policies choose.
+    It keeps the simulations of the fastest plan that fits and of the last plan, since policies choose one of these.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -156,7 +156,7 @@ class SimulatingJudge:
         self._last: Simulation | None = None
 
     def __call__(self, plan: Plan) -> Judgement:
-        """Time and memory of ``plan``; its policy's name does not matter."""
+        """Return time and memory of ``plan``; its policy's name is ignored."""
         plan = replace(plan, policy="")
         if plan not in self._known:
             found = self._last = simulate_plan(self._profile, plan, self._executor)
@@ -168,7 +168,7 @@ class SimulatingJudge:
         return self._known[plan]
 
     def simulation(self, plan: Plan) -> Simulation:
-        """The simulation of ``plan``, made anew only if it is none of those kept; its schedule is checked."""
+        """Return the simulation of ``plan``, with its schedule checked; simulate again only if the result was not kept."""
         for kept in (self._best, self._last):
             if kept is not None and kept.plan == replace(plan, policy=""):
                 kept.schedule.validate()
@@ -177,7 +177,7 @@ class SimulatingJudge:
 
 
 def judge_for(profile: Profile) -> SimulatingJudge:
-    """The judge of plans for ``profile``."""
+    """Return a judge of plans for ``profile``."""
     return SimulatingJudge(profile)
 
 
@@ -185,14 +185,14 @@ def simulate_policy(profile: Profile, policy: Policy) -> Simulation:
     """Simulate ``policy`` with the times and sizes of ``profile``, computed or measured.
 
     Raises:
-        InfeasibleError: the policy searches for a plan and there is none.
+        InfeasibleError: the policy searches for a plan and finds none.
         InputError: a task, or the whole iteration, takes absurdly long or no time at all.
     """
     judge = judge_for(profile)
     found = judge.simulation(policy.plan(profile, judge))
     if found.iteration_seconds == 0:
         raise InputError(
-            f"an iteration on {profile.hardware.name} takes less than a nanosecond: too short to simulate, check its rates"
+            f"an iteration on {profile.hardware.name} takes less than a nanosecond, too short to simulate: check its rates"
         )
     return found
 
@@ -200,16 +200,16 @@ def simulate_policy(profile: Profile, policy: Policy) -> Simulation:
 def simulate_safely(
     profile: Profile, policy: Policy, adapt: Callable[[Plan, Profile], Plan] = lambda plan, _: plan, beside_bytes: int = 0
 ) -> Simulation:
-    """Simulate what ``policy`` plans, with the waits that make it fit under any timing.
+    """Simulate the plan of ``policy``, with the waits that make it fit under any timing.
 
     Args:
-        profile: with the memories that must suffice.
-        policy: asked again with more memory to find out how much it takes if that does not suffice.
-        adapt: makes of the policy's plan what is executed.
-        beside_bytes: GPU memory that is not the plan's to have; counted in the budgets that the error names.
+        profile: times, sizes and memory budgets.
+        policy: if its plan does not fit, it plans again with more memory to find the smallest budget that works.
+        adapt: turns the policy's plan into the one that is executed.
+        beside_bytes: GPU memory that the plan cannot use; included in the budgets that the error names.
 
     Raises:
-        InfeasibleError: it does not fit. With the bytes that it names, of the memory that it names, the same call fits it.
+        InfeasibleError: no plan fits. With the budget that the error names, the same call succeeds.
     """
     found = _try_safely(profile, policy, adapt)
     if isinstance(found, Simulation):
@@ -224,7 +224,7 @@ def simulate_safely(
     have = _memory_bytes(profile, memory)
     raise InfeasibleError(
         f"{policy.name} does not fit: {found.reason}the budget is {have + beside} B"
-        f"{f', of which buffers and frozen parameters have {beside} B' if beside else ''}. The smallest {memory} memory that "
+        f"{f', of which buffers and frozen parameters take {beside} B' if beside else ''}. The smallest {memory} memory that "
         f"works is {needed + beside} B ({format_bytes(needed + beside)})",
         constraint=memory,
         capacity_bytes=have + beside,
@@ -234,7 +234,7 @@ def simulate_safely(
 
 @dataclass(frozen=True, slots=True)
 class _Short:
-    """A memory that does not suffice: what would for this plan, and where it is exceeded, as the beginning of a sentence."""
+    """A memory that is too small: the bytes that would suffice, and where it is exceeded, as the start of a sentence."""
 
     memory: str
     needed_bytes: int
@@ -245,7 +245,7 @@ def _try_safely(profile: Profile, policy: Policy, adapt: Callable[[Plan, Profile
     try:
         plan = adapt(policy.plan(profile, judge_for(profile)), profile)
     except InfeasibleError as error:
-        return _Short(error.constraint, error.needed_bytes, f"no plan of it needs less than {error.needed_bytes} B, ")
+        return _Short(error.constraint, error.needed_bytes, f"each of its plans needs at least {error.needed_bytes} B, ")
     found = simulate_plan(profile, plan)
     if (safe := safety(found).safe) is not None:
         return safe
@@ -270,7 +270,7 @@ def _memory_bytes(profile: Profile, memory: str) -> int:
 
 
 def _with_memory(profile: Profile, memory: str, size_bytes: int) -> Profile:
-    """``profile`` with another size of one memory for tensors."""
+    """Return ``profile`` with a different size of one memory for tensors."""
     hardware = profile.hardware
     if memory == GPU_MEMORY:
         gpu = replace(hardware.gpu, memory_bytes=size_bytes + hardware.gpu.reserved_bytes)

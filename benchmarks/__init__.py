@@ -1,1 +1,1 @@
-"""Speed and memory, measured side by side in one run."""
+"""Speed and memory benchmarks; variants are measured side by side in one run."""

@@ -1,7 +1,7 @@
-"""How long does the joint planner take for 96 unequal units, and how far is its plan from what no other can beat?
+"""How long does the joint planner take for 96 unequal units, and how far is its plan from the lower bound?
 
-Command: ``python benchmarks/joint.py [--units N] [--seeds N]``. Each model has that many transformer blocks, whose sizes are
-drawn between 0.3 and 1.7 times that of one preset, on a node with a host that is large enough. Processor time, one process.
+Command: ``python benchmarks/joint.py [--units N] [--seeds N]``. Each model has N transformer blocks with sizes drawn between
+0.3 and 1.7 times that of a preset, on a node with a large enough host. Times are processor time of one process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NODE = "a100-40gb-epyc7713"
 
 
 def unequal(units: int, seed: int) -> Profile:
-    """A model of ``units`` transformer blocks of different sizes."""
+    """Return a model of ``units`` transformer blocks of different sizes."""
     rng = random.Random(seed)
     hidden = rng.choice([2048, 3072, 4096])
     workload = Workload("unequal", hidden, units, hidden // 128, batch_size=rng.choice([2, 4, 8]))
@@ -53,7 +53,7 @@ def unequal(units: int, seed: int) -> Profile:
 
 
 def planned(profile: Profile, plan_for: Callable[[Profile, Judge], Plan]) -> tuple[float, float, float]:
-    """Seconds of an iteration, of planning, and of the bound."""
+    """Return the seconds of an iteration, of planning, and of the bound."""
     judge, begin = judge_for(profile), time.process_time()
     plan = plan_for(profile, judge)
     took = time.process_time() - begin
@@ -68,7 +68,7 @@ def main(*, units: int = 96, seeds: int = 3) -> None:
     units:
         Transformer blocks.
     seeds:
-        How many models.
+        Number of models.
     """
     shown = table(f"{units} unequal units", ["hidden", "autohete", "planning", "joint", "planning", "bound"])
     for seed in range(seeds):

@@ -1,8 +1,8 @@
-"""How good are AutoHete's plans at real sizes, and what do they cost?
+"""How good are AutoHete's plans at realistic sizes, and how long does planning take?
 
 Command: ``python benchmarks/planner.py [--settings N] [--seed N]``. Each setting is a model of 20 to 96 transformer blocks on a
-preset, half of them with less memory or other rates. Its plan is compared with the best that a long search without any
-bounds finds: pattern searches from the plan itself, from everything offloaded, and from random places. About 15 s a setting.
+preset, half of them with less memory or other rates. Its plan is compared with the best result of a long search without
+bounds: pattern searches from the plan itself, from everything offloaded, and from random points. About 15 s per setting.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIRECTIONS = [step for step in product((-1, 0, 1), repeat=3) if any(step)]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A problem of real size."""
+    """A problem of realistic size."""
 
     seed: int
     profile: Profile
@@ -50,7 +50,7 @@ class Setting:
 
 
 def faster(hardware: Hardware, gpu: float = 1, link: float = 1, cpu: float = 1) -> Hardware:
-    """``hardware`` with some rates multiplied."""
+    """Return ``hardware`` with some rates multiplied."""
 
     def scaled(one: Link) -> Link:
         return replace(one, bandwidth=one.bandwidth * link, duplex_bandwidth=one.duplex_bandwidth * link)
@@ -73,7 +73,7 @@ def faster(hardware: Hardware, gpu: float = 1, link: float = 1, cpu: float = 1) 
 
 
 def draw(seed: int, most_blocks: int = 96) -> Setting:
-    """The setting of ``seed``: a preset, every second time with less memory, every second time with other rates."""
+    """Return the setting of ``seed``: a preset, every second one with less memory, every second one with other rates."""
     rng = random.Random(seed)
     hidden = rng.choice([1024, 2048, 3072, 4096, 5120, 6144, 8192])
     workload = Workload(
@@ -94,7 +94,7 @@ def draw(seed: int, most_blocks: int = 96) -> Setting:
 
 
 def best_known(setting: Setting, judge: Judge, plan: Counts, judgements: int) -> tuple[float, Counts]:
-    """The shortest iteration and its choice: pattern searches from ``plan``, from everything offloaded, from random places."""
+    """Search for the shortest iteration and its choice, from ``plan``, from everything offloaded, and from random points."""
     rng = random.Random(setting.seed)
     blocks = len(setting.profile.blocks)
     limits = (blocks - 2, blocks - 2, blocks)
@@ -139,12 +139,12 @@ class Result:
 
     @property
     def excess(self) -> float:
-        """By how much the plan is slower than the best known, as a share."""
+        """Relative excess of the plan's iteration time over the best known."""
         return self.seconds / self.best_known_seconds - 1
 
 
 def compare(seed: int, most_blocks: int = 96, judgements: int = 1000) -> Result:
-    """Plan the setting of ``seed``, then search on, with at least half as many judgements as given."""
+    """Plan the setting of ``seed``, then continue to search, with at least half of the given number of judgements."""
     setting = draw(seed, most_blocks)
     judge = judge_for(setting.profile)
     begin = time.process_time()
@@ -159,16 +159,16 @@ def compare(seed: int, most_blocks: int = 96, judgements: int = 1000) -> Result:
 
 
 def main(*, settings: int = 60, seed: int = 0, jobs: int = 2) -> None:
-    """Compare plans with a long search.
+    """Compare plans with the results of a long search.
 
     Parameters
     ----------
     settings:
-        How many settings to draw.
+        Number of settings to draw.
     seed:
         The first setting's seed; the others follow.
     jobs:
-        Processes.
+        Number of processes.
     """
     parallel = Parallel(n_jobs=jobs, return_as="generator", batch_size=1)
     results = list(parallel(delayed(compare)(s) for s in range(seed, seed + settings)))

@@ -1,8 +1,7 @@
 """How much does the runtime cost, how well does it overlap, how fast is the CPU's optimizer step?
 
-Command: ``make benchmark-runtime``. Prints tables; ``benchmarks/README.md`` keeps what was measured. Things that are
-compared run alternately in one process, and the median of several counts: machines are noisy. One thread per lane, if not said
-otherwise.
+Command: ``make benchmark-runtime``. Prints tables; ``benchmarks/README.md`` has the results. Since machines are noisy, variants
+that are compared run alternately in one process, and each figure is a median. One thread per lane, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ ROUNDS, STEPS = 15, 3
 
 
 def batch(workload: Workload) -> tuple[Tensor, Tensor]:
-    """Random tokens, the same every time."""
+    """Return random tokens, the same every time."""
     generator = torch.Generator().manual_seed(0)
     shape = (workload.batch_size, workload.sequence_length)
     ids = torch.randint(0, workload.vocabulary_size, shape, generator=generator)
@@ -54,7 +53,7 @@ def batch(workload: Workload) -> tuple[Tensor, Tensor]:
 
 
 def plain_loop(workload: Workload, ids: Tensor, targets: Tensor) -> Callable[[], None]:
-    """Some steps of ordinary training."""
+    """Run some steps of ordinary training."""
     torch.manual_seed(0)
     model, adam = GPT(workload), Adam()
     optimizer = torch.optim.AdamW(
@@ -74,7 +73,7 @@ def plain_loop(workload: Workload, ids: Tensor, targets: Tensor) -> Callable[[],
 def executor_loop(
     undo: ExitStack, workload: Workload, ids: Tensor, targets: Tensor, counting: Counting | None, threads: int
 ) -> Callable[[], None]:
-    """The same steps as a schedule in lane threads, with the device's memory counted in one way or not at all."""
+    """Run the same steps as a schedule in lane threads, with device memory counted in one way or not at all."""
     torch.manual_seed(0)
     model = GPT(workload)
     profile = measured_profile_on(load_hardware("a100-40gb-epyc7713"), model, (ids, targets))
@@ -93,7 +92,7 @@ def executor_loop(
 
 
 def against_a_plain_loop(hidden: int, blocks: int, threads: int) -> None:
-    """The executor under ``resident`` against ordinary PyTorch with as many threads."""
+    """Compare the executor under ``resident`` with ordinary PyTorch with the same number of threads."""
     workload = replace(MODEL, hidden_size=hidden, transformer_blocks=blocks)
     ids, targets = batch(workload)
     torch.set_num_threads(threads)
@@ -129,7 +128,7 @@ def against_a_plain_loop(hidden: int, blocks: int, threads: int) -> None:
 
 
 def overlap() -> None:
-    """Paced ``autohete``: the measured period against the lower bound of its schedule."""
+    """Compare the measured period of paced ``autohete`` with the lower bound of its schedule."""
     small = replace(MODEL, hidden_size=64, sequence_length=16, batch_size=2)
     data = batch(small)
     slow = {"links.h2d.bandwidth": "6GB/s", "links.d2h.bandwidth": "6GB/s"}
@@ -169,10 +168,10 @@ def overlap() -> None:
 
 
 def cpu_update() -> None:
-    """One optimizer step over a block's parameters, alternately, against what memory gives.
+    """Measure one optimizer step over a block's parameters, alternating between variants, against the memory bandwidth.
 
-    Sizes are a transformer block's. Were they all powers of two, the moments would lie so far apart that the caches take turns:
-    that alone makes the step half as long again.
+    Sizes are those of a transformer block. With powers of two only, the distances between the moments would cause cache
+    conflicts, which alone make the step half as long again.
     """
     sizes = [parameter.numel() for parameter in Block(1536, 16, 0.0).parameters()]
     count = sum(sizes)
@@ -235,7 +234,7 @@ def cpu_update() -> None:
 
 
 def main() -> None:
-    """All of it, in about two minutes."""
+    """Run all benchmarks, in about two minutes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for hidden, blocks in ((256, 6), (128, 8)):

@@ -1,7 +1,7 @@
-"""How fast is the simulator, how fast is the planner, how long does the figure take?
+"""How fast are the simulator and the planner, and how long does the figure take?
 
-Command: ``make benchmark``. Prints tables; ``benchmarks/README.md`` keeps what was measured. Things that are compared run
-alternately in one process, and the median of several counts: machines are noisy.
+Command: ``make benchmark``. Prints tables; ``benchmarks/README.md`` has the results. Since machines are noisy, variants that
+are compared run alternately in one process, and each figure is a median.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ NODE = "a100-40gb-epyc7713"
 
 
 def seconds(action: Callable[..., object], *arguments: object) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call."""
     begin = time.perf_counter()
     action(*arguments)
     return time.perf_counter() - begin
 
 
 def profile(blocks: int, hidden: int = 4096) -> Profile:
-    """A GPT of ``blocks`` transformer blocks on the node of the figure."""
+    """Return the profile of a GPT of ``blocks`` transformer blocks on the figure's node."""
     return analytic_profile(Workload(f"{blocks} blocks", hidden, blocks, hidden // 128), load_hardware(NODE))
 
 
@@ -56,7 +56,7 @@ def example(blocks: int) -> Schedule:
 
 
 def against_list_scheduler() -> None:
-    """96 blocks x 10 iterations, SimPy against the plain heap list scheduler, with and without shared bandwidth."""
+    """Compare SimPy with the plain list scheduler at 96 blocks x 10 iterations, with and without shared bandwidth."""
     shared = example(96)
     shown = table(
         "simulator against the plain list scheduler, 96 blocks x 10 iterations",
@@ -83,7 +83,7 @@ def against_list_scheduler() -> None:
 
 
 def growth() -> None:
-    """Microseconds per task from a thousand to a million tasks."""
+    """Measure microseconds per task from a thousand to a million tasks."""
     schedule = example(96)
     shown = table("time per task as a run grows", ["iterations", "tasks", "seconds", "us/task", "peak memory so far"])
     for iterations in (2, 15, 150, 1500):
@@ -103,7 +103,7 @@ def _counted(judge: Judge, seen: set[Plan]) -> Judge:
 
 
 def planner() -> None:
-    """The integer program alone, and the whole plan with its judgements, against the number of blocks."""
+    """Measure the integer program alone, and the whole plan with its judgements, by number of blocks."""
     shown = table("AutoHete's planner", ["blocks", "integer program", "whole plan", "judgements", "goal"])
     for blocks, hidden in ((20, 4096), (48, 4096), (96, 4096), (192, 2048)):
         found, policy = profile(blocks, hidden), AutoHete()
@@ -119,7 +119,7 @@ def planner() -> None:
 
 
 def analyses() -> None:
-    """One simulated answer, step by step."""
+    """Measure one simulated answer, step by step."""
     from autohete.analysis.bounds import period_bounds
     from autohete.analysis.occupancy import occupancy
     from autohete.analysis.usage import usage
@@ -151,7 +151,7 @@ def analyses() -> None:
 
 
 def figure() -> None:
-    """The whole throughput figure with all policies and sensitivities, in a process of its own."""
+    """Measure the whole throughput figure with all policies and sensitivities, in its own process."""
     script = Path(__file__).resolve().parents[1] / "experiments" / "fig_throughput.py"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(script), "--out", folder]
@@ -163,12 +163,12 @@ def figure() -> None:
 
 
 def peak_memory() -> str:
-    """The most memory this process has had."""
+    """Return the peak memory of this process."""
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**20:.0f} MiB"
 
 
 def main() -> None:
-    """All of it, in about two minutes."""
+    """Run all benchmarks, in about two minutes."""
     figure()  # first: a child's peak memory is at least what its parent had when it started
     against_list_scheduler()
     planner()

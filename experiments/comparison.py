@@ -1,5 +1,5 @@
-"""The published comparison: what arXiv 2503.01890 (AutoHete) ran on one A100-40GB, and what it found; absolute throughputs are
-not published."""
+"""The published comparison: the experiments of arXiv 2503.01890 (AutoHete) on one A100-40GB, and their results. The paper does
+not state absolute throughputs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ZERO_OFFLOAD_LIMIT = "gpt-12b"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One simulation: a model under a policy, with some hardware figures moved."""
+    """One simulation: a model under a policy, with some hardware figures changed."""
 
     model: str
     policy: str
@@ -71,7 +71,7 @@ def grid(moved: Mapping[str, str] | None = None) -> list[Job]:
 
 
 def run_all(jobs: Sequence[Job]) -> dict[Job, Summary]:
-    """All jobs on all cores, with a progress bar where there is a terminal."""
+    """Run all jobs on all cores, with a progress bar on a terminal."""
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     found: dict[Job, Summary] = {}
     with Progress(*columns, console=console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:

@@ -1,20 +1,20 @@
-"""Does the simulator say what the runtime does?
+"""Does the simulator predict what the runtime does?
 
-Command: ``python experiments/fidelity.py [--out DIR] [--paced N] [--native N] [--seed N]``. Machine: any with PyTorch, nothing
-else running; takes about 2 s a paced setting and 5 s a native one.
+Command: ``python experiments/fidelity.py [--out DIR] [--paced N] [--native N] [--seed N]``. Machine: any with PyTorch,
+otherwise idle. Takes about 2 s per paced setting and 5 s per native one.
 
 Settings are drawn with a seed: policy, model, memory budget, speed of links and CPU. Each is simulated, and executed by the
 torch runtime, which trains a small GPT for real in lane threads within a byte-exact memory budget. Two questions, two answers:
 
-- *paced* (clock ``emulated``): every task lasts as long as the schedule says, by deadlines, links and host memory shared. Sizes
-  are the small model's, measured; times are those of a large model on a drawn node, stretched to a quarter of a second an
-  iteration, or until the CPU keeps up. Measured are wall-clock times. This proves order and waiting.
-- *native* (clock ``measured-cpu``): as fast as the CPU goes. Blocks, copies and optimizer steps are measured first, each by
-  itself; the simulator says how they run together, with what they take from each other. This proves the model of time.
+- *paced* (clock ``emulated``): every task lasts as long as in the schedule, by deadlines, with links and host memory shared.
+  Sizes are measured on the small model; times are those of a large model on a drawn node, stretched to a quarter of a second
+  per iteration, or until the CPU keeps up. Measurements are wall-clock times. This tests order and waiting.
+- *native* (clock ``measured-cpu``): as fast as the CPU allows. Blocks, copies and optimizer steps are first measured one by
+  one; the simulator predicts how they run together and slow each other down. This tests the model of time.
 
-Writes ``fidelity.{csv,png,pdf}``, ``fidelity_lanes.csv`` (work of each lane, idleness by cause, order) and
+Writes ``fidelity.{csv,png,pdf}``, ``fidelity_lanes.csv`` (work of each lane, idle time by cause, order) and
 ``fidelity_timeline.{png,pdf}``. What would refute it: a mean absolute error of the iteration time above 2 % paced or 8 %
-native, any above 5 % paced, or a peak of memory more than 3 % off.
+native, any above 5 % paced, or a memory peak more than 3 % off.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ POLICIES = [
     "autohete",
     "autohete:priority=off",
 ]
-#: Paced, and native: these are shorter, and disturbed by whatever else the machine does.
+#: Paced, and native; native runs are shorter, and disturbed by other work on the machine.
 ITERATIONS = {Clock.EMULATED: 6, Clock.MEASURED_CPU: 7}
-#: Native runs of a setting; blocks are measured before, between and after them, because such machines drift by tens of percent
+#: Native runs per setting; blocks are measured before, between and after them, because such machines drift by tens of percent
 #: within seconds.
 RUNS = 8
-#: Paced iterations last so long at least, and passes so much longer than their work.
+#: Minimum length of a paced iteration, and minimum ratio of a pass's length to its work.
 ITERATION_SECONDS, PACE_MARGIN = 0.25, 1.5
-#: A paced run in which a task ended so long after its deadline shows that the machine stood still, and nothing of the schedule:
-#: it is made again. Whether it agrees with the prediction is not looked at.
+#: If a task of a paced run ends this long after its deadline, the machine stalled, and the run says nothing about the schedule:
+#: it is repeated, whether or not it agrees with the prediction.
 STANDSTILL_SECONDS, PACED_ATTEMPTS = 0.01, 4
-#: A node whose passes are so short beside its copies and updates that iterations would take longer than this is drawn anew.
+#: A node is drawn again if its passes are so short next to its copies and updates that iterations would take longer than this.
 LONGEST_SECONDS = 0.6
-#: Mean absolute error of the iteration time, and the worst (None: no goal), in percent.
+#: Goals for the mean and the worst absolute error of the iteration time, in percent (None: no goal).
 GOALS: dict[Clock, tuple[float, float | None]] = {Clock.EMULATED: (2.0, 5.0), Clock.MEASURED_CPU: (8.0, None)}
 PEAK_GOAL_PERCENT = 3.0
 #: The setting whose timeline is drawn: the last native one of this policy.
@@ -96,14 +96,14 @@ DRAWN_POLICY = "autohete"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is trained, under which policy and budget, on what.
+    """What is trained, under which policy and budget, and on which node.
 
     Args:
         policy: name and flags.
-        workload: the small model that is trained for real.
-        budget_share: device memory, as a share of what the training would need resident; None: no limit.
-        large: for a paced setting, the model whose times are taken; None: native.
-        overrides: for a paced setting, what is changed of the node.
+        workload: the small model that is actually trained.
+        budget_share: device memory, as a share of what fully resident training would need; None: no limit.
+        large: for a paced setting, the model whose times are used; None: native.
+        overrides: for a paced setting, changes to the node.
     """
 
     policy: str
@@ -114,12 +114,12 @@ class Setting:
 
     @property
     def clock(self) -> Clock:
-        """Whose seconds are measured."""
+        """Clock of the measurement."""
         return Clock.MEASURED_CPU if self.large is None else Clock.EMULATED
 
     @property
     def name(self) -> str:
-        """Short and unique enough for a table."""
+        """Name that is short and unique enough for a table."""
         w = self.large or self.workload
         budget = "" if self.budget_share is None else f" memory {self.budget_share:.0%}"
         return f"{w.transformer_blocks}x{w.hidden_size} b{w.batch_size} s{w.sequence_length}{budget}" + "".join(
@@ -129,16 +129,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """Predicted and measured, of one setting.
+    """Prediction and measurement of one setting.
 
     Args:
-        setting: what was drawn.
+        setting: the setting that was drawn.
         predicted: the simulation.
-        runs: traces of what was executed.
-        measured_peak_bytes: of the device.
-        late_seconds: by how much a paced task ended after its deadline, at worst.
-        attempts: paced runs until one was not disturbed.
-        comparison: of the prediction with the last run.
+        runs: traces of the executed runs.
+        measured_peak_bytes: peak of the device.
+        late_seconds: largest delay of a paced task after its deadline.
+        attempts: number of paced runs until one was not disturbed.
+        comparison: comparison of the prediction with the last run.
     """
 
     setting: Setting
@@ -151,7 +151,7 @@ class Result:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Iteration time, predicted and measured: paced the mean of the later half, native the median, as for the blocks."""
+        """Predicted and measured iteration time: paced, the mean of the second half; native, the median, as for the blocks."""
         if self.setting.clock is Clock.EMULATED:
             return self.predicted.iteration_seconds, self.measured.steady().period_seconds
         intervals = np.concatenate([np.diff(run.anchors()[2:]) for run in self.runs])
@@ -175,9 +175,9 @@ class Result:
 
 
 def draw(rng: random.Random, number: int, native: bool) -> Setting:
-    """A random setting; policies take turns."""
+    """Draw a random setting; policies take turns."""
     policy = POLICIES[number % len(POLICIES)]
-    # Only autohete asks how much there is; the others' rules decide without.
+    # Only autohete depends on the memory budget; the other policies decide without it.
     share = rng.choice([0.3, 0.4, 0.6, 1.2]) if policy.startswith("autohete") else None
     blocks, tied = rng.randint(3, 6), rng.random() < 0.5
     if native:
@@ -221,7 +221,7 @@ def draw(rng: random.Random, number: int, native: bool) -> Setting:
 
 
 def batches(workload: Workload) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random tokens for ever."""
+    """Yield random tokens without end."""
     generator = torch.Generator().manual_seed(0)
     shape = (workload.batch_size, workload.sequence_length)
     while True:
@@ -230,10 +230,10 @@ def batches(workload: Workload) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def paced_profile(measured: Profile, large: Workload, overrides: dict[str, str]) -> Profile:
-    """The sizes of ``measured`` with the times of ``large`` on a drawn node."""
+    """Combine the sizes of ``measured`` with the times of ``large`` on a drawn node."""
     node = load_hardware("a100-40gb-epyc7713", overrides)
     wanted = analytic_profile(large, node)
-    # A copy of a small block takes as long as that of a large one; all bandwidths keep their proportions.
+    # Copying a small block takes as long as copying a large one; all bandwidths keep their proportions.
     smaller = (measured.blocks[1].parameters * measured.element_bytes) / (wanted.blocks[1].parameters * wanted.element_bytes)
     blocks = tuple(
         replace(
@@ -254,7 +254,7 @@ def paced_profile(measured: Profile, large: Workload, overrides: dict[str, str])
 
 
 def _scaled(node: Hardware, factor: float) -> Hardware:
-    """``node`` with all bandwidths of links and host times ``factor``."""
+    """Return ``node`` with all bandwidths of links and host multiplied by ``factor``."""
     h2d, d2h = (
         replace(link, bandwidth=link.bandwidth * factor, duplex_bandwidth=link.duplex_bandwidth * factor)
         for link in (node.h2d, node.d2h)
@@ -270,7 +270,7 @@ def _scaled(node: Hardware, factor: float) -> Hardware:
 
 
 def with_budget(profile: Profile, share: float | None) -> Profile:
-    """``profile`` with so much device memory."""
+    """Return ``profile`` with the given device memory."""
     if share is None:
         return profile
     resident = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes
@@ -279,11 +279,11 @@ def with_budget(profile: Profile, share: float | None) -> Profile:
 
 
 def evaluate(setting: Setting, machine: Hardware) -> Result | None:
-    """Simulate and execute one setting; None if it does not fit, or would take too long.
+    """Simulate and execute one setting; return None if it does not fit, or would take too long.
 
     Args:
-        setting: one that was drawn.
-        machine: what paced settings are measured on; native ones measure it themselves, as it is just then.
+        setting: a drawn setting.
+        machine: the machine's hardware, for paced settings; native ones measure the machine again at the time.
     """
     torch.manual_seed(0)
     model, batch = GPT(setting.workload), next(batches(setting.workload))
@@ -324,7 +324,7 @@ def _native(setting: Setting, model: GPT, batch: tuple[Tensor, Tensor]) -> Resul
 
 
 def _planned(setting: Setting, profile: Profile) -> Simulation | None:
-    """The policy's plan with the waits that make it fit under any timing, simulated; None if it does not fit without them."""
+    """Simulate the policy's plan with the waits that make it fit under any timing; None if it does not fit without them."""
     try:
         plan = as_executed(parse_policy(setting.policy).plan(profile, judge_for(profile)), profile)
     except InfeasibleError:
@@ -334,7 +334,7 @@ def _planned(setting: Setting, profile: Profile) -> Simulation | None:
 
 
 def with_times(planned: Simulation, profile: Profile) -> Simulation:
-    """The same schedule simulated with the times of another profile."""
+    """Simulate the same schedule with the times of another profile."""
     timed = simulate_plan(profile, planned.plan)
     pairs = zip(planned.schedule.tasks, timed.schedule.tasks, strict=True)
     tasks = tuple(replace(task, duration_ns=other.duration_ns) for task, other in pairs)
@@ -352,9 +352,9 @@ def _late_seconds(executor: TorchExecutor) -> float:
 
 
 def stretched(profile: Profile, real: Profile, iteration_seconds: float) -> Profile:
-    """``profile`` with all times longer, until an iteration lasts long enough and the CPU keeps up with the blocks' passes.
+    """Stretch all times of ``profile`` until an iteration lasts long enough and the CPU keeps up with the blocks' passes.
 
-    What is too short even so lasts as long as it takes here.
+    Tasks that are still too short last as long as they take on this machine.
     """
     ratios = [ITERATION_SECONDS / iteration_seconds]
     for ideal, here in zip(profile.blocks[1:-1], real.blocks[1:-1], strict=True):
@@ -378,7 +378,7 @@ def stretched(profile: Profile, real: Profile, iteration_seconds: float) -> Prof
 
 
 def mean_of(profiles: list[Profile]) -> Profile:
-    """The mean of several measurements of the same blocks."""
+    """Return the mean of several measurements of the same blocks."""
     blocks = tuple(
         replace(
             same[0],
@@ -407,7 +407,7 @@ def as_csv(results: list[Result]) -> str:
 
 
 def lanes_csv(results: list[Result]) -> str:
-    """One row per setting: work of each lane and idleness by cause, seconds per iteration; neighbours that changed places."""
+    """One row per setting: work of each lane and idle time by cause, in seconds per iteration; neighbours that swapped."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     lanes = [difference.lane for difference in results[0].comparison.lanes]
@@ -426,7 +426,7 @@ def lanes_csv(results: list[Result]) -> str:
 
 
 def show(results: list[Result]) -> None:
-    """Errors by clock and policy."""
+    """Print the errors by clock and policy."""
     out = console()
     for clock, (goal, worst_goal) in GOALS.items():
         here = [r for r in results if r.setting.clock is clock]
@@ -452,12 +452,12 @@ def show(results: list[Result]) -> None:
         bias = mean(r.error_percent for r in here)
         worst = "" if worst_goal is None else f", worst at most {worst_goal} %"
         again = sum(r.attempts - 1 for r in here)
-        repeated = f"; made again, because the machine stood still: {again} runs" if again else ""
-        out.print(f"mean error with its sign {bias:+.2f} %; goal: mean at most {goal} %{worst}{repeated}", soft_wrap=True)
+        repeated = f"; repeated because the machine stalled: {again} runs" if again else ""
+        out.print(f"signed mean error {bias:+.2f} %; goal: mean at most {goal} %{worst}{repeated}", soft_wrap=True)
 
 
 def plot(results: list[Result]) -> Figure:
-    """One point per setting: predicted against measured, and the error by policy."""
+    """Draw one point per setting: predicted against measured, and the error by policy."""
     marks = {Clock.EMULATED: ("o", BLUE, "paced"), Clock.MEASURED_CPU: ("s", VERMILION, "native")}
     with style():
         figure = Figure(figsize=(7.2, 3.0), layout="constrained")
@@ -491,7 +491,7 @@ def plot(results: list[Result]) -> Figure:
 
 
 def timeline(results: list[Result]) -> Figure | None:
-    """One native iteration, simulated above and measured below: of the run in which it took nearest to the median."""
+    """Draw one native iteration, simulated above and measured below, of the run with the median iteration time."""
     drawn = [r for r in results if r.setting.policy == DRAWN_POLICY and r.setting.clock is Clock.MEASURED_CPU]
     if not drawn:
         return None
@@ -506,18 +506,18 @@ def timeline(results: list[Result]) -> Figure | None:
 
 
 def main(*, out: Path = Path("paper_figs"), paced: int = 60, native: int = 16, seed: int = 0) -> None:
-    """Draw settings, simulate and execute them, compare.
+    """Draw settings, simulate and execute them, and compare.
 
     Parameters
     ----------
     out:
         Folder for the figures and the CSV files.
     paced:
-        How many paced settings that fit to compare.
+        Number of fitting paced settings to compare.
     native:
-        How many native settings that fit to compare.
+        Number of fitting native settings to compare.
     seed:
-        Of the drawing.
+        Seed of the settings.
     """
     make_folder(out)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""How fast do GPT models of 2B to 22B train on one A100-40GB under four offloading systems, and how sure is that?
+"""How fast do GPT models of 2B to 22B train on one A100-40GB under four offloading systems, and how certain is that?
 
 Command: ``python experiments/fig_throughput.py [--out DIR]``. Machine: any; everything is simulated.
 
@@ -7,12 +7,12 @@ Writes:
 - ``fig_throughput.{png,pdf,csv}``: throughput of every model under every policy;
 - ``fig_throughput_ratios.csv``: AutoHete's speed-ups with their 5 to 95 % intervals, beside the paper's;
 - ``fig_throughput_variants.csv``: the speed-ups of AutoHete with another CPU step, which the paper does not describe;
-- ``fig_throughput_bounds.csv``: what the paper's ratios would need.
+- ``fig_throughput_bounds.csv``: what the paper's ratios would require.
 
-The intervals come from ``paper_figs/fig_throughput_intervals.csv``, which ``intervals.py`` makes.
+The intervals come from ``paper_figs/fig_throughput_intervals.csv``, written by ``intervals.py``.
 
-What would refute it: a published speed-up outside its interval, or a model that the paper trained and the simulation does not
-fit (or the contrary).
+What would refute it: a published speed-up outside its interval, or a model that the paper trained but that does not fit in the
+simulation (or vice versa).
 """
 
 from __future__ import annotations
@@ -113,19 +113,19 @@ class Ratio:
 
 
 def inside(interval: Interval, paper: float) -> bool:
-    """Whether the paper's number lies in the interval."""
+    """Whether the paper's number is in the interval."""
     return interval.low <= paper <= interval.high
 
 
 def ratios(rows: Rows, known: Sequence[Interval]) -> list[Ratio]:
-    """The speed-ups over every other policy."""
+    """Return the speed-ups over every other policy."""
     rates = {cell: summary.samples_per_second for cell, summary in rows.items()}
     of = {(i.what, i.policy): i for i in known if not i.model}
     return [Ratio(speedup(over, rates), of["average", over], of["maximum", over]) for over in PUBLISHED]
 
 
 def throughput_csv(rows: Rows) -> str:
-    """One row per model and policy; times and rates are empty where the training does not fit."""
+    """One row per model and policy; times and rates are empty if training does not fit."""
     header = (
         "gpus model parameters policy verdict iteration_seconds samples_per_second tflops_per_gpu "
         "gpu_peak_bytes host_peak_bytes plan clock kernels"
@@ -181,7 +181,7 @@ def _csv(lines: Iterable[Sequence[str]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Something that a published number would need, beside what is possible and what was measured elsewhere."""
+    """What a published number would require, beside what is possible and what was measured elsewhere."""
 
     claim: str
     needed: str
@@ -194,7 +194,7 @@ class Bound:
 
 
 def bounds(rows: Rows) -> list[Bound]:
-    """What the paper's ratios over ZeRO-Offload would need of the host, and of the GPU's memory."""
+    """Return what the paper's ratios over ZeRO-Offload would require of the host, and of the GPU's memory."""
     node = load_hardware(NODE)
     limit = list(MODELS)[: list(MODELS).index(ZERO_OFFLOAD_LIMIT) + 1]
     ratio, dram = PUBLISHED[ZERO_OFFLOAD[0]].maximum, node.host.memory_bandwidth
@@ -233,13 +233,13 @@ def bounds(rows: Rows) -> list[Bound]:
 
 
 def _gpu_seconds(model: str) -> float:
-    """The GPU's own work in an iteration of AutoHete."""
+    """Return the GPU's own work in an iteration of AutoHete."""
     found = simulate(MODELS[model], load_hardware(NODE), parse_policy(AUTOHETE))
     return sum(task.duration_ns for task in found.schedule.tasks if task.lane == GPU) * 1e-9
 
 
 def _needed_bandwidth(model: str, policy: str, seconds: float) -> float:
-    """DRAM traffic of the Adam kernel with which ``policy`` takes no more than ``seconds``; infinite if at no rate."""
+    """Return the DRAM traffic of Adam at which ``policy`` takes at most ``seconds``; infinite if no rate is enough."""
     found = simulate(MODELS[model], load_hardware(NODE), parse_policy(policy))
     traffic = sum(block.parameters for block in found.profile.blocks) * found.plan.update_bytes
     rest = found.iteration_seconds - traffic / found.profile.hardware.cpu.update_bandwidth
@@ -247,7 +247,7 @@ def _needed_bandwidth(model: str, policy: str, seconds: float) -> float:
 
 
 def _priority_limit(rows: Rows, model: str) -> float:
-    """The iteration without priority over the lower bound of the schedule that AutoHete runs with it."""
+    """Return the iteration time without priority over the lower bound of AutoHete's schedule with priority."""
     fifo, best = rows[model, NO_PRIORITY], rows[model, AUTOHETE]
     assert fifo.iteration_seconds is not None
     assert best.bound_seconds is not None
@@ -263,7 +263,7 @@ class Variant:
 
 
 def variants(rows: Rows) -> list[Variant]:
-    """AutoHete's speed-ups with each CPU step, over the policies that the paper compares it with."""
+    """Return AutoHete's speed-ups with each CPU step, over the policies that the paper compares it with."""
     names = {flags: {AUTOHETE: f"autohete:{flags}", NO_PRIORITY: f"autohete:{flags},priority=off"} for flags in VARIANTS}
     jobs = [Job(model, name) for some in names.values() for name in some.values() for model in MODELS]
     found = run_all(jobs)
@@ -286,7 +286,7 @@ def variants_csv(found: Sequence[Variant]) -> str:
 
 
 def print_throughput(rows: Rows) -> None:
-    """The comparison as a table: a row per model and policy."""
+    """Print the comparison as a table: one row per model and policy."""
     title = f"{GPUS} GPU of {NODE}, fp16, eager kernels, simulated"
     columns = ["model", "policy", "verdict", "iteration", "samples/s", "TFLOP/s", "GPU peak", "host peak", "plan"]
     give_way = ["TFLOP/s", "host peak", "plan"]
@@ -308,7 +308,7 @@ def print_throughput(rows: Rows) -> None:
 
 
 def print_ratios(found: Sequence[Ratio]) -> None:
-    """Simulated against published: a row for each average, then one for each maximum."""
+    """Print simulated against published speed-ups: one row per average, then one per maximum."""
     columns = ["AutoHete over", "simulated", "figures only", "5 to 95 %", "paper", "difference", "inside"]
     for what in ("average", "maximum"):
         shown = table(f"{what} speed-ups over the models that both train", columns)
@@ -328,7 +328,7 @@ def print_ratios(found: Sequence[Ratio]) -> None:
 
 
 def print_variants(found: Sequence[Variant]) -> None:
-    """Average speed-ups of AutoHete with another CPU step."""
+    """Print the average speed-ups of AutoHete with another CPU step."""
     shown = table("average speed-ups of AutoHete with another CPU step", ["over", *(v.flags for v in found)])
     for i, over in enumerate(PUBLISHED):
         shown.add_row(over, *(f"{v.speedups[i].average:.2f}" for v in found))
@@ -336,9 +336,9 @@ def print_variants(found: Sequence[Variant]) -> None:
 
 
 def print_bounds(found: Sequence[Bound]) -> None:
-    """The proofs, a line each."""
+    """Print the bounds."""
     out = console()
-    out.print("what the published numbers would need")
+    out.print("what the published numbers would require")
     for bound in found:
         out.print(f"  {bound.claim}", soft_wrap=True)
         out.print(f"    needed: {bound.needed}", soft_wrap=True)
@@ -346,7 +346,7 @@ def print_bounds(found: Sequence[Bound]) -> None:
 
 
 def draw(rows: Rows, found: Sequence[Ratio], known: Sequence[Interval]) -> Figure:
-    """Throughput by model on the left, speed-ups beside the paper's on the right."""
+    """Draw throughput by model on the left, speed-ups beside the paper's on the right."""
     with style():
         figure = Figure(figsize=(10.2, 4.0), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(2.9, 1.3))
@@ -408,7 +408,7 @@ def _draw_ratios(axes: Axes, found: Sequence[Ratio]) -> None:
 
 
 def main(*, out: Path = Path("paper_figs")) -> None:
-    """Simulate, print, draw.
+    """Simulate, print and draw.
 
     Parameters
     ----------

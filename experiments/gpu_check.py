@@ -1,14 +1,14 @@
-"""Does what holds on the emulated device hold on a GPU: exact training, predicted times and peaks, speed beside other systems?
+"""Do the results on the emulated device hold on a GPU: exact training, predicted times and peaks, speed beside other systems?
 
 Command: ``python experiments/gpu_check.py [--out DIR] [--part NAME ...]``. Machine: one with a CUDA GPU of 24 GB or more and
-32 GB of host memory, nothing else running; about ten minutes. Without a GPU it says so and does nothing.
+32 GB of host memory, otherwise idle; about ten minutes. Without a GPU it says so and does nothing.
 
-Parts, each in a process of its own, so that one that crashes takes no other with it; what fails is written down as text:
+Each part runs in its own process, so that a crash does not affect the others; failures are recorded as text:
 
 - *tests*: ``pytest -m gpu``.
 - *exactness*: a small GPT trained by the Trainer under several policies, in deterministic mode, against a plain loop on the GPU
-  with ``AdamW(fused=True)``. The CPU's AdamW rounds otherwise than the GPU's, so there is a second plain loop that updates on
-  the CPU what the policy updates there.
+  with ``AdamW(fused=True)``. The CPU's AdamW rounds differently from the GPU's, so a second plain loop updates the same blocks
+  on the CPU as the policy does.
 - *fidelity*: a GPT of 354 M parameters (bf16, fp32 master weights) under each policy and several memory budgets: iteration
   time, peak of allocated memory, what the allocator reserves beyond it (fragmentation), tokens per second. Policies with fixed
   rules do the same under each budget, or do not fit.
@@ -96,15 +96,15 @@ WARMUP, STEPS = 3, 8
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """A policy's training against plain training.
+    """Training under a policy compared with plain training.
 
     Args:
         policy, precision: what was trained.
         cpu_blocks: blocks whose AdamW runs on the CPU.
-        identical: losses and parameters are those of the plain loop on the GPU, bit for bit.
-        identical_updates_alike: those of the plain loop that updates these blocks on the CPU, too.
-        largest_difference: of a parameter, from the plain loop on the GPU.
-        failure: why there is no answer.
+        identical: losses and parameters are bit-identical to those of the plain loop on the GPU.
+        identical_updates_alike: bit-identical to those of the plain loop that also updates these blocks on the CPU.
+        largest_difference: largest difference of a parameter from the plain loop on the GPU.
+        failure: why there is no result.
     """
 
     policy: str
@@ -118,16 +118,16 @@ class Exactness:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A policy under a budget: predicted and measured.
+    """Prediction and measurement of a policy under a budget.
 
     Args:
-        policy, budget_percent, budget_bytes: what was run; the budget in percent of the resident training.
-        failure: why there is nothing measured, such as that it does not fit.
+        policy, budget_percent, budget_bytes: what was run; the budget in percent of fully resident training.
+        failure: why there is no measurement, such as that the plan does not fit.
         plan: counts of blocks.
-        clock: whose seconds are measured.
-        predicted_seconds, measured_seconds, error_percent: of a steady iteration.
-        predicted_peak_bytes, measured_peak_bytes, peak_error_percent: of allocated memory.
-        reserved_bytes: the most that the allocator had from the GPU; ``fragmentation_bytes`` of it were never allocated.
+        clock: clock of the measurement.
+        predicted_seconds, measured_seconds, error_percent: time of a steady iteration.
+        predicted_peak_bytes, measured_peak_bytes, peak_error_percent: peak of allocated memory.
+        reserved_bytes: peak memory reserved by the allocator; ``fragmentation_bytes`` of it were never allocated.
         tokens_per_second: by the wall clock, until the last update has ended.
     """
 
@@ -150,7 +150,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Another system: by the wall clock, and by PyTorch's allocator."""
+    """Another system, measured by the wall clock and by PyTorch's allocator."""
 
     system: str
     tokens_per_second: float
@@ -161,7 +161,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Pytest:
-    """What pytest says at its end."""
+    """The summary line of pytest."""
 
     exit_code: int
     seconds: float
@@ -172,13 +172,13 @@ class Pytest:
 
 
 def fresh(workload: Workload, device: str = "cpu") -> GPT:
-    """The model with dropout, from a fixed seed."""
+    """Return the model with dropout, from a fixed seed."""
     with torch.device(device):
         return seeded_gpt(workload, dropout=0.1, seed=0)
 
 
 def pair(workload: Workload, seed: int = 0, device: str = "cpu") -> Pair:
-    """Random tokens and targets."""
+    """Return random tokens and targets."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, workload.batch_size, workload.sequence_length)
     ids, targets = torch.randint(0, workload.vocabulary_size, shape, generator=generator).to(device)
@@ -186,7 +186,7 @@ def pair(workload: Workload, seed: int = 0, device: str = "cpu") -> Pair:
 
 
 def plainly(model: GPT, on_cpu: Collection[int] = ()) -> tuple[Callable[[Pair], float], list[Tensor]]:
-    """A step of ordinary training, and the fp32 weights that it changes; AdamW of the blocks ``on_cpu`` runs there."""
+    """Return a step of ordinary training and its fp32 weights; AdamW of the blocks ``on_cpu`` runs on the CPU."""
     adam = Adam()
     parameters: list[nn.Parameter] = []
     masters: list[nn.Parameter] = []
@@ -225,14 +225,14 @@ def plainly(model: GPT, on_cpu: Collection[int] = ()) -> tuple[Callable[[Pair], 
 
 
 def small_profile(workload: Workload) -> Profile:
-    """The small model measured on the GPU, on a node with slow links: plans that search then use every mechanism."""
+    """Measure the small model on the GPU, on a node with slow links, so that searched plans use every mechanism."""
     slow = {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s", "cpu.update_bandwidth": "2GB/s"}
     node = load_hardware("a100-40gb-epyc7713", slow)
     return measured_profile_on(node, fresh(workload), pair(workload), DEVICE)
 
 
 def exact(policy: str, profile: Profile) -> Exactness:
-    """Train with ``policy`` and plainly, in deterministic mode; needs CUBLAS_WORKSPACE_CONFIG."""
+    """Train with ``policy`` and with a plain loop, in deterministic mode; needs CUBLAS_WORKSPACE_CONFIG."""
     workload = profile.workload
     batches = [pair(workload, seed) for seed in range(EXACT_STEPS)]
     torch.use_deterministic_algorithms(True)
@@ -258,8 +258,8 @@ def exact(policy: str, profile: Profile) -> Exactness:
 
 
 def exactness() -> list[Exactness]:
-    """All policies in fp32 and bf16."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS begins
+    """Check all policies in fp32 and bf16."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is initialized
     rows = []
     for precision in (Precision.FP32, Precision.BF16):
         profile = small_profile(replace(SMALL, precision=precision))
@@ -275,13 +275,13 @@ def exactness() -> list[Exactness]:
 
 
 def machine_profile(workload: Workload) -> Profile:
-    """The machine and the model measured; on the GPU from the beginning, so that looking at the model takes no time."""
+    """Measure the machine and the model, which is on the GPU from the start, so that probing it takes no time."""
     machine = measured_hardware(DEVICE)
     return measured_profile_on(machine, fresh(workload, DEVICE), pair(workload, device=DEVICE), DEVICE, workload.name)
 
 
 def fidelity() -> list[Run]:
-    """All policies under all budgets; plans that come up again are not run again."""
+    """Run all policies under all budgets; repeated plans are run only once."""
     profile = machine_profile(LARGE)
     known: dict[Plan, Run] = {}
     rows = []
@@ -297,7 +297,7 @@ def fidelity() -> list[Run]:
 
 
 def run_within(row: Run, profile: Profile, known: dict[Plan, Run]) -> Run:
-    """``row`` with what is predicted and measured."""
+    """Return ``row`` with the prediction and the measurement."""
     try:
         plan = as_executed(parse_policy(row.policy).plan(profile, judge_for(profile)), profile)
     except InfeasibleError as error:
@@ -312,7 +312,7 @@ def run_within(row: Run, profile: Profile, known: dict[Plan, Run]) -> Run:
 
 
 def run(row: Run, profile: Profile) -> Run:
-    """Train with the Trainer, and measure."""
+    """Train with the Trainer and measure."""
     gc.collect()
     torch.cuda.empty_cache()
     batch = pair(profile.workload, device=DEVICE)
@@ -352,7 +352,7 @@ def run(row: Run, profile: Profile) -> Run:
 
 
 def timed(system: str, step: Callable[[Pair], object]) -> Baseline:
-    """Tokens per second and memory of ``step``."""
+    """Measure tokens per second and memory of ``step``."""
     batch = pair(LARGE, device=DEVICE)
     for _ in range(WARMUP):
         step(batch)
@@ -368,12 +368,12 @@ def timed(system: str, step: Callable[[Pair], object]) -> Baseline:
 
 
 def plain() -> Baseline:
-    """Everything resident, in a plain loop."""
+    """Train in a plain loop, with everything resident."""
     return timed("PyTorch, resident", plainly(fresh(LARGE, DEVICE))[0])
 
 
 def one_process(backend: str) -> None:
-    """A process group of this process alone."""
+    """Create a process group with only this process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -385,7 +385,7 @@ def one_process(backend: str) -> None:
 
 
 def fsdp2() -> Baseline:
-    """FSDP2 with CPU offload: blocks come to the GPU one by one in bf16, fp32 weights are updated on the CPU."""
+    """Train with FSDP2 and CPU offload: blocks come to the GPU one by one in bf16, fp32 weights are updated on the CPU."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     one_process("cpu:gloo,cuda:nccl")
@@ -409,10 +409,10 @@ def fsdp2() -> Baseline:
 
 
 def deepspeed() -> Baseline:
-    """ZeRO stage 2 with the optimizer on the CPU.
+    """Train with ZeRO stage 2 and the optimizer on the CPU.
 
     Raises:
-        RuntimeError: it is not installed.
+        RuntimeError: DeepSpeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise RuntimeError("skipped: deepspeed is not installed")
@@ -442,7 +442,7 @@ def deepspeed() -> Baseline:
 
 
 def tests() -> Pytest:
-    """``pytest -m gpu``."""
+    """Run ``pytest -m gpu``."""
     begin = time.perf_counter()
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PARTS["tests"].seconds - 10)
@@ -451,7 +451,7 @@ def tests() -> Pytest:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What a part does and how long it may take."""
+    """A part of the check, and its time limit."""
 
     work: Callable[[], Any]
     seconds: float
@@ -468,17 +468,17 @@ PARTS: dict[Part, _Job] = {
 
 
 def told(error: BaseException) -> str:
-    """An error in a line."""
+    """Format an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def plain_data(value: Any) -> Any:
-    """Dataclasses as JSON has them."""
+    """Convert dataclasses to plain JSON data."""
     return [asdict(item) for item in value] if isinstance(value, list) else asdict(value)
 
 
 def _work(part: Part, answers: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt ends this process without a word, and what it has started
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt silently ends this process and its children
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         answers.send(plain_data(PARTS[part].work()))
@@ -489,7 +489,7 @@ def _work(part: Part, answers: Connection) -> None:
 
 
 def isolated(part: Part) -> Any:
-    """What a part finds, as plain data, or why it finds nothing, as text; in a process of its own."""
+    """Run a part in its own process; return its result as plain data, or the reason for a failure as text."""
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(part, sender))
@@ -508,14 +508,14 @@ def isolated(part: Part) -> Any:
 
 
 def main(*, out: Path = Path("benchmarks"), part: list[Part] | None = None) -> None:
-    """Check on a GPU what can only be checked there.
+    """Run the checks that need a GPU.
 
     Parameters
     ----------
     out:
         Folder for gpu_check.json.
     part:
-        What to check; repeatable. Without it: everything.
+        Part to run; repeatable. Default: all parts.
     """
     say = partial(console().print, soft_wrap=True, markup=False)
     if not torch.cuda.is_available():
@@ -526,7 +526,7 @@ def main(*, out: Path = Path("benchmarks"), part: list[Part] | None = None) -> N
     try:
         document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     except ValueError as error:
-        raise InputError(f"{str(path)!r} is not JSON: {error}; move it away") from error
+        raise InputError(f"{str(path)!r} is not JSON: {error}; move it elsewhere") from error
     memory = torch.cuda.get_device_properties(0).total_memory
     machine = {**versions(), "cuda": str(torch.version.cuda), "gpu_memory_bytes": memory}
     for name in part or list(PARTS):

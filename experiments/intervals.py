@@ -1,15 +1,15 @@
-"""How sure is the published comparison, when the node's figures are only known within ranges?
+"""How certain is the published comparison, given that the node's figures are only known within ranges?
 
 Command: ``python experiments/intervals.py [--out DIR] [--samples N] [--seed N]``. Machine: any; everything is simulated.
 
 Prior: each uncertain figure of the node lies in its published range, independently, with the nominal value as its median, on
-a logarithmic scale; no CPU rate exceeds what the DRAM gives. Each point of a Latin hypercube over these figures is weighed by
-how well it predicts the measurements from which A100 figures were derived, with a log-normal error as wide as that of the
-phases that calibrate nothing; an error so wide moves the intervals little. The whole grid of models and policies is simulated
-at every point. A response surface (linear and squared terms of the figures' logarithms, ridge regression) stands in for many
-more points; its leave-one-out error is written beside each interval and added to it. Last, each system's times carry a
-log-normal error of the model itself, as wide as that of the published iteration times that calibrate nothing. AutoHete with and
-without priority is one system: that comparison has no such error, so its intervals cover the figures only.
+a logarithmic scale; no CPU rate exceeds the DRAM's. Each point of a Latin hypercube over these figures is weighted by how well
+it predicts the measurements from which A100 figures were derived, with a log-normal error as wide as that of the phases not
+used for calibration; an error this wide moves the intervals little. The whole grid of models and policies is simulated at
+every point. A response surface (linear and squared terms of the figures' logarithms, ridge regression) stands in for many more
+points; its leave-one-out error is written beside each interval and added to it. Finally, each system's times carry a log-normal
+error of the model itself, as wide as that of the published iteration times not used for calibration. AutoHete with and without
+priority is the same system: that comparison has no such error, so its intervals cover the figures only.
 
 Writes ``fig_throughput_samples.csv`` (every simulated point) and ``fig_throughput_intervals.csv`` (5 to 95 % of each throughput
 and of each speed-up), which ``fig_throughput.py`` draws.
@@ -53,11 +53,11 @@ Array = NDArray[np.float64]
 LOW, HIGH = 0.05, 0.95
 #: Draws from the response surface.
 _DRAWS = 20_000
-#: Ridge: in standard deviations of a figure, a prior that effects are small; it matters only where samples are few.
+#: Ridge: a prior that effects are small, in standard deviations of a figure; only matters with few samples.
 _RIDGE = 0.3
-#: Microseconds beside copies and passes of milliseconds, and what the fp16 passes never use.
+#: Figures left out: microseconds next to copies and passes of milliseconds, and figures that fp16 passes never use.
 _WITHOUT_EFFECT = ("gpu.gemm_efficiency_32bit", "links.h2d.latency", "links.d2h.latency", "cpu.launch")
-#: Nodes whose calibrating phases say something about this one: the same GPU, or the same generation of host.
+#: Nodes whose calibrating phases are evidence for this one: the same GPU, or the same generation of host.
 _FAMILY = "a100"
 
 
@@ -71,22 +71,22 @@ class Prior:
     high: Array
 
     def at(self, unit: Array) -> Array:
-        """Logarithms of the figures at points of the unit cube: the nominal value is the median."""
+        """Return the logarithms of the figures at points of the unit cube: the nominal value is the median."""
         below = self.low + (self.nominal - self.low) * 2 * unit
         above = self.nominal + (self.high - self.nominal) * (2 * unit - 1)
         return np.where(unit < 0.5, below, above)
 
     def standard(self, points: Array) -> Array:
-        """Points on a scale on which each range has length 2 and the nominal value is 0."""
+        """Rescale points so that each range has length 2 and the nominal value is 0."""
         standard: Array = (points - self.nominal) / ((self.high - self.low) / 2)
         return standard
 
     def moved(self, point: Array) -> dict[str, str]:
-        """A point as hardware figures."""
+        """Convert a point to hardware figures."""
         return {figure.key: figure.text(float(np.exp(x))) for figure, x in zip(self.figures, point, strict=True)}
 
     def within_dram(self, points: Array) -> Array:
-        """The points with no CPU rate above what the DRAM gives, as hardware is read."""
+        """Limit the CPU rates of the points to the DRAM's, as when hardware is read."""
         column = {figure.key: i for i, figure in enumerate(self.figures)}
         dram = points[:, column["host.usable_share"]] + np.log(load_hardware(NODE).host.memory_bandwidth)
         points = points.copy()
@@ -104,12 +104,12 @@ def prior() -> Prior:
 
 
 def _figures_of_one_gpu(node: str) -> list[UncertainFigure]:
-    """Those that several GPUs alone have are left out."""
+    """Return the figures without those that only matter for several GPUs."""
     return [f for f in uncertain_figures(node) if not f.key.startswith(("interconnect.", "cpu.ranks_"))]
 
 
 def hypercube(known: Prior, count: int, seed: int) -> Array:
-    """``count`` points of a Latin hypercube."""
+    """Return ``count`` points of a Latin hypercube."""
     sampler = qmc.LatinHypercube(len(known.figures), rng=np.random.default_rng(seed), optimization="random-cd")
     return known.within_dram(known.at(sampler.random(count)))
 
@@ -123,8 +123,8 @@ class Evidence:
 
     Args:
         rows: source, row and phase.
-        sigma: of phases that calibrate nothing.
-        iteration_sigma: of iteration times that calibrate nothing.
+        sigma: width for phases not used for calibration.
+        iteration_sigma: width for iteration times not used for calibration.
     """
 
     rows: tuple[tuple[published.Source, published.Row, str], ...]
@@ -132,7 +132,7 @@ class Evidence:
     iteration_sigma: float
 
     def log_errors(self, moved: Mapping[str, str]) -> list[float]:
-        """Logarithm of predicted over measured for each phase."""
+        """Return the logarithm of predicted over measured for each phase."""
         return [
             float(np.log(published.phases(source.simulate(row, moved))[phase] / published.middle(row.measured[phase])))
             for source, row, phase in self.rows
@@ -140,14 +140,14 @@ class Evidence:
 
 
 def rows_of_one_gpu() -> list[published.Source]:
-    """The published rows that say something about this comparison, which is one of one GPU."""
+    """Return the published rows with one GPU, as in this comparison."""
     return [
         source.model_copy(update={"rows": tuple(row for row in source.rows if row.gpus == 1)}) for source in published.sources()
     ]
 
 
 def gather_evidence() -> Evidence:
-    """The calibrating phases of nodes with this GPU or a host of this generation; the error is that of all other phases."""
+    """Gather calibrating phases of nodes with this GPU or this host generation; the error is that of all other phases."""
     rows = []
     sources = rows_of_one_gpu()
     for source in sources:
@@ -170,15 +170,15 @@ class Surface:
     """Logarithms of quantities over standardised figures: an intercept, linear and squared terms.
 
     Args:
-        coefficients: one column for each quantity.
-        error: for each quantity the root mean square of the leave-one-out residuals.
+        coefficients: one column per quantity.
+        error: root mean square of the leave-one-out residuals, per quantity.
     """
 
     coefficients: Array
     error: Array
 
     def __call__(self, standard: Array) -> Array:
-        """The surface at points."""
+        """Evaluate the surface at points."""
         values: Array = _terms(standard) @ self.coefficients
         return values
 
@@ -188,7 +188,7 @@ def _terms(standard: Array) -> Array:
 
 
 def fit(standard: Array, values: Array) -> Surface:
-    """Ridge regression of ``values`` (points by quantities); the intercept is free."""
+    """Fit ``values`` (points by quantities) by ridge regression; the intercept is not penalized."""
     terms = _terms(standard)
     penalty = np.eye(terms.shape[1]) * _RIDGE**2
     penalty[0, 0] = 0
@@ -208,9 +208,9 @@ class Interval:
 
     Args:
         what: ``samples_per_second`` of a model and policy; ``average`` or ``maximum`` of AutoHete's speed-ups over a policy.
-        model, policy: of what.
-        figures_low, figures_high: with the model taken for exact, so that only the node's figures are uncertain.
-        low, high: with the model's own error.
+        model, policy: the model and policy of the quantity.
+        figures_low, figures_high: if the model were exact, so that only the node's figures are uncertain.
+        low, high: including the model's own error.
         surface_error: relative leave-one-out error of the response surface.
     """
 
@@ -225,7 +225,7 @@ class Interval:
 
 
 def quantiles(values: Array, weights: Array) -> tuple[float, float]:
-    """Low and high of weighted draws."""
+    """Return the low and high quantiles of weighted draws."""
     order = np.argsort(values)
     share = np.cumsum(weights[order]) / weights.sum()
     low, high = (float(values[order][np.searchsorted(share, level)]) for level in (LOW, HIGH))
@@ -235,15 +235,15 @@ def quantiles(values: Array, weights: Array) -> tuple[float, float]:
 def intervals(
     known: Prior, points: Array, rates: Array, errors: Array, evidence: Evidence, seed: int
 ) -> tuple[list[Interval], float]:
-    """Intervals of throughputs and speed-ups, and the effective number of draws.
+    """Compute the intervals of throughputs and speed-ups, and the effective number of draws.
 
     Args:
         known: the prior.
         points: simulated points.
-        rates: samples/s, points by (model, policy); NaN where the training does not fit.
+        rates: samples/s, points by (model, policy); NaN if training does not fit.
         errors: logarithmic errors of the calibrating phases, points by phases.
         evidence: the calibrating phases, and the widths of errors.
-        seed: of the draws.
+        seed: seed of the draws.
     """
     rng = np.random.default_rng(seed)
     draws = known.within_dram(known.at(rng.random((_DRAWS, len(known.figures)))))
@@ -265,7 +265,7 @@ def intervals(
 
 
 def _quantities(rates: Array) -> list[tuple[tuple[str, str, str], Array]]:
-    """What intervals are made of, as (what, model, policy) and its value at each point: all that fits at every point."""
+    """Return the quantities as (what, model, policy) with their values at each point, if they fit at every point."""
     cells = [(model, policy) for model in MODELS for policy in POLICIES]
     fitting = {cell: column for cell, column in zip(cells, rates.T, strict=True) if np.isfinite(column).all()}
     found = [(("samples_per_second", *cell), column) for cell, column in fitting.items()]
@@ -281,7 +281,7 @@ def _system(policy: str) -> str:
 
 
 def digest() -> str:
-    """Of everything that the intervals depend on besides code: hardware figures, published rows, models and policies."""
+    """Return a digest of all inputs of the intervals except code: hardware figures, published rows, models, policies."""
     sources = rows_of_one_gpu()
     nodes = sorted({NODE, *(row.hardware or source.hardware for source in sources for row in source.rows)})
     hardware = [f"{_stated(_hardware_of_one_gpu(node))} {_stated(_figures_of_one_gpu(node))}" for node in nodes]
@@ -296,7 +296,7 @@ def _hardware_of_one_gpu(node: str) -> Hardware:
 
 
 def _stated(value: object) -> str:
-    """``value`` as text, without fields that have their default: a new figure that nobody uses changes nothing."""
+    """Format ``value`` without fields at their defaults, so that a new, unused figure changes nothing."""
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_stated, value))})"
     if not is_dataclass(value) or isinstance(value, type):
@@ -318,17 +318,17 @@ def as_csv(found: Sequence[Interval]) -> str:
 
 
 def read(path: Path) -> list[Interval]:
-    """The file that :func:`as_csv` made.
+    """Read the file written with :func:`as_csv`.
 
     Raises:
-        InputError: it was made of other inputs, or there is none.
+        InputError: the file was made from other inputs, or does not exist.
     """
     try:
         rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}; make it with `make intervals`") from error
     if not rows or {row["inputs"] for row in rows} != {digest()}:
-        raise InputError(f"{path} was made with other hardware figures or published rows: run `make intervals`")
+        raise InputError(f"{path} was made from other hardware figures or published rows: run `make intervals`")
     names = [field.name for field in fields(Interval)]
     return [Interval(row["what"], row["model"], row["policy"], *(float(row[name]) for name in names[3:])) for row in rows]
 
@@ -361,7 +361,7 @@ def main(*, out: Path = Path("paper_figs"), samples: int = 48, seed: int = 1) ->
     samples:
         Points of the Latin hypercube at which the whole grid is simulated.
     seed:
-        Of the hypercube and of the draws.
+        Seed of the hypercube and of the draws.
     """
     make_folder(out)
     known, evidence = prior(), gather_evidence()

@@ -1,11 +1,11 @@
-"""What does it gain to decide parameters, states, gradients and activations together, for each unit by itself?
+"""How much is gained by deciding parameters, states, gradients and activations together, for each unit separately?
 
-Command: ``python experiments/joint.py [--out DIR]``. Machine: any; everything is simulated. Some minutes on two cores.
+Command: ``python experiments/joint.py [--out DIR]``. Machine: any; everything is simulated. Takes some minutes on two cores.
 
-The models and the node of the published comparison, planned by ``autohete``, by ``joint``, and by ``joint`` without one of its
-decisions at a time: optimizer states that stream to the GPU, activations or inputs on the host, parameters that stay on the
-GPU between two passes. What is lost without a decision is what it is worth. Selective recomputation is left out, because
-AutoHete does not have it. Writes ``joint.csv``.
+The models and the node of the published comparison are planned by ``autohete``, by ``joint``, and by ``joint`` without one of
+its decisions at a time: optimizer states that stream to the GPU, activations or inputs on the host, parameters that stay on the
+GPU between two passes. The loss without a decision is that decision's value. Selective recomputation is left out,
+because AutoHete does not have it. Writes ``joint.csv``.
 
 What would refute it: a model that ``joint`` trains slower than ``autohete``, or a median gain below 1 %.
 """
@@ -38,13 +38,13 @@ from autohete.report.write import make_folder, write_text
 from autohete.simulate import judge_for
 from experiments.comparison import MODELS, NODE
 
-#: What a choice is without each decision.
+#: The choices without each decision.
 WITHOUT: dict[str, Callable[[UnitPlan], bool]] = {
     "streamed_states": lambda unit: not unit.fetches_states,
     "host_activations": lambda unit: not unit.kept.leaves,
     "stays": lambda unit: not (unit.parameters.stays_after_forward or unit.parameters.stays_after_backward),
 }
-#: How many units decide what.
+#: Counts of units per decision.
 UNITS: dict[str, Callable[[UnitPlan], bool]] = {
     "recomputed": lambda unit: unit.activations is Activations.RECOMPUTE,
     "host_kept": lambda unit: unit.kept.leaves,
@@ -57,13 +57,13 @@ UNITS: dict[str, Callable[[UnitPlan], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model: iterations under both policies, and what became of the gain without each decision.
+    """A model: iteration times under both policies, and without each decision.
 
     Args:
         model: its name.
-        autohete_seconds, joint_seconds, bound_seconds: of an iteration; the last is what no joint plan goes below.
+        autohete_seconds, joint_seconds, bound_seconds: iteration times; the last is a lower bound for all joint plans.
         plan: the joint plan.
-        without: seconds without each decision.
+        without: iteration time without each decision.
         planning_seconds: processor time of the joint plan.
     """
 
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def gain(self) -> float:
-        """By how much more it trains in the same time, as a share."""
+        """Relative gain in throughput."""
         return self.autohete_seconds / self.joint_seconds - 1
 
 
@@ -116,7 +116,7 @@ def main(*, out: Path = Path("paper_figs"), jobs: int = 2) -> None:
     out:
         Folder for the file.
     jobs:
-        Processes.
+        Number of processes.
     """
     make_folder(out)
     rows: list[Row] = list(Parallel(n_jobs=jobs, batch_size=1)(delayed(measure)(model) for model in MODELS))

@@ -1,14 +1,14 @@
-"""Does the simulator predict what others measured, with figures that were taken from elsewhere?
+"""Does the simulator predict what others measured, using figures from other sources?
 
 Command: ``python experiments/published.py [--out DIR]``. Machine: any; everything is simulated.
 
-Each file in ``experiments/published/`` is one source: node, workload, flags, and the phases that were measured. A phase that a
-hardware figure was derived from says which ("calibrates"); it is shown, but counts for nothing.
+Each file in ``experiments/published/`` is one source: node, workload, flags, and the measured phases. A phase from which a
+hardware figure was derived names that figure ("calibrates"); it is shown, but does not count.
 
 Writes ``published.csv`` (a row per phase) and ``published.{png,pdf}``, and prints predicted beside measured.
 
-What would refute it: over the phases that calibrate nothing, iteration times that are off by more than 10 % on average or 20 %
-at worst, phases by more than 15 % on average, or a memory verdict that is wrong.
+What would refute it: among the phases not used for calibration, iteration times off by more than 10 % on average or 20 % at
+worst, phases off by more than 15 % on average, or a wrong memory verdict.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from autohete.simulate import Simulation, simulate
 from autohete.workload import WORKLOADS, Kernels, Precision, Workload
 
 FOLDER = Path(__file__).parent / "published"
-#: What is measured, besides seconds of a phase.
+#: Measured quantities other than the seconds of a phase.
 VERDICT, COUNT = "fits", "cpu_updated_blocks"
 
 
@@ -64,8 +64,8 @@ class _Table(BaseModel):
 class Row(_Table):
     """One published run. ``measured``: phase -> seconds, or their range; ``fits`` -> whether it trains.
 
-    ``changes`` change the workload, ``set`` hardware figures; ``gpu_budget`` is what an allocator may give to tensors;
-    ``gpus`` train together, each with the batch.
+    ``changes`` apply to the workload, ``set`` to hardware figures. ``gpu_budget`` is the memory that an allocator may give to
+    tensors. ``gpus`` GPUs train together, each with the batch.
     ``calibrates``: phase -> the figure of the hardware file that was derived from it.
     """
 
@@ -93,7 +93,7 @@ class Source(_Table):
     rows: tuple[Row, ...] = Field(alias="row")
 
     def simulate(self, row: Row, moved: Mapping[str, str] | None = None) -> Simulation:
-        """Simulate ``row``, with some hardware figures moved."""
+        """Simulate ``row``, with some hardware figures changed."""
         budget = {"gpu.memory": row.gpu_budget, "gpu.reserved_memory": "1B"} if row.gpu_budget else {}
         hardware = load_hardware(row.hardware or self.hardware, {**self.set, **row.set, **budget, **(moved or {})})
         workload = _workload(row.name, self.workload | row.changes)
@@ -110,7 +110,7 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
 
 
 def sources() -> list[Source]:
-    """All files, in the order of their names."""
+    """Return all sources, in the order of their file names."""
     return [
         Source.model_validate_json(json.dumps(tomllib.loads(path.read_text(encoding="utf-8"))))
         for path in sorted(FOLDER.glob("*.toml"))
@@ -118,7 +118,7 @@ def sources() -> list[Source]:
 
 
 def phases(found: Simulation) -> dict[str, float]:
-    """The phases of a steady iteration as a training loop's timers see them, in seconds, and what else is published.
+    """Return the phases of a steady iteration as a training loop's timers see them, in seconds, and other published figures.
 
     Forward with the loss; backward with recomputation and the gradient copies that it waits for; the step until the next
     forward begins, of which ``unscale`` is the first part and ``update`` the rest.
@@ -175,32 +175,32 @@ class Check:
 
     @property
     def measured(self) -> float:
-        """The middle of what was measured."""
+        """Middle of the measured range."""
         return middle((self.low, self.high))
 
     @property
     def error(self) -> float:
-        """Predicted against measured, relatively."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1 if self.measured else self.predicted
 
     @property
     def is_time(self) -> bool:
-        """Whether it is in seconds."""
+        """Whether the check is of a time."""
         return self.phase not in (VERDICT, COUNT)
 
     @property
     def is_verdict(self) -> bool:
-        """Whether it is about memory, not time."""
+        """Whether the check is a memory verdict."""
         return self.phase == VERDICT
 
 
 def ends(measured: bool | float | tuple[float, float]) -> tuple[float, float]:
-    """Both ends of what was measured, which are mostly the same."""
+    """Return both ends of the measured range, which are usually equal."""
     return measured if isinstance(measured, tuple) else (float(measured), float(measured))
 
 
 def middle(measured: bool | float | tuple[float, float]) -> float:
-    """The middle of what was measured."""
+    """Return the middle of the measured range."""
     return sum(ends(measured)) / 2
 
 
@@ -225,7 +225,7 @@ def checks(of: Sequence[Source] | None = None) -> list[Check]:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Errors over some checks that calibrate nothing."""
+    """Errors over checks that are not used for calibration."""
 
     what: str
     count: int
@@ -236,7 +236,7 @@ class Score:
 
 
 def scores(found: Sequence[Check]) -> list[Score]:
-    """Iterations, and all other phases."""
+    """Return the scores of iterations and of all other phases."""
     timed = [c for c in found if c.is_time and not c.calibrates]
     groups = {
         ("iteration time", "mean 10 %, worst 20 %"): [c for c in timed if c.phase == "iteration"],
@@ -270,7 +270,7 @@ def as_csv(found: Iterable[Check]) -> str:
 
 
 def show(found: Sequence[Check]) -> None:
-    """The checks on the terminal, by source, and the scores."""
+    """Print the checks by source, and the scores."""
     out = console()
     for source in dict.fromkeys(check.source for check in found):
         columns = ["run", "phase", "measured", "predicted", "difference", "calibrates"]
@@ -300,7 +300,7 @@ def show(found: Sequence[Check]) -> None:
 
 
 def draw(found: Sequence[Check]) -> Figure:
-    """Predicted against measured seconds: a point for each phase."""
+    """Draw predicted against measured seconds: one point per phase."""
     timed = [c for c in found if c.is_time]
     with style():
         figure = Figure(figsize=(4.4, 4.0), layout="constrained")
@@ -335,7 +335,7 @@ def draw(found: Sequence[Check]) -> Figure:
 
 
 def main(*, out: Path = Path("paper_figs")) -> None:
-    """Simulate what was measured, compare, write.
+    """Simulate the published measurements, compare, and write the results.
 
     Parameters
     ----------

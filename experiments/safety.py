@@ -1,12 +1,12 @@
-"""What does it cost that a plan fits its memory whatever its tasks last?
+"""What does it cost to make a plan fit its memory under any timing?
 
 Command: ``python experiments/safety.py [--out DIR]``. Machine: any; everything is simulated.
 
-A plan fits if its simulated peak does. If a copy is late, memory is freed later than simulated, and a plan that fits can run
-out of it. The worst case is the most that any order of the schedule's tasks occupies; where it is more than there is, waits
-are added that make it fit. This holds the grid of the published comparison against that: every policy, every model.
+A plan fits if its simulated peak fits. If a copy is late, memory is freed later than simulated, and a plan that fits can run
+out of memory. The worst case is the most that any order of the schedule's tasks occupies; if it exceeds the capacity, waits
+are added that make it fit. This is checked for the grid of the published comparison: every policy, every model.
 
-Writes ``safety.csv`` (a row per plan that fits) and prints what is unsafe, and what the waits cost.
+Writes ``safety.csv`` (one row per plan that fits), and prints the unsafe plans and the cost of their waits.
 
 What would refute it: a plan for which no waits are found, or waits that make an iteration more than 2 % longer.
 """
@@ -53,7 +53,7 @@ COLUMNS = [
 
 
 def row(job: Job, found: Summary) -> dict[str, object]:
-    """One line of the file."""
+    """Return one row of the file."""
     safe, seconds = found.safe_iteration_seconds, found.iteration_seconds
     return {
         "model": job.model,
@@ -67,7 +67,7 @@ def row(job: Job, found: Summary) -> dict[str, object]:
 
 
 def exceeds(found: Summary) -> bool:
-    """Whether late copies can make the plan need more than there is."""
+    """Whether late copies can make the plan exceed its memory."""
     return (
         found.gpu_worst_bytes is None
         or found.gpu_worst_bytes > found.gpu_capacity_bytes
@@ -77,7 +77,7 @@ def exceeds(found: Summary) -> bool:
 
 
 def main(*, out: Path = Path("paper_figs")) -> None:
-    """Simulate the grid, write the file and print what is unsafe.
+    """Simulate the grid, write the file, and print the unsafe plans.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def main(*, out: Path = Path("paper_figs")) -> None:
     write_text(out / "safety.csv", text.getvalue())
     unsafe = [job for job in jobs if exceeds(found[job])]
     shown = table(
-        f"{len(unsafe)} of {len(jobs)} plans that fit would not under any timing",
+        f"{len(unsafe)} of {len(jobs)} plans that fit would not fit under any timing",
         ["model", "policy", "peak", "worst case", "capacity", "waits", "iteration", "with them"],
     )
     for job in unsafe:

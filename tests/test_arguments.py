@@ -37,9 +37,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"profile is of type \w*Path: give a Profile, such as read_profile",
     ),
     "a share as a number": ({"gpu_memory": 0.5}, "gpu_memory is 0.5: write a share as text, such as '50%'"),
-    "memory as a switch": ({"gpu_memory": True}, "a memory of True is no size"),
-    "memory that is no number": ({"gpu_memory": float("nan")}, "a memory of nan is no size"),
-    "memory of fractions": ({"host_memory": 1.5e9}, "a memory of 1500000000.0 is no size"),
+    "memory as a switch": ({"gpu_memory": True}, "a memory of True is not a size"),
+    "memory that is no number": ({"gpu_memory": float("nan")}, "a memory of nan is not a size"),
+    "memory of fractions": ({"host_memory": 1.5e9}, "a memory of 1500000000.0 is not a size"),
     "mode as text": ({"mode": "paced"}, r"mode is 'paced': give Mode\.NATIVE or Mode\.PACED"),
     "stop as text": ({"on_nonfinite": "stop"}, r"on_nonfinite is 'stop': give NonFinite\.STOP or NonFinite\.SKIP"),
 }

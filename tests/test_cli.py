@@ -197,7 +197,7 @@ def test_several_gpus() -> None:
         (["--workload", "gpt-2b", "--policy", "resident", "--gantt", "x.bmp"], "png"),
         (["--workload", "gpt-2b", "--policy", "resident", "--trace", "t.json", "--gantt", "x.bmp"], "png"),
         (["--workload", "gpt-2b", "--policy", "resident", "--trace", "x.png", "--gantt", "x.png"], "the same file"),
-        (["--workload", "gpt-2b", "--policy", "resident", "--trace", ""], "names no file"),
+        (["--workload", "gpt-2b", "--policy", "resident", "--trace", ""], "is empty"),
         (["--workload", "gpt-2b", "--set", "cpu.cores=2", "--set", "cpu.cores=3"], "set twice"),
         (["--workload", "gpt-2b", "--policy", "stronghold:window=" + "9" * 5000], "whole number"),
         (["--hidden", "1000000", "--blocks", "3", "--heads", "1000", "--batch-size", "1000000"], "would last"),

@@ -124,7 +124,7 @@ def test_a_paced_training_keeps_the_pace_of_the_hardware() -> None:
         ({"--tokenizer": "256"}, "whole number from 257 on"),
         ({"--data": "no/such/text"}, "text 'no/such/text' cannot be read"),
         ({"--gpu-memory": "5"}, "has no unit"),
-        ({"--gpu-memory": "0%"}, "is no share of memory"),
+        ({"--gpu-memory": "0%"}, "is not a share of memory"),
         ({"--gpu-memory": "5KiB"}, "does not fit: .*The smallest gpu memory that works is "),
         ({"--host-memory": "5"}, "has no unit"),
         ({"--precision": "fp8"}, "precision"),
@@ -153,7 +153,7 @@ def test_a_training_that_cannot_be_is_refused_in_one_line(options: dict[str, str
 
 def test_pacing_needs_a_hardware() -> None:
     """Without a hardware to be paced to, paced mode is refused in one line."""
-    assert "needs a hardware to be paced to" in refused("train", *words(MODEL), "--mode", "paced")
+    assert "needs hardware to pace to" in refused("train", *words(MODEL), "--mode", "paced")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -180,7 +180,7 @@ def test_a_profile_stands_for_workload_and_hardware(profile: str) -> None:
     assert LOSSES.search(trains({**MODEL, "--steps": "1", "--gpu-memory": "100%", "--profile": profile}))
     for command in ("simulate", "plan"):
         for extra in (["--workload", "gpt-2b"], ["--hardware", "v100-32gb-dgx2"]):
-            assert "a profile holds its workload and its hardware" in refused(command, "--profile", profile, *extra)
+            assert "a profile includes its workload and hardware" in refused(command, "--profile", profile, *extra)
 
 
 def test_a_profile_of_another_training_is_refused(profile: str) -> None:

@@ -133,10 +133,10 @@ def written(folder: Path) -> tuple[Path, dict[str, Any]]:
         (b'{"traceEvents":[', "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b'{"traceEvents":[{"ts":1e99999999999999999999}]}', "not JSON"),
-        (b"[]", "does not say which schedule"),
-        (b'{"traceEvents":[]}', "does not say which schedule"),
-        (b'{"traceEvents":[],"autohete":7}', "does not say which schedule"),
-        (b'{"traceEvents":[],"autohete":{"format":"autohete-trace 2"}}', "does not say which schedule"),
+        (b"[]", "does not contain the executed schedule"),
+        (b'{"traceEvents":[]}', "does not contain the executed schedule"),
+        (b'{"traceEvents":[],"autohete":7}', "does not contain the executed schedule"),
+        (b'{"traceEvents":[],"autohete":{"format":"autohete-trace 2"}}', "does not contain the executed schedule"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, fault: str) -> None:
@@ -162,7 +162,7 @@ def _slice(document: dict[str, Any], name: str) -> dict[str, Any]:
     ("damage", "fault"),
     [
         (lambda d: d["traceEvents"].remove(_slice(d, "U0@1")), "U0@1 is missing"),
-        (lambda d: d["traceEvents"].append(_slice(d, "U0@1")), "U0@1 is there twice"),
+        (lambda d: d["traceEvents"].append(_slice(d, "U0@1")), "U0@1 appears twice"),
         (lambda d: d["traceEvents"].append({**_slice(d, "U0@1"), "name": "U1@1"}), "U1@1 is not in its schedule"),
         (lambda d: d["autohete"].update(iterations=2), "@2 is not in its schedule"),
         (lambda d: d["autohete"].update(iterations=10**15), "F0@3 is missing"),
@@ -175,10 +175,10 @@ def _slice(document: dict[str, Any], name: str) -> dict[str, Any]:
         (lambda d: d.update(traceEvents=[1]), "TypeError"),
         (lambda d: _slice(d, "F0@0").pop("ts"), "KeyError: 'ts'"),
         (lambda d: _slice(d, "F0@0")["args"].pop("ready_ns"), "KeyError: 'ready_ns'"),
-        (lambda d: _slice(d, "F0@0").update(ts=-1.0), "is no time"),
-        (lambda d: _slice(d, "F0@0").update(ts=0.0001), "is no time"),
-        (lambda d: _slice(d, "F0@0").update(ts="1"), "is no time"),
-        (lambda d: _slice(d, "F0@0").update(ts=float("nan")), "is no time"),
+        (lambda d: _slice(d, "F0@0").update(ts=-1.0), "is not a valid time"),
+        (lambda d: _slice(d, "F0@0").update(ts=0.0001), "is not a valid time"),
+        (lambda d: _slice(d, "F0@0").update(ts="1"), "is not a valid time"),
+        (lambda d: _slice(d, "F0@0").update(ts=float("nan")), "is not a valid time"),
         (lambda d: _slice(d, "F0@0").update(ts=2**62), "OverflowError"),
     ],
 )
@@ -545,11 +545,11 @@ def test_bad_comparisons_are_refused_in_one_line(files: tuple[str, str, str], tm
     """Files that cannot be read or compared, and pictures that cannot be written, are refused with exit code 2."""
     fast, _, other = files
     assert "'none.json' cannot be read: No such file" in refused("compare", fast, "none.json")
-    assert "is no trace, it is not JSON" in refused("compare", fast, __file__)
+    assert "is not a trace: it is not JSON" in refused("compare", fast, __file__)
     assert "not runs of one schedule: only " in refused("compare", fast, other)
     assert "requires an argument" in refused("compare", fast)
     assert "end the name in .png" in refused("compare", fast, fast, "--gantt", "x.bmp")
-    assert "--gantt names no file" in refused("compare", fast, fast, "--gantt", "")
+    assert "--gantt is empty" in refused("compare", fast, fast, "--gantt", "")
     assert "cannot be written" in refused("compare", fast, fast, "--gantt", str(tmp_path / "none" / "x.png"))
 
 

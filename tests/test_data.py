@@ -82,10 +82,10 @@ def test_every_machine_has_text() -> None:
     [
         ("none.txt", None, "none.txt' cannot be read: No such file"),
         ("a\0b", None, "cannot be read: embedded null"),
-        ("empty.txt", b"", "empty.txt' holds no UTF-8 text: give a text file, or a folder with files that end in .*[.]txt"),
-        ("blank.txt", b" \n\t\n", "holds no UTF-8 text"),
-        ("latin.txt", b"\xff\xfe\x00", "holds no UTF-8 text"),
-        ("zeros.txt", b"\0" * 8, "holds no UTF-8 text"),
+        ("empty.txt", b"", "empty.txt' has no UTF-8 text: give a text file, or a folder with files that end in .*[.]txt"),
+        ("blank.txt", b" \n\t\n", "has no UTF-8 text"),
+        ("latin.txt", b"\xff\xfe\x00", "has no UTF-8 text"),
+        ("zeros.txt", b"\0" * 8, "has no UTF-8 text"),
     ],
 )
 def test_a_file_without_text_is_refused(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_file_without_text_is_refused(name: str, content: bytes | None, messag
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     """A folder that holds no text file is an error; so is an empty path, which is not taken for the working directory."""
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    with pytest.raises(InputError, match="holds no UTF-8 text"):
+    with pytest.raises(InputError, match="has no UTF-8 text"):
         read_text(tmp_path)
     with pytest.raises(InputError, match="cannot be read"):
         read_text("")
@@ -191,7 +191,7 @@ def test_training_a_tokenizer_is_deterministic(trained: Tokenizer) -> None:
 
 def test_a_tokenizer_that_cannot_be_trained_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer tokens than bytes and one, and a missing package, are errors that say what to do."""
-    with pytest.raises(InputError, match="vocabulary_size is 256: it must be a whole number from 257 on"):
+    with pytest.raises(InputError, match="vocabulary_size is 256: it must be a whole number of at least 257"):
         train_tokenizer("text", 256)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(InputError, match=r"pip install 'autohete\[huggingface\]'"):
@@ -284,11 +284,11 @@ def test_the_shortest_text_that_is_enough() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sequence_length": 0}, "sequence_length is 0: it must be a whole number from 1 on"),
+        ({"sequence_length": 0}, "sequence_length is 0: it must be a whole number of at least 1"),
         ({"batch_size": -1}, "batch_size is -1"),
         ({"batch_size": 2.0}, "batch_size is 2.0"),
-        ({"seed": -1}, "seed is -1: it must be a whole number from 0 on"),
-        ({"validation_share": 0.0}, "validation_share is 0.0: it must lie between 0 and 1"),
+        ({"seed": -1}, "seed is -1: it must be a whole number of at least 0"),
+        ({"validation_share": 0.0}, "validation_share is 0.0: it must be between 0 and 1"),
         ({"validation_share": 1}, "validation_share is 1"),
         ({"validation_share": float("nan")}, "validation_share is nan"),
     ],

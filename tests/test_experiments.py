@@ -189,7 +189,7 @@ def test_an_unwritable_folder_is_refused_before_the_work(script: str, tmp_path: 
     done = run(script, "--out", str(tmp_path / "file" / "below"), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "cannot be made" in done.stderr
+    assert "cannot be created" in done.stderr
     assert done.stdout == ""
 
 

@@ -194,14 +194,14 @@ def test_a_schedule_that_may_need_more_is_refused() -> None:
     worst = worst_case(tight.schedule, GPU_MEMORY).peak_bytes
     assert worst is not None
     assert worst > occupancy(trace, GPU_MEMORY).peak_bytes
-    with pytest.raises(InfeasibleError, match="where copies are late the schedule needs") as caught:
+    with pytest.raises(InfeasibleError, match="if copies are late the schedule needs") as caught:
         executed(MEDIUM, tight)
     assert caught.value.needed_bytes == worst
     executed(MEDIUM, with_capacity(simulation, GPU_MEMORY, worst))
     lagging = "task F0 gpu 1 allocates=other.0:gpu:1\ntask AO0 d2h 1 after=F0 frees=other.0:gpu\n"
     text = f"autohete-schedule 2\nlane gpu fifo\nlane d2h fifo\nmemory gpu 9\nmemory host 9\n{lagging}"
     executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 1)), next_token_loss)
-    with pytest.raises(ScheduleError, match="AO0 frees gpu memory, but no later allocation waits for that"):
+    with pytest.raises(ScheduleError, match="AO0 frees gpu memory, but no later allocation waits for it"):
         executor.run(parse_schedule(text), 1)
 
 
@@ -347,7 +347,7 @@ def test_evaluation_is_within_the_budget(policy: str, counting: Counting) -> Non
                 expected = training.evaluation.loss(Batch(ids, targets))
                 assert ledger.used_bytes == before
                 many = ids.repeat(512, 1)
-                with pytest.raises(DeviceOutOfMemoryError, match="Evaluate smaller batches; training can go on") as caught:
+                with pytest.raises(DeviceOutOfMemoryError, match="Evaluate smaller batches; training can continue") as caught:
                     training.evaluation.loss(Batch(many, many))
                 assert str(caught.value).startswith(f"a batch of {512 * len(ids)} x {ids.shape[1]} tokens is too large")
                 del caught

@@ -26,7 +26,7 @@ from autohete.train.trainer import Trainer
 #: Recomputed once, and several times; all of them resident, and whatever the planner makes of a tight budget.
 POLICIES = [
     ("resident:checkpointing=full", None),
-    ("plans:OneInput", None),
+    ("support.plans:OneInput", None),
     ("stronghold:window=1", None),
     ("autohete", "60%"),
 ]

@@ -211,17 +211,17 @@ class Twice(Net):
     [
         (
             WithoutList,
-            "which blocks of WithoutList are to be moved is not clear: it has 0 lists of equal blocks (module lists: none); "
+            "the blocks of WithoutList are ambiguous: it has 0 lists of equal blocks (module lists: none); "
             "name one, such as blocks='transformer.h', or put the blocks into an nn.ModuleList",
         ),
         (
             Unequal,
-            "which blocks of Unequal are to be moved is not clear: it has 0 lists of equal blocks (module lists: 'blocks' "
+            "the blocks of Unequal are ambiguous: it has 0 lists of equal blocks (module lists: 'blocks' "
             "(4 x Layer and Identity)); name one, such as blocks='blocks', or put the blocks into an nn.ModuleList",
         ),
         (
             Twice,
-            "which blocks of Twice are to be moved is not clear: it has 2 lists of equal blocks (module lists: 'blocks' "
+            "the blocks of Twice are ambiguous: it has 2 lists of equal blocks (module lists: 'blocks' "
             "(3 x Layer), 'decoder' (1 x Layer)); name one, such as blocks='blocks', or put the blocks into an nn.ModuleList",
         ),
     ],
@@ -293,7 +293,7 @@ def test_blocks_that_share_parameters_are_refused() -> None:
     with pytest.raises(InputError) as caught:
         partition(SameLayer())
     assert str(caught.value) == (
-        "blocks 1 and 2 (0 is what comes before the list) share blocks.0.gain: only embedding and head can share parameters; "
+        "blocks 1 and 2 (0 is the part before the list) share blocks.0.gain: only embedding and head can share parameters; "
         "copy it, or put the blocks that share it into one"
     )
 
@@ -307,7 +307,7 @@ class Borrowing(Net):
 
 def test_a_block_that_lends_a_parameter_is_refused() -> None:
     """A forward shows that something outside of a block uses its parameter."""
-    with pytest.raises(InputError, match=r"blocks\.2\.gain is used outside of its block as well: only embedding and head"):
+    with pytest.raises(InputError, match=r"blocks\.2\.gain is also used outside of its block: only embedding and head"):
         partition(Borrowing()).by_use(batches()[0][0])
 
 
@@ -468,21 +468,21 @@ class WithoutLogits(Net):
 
 
 REFUSED = {
-    Between: "computes something between two of its blocks; put it into a block",
-    BetweenInPlace: "computes something between two of its blocks; put it into a block",
-    BetweenQuietly: "computes something between two of its blocks; put it into a block",
+    Between: "computes something between two blocks: move it into a block",
+    BetweenInPlace: "computes something between two blocks: move it into a block",
+    BetweenQuietly: "computes something between two blocks: move it into a block",
     Collecting: "uses more than that block's result (the first block's input, or results of others)",
     Skipping: "uses more than that block's result (the first block's input, or results of others)",
     Backwards: "calls block 3 of its list where it should call 1: each must be called once, in order",
-    Again: "calls its blocks more often than it has blocks: each must be called once, in order",
+    Again: "makes more block calls than it has blocks: each must be called once, in order",
     Dropping: "ended without calling all of its blocks: each must be called once, in order",
-    Passing: "a block takes other tensors that need gradients beside its hidden states",
-    Frozen: "calls its blocks under another grad or autocast mode",
-    Casting: "calls its blocks under another grad or autocast mode",
+    Passing: "a block takes tensors that need gradients besides its hidden states",
+    Frozen: "calls its blocks in another grad or autocast mode",
+    Casting: "calls its blocks in another grad or autocast mode",
     Overwriting: "block 1 changes its input in place, which recomputation needs: write x = x + y, not x += y",
-    Packing: "block 1 is called with tuple first: hidden states are needed",
-    WithoutHidden: "a block returns dict: hidden states are needed, or a tuple that begins with them",
-    WithoutLogits: "the model's forward gives dict: logits are needed, or an object with them",
+    Packing: "block 1 is called with tuple first: pass hidden states first",
+    WithoutHidden: "a block returns dict: return hidden states, or a tuple that begins with them",
+    WithoutLogits: "the model's forward returns dict: return logits, or an object with logits",
 }
 
 
@@ -526,7 +526,7 @@ class ReturningNested(Net):
 @pytest.mark.parametrize("policy", ["resident", "resident:checkpointing=full"])
 def test_other_results_in_containers_that_need_gradients_are_refused(policy: str) -> None:
     """Whether a block's graph is made in its forward or when it is recomputed."""
-    with pytest.raises(TaskError, match="a block returns other tensors that need gradients beside its hidden states"):
+    with pytest.raises(TaskError, match="a block returns tensors that need gradients besides its hidden states"):
         train_by_policy(ReturningNested(), policy, profile_of_net())
 
 
@@ -574,7 +574,7 @@ class ReadingMore(ReturningMore):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (PassingMore, "a block takes other tensors that need gradients beside its hidden states"),
+        (PassingMore, "a block takes tensors that need gradients besides its hidden states"),
         (ReadingMore, "after its last block the model uses more than that block's result"),
     ],
 )
@@ -635,9 +635,9 @@ def unusual_parameter() -> Net:
         (compiled_in_place, "the model is compiled, and compiled code cannot stop at the blocks"),
         (compiled_blocks, r"blocks\.0 is compiled"),
         (scripted_blocks, r"blocks\.0 is a TopLevelTracedModule, which cannot stop at its blocks"),
-        (lambda: nn.DataParallel(Net()), "the model is wrapped in DataParallel, which has copies or parts of its own"),
-        (unusual_parameter, r"out\.weight is a OwnTensor: trained parameters are ordinary tensors"),
-        (lambda: Net().to("meta"), r"is on the meta device: trained parameters are ordinary tensors with values"),
+        (lambda: nn.DataParallel(Net()), "the model is wrapped in DataParallel, which makes its own copies or shards"),
+        (unusual_parameter, r"out\.weight is a OwnTensor: trained parameters must be ordinary tensors"),
+        (lambda: Net().to("meta"), r"is on the meta device: trained parameters must be ordinary tensors with values"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_at_once(make: Callable[[], nn.Module], message: str) -> None:
@@ -656,7 +656,7 @@ def test_backward_hooks_around_a_block_are_refused(where: str) -> None:
     """They are given gradients that do not exist at the same time."""
     model = Net()
     register_backward(model.get_submodule(where))
-    with pytest.raises(InputError, match="has a backward hook, which needs gradients of what is around it"):
+    with pytest.raises(InputError, match="has a backward hook, which needs gradients across blocks"):
         partition(model).by_use(batches()[0][0])
 
 
@@ -690,7 +690,7 @@ class CheckpointedReentrant(Checkpointed):
 @pytest.mark.parametrize("model", [Checkpointed, CheckpointedReentrant])
 def test_blocks_that_the_model_recomputes_are_refused(model: type[Net]) -> None:
     """The policy says what is recomputed."""
-    with pytest.raises(InputError, match=r"or inside of torch\.utils\.checkpoint"):
+    with pytest.raises(InputError, match=r"or inside torch\.utils\.checkpoint"):
         partition(model()).by_use(batches()[0][0])
 
 

@@ -146,7 +146,7 @@ def test_presets_and_plans_fit_the_terminal(width: int) -> None:
 
 def test_a_plan_says_what_recomputations_keep() -> None:
     """Decisions tell units apart whose recomputations keep something else, and count those that keep the same."""
-    summary, found = answer(profile_with(10**9, 1), parse_policy("plans:OneInput"))
+    summary, found = answer(profile_with(10**9, 1), parse_policy("support.plans:OneInput"))
     assert found is not None
     rows = [cells(line)[:2] for line in printed(lambda: tables.print_plan(summary, found), 100)]
     assert [row for row in rows if row[:1] in (["1"], ["2"], ["3"])] == [
@@ -493,7 +493,7 @@ def test_a_peak_outside_the_picture_is_said() -> None:
 @pytest.mark.parametrize("window", [(5, 5), (6, 5), (-1, 5)])
 def test_a_window_without_time_is_refused(window: tuple[int, int]) -> None:
     """A memory cannot be drawn over no time."""
-    with pytest.raises(InputError, match="0 <= first < last"):
+    with pytest.raises(InputError, match="0 <= first_ns < last_ns"):
         memory_figure([simulated("small", "zero_offload").gpu], *window, "t")
 
 

@@ -84,13 +84,14 @@ def test_a_step_returns_before_its_tail() -> None:
 @pytest.mark.parametrize(
     ("task", "state"),
     [
-        ("F0", "All parameters are of step 0, the last complete one"),
-        ("G0", "All parameters are of step 0, the last complete one"),
+        ("F0", "All parameters are from step 0, the last complete one"),
+        ("G0", "All parameters are from step 0, the last complete one"),
         (
             "U0",
-            "Parameters are of different steps (updated in part by step 1: block 0): load a saved state to go on from one step",
+            "Parameters are from different steps (updated in part by step 1: block 0): load a saved state to continue from a "
+            "complete step",
         ),
-        ("H0", "All parameters are of step 1, the last complete one"),
+        ("H0", "All parameters are from step 1, the last complete one"),
     ],
 )
 def test_a_failure_reaches_the_caller_with_its_name(task: str, state: str) -> None:
@@ -136,10 +137,10 @@ def test_tasks_of_earlier_iterations_end_before_a_failure_is_told(also_fails: bo
         ran.append(name)
 
     state = (
-        "; then U0@0 failed: ValueError: the second. Parameters are of different steps (step 0: block 1; "
-        "updated in part by step 0: block 0): load a saved state to go on from one step"
+        "; then U0@0 failed: ValueError: the second. Parameters are from different steps (step 0: block 1; "
+        "updated in part by step 0: block 0): load a saved state to continue from a complete step"
         if also_fails
-        else ". All parameters are of step 0, the last complete one"
+        else ". All parameters are from step 0, the last complete one"
     )
     with (
         pytest.raises(TaskError, match=f"^{re.escape(f'F0@1 failed: ValueError: the first{state}')}$"),
@@ -204,7 +205,7 @@ def test_a_failure_that_was_not_told_is_a_note_on_the_callers_error() -> None:
         lanes.admit()
         raise KeyError
     (note,) = caught.value.__notes__
-    assert note.startswith("U0@0 failed: ValueError: no such luck. Parameters are of different steps")
+    assert note.startswith("U0@0 failed: ValueError: no such luck. Parameters are from different steps")
 
 
 def test_an_interrupt_of_closing_abandons_what_was_admitted() -> None:
@@ -223,7 +224,7 @@ def test_an_interrupt_of_closing_abandons_what_was_admitted() -> None:
         raise KeyboardInterrupt  # the first one
     assert lanes_alive() == []
     assert len(ran) < 10 * len(RING.tasks)
-    assert caught.value.__notes__ == ["All parameters are of step 2, the last complete one"]
+    assert caught.value.__notes__ == ["All parameters are from step 2, the last complete one"]
     assert "U0@2" in ran
     assert "U0@3" not in ran
 
@@ -286,9 +287,9 @@ def test_closed_lanes_take_nothing() -> None:
     """Admitting and waiting after the end are refused."""
     with LaneThreads(RING, nothing, Clock.MEASURED_CPU) as lanes:
         lanes.admit()
-    with pytest.raises(InputError, match="the lanes are closed: make new ones"):
+    with pytest.raises(InputError, match="the lanes are closed: create new ones"):
         lanes.admit()
-    with pytest.raises(InputError, match="the lanes are closed: make new ones"):
+    with pytest.raises(InputError, match="the lanes are closed: create new ones"):
         lanes.drain()
 
 

@@ -220,7 +220,7 @@ def test_the_named_budget_has_room_for_what_lasts(policy: str, frozen: int, tabl
     lasting = 4 * table + sum(4 * p.numel() for block in model_for(MEDIUM).blocks[:frozen] for p in block.parameters())
     with pytest.raises(InfeasibleError, match=r"smallest gpu memory that works is \d+ B") as caught:
         capacity(f"{percent}%" if percent else max(lasting, 1))
-    assert ("of which buffers and frozen parameters have" in str(caught.value)) == bool(lasting)
+    assert ("of which buffers and frozen parameters take" in str(caught.value)) == bool(lasting)
     named = caught.value.needed_bytes
     assert capacity(named) == named - lasting
     with pytest.raises(InfeasibleError):
@@ -394,7 +394,7 @@ def test_bad_arguments_are_refused() -> None:
     model = model_for(MEDIUM)
     with pytest.raises(InputError, match="choose emulated or cuda"):
         Trainer(model, device="tpu")
-    with pytest.raises(InputError, match="is no share of memory"):
+    with pytest.raises(InputError, match="is not a share of memory"):
         Trainer(model, gpu_memory="-3%")
     with pytest.raises(InputError, match="has no unit"):
         Trainer(model, gpu_memory="100")

@@ -73,9 +73,9 @@ def said(message: str, blocks: int) -> dict[int, int]:
     """How many steps each block has been updated by, as an error says it; without those that are updated in part."""
     if "No parameter has been changed" in message:
         return dict.fromkeys(range(blocks), 0)
-    if found := re.search(r"All parameters are of step (\d+), the last complete one", message):
+    if found := re.search(r"All parameters are from step (\d+), the last complete one", message):
         return dict.fromkeys(range(blocks), int(found[1]) + 1)
-    assert message.endswith("): load a saved state to go on from one step")
+    assert message.endswith("): load a saved state to continue from a complete step")
     of_step = {
         block: int(n) + 1
         for n, listed in re.findall(r"[(;] ?step (\d+): blocks? ([^;)]*)", message)
@@ -177,7 +177,7 @@ def test_a_failure_that_an_interrupt_hid_is_told_with_it(monkeypatch: pytest.Mon
         for batch in batches(MEDIUM, STEPS):
             trainer.step(batch)
     (note,) = caught.value.__notes__
-    assert note == "F2@1 failed: ValueError: no such luck. All parameters are of step 0, the last complete one"
+    assert note == "F2@1 failed: ValueError: no such luck. All parameters are from step 0, the last complete one"
     assert all(map(same, blocks_of(model), after(1)))
     assert lanes_alive() == []
 
@@ -215,7 +215,7 @@ def test_a_skipped_step_says_what_has_been_changed() -> None:
 
     for policy, changed in (
         ("zero_offload", r"No parameter has been changed by this step;"),
-        ("zero_offload:delayed_update", r"No parameter .* this step \(blocks 0 to 5: by the gradients of the one before, as"),
+        ("zero_offload:delayed_update", r"No parameter .* this step \(blocks 0 to 5: by the gradients of the step before, as"),
     ):
         calls = iter(range(10))
         with Trainer(model_for(MEDIUM), policy=policy, profile=profile_for(MEDIUM), loss=loss) as trainer:
@@ -224,7 +224,9 @@ def test_a_skipped_step_says_what_has_been_changed() -> None:
             before = trainer.parameters()
             assert trainer._changed_by(
                 1
-            ) == "This step has updated blocks 0 to 5: load a saved state to go on from one step" or ("delayed" in policy)
+            ) == "This step has updated blocks 0 to 5: load a saved state to continue from a complete step" or (
+                "delayed" in policy
+            )
             with pytest.raises(NonFiniteLossError, match=changed):
                 trainer.step(batches(MEDIUM, 1)[0])
             unchanged = all(map(torch.equal, before, trainer.parameters()))
@@ -243,7 +245,7 @@ def test_out_of_memory_says_which_step_the_model_is_of(monkeypatch: pytest.Monke
         torch.manual_seed(2)
         for batch in batches(MEDIUM, STEPS):
             trainer.step(batch)
-    assert str(caught.value) == "F2@2: gpu memory is full. All parameters are of step 1, the last complete one"
+    assert str(caught.value) == "F2@2: gpu memory is full. All parameters are from step 1, the last complete one"
     assert (caught.value.task, caught.value.size_bytes, caught.value.capacity_bytes) == ("F2@2", 8, 4)
     assert all(map(same, blocks_of(model), after(2)))
 
@@ -314,7 +316,7 @@ def test_a_model_has_one_trainer(around: Callable[[nn.Module], nn.Module]) -> No
             lambda: measured_profile_on(load_hardware("a100-40gb-epyc7713"), other, batch),
             lambda: TorchExecutor(other, iter([batch]), next_token_loss).run(trainer.prediction.schedule, 1),  # type: ignore[union-attr]
         ):
-            with pytest.raises(InputError, match=r"is being trained already, or shares \S+ with a model that is: close that"):
+            with pytest.raises(InputError, match=r"is already being trained, or shares \S+ with a model that is: close that"):
                 attempt()
         trainer.step(batch)
     assert all(map(same, blocks_of(model), trained(model_for(MEDIUM), 2)))
@@ -329,7 +331,7 @@ def test_a_trainer_is_used_once() -> None:
     batch = batches(MEDIUM, 1)[0]
     trainer = trainer_for(model_for(MEDIUM), "resident")
     with trainer:
-        with pytest.raises(InputError, match="in a with statement already"), trainer:
+        with pytest.raises(InputError, match="already in a with statement"), trainer:
             pass
         trainer.step(batch)
     for use in (
@@ -390,7 +392,7 @@ def test_closing_while_others_step(seed: int) -> None:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
     assert refusals
-    assert refusals[0].startswith(("the trainer is closed", "closed while it measured or planned"))
+    assert refusals[0].startswith(("the trainer is closed", "the trainer was closed during profiling or planning"))
     assert lanes_alive() == []
     assert all(map(same, blocks_of(model), trained(model_for(MEDIUM), len(losses)) if losses else after(0)))
 
@@ -413,7 +415,7 @@ def test_closing_stops_measuring() -> None:
     begin = time.perf_counter()
     trainer.close()
     thread.join()
-    assert said == ["closed while it measured or planned: nothing has been trained"]
+    assert said == ["the trainer was closed during profiling or planning: nothing has been trained"]
     assert time.perf_counter() - begin < 5
     assert all(map(same, blocks_of(model), after(0)))
     assert lanes_alive() == []
@@ -428,7 +430,7 @@ def test_a_trainer_does_not_wait_for_itself() -> None:
         return next_token_loss(logits, targets)
 
     trainer = Trainer(model, policy="resident", profile=profile_for(MEDIUM), loss=loss)
-    with pytest.raises(InputError, match=r"^the trainer is used by what it calls itself"), trainer:
+    with pytest.raises(InputError, match=r"^the trainer is called from within its own step"), trainer:
         trainer.step(batches(MEDIUM, 1)[0])
     assert all(map(same, blocks_of(model), after(0)))
 
@@ -728,7 +730,7 @@ for _ in range(10):
     assert [thread.name for thread in threading.enumerate()] == ["MainThread"], threading.enumerate()
     found = blocks(model)
     whole = [n for n, step in enumerate(steps) if all(map(torch.equal, found, step))]
-    assert whole or "Parameters are of different steps" in "".join(notes), notes
+    assert whole or "Parameters are from different steps" in "".join(notes), notes
     if {interrupts} == 1: assert whole
 print("known")
 """

@@ -248,18 +248,18 @@ def as_other(part: str, name: str, change: Callable[[Any], object]) -> Callable[
 
 NAME = "blocks.0.qkv.weight"
 WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
-    "format": ("not the state of a training", lambda s: s.update(format="other")),
-    "a part": ("the state: they lack random", without("random")),
+    "format": ("not a saved training state", lambda s: s.update(format="other")),
+    "a part": ("the state: missing random", without("random")),
     "type of a part": ("parameters of the state is list", lambda s: s.update(parameters=[])),
-    "a parameter": (f"parameters of the state: they lack {NAME}", without("parameters", NAME)),
-    "another parameter": ("have more, which the training does not", lambda s: s["parameters"].update(more=torch.ones(1))),
-    "a buffer": ("buffers of the state: they lack scale", without("buffers", "scale")),
-    "trained": (f"trained parameters of the state: they lack {NAME}", without("optimizer", NAME)),
+    "a parameter": (f"parameters of the state: missing {NAME}", without("parameters", NAME)),
+    "another parameter": ("parameters of the state: unexpected more;", lambda s: s["parameters"].update(more=torch.ones(1))),
+    "a buffer": ("buffers of the state: missing scale", without("buffers", "scale")),
+    "trained": (f"trained parameters of the state: missing {NAME}", without("optimizer", NAME)),
     "shape": (rf"{NAME} of the state is \(3,\)", as_other("parameters", NAME, lambda t: t.new_ones(3))),
     "type": (f"{NAME} of the state is .* of torch.float32", as_other("parameters", NAME, lambda t: t.float())),
     "no tensor": (f"{NAME} of the state is list", as_other("parameters", NAME, lambda t: t.tolist())),
-    "a moment": (f"optimizer's states of {NAME}: they lack exp_avg:", lambda s: s["optimizer"][NAME].pop("exp_avg")),
-    "a master": (f"optimizer's states of {NAME}: they lack master:", lambda s: s["optimizer"][NAME].pop("master")),
+    "a moment": (f"optimizer's states of {NAME}: missing exp_avg;", lambda s: s["optimizer"][NAME].pop("exp_avg")),
+    "a master": (f"optimizer's states of {NAME}: missing master;", lambda s: s["optimizer"][NAME].pop("master")),
     "a step": (f"step of {NAME} of the state is 1.5", lambda s: s["optimizer"][NAME].update(step=1.5)),
     "moment's type": (
         "exp_avg of .* torch.float64",
@@ -297,7 +297,7 @@ def test_a_state_that_does_not_fit_is_refused(fault: str, after_prepare: bool) -
 def test_a_state_needs_a_training() -> None:
     """There is no state before the first step, and none after the end."""
     trainer = trainer_for("resident")
-    with pytest.raises(InputError, match="has not begun"):
+    with pytest.raises(InputError, match="has not started"):
         trainer.state_dict()
     with trainer:
         prepared(trainer)

@@ -533,24 +533,24 @@ def own_backward(model: GPT) -> None:
 
 
 REFUSED: dict[str, tuple[str, Callable[[GPT], object]]] = {
-    "grad": (r"token\.weight\.grad is not there", lambda m: m.embedding.token.weight.grad),
+    "grad": (r"token\.weight\.grad is not available", lambda m: m.embedding.token.weight.grad),
     "set grad": (
         "grad cannot be set",
         lambda m: setattr(m.embedding.token.weight, "grad", torch.zeros_like(m.embedding.token.weight)),
     ),
-    "clip_grad_norm_": ("grad is not there", lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0)),
-    "clip_grad_value_": ("grad is not there", lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0)),
-    "optimizer.step": ("applies the updates itself", lambda m: torch.optim.AdamW(m.parameters()).step()),
-    "sgd.step": ("applies the updates itself", lambda m: torch.optim.SGD(m.parameters(), foreach=False).step()),
+    "clip_grad_norm_": ("grad is not available", lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0)),
+    "clip_grad_value_": ("grad is not available", lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0)),
+    "optimizer.step": ("applies the updates", lambda m: torch.optim.AdamW(m.parameters()).step()),
+    "sgd.step": ("applies the updates", lambda m: torch.optim.SGD(m.parameters(), foreach=False).step()),
     "register_hook": ("cannot have a hook", lambda m: m.head.norm.weight.register_hook(print)),  # type: ignore[no-untyped-call]
     "post hook": ("cannot have a hook", lambda m: m.head.norm.weight.register_post_accumulate_grad_hook(print)),  # type: ignore[no-untyped-call]
     "backward": ("backward reaches parameters", lambda m: own_backward(m)),
     "requires_grad": ("requires_grad cannot become False", lambda m: setattr(m.head.norm.weight, "requires_grad", False)),
     "requires_grad_": ("requires_grad cannot become False", lambda m: m.requires_grad_(False)),
     "requires_grad_ by name": ("cannot become False", lambda m: m.head.norm.weight.requires_grad_(requires_grad=False)),  # type: ignore[call-arg]
-    "half": ("float32 and is to become .* of torch.float16", lambda m: m.half()),
+    "half": ("float32 and cannot become .* of torch.float16", lambda m: m.half()),
     "to": ("only values can change", lambda m: m.to(torch.bfloat16)),
-    "shape": (r"is to become \(3,\)", lambda m: setattr(m.head.norm.weight, "data", torch.zeros(3))),
+    "shape": (r"cannot become \(3,\)", lambda m: setattr(m.head.norm.weight, "data", torch.zeros(3))),
 }
 
 
@@ -586,9 +586,9 @@ CHANGES: dict[str, tuple[str, Callable[[GPT], object]]] = {
     "added": ("of the model have been", lambda m: m.register_parameter("more", nn.Parameter(torch.ones(3)))),
     "removed": ("of blocks have been", lambda m: m.blocks.pop(0)),
     "module": (r"of blocks\.0 have been", lambda m: setattr(m.blocks[0], "dropout", nn.Dropout(0.3))),
-    "set_": (r"head\.norm\.weight has been written to past", lambda m: set_storage(m.head.norm.weight)),
+    "set_": (r"head\.norm\.weight has been written to behind", lambda m: set_storage(m.head.norm.weight)),
     "set_ after reading": (
-        r"is to become \(2,\)",
+        r"cannot become \(2,\)",
         lambda m: set_storage(m.head.norm.weight) if m.head.norm.weight.sum() else None,
     ),
     "meta": ("have been added, removed or replaced", lambda m: m.to("meta")),
@@ -776,7 +776,7 @@ def test_a_forked_child_is_told_so() -> None:
             os._exit(0)
         os.close(write)
         os.waitpid(child, 0)
-        assert b"forked copy" in os.read(read, 1000)
+        assert b"is a fork of" in os.read(read, 1000)
         os.close(read)
         trainer.step(batches(SMALL, 1)[0])
 

@@ -1,1 +1,1 @@
-"""What a schedule and its trace say: occupancy, worst case, usage, lower bounds, differences of two runs."""
+"""Analysis of schedules and traces: occupancy, worst case, usage, lower bounds, and the differences between two runs."""

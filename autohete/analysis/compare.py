@@ -1,4 +1,4 @@
-"""Where two runs of one schedule differ: by kind of task, lane, cause of waiting and order, instead of on average.
+"""Where two runs of one schedule differ: by kind of task, lane, cause of waiting and order, not only on average.
 
 Usually one is simulated and the other measured. All means are over the steady window of each run.
 """
@@ -26,9 +26,9 @@ class Pair:
     """One quantity of both runs; its unit is in the name of the field that holds it.
 
     Args:
-        a, b: of A and of B.
-        difference: B less A.
-        percent: the difference in percent of A; None where A has nothing and B something.
+        a, b: values in A and B.
+        difference: B minus A.
+        percent: the difference in percent of A; None if only A is zero.
     """
 
     a: float
@@ -38,7 +38,7 @@ class Pair:
 
 
 def pair(a: float, b: float) -> Pair:
-    """``a`` and ``b`` with their difference."""
+    """Return ``a`` and ``b`` with their difference."""
     if a == b:
         return Pair(a, b, 0.0, 0.0)
     return Pair(a, b, b - a, 100 * (b / a - 1) if a else None)
@@ -46,7 +46,7 @@ def pair(a: float, b: float) -> Pair:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two runs: what it is called, whose seconds it is in, its iterations, and which of them were taken."""
+    """One of the two runs: its name, its clock, the number of its iterations, and the steady window that was compared."""
 
     name: str
     clock: Clock
@@ -63,10 +63,10 @@ class KindDifference:
 
     Args:
         kind: their kind.
-        tasks: how many an iteration has.
+        tasks: number of them in an iteration.
         mean_seconds: of one task.
-        iteration_seconds: of all of them in one iteration; by this, kinds are sorted.
-        wait_seconds: mean time from ready (all edges satisfied) to start: how long a task waits for its lane.
+        iteration_seconds: of all of them in one iteration; kinds are sorted by this.
+        wait_seconds: mean time from ready (all edges satisfied) to start, that is, the time a task waits for its lane.
     """
 
     kind: Kind
@@ -81,11 +81,11 @@ class KindDifference:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Two tasks that A ran one after the other, and B the other way round.
+    """Two tasks that A ran one after the other, and B in the opposite order.
 
     Args:
-        first, then: in A's order; ``F0@+1`` is ``F0`` of the following iteration.
-        times: how often in the window.
+        first, then: the tasks in A's order; ``F0@+1`` is ``F0`` of the following iteration.
+        times: number of occurrences in the window.
     """
 
     first: str
@@ -99,10 +99,10 @@ class LaneDifference:
 
     Args:
         lane: its name.
-        busy_seconds: what its tasks take in one iteration, together.
-        neighbours: pairs of tasks that A ran one right after the other, whose order was compared.
-        swapped: how many of them B ran the other way round.
-        swaps: the most frequent of these.
+        busy_seconds: total time of its tasks in one iteration.
+        neighbours: number of pairs of tasks that A ran directly one after the other and whose order was compared.
+        swapped: number of these pairs that B ran in the opposite order.
+        swaps: the most frequent swapped pairs.
     """
 
     lane: str
@@ -114,7 +114,7 @@ class LaneDifference:
 
 @dataclass(frozen=True, slots=True)
 class TaskDifference:
-    """One task of every iteration, such as ``F3``, and its mean time."""
+    """One task, such as ``F3``, and its mean time over the iterations."""
 
     task: str
     lane: str
@@ -128,11 +128,11 @@ class Comparison:
     Args:
         a, b: the runs.
         iteration_seconds: steady time of one iteration.
-        kinds: the one that adds most to the difference first, whichever its sign.
+        kinds: sorted by their share of the difference, in absolute value, largest first.
         lanes: in the order of the schedule.
-        idle_seconds: what the GPU waits in one iteration, by cause; empty if no lane is called ``gpu``.
-        tasks: those whose mean times differ most, at most five; none that do not differ.
-        peak_bytes: the fullest that each memory is in the whole run, by name.
+        idle_seconds: idle time of the GPU in one iteration, by cause; empty if no lane is called ``gpu``.
+        tasks: the tasks whose mean times differ most, at most five; tasks without a difference are left out.
+        peak_bytes: peak of each memory over the whole run, by name.
     """
 
     a: Side
@@ -146,10 +146,10 @@ class Comparison:
 
 
 def compare(a: Trace, b: Trace, names: tuple[str, str] = ("A", "B")) -> Comparison:
-    """What makes ``b`` differ from ``a``; ``names`` are how they are shown.
+    """Compare ``b`` with ``a``; ``names`` are the names shown for them.
 
-    Both must have the same lanes, memories, tasks and edges. What may differ is how long tasks are meant to take, and what
-    decides their order: disciplines, priorities, the order of issue.
+    Both must have the same lanes, memories, tasks and edges. Planned durations may differ, and so may what decides the order
+    of tasks: disciplines, priorities, issue order.
 
     Raises:
         InputError: the schedules differ, or a run has no iteration.
@@ -157,7 +157,7 @@ def compare(a: Trace, b: Trace, names: tuple[str, str] = ("A", "B")) -> Comparis
     _check_alike(a.schedule, b.schedule, names)
     for trace, name in zip((a, b), names, strict=True):
         if not trace.iterations:
-            raise InputError(f"{name} has no iterations, so there is nothing to compare: give a run of at least 1")
+            raise InputError(f"{name} has no iterations, so there is nothing to compare: give a run with at least 1")
     runs = _Run(a, a.schedule), _Run(b, a.schedule)
     sides = [Side(name, run.trace.clock, run.trace.iterations, run.steady) for name, run in zip(names, runs, strict=True)]
     return Comparison(
@@ -173,7 +173,7 @@ def compare(a: Trace, b: Trace, names: tuple[str, str] = ("A", "B")) -> Comparis
 
 
 class _Run:
-    """A trace with its tasks in the order of ``schedule``, and sums over its steady window, one number for each task."""
+    """A trace with its tasks in the order of ``schedule``, and sums over its steady window, one per task."""
 
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
         self.trace, self.steady = trace, trace.steady()
@@ -186,11 +186,11 @@ class _Run:
         self._waited = (self.start - trace.ready_ns[:, tasks])[window].sum(axis=0)
 
     def took(self, tasks: list[int]) -> float:
-        """Seconds per iteration that ``tasks`` take together."""
+        """Return the seconds per iteration that ``tasks`` take in total."""
         return int(self._took[tasks].sum()) * 1e-9 / self.steady.cycle
 
     def waited(self, tasks: list[int]) -> float:
-        """Seconds per iteration that ``tasks`` wait for their lanes, together."""
+        """Return the seconds per iteration that ``tasks`` wait for their lanes in total."""
         return int(self._waited[tasks].sum()) * 1e-9 / self.steady.cycle
 
 
@@ -216,7 +216,7 @@ def _check_alike(a: Schedule, b: Schedule, names: tuple[str, str]) -> None:
 
 
 def _check_same(what: str, in_a: Iterable[object], in_b: Iterable[object], names: tuple[str, str]) -> None:
-    """Name what only one of both has, in its order."""
+    """Raise an error that names the items that only one side has, in its order."""
     lists = [str(x) for x in in_a], [str(x) for x in in_b]
     for name, mine, others in ((names[0], lists[0], set(lists[1])), (names[1], lists[1], set(lists[0]))):
         alone = [text for text in mine if text not in others]
@@ -276,16 +276,16 @@ def _lane(lane: str, tasks: list[int], a: _Run, b: _Run) -> LaneDifference:
 
 
 def _neighbours(tasks: list[int], a: _Run, b: _Run) -> Iterator[tuple[int, int, int, bool]]:
-    """Pairs that A ran one right after the other: places in ``tasks``, iterations between them, and whether B swapped them.
+    """Yield pairs that A ran directly in succession: places in ``tasks``, iterations between them, whether B swapped them.
 
-    The windows may have different lengths: the shorter is repeated, as the steady state does.
+    The windows may have different lengths: the shorter is repeated, as the steady state repeats.
     """
     cycles, firsts = (a.steady.cycle, b.steady.cycle), (a.steady.first, b.steady.first)
     same = [tuple(first + k % cycle for first, cycle in zip(firsts, cycles, strict=True)) for k in range(max(cycles))]
     start, end = a.start[:, tasks].ravel(), a.end[:, tasks].ravel()
     ran = np.lexsort((end, start)).tolist()
     for before, after in zip(ran, ran[1:], strict=False):
-        # Where two tasks without duration share an instant, nothing says which came first.
+        # If two tasks without duration share an instant, their order is unknown.
         if (start[before], end[before]) == (start[after], end[after]):
             continue
         (iteration, first), (next_iteration, then) = divmod(before, len(tasks)), divmod(after, len(tasks))
@@ -296,5 +296,5 @@ def _neighbours(tasks: list[int], a: _Run, b: _Run) -> Iterator[tuple[int, int, 
 
 
 def _names(first: TaskId, then: TaskId, later: int) -> tuple[str, str]:
-    """Names of two tasks, the second ``later`` iterations after the first: those of the earlier iteration are plain."""
+    """Return the names of two tasks, the second ``later`` iterations after the first; the earlier iteration's has no suffix."""
     return f"{first}@+{-later}" if later < 0 else str(first), f"{then}@+{later}" if later > 0 else str(then)

@@ -1,6 +1,6 @@
-"""How full each memory is over time: one pure function of a trace, for both executors.
+"""Occupancy of each memory over time: one pure function of a trace, for both executors.
 
-Memory is checked, not waited for: a real allocator does not wait, it fails.
+Memory is checked, not waited for: a real allocator fails instead of waiting.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Occupancy:
         capacity_bytes: what it holds.
         times_ns: instants of change; ``bytes_used[k]`` holds from ``times_ns[k]`` until the next.
         bytes_used: occupied bytes.
-        peak_bytes: the most of them.
+        peak_bytes: maximum of ``bytes_used``.
         peak_ns: the first instant of the peak.
-        holders: what occupies the peak, largest first: buffer group -> bytes (``activations`` for ``activations.3``).
-        task: the instance whose allocation made the peak, empty if nothing is allocated.
+        holders: contents at the peak, largest first: buffer group -> bytes (``activations`` for ``activations.3``).
+        task: the instance whose allocation reached the peak; empty if nothing is allocated.
     """
 
     memory: str
@@ -50,14 +50,14 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """The buffers of one memory that come and go: indices of the tasks that allocate and free each, and what is always there.
+    """Lifetimes of the buffers of one memory: the tasks that allocate and free each, and what is always resident.
 
     Args:
         allocates, frees: task indices, one per buffer.
         backs: 1 where a buffer is freed in the iteration after the one that allocates it.
         sizes: bytes.
         groups: buffer groups.
-        resident: group and bytes of what is never freed.
+        resident: group and bytes of buffers that are never freed.
     """
 
     allocates: list[int]
@@ -69,7 +69,7 @@ class Lives:
 
 
 def lives(schedule: Schedule, memory: str) -> Lives:
-    """The buffers of ``memory`` and its parts."""
+    """Return the lifetimes of the buffers of ``memory`` and its parts."""
     within = schedule.within(memory)
     freed = {free.id: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
     found = Lives([], [], [], [], [], [(b.id.group, b.size_bytes) for b in schedule.resident if b.memory in within])
@@ -86,11 +86,10 @@ def lives(schedule: Schedule, memory: str) -> Lives:
 
 
 def occupancy(trace: Trace, memory: str) -> Occupancy:
-    """The bytes of ``memory`` that ``trace`` occupies over time.
+    """Compute the bytes of ``memory`` that ``trace`` occupies over time.
 
-    A buffer lives from the start of the task that allocates it to the end of the task that frees it. At one instant what
-    ends is freed before what begins is allocated. Buffers that an iteration frees for its predecessor are there from
-    the beginning.
+    A buffer lives from the start of the task that allocates it to the end of the task that frees it. Within one instant,
+    frees come before allocations. Buffers that an iteration frees for its predecessor exist from the beginning.
     """
     schedule = trace.schedule
     capacities = {m.name: m.capacity_bytes for m in schedule.memories}
@@ -104,7 +103,7 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     birth, death = _events(found, trace.start_ns, trace.end_ns)
     lived = [trace.iterations + back for back in found.backs]
     buffer = np.repeat(np.arange(len(lived)), lived)
-    if (birth == death).any():  # then time alone does not say what of one instant came first
+    if (birth == death).any():  # then time alone does not order the events of one instant
         begun, ended = _events(found, *event_order(schedule, trace.start_ns, trace.end_ns))
     else:
         begun, ended = np.ones_like(birth), np.zeros_like(death)
@@ -118,19 +117,19 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     place[rank] = np.arange(len(rank))
     held = np.flatnonzero((place[: len(birth)] <= peak_at) & (place[len(birth) :] > peak_at))
     holders = sum_groups([*found.resident, *((found.groups[buffer[i]], found.sizes[buffer[i]]) for i in held)])
-    last = int(rank[peak_at])  # what makes the peak is a birth
+    last = int(rank[peak_at])  # the event that reaches the peak is a birth
     iteration = last - int(np.searchsorted(buffer, buffer[last])) - found.backs[buffer[last]]
     task = schedule.tasks[found.allocates[buffer[last]]].id.at(iteration)
     times, used = times[times < _NEVER], used[times < _NEVER]
-    if times[0] > 0:  # until the first allocation there is what is resident
+    if times[0] > 0:  # until the first allocation only resident buffers exist
         times, used = np.concatenate([[0], times]), np.concatenate([[resident], used])
     return Occupancy(memory, capacity, *_last_of_instant(np.maximum(times, 0), used), peak, max(peak_ns, 0), holders, task)
 
 
 def _events(found: Lives, starts: Nanoseconds, ends: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
-    """When each buffer of each iteration begins and ends to live: one after another.
+    """Return the times at which each buffer of each iteration is born and dies, buffer by buffer.
 
-    Of one that is freed in the next iteration, the first was there before the run, and the last outlives it.
+    If a buffer is freed in the next iteration, its first instance exists before the run, and its last one outlives the run.
     """
     backs = np.array(found.backs, bool)
     first, last = np.full((len(backs), 1), -1), np.full((len(backs), 1), _NEVER)
@@ -142,13 +141,13 @@ def _events(found: Lives, starts: Nanoseconds, ends: Nanoseconds) -> tuple[Nanos
 
 
 def _last_of_instant(times: Nanoseconds, used: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
-    """One value per instant: the one that holds afterwards."""
+    """Keep one value per instant: the last one."""
     last = np.flatnonzero(np.diff(times, append=times[-1] + 1))
     return times[last], used[last]
 
 
 def sum_groups(items: list[tuple[str, int]]) -> dict[str, int]:
-    """Bytes per group, the largest first."""
+    """Return the bytes per group, largest first."""
     sums: dict[str, int] = {}
     for group, size in items:
         sums[group] = sums.get(group, 0) + size
@@ -156,10 +155,10 @@ def sum_groups(items: list[tuple[str, int]]) -> dict[str, int]:
 
 
 def event_order(schedule: Schedule, start: Nanoseconds, end: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
-    """The starts and ends of an execution as places in one order: no two events share a place.
+    """Return the starts and ends of an execution as places in one total order.
 
-    At one instant what has lasted a while ends first; then tasks start in the order of their waits, those without duration
-    end at once.
+    Within one instant, tasks that have run for a while end first; then tasks start in the order of their waits, and those
+    without duration end immediately.
 
     Args:
         schedule: what was executed.

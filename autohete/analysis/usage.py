@@ -1,4 +1,4 @@
-"""Utilization: how busy each lane is, how much of it overlaps the GPU, and what the GPU waits for."""
+"""Utilization: how busy each lane is, how much of its work overlaps the GPU, and what the GPU waits for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, NVME_READ, NVME_WR
 
 
 class Cause(StrEnum):
-    """What an idle GPU waits for."""
+    """What the GPU waits for while it is idle."""
 
     H2D = "H2D"
     D2H = "D2H"
@@ -35,10 +35,10 @@ _CAUSE = {
 
 @dataclass(frozen=True, slots=True)
 class LaneUse:
-    """A lane in the steady state.
+    """Utilization of a lane in the steady state.
 
     Args:
-        busy_share: share of the time it works.
+        busy_share: share of the time in which it works.
         overlap_share: share of its work that runs while the GPU computes.
     """
 
@@ -48,14 +48,14 @@ class LaneUse:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Lanes by name, and the GPU's idle seconds per iteration by cause."""
+    """Utilization of each lane, by name, and the GPU's idle seconds per iteration, by cause."""
 
     lanes: dict[str, LaneUse]
     idle_seconds: dict[Cause, float]
 
 
 def usage(trace: Trace, steady: Steady) -> Usage:
-    """The use of all lanes over the steady window."""
+    """Compute the utilization of all lanes over the steady window."""
     anchors = trace.anchors()
     begin = int(anchors[steady.first])
     last = steady.first + steady.cycle
@@ -73,7 +73,7 @@ def usage(trace: Trace, steady: Steady) -> Usage:
 
 
 def _clipped(trace: Trace, lane: str, begin: int, end: int) -> tuple[Nanoseconds, Nanoseconds]:
-    """Starts and ends of a lane's work inside the window, in order."""
+    """Return the starts and ends of a lane's work, clipped to the window, in order."""
     tasks = trace.lane_tasks(lane)
     starts, ends = (np.clip(times[:, tasks].ravel(), begin, end) for times in (trace.start_ns, trace.end_ns))
     keep = ends > starts
@@ -82,7 +82,7 @@ def _clipped(trace: Trace, lane: str, begin: int, end: int) -> tuple[Nanoseconds
 
 
 def _busy_until(starts: Nanoseconds, ends: Nanoseconds, times: Nanoseconds) -> NDArray[np.float64]:
-    """How long the intervals have been busy up to each of ``times``."""
+    """Return how long the intervals have been busy up to each of ``times``."""
     if not len(starts):
         return np.zeros(len(times))
     points = np.stack([starts, ends], axis=1).ravel()
@@ -93,9 +93,9 @@ def _busy_until(starts: Nanoseconds, ends: Nanoseconds, times: Nanoseconds) -> N
 
 
 def _idle_by_cause(trace: Trace, begin: int, end: int) -> dict[Cause, int]:
-    """Nanoseconds of GPU idleness in the window, by the lane whose work the GPU was waiting for.
+    """Return the GPU's idle nanoseconds in the window, by the lane whose work the GPU was waiting for.
 
-    From the end of a gap the walk goes back along the waits that bound: what a task waited for last, or what kept its lane.
+    From the end of a gap, walk back along the binding waits: the last edge that a task waited for, or what occupied its lane.
     """
     idle = dict.fromkeys(Cause, 0)
     walk = _Walk(trace)
@@ -114,7 +114,7 @@ def _idle_by_cause(trace: Trace, begin: int, end: int) -> dict[Cause, int]:
 
 
 class _Walk:
-    """Instances (``iteration * tasks + task``) with what bound each."""
+    """Finds, for each instance (``iteration * tasks + task``), the instance that it waited for last."""
 
     def __init__(self, trace: Trace) -> None:
         graph = Graph(trace.schedule)
@@ -131,7 +131,7 @@ class _Walk:
         self.start, self.end, self.before = starts.tolist(), ends.tolist(), before.tolist()
 
     def bound_by(self, instance: int) -> int | None:
-        """The instance whose end let this one start."""
+        """Return the instance whose end let this one start."""
         iteration, task = divmod(instance, self.tasks)
         edges = self.schedule.tasks[task].after
         candidates = [(iteration - e.back) * self.tasks + self.index[e.task] for e in edges if iteration >= e.back]
@@ -142,7 +142,7 @@ class _Walk:
     def back(self, instance: int, begin: int, end: int) -> list[tuple[Cause, int]]:
         """Split the gap from ``begin`` to ``end`` before ``instance`` by cause."""
         found: list[tuple[Cause, int]] = []
-        seen: set[int] = set()  # tasks without duration may stand before each other in one instant
+        seen: set[int] = set()  # tasks without duration may precede each other in one instant
         while end > begin:
             seen.add(instance)
             binding = self.bound_by(instance)

@@ -1,17 +1,17 @@
-"""The most that a memory can ever hold: over all orders that a schedule allows, however long its tasks take.
+"""The most that a memory can hold, over all orders that a schedule allows, however long its tasks take.
 
-How far an execution has got is one count per event: how often each task has started, and how often it has ended. A start
-waits for ends, of its own iteration or of the one before, so the counts that can be reached are those that keep
+The progress of an execution is one count per event: how often each task has started, and how often it has ended. A start
+waits for ends, of its own iteration or of the one before, so the reachable counts are those that satisfy
 
     starts of v  <=  ends of u + back        for every edge and for the order of every fifo lane,
     ends of t    <=  starts of t,
 
-and a buffer is held as often as its allocating task has started more often than its freeing task has ended. The most bytes
-are therefore the optimum of a linear program over differences. Its matrix is that of a network, so the optimum is at whole
-numbers: the bound is exact, and its dual is a proof that is checked in integers. No window of iterations has to be chosen.
+The number of live instances of a buffer is the starts of its allocating task minus the ends of its freeing task. The worst
+case is therefore the optimum of a linear program over differences. Its constraint matrix is a network matrix, so the optimum
+is integral: the bound is exact, and its dual is a proof that is checked in integers. No window of iterations has to be chosen.
 
-A lane takes one task at a time and the instances of one task in turn. Nothing else is used of priority lanes: that two
-of their tasks exclude each other can only make the truth smaller.
+A lane runs one task at a time, and the instances of one task in turn. Nothing else about priority lanes is used: that two
+of their tasks exclude each other could only lower the true worst case.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class WorstCase:
     Args:
         memory: its name.
         capacity_bytes: what it holds.
-        peak_bytes: the most that any order of the schedule's tasks occupies; None: there is no limit.
-        task: the task of the first lane that has started last then; without a limit, the one that may free later and later.
-        holders: what occupies the peak, largest first: buffer group -> bytes. Empty without a limit.
+        peak_bytes: the most that any order of the schedule's tasks occupies; None if there is no limit.
+        task: the first lane's latest task at the peak; without a limit, the task whose free may lag ever further behind.
+        holders: contents at the peak, largest first: buffer group -> bytes. Empty without a limit.
     """
 
     memory: str
@@ -60,7 +60,7 @@ class WorstCase:
 
 
 def worst_case(schedule: Schedule, memory: str) -> WorstCase:
-    """The most bytes of ``memory`` that any execution of ``schedule``, which must be valid, can occupy.
+    """Compute the most bytes of ``memory`` that any execution of ``schedule``, which must be valid, can occupy.
 
     Raises:
         InputError: the schedule has no such memory.
@@ -73,7 +73,7 @@ def worst_case(schedule: Schedule, memory: str) -> WorstCase:
     lagging = _lagging(found, edges, tasks)
     if lagging is not None:
         return WorstCase(memory, capacity, None, str(schedule.tasks[lagging].id), {})
-    # Where floating point could not be exact, sizes are rounded up to a unit: the bound holds all the same.
+    # Where floating point would not be exact, sizes are rounded up to a unit: the bound still holds.
     unit = max(1, -(-sum(found.sizes) // _EXACT))
     counts = _most(found, edges, tasks, unit) if any(found.sizes) else [0] * (2 * tasks)
     held = list(found.resident)
@@ -88,24 +88,24 @@ def worst_case(schedule: Schedule, memory: str) -> WorstCase:
 
 
 def _lagging(found: Lives, edges: list[tuple[int, int, int]], tasks: int) -> int | None:
-    """A freeing task that the next allocations never wait for, if there is one."""
+    """Return a freeing task that later allocations never wait for, if there is one."""
     if not edges:
         return None
     u, v, _ = zip(*edges, strict=True)
     graph = csr_array((np.ones(len(edges), bool), (u, v)), shape=(tasks, tasks))
     component = connected_components(graph, connection="strong")[1]
-    # It waits for the allocating task; if the allocating task of later iterations waits for it, both are in one component.
+    # The freeing task waits for the allocating one; if later allocations wait for it, both are in one component.
     held = zip(found.allocates, found.frees, found.sizes, strict=True)
     return next((f for a, f, size in held if size and component[a] != component[f]), None)
 
 
 def _most(found: Lives, edges: list[tuple[int, int, int]], tasks: int, unit: int) -> list[int]:
-    """How often each task has started, and then how often each has ended, when the most bytes are held."""
+    """Return how often each task has started, then how often each has ended, at the worst case."""
     weights = [0] * (2 * tasks)
     for a, f, size in zip(found.allocates, found.frees, found.sizes, strict=True):
         weights[a] += -(-size // unit)
         weights[tasks + f] -= -(-size // unit)
-    # Each row: one count may exceed another by so much.
+    # Each row (above, below, limit): one count may exceed another by at most the limit.
     rows = [(v, tasks + u, back) for u, v, back in edges] + [(tasks + i, i, 0) for i in range(tasks)]
     above, below, limits = (np.array(column) for column in zip(*rows, strict=True))
     places = np.arange(len(rows))
@@ -120,7 +120,7 @@ def _most(found: Lives, edges: list[tuple[int, int, int]], tasks: int, unit: int
 
 
 def _proven(counts: list[int], flow: list[int], weights: list[int], rows: list[tuple[int, int, int]]) -> bool:
-    """Whether ``counts`` keep all ``rows`` and ``flow`` proves that no others weigh more: duality, in exact arithmetic."""
+    """Whether ``counts`` satisfy all ``rows`` and ``flow`` proves that no others weigh more: duality, in exact arithmetic."""
     balance = [0] * len(weights)
     for amount, (above, below, _) in zip(flow, rows, strict=True):
         balance[above] += amount

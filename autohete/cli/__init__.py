@@ -1,1 +1,1 @@
-"""The command line: a file for each command; ``app.py`` puts them together."""
+"""The command line: one file per command; ``app.py`` combines them."""

@@ -1,7 +1,7 @@
-"""The program's commands. Exit code 0: an answer, also that it does not fit; 2: invalid input; 130: interrupted;
+"""The program's commands. Exit code 0: an answer, including "does not fit"; 2: invalid input; 130: interrupted;
 143: terminated.
 
-Heavy imports (SciPy, SimPy, matplotlib) wait until a command needs them, so that ``--help`` is quick.
+Heavy imports (SciPy, SimPy, matplotlib) are deferred until a command needs them, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run_app(app: App) -> None:
     """Run a command line: one line and exit code 2 for every error that the user can fix, 130 or 143 for a signal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal of few letters shows the rest by number
+            stream.reconfigure(errors="backslashreplace")  # escape what the terminal's encoding cannot show
     try:
         with interruptible(app.name[0]):
             app(exit_on_error=False, print_error=False, result_action="return_value")
@@ -51,11 +51,11 @@ def run_app(app: App) -> None:
     except AutoHeteError as error:
         _refuse(app, str(error))
     except CycloptsError as error:
-        _refuse(app, f"{str(error).rstrip('.')}: --help says what is allowed")
+        _refuse(app, f"{str(error).rstrip('.')}: see --help for what is allowed")
     except BrokenPipeError:
-        _silence(sys.stdout)  # the reader has had enough (``| head``)
+        _silence(sys.stdout)  # the reader has closed the pipe (``| head``)
     except SystemExit as ending:
-        if not isinstance(ending.__context__, BrokenPipeError):  # rich ends the program itself, with exit code 1
+        if not isinstance(ending.__context__, BrokenPipeError):  # rich exits by itself, with code 1
             raise
         _silence(sys.stdout)
     except OSError as error:
@@ -64,7 +64,7 @@ def run_app(app: App) -> None:
 
 
 def _silence(stream: TextIO) -> None:
-    """Let the interpreter's last flush of ``stream`` go nowhere."""
+    """Discard what the interpreter still flushes to ``stream`` at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -25,13 +25,13 @@ def compare(
     Parameters
     ----------
     a:
-        A timeline that --trace wrote; differences are in percent of it.
+        A timeline written by --trace; differences are in percent of it.
     b:
-        Another one, of the same schedule; durations may differ.
+        Another timeline of the same schedule; durations may differ.
     json_:
         Print JSON: one object.
     gantt:
-        Draw one iteration of A above and of B below to this .png, .pdf or .svg file.
+        Draw one iteration of A above one of B, to this .png, .pdf or .svg file.
     """
     from autohete.analysis.compare import compare as compare_traces
     from autohete.report.perfetto import read_trace
@@ -44,7 +44,7 @@ def compare(
         from autohete.report.gantt import two_row_figure
         from autohete.report.style import save_figure
 
-        # Both have settled by the later one's first; the last iteration runs without a successor to compete with.
+        # An iteration in which both are steady; not the last one, which has no successor to compete with.
         settled = max(side.steady.first for side in (comparison.a, comparison.b))
         last = min(trace.iterations for trace in traces) - 1
         title = f"{os.path.basename(a)} above, {os.path.basename(b)} below"

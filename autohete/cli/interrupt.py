@@ -1,9 +1,9 @@
-"""An interrupt (Ctrl-C) ends a program with at most one line on stderr and exit code 130, whatever it is doing; so does
-SIGTERM, with exit code 143.
+"""Clean endings on signals: SIGINT (Ctrl-C) ends a program with at most one line on stderr and exit code 130, SIGTERM with
+exit code 143, whatever the program is doing.
 
 Programs call :func:`catch_interrupts` before they import anything heavy: an interrupt then ends the process at once, since
 there is nothing to clean up. Inside :func:`interruptible` it is a ``KeyboardInterrupt``, so that files and threads are
-cleaned up on the way out; a second one does not wait for that.
+cleaned up on the way out; a second interrupt does not wait for that.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-#: What is printed when these signals end the program. Its exit code is the one that a shell reports for a killed program.
+#: The line printed when these signals end the program. The exit code is what a shell reports for a killed program.
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 class _Handler:
-    """What SIGINT and SIGTERM do."""
+    """Handles SIGINT and SIGTERM."""
 
     def __init__(self, program: str) -> None:
         self.program = program
@@ -33,7 +33,7 @@ class _Handler:
         self._process = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and os.getpid() != self._process:  # a fork; its parent expects it to die
+        if number == signal.SIGTERM and os.getpid() != self._process:  # a forked child; its parent expects it to die
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self.interrupted:
@@ -44,34 +44,34 @@ class _Handler:
         raise KeyboardInterrupt
 
     def uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """End without a traceback where an interrupt came between two pieces of work."""
+        """End without a traceback after an interrupt outside of :func:`interruptible`."""
         if issubclass(kind, KeyboardInterrupt):
             self.end()
         sys.__excepthook__(kind, error, traceback)
 
     def unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """End where an interrupt came in code that cannot pass it on, such as a callback; it would be lost there."""
+        """End after an interrupt in code that cannot propagate it, such as a callback; it would be lost otherwise."""
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
             self.end()
         sys.__unraisablehook__(unraisable)
 
     def say(self) -> None:
-        """Write the line, once."""
+        """Print the line, once."""
         if not self.said:
             self.said = True
             with suppress(OSError):
                 os.write(2, f"{self.program}: {_ENDS[self.signal]}\n".encode())
 
     def end(self) -> NoReturn:
-        """End now."""
+        """End the process now."""
         self.say()
         os._exit(128 + self.signal)
 
 
 def catch_interrupts(program: str) -> _Handler | None:
-    """Let SIGINT and SIGTERM end this process in the way described above, and return its handler.
+    """Let SIGINT and SIGTERM end this process as described above, and return the handler.
 
-    None where SIGINT is not Python's to handle: ignored, as for a background job, or handled elsewhere.
+    Returns None if Python does not handle SIGINT: it is ignored, as in a background job, or handled elsewhere.
     """
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Handler):
@@ -88,7 +88,7 @@ def catch_interrupts(program: str) -> _Handler | None:
 
 @contextmanager
 def interruptible(program: str) -> Iterator[None]:
-    """Work that is cleaned up when it is interrupted: exits with code 130 or 143 if it was. Whatever else it raises passes."""
+    """Clean up when interrupted, then exit with code 130 or 143. Other exceptions propagate."""
     handler = catch_interrupts(program)
     if handler is None:
         yield
@@ -104,16 +104,16 @@ def interruptible(program: str) -> Iterator[None]:
     if handler.interrupted:
         handler.say()
         atexit._run_exitfuncs()  # such as joblib's, which ends its processes
-        handler.end()  # without the interpreter's teardown: it aborts threads that are in native code
+        handler.end()  # skips the interpreter's teardown, which aborts threads that are in native code
 
 
 @contextmanager
 def children_uninterrupted() -> Iterator[None]:
-    """Processes started inside never see SIGINT, which a terminal sends to all; the parent ends them."""
+    """Start processes that never see SIGINT, which a terminal sends to all; the parent ends them."""
     from multiprocessing import resource_tracker
 
-    resource_tracker.ensure_running()  # it lets interrupts through again where it starts
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited; one that comes meanwhile waits
+    resource_tracker.ensure_running()  # starting it unblocks SIGINT again
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited; an interrupt meanwhile stays pending
     try:
         yield
     finally:

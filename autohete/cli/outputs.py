@@ -1,4 +1,4 @@
-"""Files that commands write are checked before anything is computed."""
+"""Checks of output files, made before anything is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DATA_OUTPUTS = ("--trace", "--predicted-trace", "--schedule", "OUT")
 
 
 def check_outputs(outputs: dict[str, str]) -> None:
-    """Refuse what cannot be written before anything is computed."""
+    """Check that all ``outputs`` (option -> path) can be written, before anything is computed."""
     files: dict[str, str] = {}
     for option, path in outputs.items():
         other = files.setdefault(os.path.realpath(path), option) if path else option
@@ -19,9 +19,7 @@ def check_outputs(outputs: dict[str, str]) -> None:
             raise InputError(f"{other} and {option} name the same file {path!r}: give each its own")
     for option, path in outputs.items():
         if not path:
-            raise InputError(
-                f"{option} names no file: give one, such as timeline.{'json' if option in _DATA_OUTPUTS else 'png'}"
-            )
+            raise InputError(f"{option} is empty: give a file, such as timeline.{'json' if option in _DATA_OUTPUTS else 'png'}")
         if option not in _DATA_OUTPUTS:
             from autohete.report.style import figure_format
 

@@ -27,9 +27,9 @@ def plan(
     policy:
         NAME[:flag,flag=value].
     schedule:
-        Write the schedule that the plan becomes to this file: a line per task.
+        Write the plan's schedule to this file: one line per task.
     json_:
-        Print JSON: the object of `autohete simulate --json`, and the decisions for each run of equal blocks.
+        Print JSON: the object of `autohete simulate --json`, with the decisions for each run of equal blocks.
     """
     from autohete.policies import parse_policy
     from autohete.report.summary import answer, runs_of_equal_units

@@ -25,14 +25,14 @@ def profile(
     tokenizer: str = "byte",
     quick: bool = False,
 ) -> None:
-    """Measure this machine, and one block of each kind of a GPT on it; write both to OUT (.json).
+    """Measure this machine, and one block of each kind of a GPT; write both to OUT (.json).
 
     Parameters
     ----------
     out:
         The file to write; `autohete simulate --profile` and `autohete train --profile` read it.
     device:
-        emulated: the CPU stands for a GPU.
+        emulated: the CPU stands in for a GPU.
     gpu_memory:
         Memory of the device, such as 64MiB.
     hidden:
@@ -46,17 +46,17 @@ def profile(
     batch_size:
         Sequences per iteration.
     precision:
-        Of parameters and passes.
+        Precision of parameters and computation.
     units:
-        What is planned as one: block, or sublayer (attention and MLP of each block apart).
+        What is planned as a unit: block, or sublayer (attention and MLP of each block separately).
     dropout:
-        Its probability.
+        Dropout probability.
     data:
         Text file, or folder of text files, as for `autohete train`.
     tokenizer:
         byte, or a vocabulary size to train a tokenizer with.
     quick:
-        Copies up to 64 MiB instead of 1 GiB.
+        Measure copies up to 64 MiB instead of 1 GiB.
     """
     from autohete.train.session import TextModel
     from autohete.train.session import profile as run

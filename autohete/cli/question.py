@@ -1,4 +1,4 @@
-"""Options that describe a training, shared by every command that simulates one."""
+"""Options that describe what is trained and where, shared by all commands that simulate."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ DEFAULT_HARDWARE = "a100-40gb-epyc7713"
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Figures of a workload; None leaves a figure as it is. Each field is named as in ``Workload``: one more makes an option.
+    """Figures of a workload; None leaves a figure unchanged. Fields are named as in ``Workload``; each becomes an option.
 
     Parameters
     ----------
     hidden_size:
-        Hidden size; with --blocks and --heads a shape of your own.
+        Hidden size; with --blocks and --heads it defines your own shape.
     transformer_blocks:
-        Transformer blocks; embedding and head come on top.
+        Transformer blocks, not counting embedding and head.
     heads:
         Attention heads; must divide the hidden size.
     vocabulary_size:
         Rows of the embedding.
     sequence_length:
-        Tokens of a sequence.
+        Tokens per sequence.
     batch_size:
-        Sequences that the GPU computes with at a time.
+        Sequences that the GPU processes at a time.
     micro_batches:
-        Batches per iteration, whose gradients are accumulated before the update.
+        Batches per iteration; their gradients are accumulated before the update.
     clip_norm:
         Scale gradients so that their global norm is at most this, such as 1.0. Without it they are not clipped.
     precision:
@@ -67,39 +67,37 @@ class Shape:
         check_fields(self)
 
     def changes(self) -> dict[str, object]:
-        """The figures that were given."""
+        """Return the figures that were given."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in given.items() if value is not None}
 
     def workload(self, name: str | None) -> Workload:
-        """The named workload with these figures; without a name, one of this shape."""
+        """Return the named workload with these figures changed; without a name, a workload of this shape."""
         changes = self.changes()
         if name is not None:
             return named_workload(name, **changes)
         needed = {"--hidden": self.hidden_size, "--blocks": self.transformer_blocks, "--heads": self.heads}
         missing = [option for option, value in needed.items() if value is None]
         if missing:
-            raise InputError(
-                f"what to train is missing: give --workload NAME (such as gpt-10b), or a shape with {' '.join(missing)}"
-            )
+            raise InputError(f"no workload: give --workload NAME (such as gpt-10b), or a shape with {' '.join(missing)}")
         return Workload(f"{self.transformer_blocks}x{self.hidden_size}", **changes)  # type: ignore[arg-type]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A training: a workload on a hardware, or what was measured of both.
+    """What to simulate: a workload on a hardware, or a measured profile.
 
     Parameters
     ----------
     workload:
-        A named workload (`autohete presets` lists them); the options below change single figures of it.
+        A named workload (`autohete presets` lists them); the options below change single figures.
     profile:
         A file written by `autohete profile`: measured times and sizes instead of a workload and a hardware.
     hardware:
         A preset's name or a TOML file.
     set_:
-        KEY=VALUE changes a hardware figure, with its unit: links.h2d.bandwidth=50GB/s. Repeatable.
+        Change a hardware figure: KEY=VALUE, with its unit, such as links.h2d.bandwidth=50GB/s. Repeatable.
     gpu_memory:
         GPU memory, such as 16GiB; short for --set gpu.memory=16GiB.
     host_memory:
@@ -107,7 +105,7 @@ class Question:
     pinned_memory:
         What of the host's memory may be page-locked, such as 32GiB; without it all of it.
     gpus:
-        GPUs that train together, each with a batch of its own; needs hardware that says what joins them.
+        GPUs that train together, each with its own batch; needs hardware with a table [interconnect].
     """
 
     workload: str | None = None
@@ -121,7 +119,7 @@ class Question:
     gpus: int = 1
 
     def answerable(self) -> Profile:
-        """The profile in the file, or the analytic one of the workload on the hardware.
+        """Return the measured profile, or the analytic profile of the workload on the hardware.
 
         Raises:
             InputError: something is missing, contradictory or invalid.
@@ -136,7 +134,7 @@ class Question:
         for item in [*self.set_, *(f"{key}={text}" for key, text in short.items() if text is not None)]:
             key, value = _key_value(item)
             if key in overrides:
-                raise InputError(f"{key} is set twice, to {overrides[key]!r} and {value!r}: say it once")
+                raise InputError(f"{key} is set twice, to {overrides[key]!r} and {value!r}: set it once")
             overrides[key] = value
         hardware = load_hardware(self.hardware, overrides).shared_by(self.gpus)
         return analytic_profile(self.shape.workload(self.workload), hardware)
@@ -147,7 +145,7 @@ class Question:
 
         if self.workload is not None or self.shape.changes() or self.set_ or self.hardware != DEFAULT_HARDWARE:
             raise InputError(
-                "a profile holds its workload and its hardware: leave out --workload, its shape, --hardware and --set, or "
+                "a profile includes its workload and hardware: leave out --workload, its shape, --hardware and --set, or "
                 "leave out --profile"
             )
         if self.gpus != 1:

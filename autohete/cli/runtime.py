@@ -1,4 +1,4 @@
-"""Commands that train need PyTorch."""
+"""Check for PyTorch, which commands that train need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autohete.errors import InputError
 
 
 def check_runtime() -> None:
-    """Say what to install where PyTorch is missing."""
+    """Check that PyTorch is installed; the error says how to install it."""
     missing = [name for name in ("torch", "greenlet") if importlib.util.find_spec(name) is None]
     if missing:
-        raise InputError(f"training needs {' and '.join(missing)}, not installed here: pip install 'autohete[runtime]'")
+        raise InputError(f"training needs {' and '.join(missing)}, not installed: pip install 'autohete[runtime]'")

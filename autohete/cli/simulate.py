@@ -26,13 +26,13 @@ def simulate(
     memory: str | None = None,
     json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
-    """Simulate training under one or several policies.
+    """Simulate training under one or more policies.
 
     Parameters
     ----------
     policy:
-        NAME[:flag,flag=value], or MODULE:CLASS[,flag=value] of your own; repeat to compare. Without it: the paper's systems,
-        with --gpus those that share a model, with --clip-norm without those that cannot clip (stronghold).
+        NAME[:flag,flag=value], or your own MODULE:CLASS[,flag=value]; repeat to compare. Default: the paper's systems; with
+        --gpus those that share a model; with --clip-norm without those that cannot clip (stronghold).
     trace:
         Write the timeline for ui.perfetto.dev and `autohete compare` to this file (one policy).
     gantt:
@@ -40,7 +40,7 @@ def simulate(
     memory:
         Draw GPU, host and limited pinned memory over two steady iterations to this .png, .pdf or .svg file (one policy).
     json_:
-        Print JSON: one object, or a list of them for several policies.
+        Print JSON: one object, or a list for several policies.
     """
     from autohete.policies import CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, parse_policy
     from autohete.report.summary import answer
@@ -53,7 +53,7 @@ def simulate(
     outputs = {option: path for option, path in files.items() if path is not None}
     policies = [parse_policy(text) for text in policy or compared]
     if outputs and len(policies) > 1:
-        raise InputError(f"{' and '.join(outputs)} show one policy, not {len(policies)}: choose it with --policy")
+        raise InputError(f"{' and '.join(outputs)} show one policy, not {len(policies)}: choose one with --policy")
     check_outputs(outputs)
     answers = [answer(chosen, each) for each in policies]
     summaries = [summary for summary, _ in answers]

@@ -37,20 +37,20 @@ def train(
     predicted_trace: str | None = None,
     gantt: str | None = None,
 ) -> None:
-    """Train a GPT on text, within a memory budget, and hold the prediction against what was measured.
+    """Train a GPT on text, within a memory budget, and compare the prediction with the measurement.
 
     Parameters
     ----------
     policy:
         NAME[:flag,flag=value].
     device:
-        emulated: the CPU stands for a GPU, with a byte-exact memory budget.
+        emulated: the CPU stands in for a GPU, with a byte-exact memory budget.
     gpu_memory:
-        Budget, such as 64MiB; or a share of what the training would need resident, such as 25%.
+        Device memory budget, such as 64MiB; or a share of what fully resident training would need, such as 25%.
     host_memory:
-        Budget for the host's part of the model states.
+        Budget for the model states on the host.
     steps:
-        Iterations.
+        Number of iterations.
     data:
         Text file, or folder of text files. Without it: the source of Python's standard library.
     tokenizer:
@@ -62,35 +62,35 @@ def train(
     heads:
         Attention heads; must divide the hidden size.
     sequence_length:
-        Tokens of a sequence.
+        Tokens per sequence.
     batch_size:
-        Sequences that are computed with at a time.
+        Sequences that are processed at a time.
     micro_batches:
-        Batches per iteration, whose gradients are accumulated before the update.
+        Batches per iteration; their gradients are accumulated before the update.
     precision:
-        bf16 has fp32 master weights.
+        bf16 uses fp32 master weights.
     units:
-        What is planned as one: block, or sublayer (attention and MLP of each block apart).
+        What is planned as a unit: block, or sublayer (attention and MLP of each block separately).
     dropout:
-        Its probability.
+        Dropout probability.
     lr:
         Learning rate of AdamW.
     clip_norm:
         Scale gradients so that their global norm is at most this, such as 1.0.
     seed:
-        Of weights, batches and dropout.
+        Seed of weights, batches and dropout.
     mode:
-        native: as fast as this machine; paced: as a --hardware would be, slowed down until this machine can keep up.
+        native: as fast as this machine; paced: like --hardware, slowed down so that this machine can keep up.
     hardware:
-        A preset's name or a TOML file; without it this machine is measured.
+        A preset's name or a TOML file. Without it: this machine, measured.
     profile:
-        A file written by `autohete profile` for this model, instead of measuring.
+        A file written by `autohete profile` for this model, used instead of measuring.
     skip_nonfinite:
         Skip a step whose loss is NaN or infinite, instead of stopping.
     trace:
         Write the measured timeline for ui.perfetto.dev to this file.
     predicted_trace:
-        Write the simulated timeline; `autohete compare` explains the difference of both.
+        Write the simulated timeline; `autohete compare` explains how the two differ.
     gantt:
         Draw one iteration, simulated above and measured below, to this .png, .pdf or .svg file.
     """

@@ -1,4 +1,4 @@
-"""The interface of both executors: one method."""
+"""The interface that both executors implement: one method."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from autohete.schedule import Schedule
 
 
 class Executor(Protocol):
-    """Runs a schedule for some iterations and records when everything happened.
+    """Runs a schedule for some iterations and records the times of all tasks.
 
-    Implementations: ``autohete.sim.SimExecutor`` (a model, in simulated time) and the torch runtime (the real thing).
+    Implementations: ``autohete.sim.SimExecutor`` (a model, in simulated time) and the torch runtime (real execution).
     """
 
     def run(self, schedule: Schedule, iterations: int) -> Trace:

@@ -1,4 +1,4 @@
-"""What a lane takes next: queues of ready task instances, one per discipline, the same for every executor.
+"""Queues of ready task instances, one per discipline. They decide what a lane takes next, in every executor.
 
 An instance is an integer: ``iteration * tasks + task``.
 """
@@ -15,14 +15,14 @@ class LaneQueue(Protocol):
     """Ready instances of one lane."""
 
     def push(self, instance: int) -> None:
-        """``instance`` has become ready."""
+        """Add ``instance``, which has become ready."""
 
     def pop(self) -> int | None:
-        """The instance to start now, or None if the lane has to wait."""
+        """Remove and return the instance to start now, or None if the lane has to wait."""
 
 
 class FifoQueue:
-    """Instances in issue order, like a CUDA stream: one that is not ready holds up those behind it."""
+    """Instances in issue order, like a CUDA stream: an instance that is not ready blocks those behind it."""
 
     def __init__(self, tasks: list[int], tasks_per_iteration: int) -> None:
         self._tasks = tasks
@@ -47,7 +47,7 @@ class FifoQueue:
 
 
 class PriorityQueue:
-    """The most urgent ready instance: by priority, iteration, and what :data:`autohete.schedule.Urgency` has after it.
+    """The most urgent ready instance: by priority, iteration, and the remaining keys of :data:`autohete.schedule.Urgency`.
 
     Args:
         priority: of each task.
@@ -67,7 +67,7 @@ class PriorityQueue:
 
 
 def lane_queues(graph: Graph) -> list[LaneQueue]:
-    """One queue per lane of the graph's schedule."""
+    """Return one queue per lane of the graph's schedule."""
     tasks = len(graph.urgency)
     priority, rank = [priority for priority, *_ in graph.urgency], [0] * tasks
     for place, task in enumerate(sorted(range(tasks), key=lambda task: graph.urgency[task][1:])):

@@ -1,8 +1,8 @@
-"""How lanes that draw from the same bandwidth slow each other down: weighted max-min fairness.
+"""How lanes that share bandwidth slow each other down: weighted max-min fairness.
 
-All active flows grow in proportion to their weights until they have what they demand or a resource they use is full;
-the rest grow on (Bertsekas and Gallager, "Data Networks", section 6.5.2). What a lane gets depends only on which lanes
-are active, so the result is computed once per set.
+All active flows grow in proportion to their weights until their demand is met or a resource they use is full; the rest
+keep growing (Bertsekas and Gallager, "Data Networks", section 6.5.2). A lane's rate depends only on which lanes are
+active, so the result is computed once per set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Sharing:
     """The rates of a schedule's lanes while some of them are active.
 
     Args:
-        schedule: its flows and shared resources.
+        schedule: has the flows and the shared resources.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -29,11 +29,11 @@ class Sharing:
 
     @property
     def lanes(self) -> frozenset[str]:
-        """Lanes that can be slowed down at all."""
+        """Lanes that others can slow down."""
         return frozenset(lane for resource in self._resources for lane in resource.lanes)
 
     def rates(self, active: Iterable[str]) -> dict[str, int]:
-        """Rate of each of the ``active`` lanes, in 1/:data:`FULL_RATE` of the undisturbed rate, at least 1."""
+        """Return the rate of each of the ``active`` lanes, in 1/:data:`FULL_RATE` of the undisturbed rate, at least 1."""
         key = frozenset(active)
         found = self._rates.get(key)
         if found is None:
@@ -63,19 +63,19 @@ class Sharing:
         return {lane: max(1, round(FULL_RATE * min(1.0, got[lane] / self._flows[lane].demand))) for lane in active}
 
     def _draw(self, resource: SharedResource, lane: str) -> float:
-        """What ``lane`` takes of ``resource`` as its flow grows by its weight."""
+        """Return how much of ``resource`` ``lane`` uses as its flow grows by its weight."""
         flow = self._flows[lane]
         return flow.weight / flow.demand if resource.counts_lanes else flow.weight
 
 
 class SharedWork:
-    """The work that active lanes have left, re-rated whenever one of them starts or ends.
+    """The remaining work of active lanes; rates are updated whenever a lane starts or ends.
 
-    Work is counted in nanoseconds times :data:`FULL_RATE`, and rates are integers, so nothing is ever rounded away:
-    re-rating twice in one instant changes nothing.
+    Work is counted in nanoseconds times :data:`FULL_RATE`, and rates are integers, so no work is lost to rounding: updating
+    the rates twice in one instant changes nothing.
 
     Attributes:
-        due: when each active lane's work ends at the current rates.
+        due: time at which each active lane's work ends at the current rates.
     """
 
     def __init__(self, sharing: Sharing) -> None:
@@ -86,15 +86,15 @@ class SharedWork:
         self.due: dict[str, int] = {}
 
     def begin(self, lane: str, duration_ns: int, now: int) -> None:
-        """``lane`` starts work of ``duration_ns`` when undisturbed."""
+        """Start work on ``lane``, of ``duration_ns`` if undisturbed."""
         self.change((), {lane: duration_ns}, now)
 
     def end(self, lane: str, now: int) -> None:
-        """``lane`` has done its work."""
+        """End the work of ``lane``."""
         self.change((lane,), {}, now)
 
     def change(self, ended: Iterable[str], begun: Mapping[str, int], now: int) -> None:
-        """Lanes have done their work; then others, or the same, start work of so many nanoseconds when undisturbed."""
+        """End the work of some lanes, then start work on others, or on the same: nanoseconds if undisturbed."""
         elapsed = now - self._last
         if elapsed > 0:  # book the work done since the last change
             for lane, rate in self._rates.items():
@@ -107,6 +107,6 @@ class SharedWork:
         rates = self._sharing.rates(self._left)
         for lane, rate in rates.items():
             if lane in begun or rate != self._rates[lane]:  # otherwise its due time does not change
-                # Work is done on the tick after it ends, so a rate that falls on that very tick finds less than none left.
+                # Work ends on the next full tick, so if a rate falls on that very tick, the remaining work is negative.
                 self.due[lane] = max(self._last, self._last - (-self._left[lane] // rate))
         self._rates = rates

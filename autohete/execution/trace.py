@@ -1,4 +1,4 @@
-"""What happened when: written by both executors in one form, read by everything that measures or draws."""
+"""The times of all tasks of a run. Both executors write this form; everything that measures or draws reads it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from autohete.schedule import Discipline, Schedule, TaskId, urgency
 
 Nanoseconds = NDArray[np.int64]
 
-#: A steady cycle may take several iterations: blocks that miss their turn on a lane in one make up for it in the next.
+#: A steady cycle may take several iterations: blocks that miss their turn on a lane in one iteration catch up in the next.
 _LONGEST_CYCLE = 4
-#: The last iteration runs without a successor to compete with; it is drain, not steady state.
+#: The last iteration has no successor to compete with; it is drain, not steady state.
 _DRAIN = 1
 
 
 class Clock(StrEnum):
-    """Whose seconds a number is in. Every number that leaves the program says so."""
+    """The clock that a time comes from. Every number in the output names its clock."""
 
     SIMULATED = "simulated"
     EMULATED = "emulated"
@@ -31,7 +31,7 @@ class Clock(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task instance: when its edges were satisfied, when it started and ended (ns from the start of the run)."""
+    """One task instance: when its edges were satisfied, and when it started and ended (ns from the start of the run)."""
 
     task: TaskId
     iteration: int
@@ -46,13 +46,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """The regime that a periodic schedule settles into.
+    """The steady state of a periodic schedule.
 
     Args:
         first: first iteration of a full cycle.
-        cycle: iterations in it.
+        cycle: iterations in a cycle.
         period_seconds: mean time of one iteration.
-        settled: whether the run was long enough to see the cycle repeat; if not, the window is the later half.
+        settled: whether the run was long enough to see the cycle repeat; if not, the window is the second half of the run.
     """
 
     first: int
@@ -63,11 +63,11 @@ class Steady:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Times of every task instance; each array has shape (iterations, tasks), in nanoseconds.
+    """Times of all task instances; each array has shape (iterations, tasks), in nanoseconds.
 
     Args:
-        schedule: what was executed.
-        clock: whose seconds these are.
+        schedule: the schedule that was executed.
+        clock: the clock of these times.
         ready_ns, start_ns, end_ns: when all edges were satisfied, when the task began and ended.
     """
 
@@ -82,42 +82,42 @@ class Trace:
 
     @property
     def iterations(self) -> int:
-        """How many iterations were run."""
+        """Number of iterations that were run."""
         return int(self.start_ns.shape[0])
 
     @property
     def makespan_seconds(self) -> float:
-        """From the start of the run to the end of its last task."""
+        """Time from the start of the run to the end of its last task."""
         return float(self.end_ns.max(initial=0)) * 1e-9
 
     def spans(self) -> Iterator[Span]:
-        """All instances, iteration by iteration in issue order."""
+        """Iterate over all instances, iteration by iteration in issue order."""
         for iteration in range(self.iterations):
             for i, task in enumerate(self.schedule.tasks):
                 ready, start, end = (int(a[iteration, i]) for a in (self.ready_ns, self.start_ns, self.end_ns))
                 yield Span(task.id, iteration, task.lane, ready, start, end)
 
     def lane_tasks(self, lane: str) -> list[int]:
-        """Indices of the tasks of ``lane`` in issue order."""
+        """Return the indices of the tasks of ``lane`` in issue order."""
         return [i for i, task in enumerate(self.schedule.tasks) if task.lane == lane]
 
     def anchors(self) -> Nanoseconds:
-        """Start of each iteration: when the first lane's first task of it starts."""
+        """Return the start of each iteration: the start of its first task on the first lane."""
         tasks = self.lane_tasks(self.schedule.lanes[0].name)
         first: Nanoseconds = self.start_ns[:, tasks].min(axis=1) if tasks else self.start_ns.min(axis=1, initial=0)
         return first
 
     def first_iteration_seconds(self) -> float:
-        """From the start of the run to the start of its second iteration (or to its end)."""
+        """Return the time from the start of the run to the start of its second iteration (or to its end)."""
         return float(self.anchors()[1]) * 1e-9 if self.iterations > 1 else self.makespan_seconds
 
     def drain_seconds(self) -> float:
-        """How long the other lanes go on after the first lane's last task: what the next iterations would have hidden."""
+        """Return how long other lanes run after the first lane's last task: time that further iterations would have hidden."""
         last = self.end_ns[:, self.lane_tasks(self.schedule.lanes[0].name)].max(initial=0)
         return self.makespan_seconds - float(last) * 1e-9
 
     def steady(self) -> Steady:
-        """The steady state, found where all times of an iteration repeat those of ``cycle`` iterations before."""
+        """Return the steady state, in which all times of an iteration repeat those of ``cycle`` iterations before."""
         anchors = self.anchors()
         offsets = np.concatenate([self.start_ns, self.end_ns], axis=1) - anchors[:, None]
         last = self.iterations - 1 - _DRAIN
@@ -127,7 +127,7 @@ class Trace:
             span = int(anchors[last] - anchors[last - cycle])
             # Rounding of shared rates can move a time by some ticks from one iteration to the next; nothing else can.
             tolerance = 2 + span // 1_000_000 if self.schedule.resources else 0
-            # A task that a more urgent one of every later iteration overtakes runs in the drain: that is no steady state.
+            # A task that is overtaken by more urgent tasks of all later iterations runs in the drain: not a steady state.
             if self.end_ns[last].max(initial=0) > anchors[-1] + span + tolerance:
                 continue
             recent, before = offsets[last - cycle + 1 : last + 1], offsets[last - 2 * cycle + 1 : last - cycle + 1]
@@ -140,9 +140,9 @@ class Trace:
 
 
 def check_trace(trace: Trace) -> list[str]:
-    """Faults of a trace against its schedule, in words; an empty list is a correct execution.
+    """Return the faults of a trace against its schedule, in words; an empty list means a correct execution.
 
-    Independent of both executors: each task runs once and after all its edges, no lane overlaps itself, fifo keeps issue
+    Independent of both executors. Each task runs once and after all its edges, no lane overlaps itself, fifo keeps issue
     order, priority never takes a less urgent ready task.
     """
     return [*_check_edges(trace), *_check_lanes(trace)]
@@ -164,7 +164,7 @@ def _check_lanes(trace: Trace) -> Iterator[str]:
     for lane in trace.schedule.lanes:
         members = trace.lane_tasks(lane.name)
         issue = [(iteration, i) for iteration in range(trace.iterations) for i in members]
-        # A task without duration may share its instant with others; the ends tell who came first.
+        # A task without duration may share its instant with others; the ends decide which came first.
         ran = sorted(issue, key=lambda item: (trace.start_ns[item], trace.end_ns[item]))
         for before, after in zip(ran, ran[1:], strict=False):
             if trace.start_ns[after] < trace.end_ns[before]:
@@ -189,7 +189,7 @@ def _check_urgency(trace: Trace, lane: str, ran: list[tuple[int, int]]) -> Itera
 
     for place, chosen in enumerate(ran):
         for passed in ran[place + 1 :]:
-            # Ready strictly before the choice; what becomes ready in the very instant may come a round later.
+            # Ready strictly before the choice; a task that becomes ready at the same instant may come a round later.
             if trace.ready_ns[passed] < trace.start_ns[chosen] < trace.start_ns[passed] and order(passed) < order(chosen):
                 yield (
                     f"lane {lane}: {tasks[chosen[1]].id.at(chosen[0])} is taken while the more urgent "

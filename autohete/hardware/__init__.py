@@ -1,6 +1,6 @@
-"""Where it is trained: one node's capacities and rates.
+"""Where training runs: one node's capacities and rates.
 
-:class:`HardwareFile` is the document (``file.py``); :class:`Hardware` is what the model computes with (``node.py``).
+:class:`HardwareFile` is the document (``file.py``); :class:`Hardware` has the plain numbers for the model (``node.py``).
 """
 
 from autohete.hardware.file import (

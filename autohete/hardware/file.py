@@ -1,4 +1,4 @@
-"""A hardware file: TOML in which every figure has its value as people write it, its source, its date and its range."""
+"""Hardware files: TOML in which every figure has a value with its unit, a source, a date and an optional range."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _Value = TypeVar("_Value", bound=float)
 
 
 class Figure(_Table, Generic[_Value]):
-    """One figure of a hardware file: the value, where it was read and when, and how far published values go."""
+    """One figure of a hardware file: the value, its source and date, and the range of published values."""
 
     value: _Value
     source: str = Field(min_length=1)
@@ -129,7 +129,7 @@ class EmulationFigures(_Table):
 class HardwareFile(_Table):
     """A hardware TOML file. Strict: an unknown key, a missing figure or a figure without its unit is an error.
 
-    Figures that may be left out have a neutral value, see :class:`Gpu`, :class:`Link`, :class:`Host` and :class:`Cpu`.
+    Optional figures have neutral defaults, see :class:`Gpu`, :class:`Link`, :class:`Host` and :class:`Cpu`.
     """
 
     name: str = Field(pattern=r"^[\w.+-]+$", max_length=100)
@@ -143,7 +143,7 @@ class HardwareFile(_Table):
     emulation: EmulationFigures | None = None
 
     def hardware(self) -> Hardware:
-        """The plain numbers."""
+        """Convert to plain numbers in SI units."""
         gpu, host, cpu = self.gpu, self.host, self.cpu
         if gpu.reserved_memory.value >= gpu.memory.value:
             raise InputError(
@@ -214,12 +214,12 @@ def _interconnect(figures: InterconnectFigures) -> Interconnect:
 
 def _link(figures: LinkFigures) -> Link:
     bandwidth, duplex = figures.bandwidth.value, figures.duplex_bandwidth.value
-    # A direction cannot be faster in company than alone; setting only `bandwidth` low must not leave that behind.
+    # A direction cannot be faster with both in use than alone; an override that lowers only `bandwidth` must keep that true.
     return Link(bandwidth, min(bandwidth, duplex), figures.latency.value, _value(figures.pageable_bandwidth))
 
 
 def _within_dram(name: str, rate: float, dram: float, notes: list[str]) -> float:
-    """The rate of a CPU kernel, no more than the DRAM gives; a note says where that binds."""
+    """Return the rate of a CPU kernel, limited to the DRAM's; add a note if the limit applies."""
     if rate <= dram * (1 + 1e-9):
         return rate
     notes.append(
@@ -237,13 +237,13 @@ def _value(figure: Figure[_Value] | None) -> _Value | None:
 
 
 def preset_names() -> list[str]:
-    """Names of the hardware that comes with the package."""
+    """Return the names of the hardware presets that come with the package."""
     folder = resources.files("autohete.hardware") / "presets"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def _read(source: str) -> dict[str, Any]:
-    """The raw document of a preset's name or of a file's path."""
+    """Return the raw document of a preset, by name, or of a file, by path."""
     preset = resources.files("autohete.hardware") / "presets" / f"{source}.toml"
     try:
         if source in preset_names():
@@ -267,7 +267,7 @@ PINNED_MEMORY = "host.pinned_memory"
 
 
 def _override(document: dict[str, Any], key: str, text: str) -> None:
-    """Set the figure ``key`` (``links.h2d.bandwidth``) to ``text``, keeping the document's other words."""
+    """Set the value of figure ``key`` (such as ``links.h2d.bandwidth``) to ``text``; its other entries stay."""
     node: Any = document
     for part in key.split("."):
         if key == PINNED_MEMORY and part == "pinned_memory" and isinstance(node, dict):
@@ -286,12 +286,12 @@ def _override(document: dict[str, Any], key: str, text: str) -> None:
     node["value"] = number
 
 
-#: Figures of a link that keep their proportion to its bandwidth when only that is changed.
+#: Figures of a link that keep their proportion to its bandwidth if only the bandwidth is changed.
 _FOLLOW = ("duplex_bandwidth", "pageable_bandwidth")
 
 
 def _followers(document: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, str]:
-    """What changes with a link's bandwidth unless it is given, too: a faster link is faster both ways at once as well."""
+    """Return the figures that scale with a link's bandwidth, unless overridden: a faster link is also faster in duplex."""
     found: dict[str, str] = {}
     for direction in ("h2d", "d2h"):
         link = f"links.{direction}"
@@ -306,12 +306,12 @@ def _followers(document: dict[str, Any], overrides: Mapping[str, str]) -> dict[s
                     before = parse_quantity(figures[name]["value"], "bandwidth")
                     found[f"{link}.{name}"] = f"{before * factor:.17g}B/s"
         except (InputError, KeyError, TypeError):
-            continue  # reading the document says what is wrong with it
+            continue  # reading the document reports the fault
     return found
 
 
 def figure_keys(document: Mapping[str, Any]) -> list[str]:
-    """The dotted keys of all figures of a raw document."""
+    """Return the dotted keys of all figures in a raw document."""
 
     def walk(node: Mapping[str, Any], prefix: str) -> list[str]:
         found: list[str] = []
@@ -331,14 +331,14 @@ def read_hardware(source: str | Path, overrides: Mapping[str, str] | None = None
         overrides: dotted key -> text with unit, for example ``{"links.h2d.bandwidth": "50GB/s"}``.
 
     Raises:
-        InputError: no such preset or file, not TOML, or figures that are missing, unknown or absurd (all in one message).
+        InputError: no such preset or file, not TOML, or missing, unknown or absurd figures (all listed in one message).
     """
     document = copy.deepcopy(_read(str(source)))
     overrides = dict(overrides or {})
     for key, text in (_followers(document, overrides) | overrides).items():
         _override(document, key, text)
     try:
-        # Through JSON: strict mode takes a JSON array for a tuple, but not a Python list.
+        # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
         return HardwareFile.model_validate_json(json.dumps(document, default=str))
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {_reason(fault)}" for fault in error.errors())
@@ -355,13 +355,13 @@ def _reason(fault: Any) -> str:
 
 
 def load_hardware(source: str | Path, overrides: Mapping[str, str] | None = None) -> Hardware:
-    """:func:`read_hardware` as plain numbers."""
+    """Read hardware as :func:`read_hardware` does, and convert it to plain numbers."""
     return read_hardware(source, overrides).hardware()
 
 
 @dataclass(frozen=True, slots=True)
 class UncertainFigure:
-    """A figure for which published values differ: dotted key, the range and the value in it in SI, and the SI unit as text."""
+    """A figure for which published values differ: its dotted key, range and value in SI, and the SI unit as text."""
 
     key: str
     low: float
@@ -370,12 +370,12 @@ class UncertainFigure:
     unit: str
 
     def text(self, number: float) -> str:
-        """``number`` as :func:`read_hardware` takes it."""
+        """Format ``number`` as :func:`read_hardware` accepts it."""
         return f"{number:.9g}{self.unit}"
 
 
 def uncertain_figures(source: str | Path) -> list[UncertainFigure]:
-    """Figures of ``source`` that have a range."""
+    """Return the figures of ``source`` that have a range."""
     document = _read(str(source))
     found = []
     for key in figure_keys(document):
@@ -389,7 +389,7 @@ def uncertain_figures(source: str | Path) -> list[UncertainFigure]:
 
 
 def _in_si(written: object) -> tuple[float, str]:
-    """A figure as written, in SI, with the SI unit."""
+    """Convert a figure as written to SI; return it with the SI unit."""
     if not isinstance(written, str):
         return float(written), ""  # type: ignore[arg-type]
     for dimension, unit in (("bytes", "B"), ("bandwidth", "B/s"), ("rate", "FLOP/s"), ("time", "s")):

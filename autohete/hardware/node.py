@@ -1,4 +1,4 @@
-"""One node's capacities and rates, in plain SI numbers: what the model computes with."""
+"""One node's capacities and rates, in plain SI numbers, as the model uses them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Gpu:
     """One GPU.
 
     Args:
-        memory_bytes: what CUDA reports as total.
-        reserved_bytes: what no tensor can have: context, library workspaces, allocator rounding.
+        memory_bytes: total memory as reported by CUDA.
+        reserved_bytes: memory that tensors cannot use: context, library workspaces, allocator rounding.
         peak_16bit_flops, peak_32bit_flops: dense peak, FLOP/s.
-        memory_bandwidth: datasheet, bytes/s.
-        memory_efficiency: share of it that elementwise kernels reach.
+        memory_bandwidth: bytes/s, from the datasheet.
+        memory_efficiency: share of the memory bandwidth that elementwise kernels reach.
         gemm_efficiency: share of the 16-bit peak that a large matrix product reaches.
         kernel_overhead_seconds: time between two short kernels in a full stream.
-        gemm_efficiency_32bit: share of the 32-bit peak that a large matrix product reaches; None: as in 16 bit.
-        multiprocessors: their number, for the efficiency of small matrix products; None: these are as efficient as large ones.
+        gemm_efficiency_32bit: share of the 32-bit peak that a large matrix product reaches; None: same as in 16 bit.
+        multiprocessors: number of them, for the efficiency of small matrix products; None: as efficient as large ones.
     """
 
     memory_bytes: int
@@ -40,10 +40,10 @@ class Link:
     """One direction between host and GPU.
 
     Args:
-        bandwidth: bytes/s of pinned memory while the other direction is silent.
-        duplex_bandwidth: bytes/s while the other direction runs too.
+        bandwidth: bytes/s for pinned memory while the other direction is idle.
+        duplex_bandwidth: bytes/s per direction while both are in use.
         latency_seconds: fixed cost of one copy.
-        pageable_bandwidth: bytes/s of pageable memory; None: as of pinned memory.
+        pageable_bandwidth: bytes/s for pageable memory; None: same as for pinned memory.
     """
 
     bandwidth: float
@@ -59,8 +59,8 @@ class Host:
     Args:
         memory_bytes: its capacity.
         memory_bandwidth: datasheet, bytes/s.
-        usable_share: share of it that CPU and DMA reach together.
-        pinned_bytes: what of its capacity may be page-locked; None: all.
+        usable_share: share of it that CPU and DMA together reach.
+        pinned_bytes: limit of page-locked memory; None: all of its capacity.
     """
 
     memory_bytes: int
@@ -71,17 +71,17 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processors.
+    """The CPUs of the host.
 
     Args:
         cores: physical cores.
-        update_bandwidth: DRAM traffic (bytes/s) that the Adam kernel of one process over all cores reaches.
-        elementwise_bandwidth: DRAM traffic of PyTorch's elementwise kernels (unscaling, casts); None: as of Adam.
-        concurrent_share: share of these rates that updates reach block by block while the GPU trains.
-        launch_seconds: time that the host needs to launch one kernel; no pass is faster than the launch of its kernels.
-        ranks_update_bandwidth: DRAM traffic that the updates of one process per GPU, each bound to its cores, reach together,
-            elementwise kernels included; None: what one process over all cores reaches. ``Host.usable_share``, which a single
-            process shows, does not limit it.
+        update_bandwidth: DRAM traffic (bytes/s) that one process reaches with the Adam kernel on all cores.
+        elementwise_bandwidth: DRAM traffic of PyTorch's elementwise kernels (unscaling, casts); None: same as Adam.
+        concurrent_share: share of these rates that block-by-block updates reach while the GPU trains.
+        launch_seconds: time for the host to launch one kernel; no pass is faster than the launches of its kernels.
+        ranks_update_bandwidth: total DRAM traffic of updates with one process per GPU, each bound to its cores, including
+            elementwise kernels; None: same as one process on all cores. Not limited by ``Host.usable_share``, which is
+            observed with a single process.
     """
 
     cores: int
@@ -94,10 +94,10 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Nvme:
-    """Drives on the host, as one.
+    """All drives of the host, taken as one.
 
     Args:
-        capacity_bytes: what they hold.
+        capacity_bytes: total capacity.
         read_bandwidth, write_bandwidth: bytes/s of large sequential accesses.
         latency_seconds: fixed cost of one access.
     """
@@ -110,14 +110,14 @@ class Nvme:
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """What joins GPUs.
+    """The interconnect between GPUs.
 
     Args:
-        gpus: of one node.
-        bandwidth: bytes/s that each GPU of a ring in the node passes on: the "bus bandwidth" of nccl-tests.
-        latency_seconds: fixed cost of a step of the ring.
-        network_bandwidth: bytes/s that a node sends to the next; None: there is only one node.
-        network_latency_seconds: fixed cost of a step from node to node.
+        gpus: number of GPUs in one node.
+        bandwidth: bytes/s that each GPU of a ring within the node sends: the "bus bandwidth" of nccl-tests.
+        latency_seconds: fixed cost of one step of the ring.
+        network_bandwidth: bytes/s that a node sends to the next; None if there is only one node.
+        network_latency_seconds: fixed cost of one step from node to node.
     """
 
     gpus: int
@@ -129,12 +129,12 @@ class Interconnect:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One GPU and the host behind it, in SI units. Made by :func:`load_hardware`.
+    """One GPU and its host, in SI units. Created by :func:`load_hardware`.
 
-    ``shared_cores`` is None for a real GPU. Where the CPU stands for the device, all lanes together get as much done as so many
-    of them alone: less than the number of cores where two of these are threads of one. ``notes`` name the figures that were
-    changed, and why. ``nvme`` is None where there are no drives to use. ``gpus`` train together; where they are several, host,
-    CPU and NVMe are what one of them has of those (:meth:`shared_by`).
+    ``shared_cores`` is None for a real GPU. If the CPU stands in for the device, it is the number of lanes that the cores can
+    run at full speed at once; with hyper-threading this is less than the number of cores. ``notes`` name the figures that were
+    changed, and why. ``nvme`` is None if there are no drives. ``gpus`` is the number of GPUs that train together; if there are
+    several, host, CPU and NVMe are one GPU's share (:meth:`shared_by`).
     """
 
     name: str
@@ -151,41 +151,42 @@ class Hardware:
 
     @property
     def gpu_capacity_bytes(self) -> int:
-        """GPU memory that tensors can have."""
+        """GPU memory available to tensors."""
         return self.gpu.memory_bytes - self.gpu.reserved_bytes
 
     @property
     def gpus_of_node(self) -> int:
-        """How many of the GPUs that train together share a host."""
+        """Number of the GPUs training together that share one host."""
         return min(self.gpus, self.interconnect.gpus) if self.interconnect else 1
 
     def part_of(self, count: int) -> int:
-        """Elements that each GPU has when all that train together share so many."""
+        """Return the number of elements per GPU when all GPUs share ``count`` elements."""
         return -(-count // self.gpus)
 
     def shared_by(self, gpus: int) -> Hardware:
-        """What one of ``gpus`` GPUs has of it while all do the same: its own links, and an equal part of its host.
+        """Return one GPU's share when ``gpus`` GPUs do the same work: its own links, and an equal part of the host.
 
         Raises:
-            InputError: it has no such GPUs, or does not say what joins them.
+            InputError: the hardware does not have that many GPUs, or does not describe their interconnect.
         """
         if gpus < 1 or self.gpus != 1:
             raise InputError(f"{self.name} with {self.gpus} GPUs cannot be shared by {gpus}: share one by 1 or more")
         if gpus == 1:
             return self
         if self.shared_cores is not None:
-            raise InputError(f"{self.name} is emulated on a CPU, which stands for one GPU: leave out --gpus")
+            raise InputError(f"{self.name} is emulated on a CPU, which stands in for one GPU: leave out --gpus")
         join = self.interconnect
         if join is None:
             raise InputError(
-                f"{self.name} does not say what joins its GPUs: for {gpus} of them give hardware with a table [interconnect]"
+                f"{self.name} does not describe how its GPUs are connected: for {gpus} of them give hardware with a table "
+                "[interconnect]"
             )
         here = min(gpus, join.gpus)
         if gpus % here:
             raise InputError(f"{gpus} GPUs do not fill nodes of {join.gpus}: give up to {join.gpus}, or a multiple of it")
         if gpus > here and join.network_bandwidth is None:
             raise InputError(
-                f"{self.name} does not say what joins its nodes: give up to {join.gpus} GPUs, or hardware with "
+                f"{self.name} does not describe how its nodes are connected: give up to {join.gpus} GPUs, or hardware with "
                 "interconnect.network_bandwidth"
             )
         cpu, host, nvme = self.cpu, self.host, self.nvme

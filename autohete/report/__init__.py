@@ -1,4 +1,4 @@
-"""What people look at: Perfetto traces and figures. Reads traces and occupancies, decides nothing.
+"""Output for people: tables, figures and Perfetto traces. Reads traces and occupancies, decides nothing.
 
 Only this package imports matplotlib.
 """

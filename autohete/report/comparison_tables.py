@@ -1,4 +1,4 @@
-"""A comparison of two runs as tables for the terminal, legible at 80 columns."""
+"""Tables that compare two runs in the terminal, legible at 80 columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autohete.schedule import KIND_MEANING
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Both runs in a line each, then where they differ: kinds, lanes, the GPU's waits, order, single tasks, memories."""
+    """Print one line per run, then the differences: kinds, lanes, the GPU's waits, order, single tasks, memories."""
     out = console()
     for letter, side, seconds in (
         ("A", comparison.a, comparison.iteration_seconds.a),
@@ -33,14 +33,14 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def _window(side: Side) -> str:
-    """Which iterations the numbers are from."""
+    """Return which iterations the numbers are from."""
     first, last = side.steady.first, side.steady.first + side.steady.cycle - 1
     taken = f"iteration {first}" if first == last else f"iterations {first} to {last}"
-    return f"{taken} of 0 to {side.iterations - 1}, {'steady' if side.steady.settled else 'mean, no steady state in sight'}"
+    return f"{taken} of 0 to {side.iterations - 1}, {'steady' if side.steady.settled else 'mean, no steady state found'}"
 
 
 def _difference(pair: Pair, write: Callable[[float], str] = format_seconds) -> tuple[str, str]:
-    """The difference with its sign, absolute and in percent."""
+    """Return the signed difference, absolute and in percent."""
     if not pair.difference:
         return write(0), "0 %"
     sign = "+" if pair.difference > 0 else "-"

@@ -1,4 +1,4 @@
-"""Pictures of a run: what each lane does when, and how full each memory is meanwhile."""
+"""Figures of a run: the work of each lane over time, and the occupancy of each memory."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ _MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host", PINNED_MEMORY: "pinned"
 
 # Inches and points (1/72 inch) on paper.
 _WIDTH_IN, _LANE_IN, _MEMORY_IN, _MARGIN_IN = 7.0, 0.36, 1.3, 1.35
-_MARGIN_BETWEEN_IN = 0.7  # of two rows of lanes
+_MARGIN_BETWEEN_IN = 0.7  # between two rows of lanes
 _TITLE_PT = 14  # above the lanes, and above the numbers of the iterations
 _TEXT_PT, _DIGIT_PT, _PADDING_PT = 6.0, 3.8, 1.6
-_GAP_PT = 0.5  # white between neighbours of one kind, where there is room for it
-_MERGE_PT = 2.0  # touching bars of one kind that are narrower are drawn as one: their seams would only flicker
-_LEAST_PT = 0.5  # a task of microseconds leaves a mark, too
-_BAR_HEIGHT = 0.78  # of a lane's row
+_GAP_PT = 0.5  # white gap between neighbours of one kind, if there is room for it
+_MERGE_PT = 2.0  # touching bars of one kind that are narrower than this are drawn as one: their seams would only be noise
+_LEAST_PT = 0.5  # minimum width of a bar, so that a task of microseconds is visible
+_BAR_HEIGHT = 0.78  # share of a lane's row
 
 
 def window_ns(trace: Trace, first: int, last: int) -> tuple[int, int]:
-    """When iteration ``first`` starts and when the one after ``last`` does (or the run ends), in ns of the run.
+    """Return the start of iteration ``first`` and of the iteration after ``last`` (or the end of the run), in ns of the run.
 
     Raises:
         InputError: the run does not have these iterations.
@@ -70,9 +70,9 @@ def window_ns(trace: Trace, first: int, last: int) -> tuple[int, int]:
 
 
 def gantt_figure(trace: Trace, first: int, last: int, title: str) -> Figure:
-    """Bars of iterations ``first`` to ``last``, both included: one row for each lane, time from the start of ``first``.
+    """Draw bars for iterations ``first`` to ``last``, inclusive: one row per lane, time from the start of ``first``.
 
-    Blocks are numbered where the number fits. Every other iteration is pale; what its neighbours do in the same time is shown.
+    Blocks are numbered where the number fits. Every other iteration is pale. Overlapping neighbour iterations are shown.
 
     Raises:
         InputError: the run does not have these iterations.
@@ -88,9 +88,9 @@ def gantt_figure(trace: Trace, first: int, last: int, title: str) -> Figure:
 
 
 def two_row_figure(a: Trace, b: Trace, iteration: int, title: str) -> Figure:
-    """Bars of one ``iteration`` of ``a`` above and of ``b`` below on one time axis, each from the start of its iteration.
+    """Draw bars for one ``iteration``, of ``a`` above and ``b`` below, on one time axis, each from the start of its iteration.
 
-    The shorter one goes on into what follows, pale, until the longer one ends. Each row says its clock and how long it takes.
+    The shorter row continues into the next iteration, in pale, until the longer one ends. Each row states its clock and time.
 
     Raises:
         InputError: one of the runs does not have this iteration.
@@ -115,14 +115,14 @@ def two_row_figure(a: Trace, b: Trace, iteration: int, title: str) -> Figure:
 def memory_figure(
     occupancies: Sequence[Occupancy], first_ns: int, last_ns: int, title: str, clock: Clock | None = None
 ) -> Figure:
-    """Occupied GiB of each memory from ``first_ns`` to ``last_ns`` of the run, with its capacity and what holds the peak.
+    """Draw the occupied GiB of each memory from ``first_ns`` to ``last_ns`` of the run, with capacity and peak contents.
 
     Raises:
         InputError: no memory, or no time between ``first_ns`` and ``last_ns``.
     """
     if not occupancies or not 0 <= first_ns < last_ns:
         raise InputError(
-            f"{len(occupancies)} memories from {first_ns} to {last_ns} ns: give at least one, and 0 <= first < last"
+            f"{len(occupancies)} memories from {first_ns} to {last_ns} ns: give at least one, and 0 <= first_ns < last_ns"
         )
     with style():
         figure = Figure(figsize=(_WIDTH_IN, 0.6 + _MEMORY_IN * len(occupancies)))
@@ -135,7 +135,7 @@ def memory_figure(
 
 
 def combined_figure(trace: Trace, occupancy: Occupancy, first: int, last: int, title: str) -> Figure:
-    """:func:`gantt_figure` above the ``occupancy`` of one memory, on one time axis.
+    """Draw :func:`gantt_figure` above the ``occupancy`` of one memory, on one time axis.
 
     Raises:
         InputError: the run does not have these iterations.
@@ -160,7 +160,7 @@ def _gantt_height(trace: Trace) -> float:
 
 
 def _time_unit(span: tuple[int, int]) -> tuple[str, float]:
-    """The unit to show ``span`` in, and its nanoseconds."""
+    """Return the unit to show ``span`` in, and its nanoseconds."""
     units = (("s", 1e9), ("ms", 1e6), ("us", 1e3))
     return next((unit for unit in units if span[1] - span[0] >= unit[1]), ("ns", 1.0))
 
@@ -176,7 +176,7 @@ def _time_axis(axes: Axes, span: tuple[int, int], clock: Clock | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """A task instance, cut to the picture: ``begin`` and ``end`` in ns of the run."""
+    """A task instance, clipped to the figure: ``begin`` and ``end`` in ns of the run."""
 
     lane: int
     kind: Kind
@@ -187,7 +187,7 @@ class _Bar:
 
 
 def _bars(trace: Trace, span: tuple[int, int]) -> list[_Bar]:
-    """The bars that show in ``span``, lane by lane in order of time."""
+    """Return the bars visible in ``span``, lane by lane in order of time."""
     lanes = {lane.name: i for i, lane in enumerate(trace.schedule.lanes)}
     bars = [
         _Bar(lanes[s.lane], s.task.kind, s.task.unit, s.iteration, max(s.start_ns, span[0]), min(s.end_ns, span[1]))
@@ -198,7 +198,7 @@ def _bars(trace: Trace, span: tuple[int, int]) -> list[_Bar]:
 
 
 def _merged(bars: list[_Bar], narrow_ns: float) -> Iterator[_Bar]:
-    """``bars`` with touching ones of one kind and iteration drawn together where both are narrow."""
+    """Merge touching ``bars`` of one kind and iteration if both are narrow."""
     held: _Bar | None = None
     for bar in bars:
         alike = held and (held.lane, held.kind, held.iteration, held.end) == (bar.lane, bar.kind, bar.iteration, bar.begin)
@@ -222,7 +222,7 @@ class _Row:
 
 
 def _draw_lanes(figure: Figure, rows: Sequence[_Row], first: int) -> None:
-    """Bars, separators and one legend; expects the titles and the limits of the time axis to be set."""
+    """Draw bars, separators and one legend; the titles and the limits of the time axis must be set."""
     for row in rows:
         lanes = row.trace.schedule.lanes
         row.axes.set_ylim(len(lanes) - 0.5, -0.5)
@@ -238,7 +238,7 @@ def _draw_lanes(figure: Figure, rows: Sequence[_Row], first: int) -> None:
         patches.append(Patch(facecolor="0.85", label=f"pale: iteration{'s' * (len(pale) > 1)} {', '.join(map(str, pale))}"))
     if patches:
         figure.legend(handles=patches, loc="outside lower center", ncols=3)
-    # The layout is settled first: what fits into a bar is a question of points on paper.
+    # Compute the layout first: what fits into a bar depends on its width in points.
     figure.draw_without_rendering()
     for row, shown in zip(rows, bars, strict=True):
         length = max(1, row.span[1] - row.span[0])
@@ -263,7 +263,7 @@ def _draw_bars(axes: Axes, bars: list[_Bar], first: int, span: tuple[int, int], 
     def group(bar: _Bar) -> tuple[int, int, bool]:
         return bar.lane, KIND_ORDER[bar.kind], _is_pale(bar.iteration, first)
 
-    # One collection for all bars of a look: thousands of single patches would take seconds.
+    # One collection per look: thousands of single patches would take seconds.
     for (lane, _, pale), members in groupby(sorted(_merged(bars, _MERGE_PT / points), key=group), key=group):
         together = list(members)
         drawn = look(together[0].kind)
@@ -285,7 +285,7 @@ def _draw_bars(axes: Axes, bars: list[_Bar], first: int, span: tuple[int, int], 
 
 def _draw_numbers(axes: Axes, bars: list[_Bar], first: int, span: tuple[int, int], points: float) -> None:
     _, scale = _time_unit(span)
-    # As wide as the longest number: among equal bars all are numbered or none.
+    # Measure the longest number, so that either all equal bars are numbered or none.
     wide = len(str(max((bar.block for bar in bars), default=0))) * _DIGIT_PT + _PADDING_PT
     for bar in bars:
         if (bar.end - bar.begin) * points < wide:
@@ -302,13 +302,13 @@ def _draw_numbers(axes: Axes, bars: list[_Bar], first: int, span: tuple[int, int
             color="white" if luminance(colour) < 0.45 else "black",
             clip_on=True,
         )
-        if drawn.hatch:  # a number on a hatch needs a plain ground
+        if drawn.hatch:  # a number on a hatch needs a plain background
             label.set_bbox({"facecolor": colour, "edgecolor": "none", "pad": 0.5})
         label.set_in_layout(False)
 
 
 def _draw_iterations(axes: Axes, trace: Trace, span: tuple[int, int], points: float) -> None:
-    """A line where an iteration starts, and its number above."""
+    """Draw a line where an iteration starts, with its number above."""
     _, scale = _time_unit(span)
     starts = [*trace.anchors().tolist(), int(trace.end_ns.max(initial=0))]
     for iteration, (begin, end) in enumerate(pairwise(starts)):
@@ -354,14 +354,14 @@ def _draw_memory(axes: Axes, occupancy: Occupancy, span: tuple[int, int]) -> Non
 
 
 def _cut(occupancy: Occupancy, span: tuple[int, int]) -> tuple[Nanoseconds, Nanoseconds]:
-    """Instants and bytes within ``span``, beginning with what holds at its start."""
+    """Return the instants and bytes within ``span``, starting with the value at its start."""
     inside = np.flatnonzero((occupancy.times_ns > span[0]) & (occupancy.times_ns < span[1]))
     before = max(0, int(np.searchsorted(occupancy.times_ns, span[0], side="right")) - 1)
     return np.append(span[0], occupancy.times_ns[inside]), np.append(occupancy.bytes_used[before], occupancy.bytes_used[inside])
 
 
 def _peak_text(occupancy: Occupancy, shown_bytes: int) -> str:
-    """The peak and what holds it; the run's peak is not always in the picture."""
+    """Describe the peak and its contents; the run's peak may lie outside the figure."""
     gib = 2.0**30
     large = [(_group_name(group), size / gib) for group, size in occupancy.holders.items()]
     shown = [f"{name} {size:.1f}" for name, size in large[:4]]
@@ -376,7 +376,7 @@ def _peak_text(occupancy: Occupancy, shown_bytes: int) -> str:
 
 
 def _group_name(group: str) -> str:
-    """``workspace_L`` is the workspace of the loss."""
+    """Return the text for a buffer group: ``workspace_L`` is the workspace of the loss."""
     head, _, tail = group.rpartition("_")
     meanings = {kind.value: meaning for kind, meaning in KIND_MEANING.items()}
     return f"{head} of {meanings[tail]}" if tail in meanings else group.replace("_", " ")

@@ -1,11 +1,11 @@
 """Traces for https://ui.perfetto.dev, in the Chrome trace event format (JSON).
 
-One thread for each lane, one complete slice for each task instance, one counter for each memory, and an arrow for each
-dependency between lanes. The format counts in microseconds; the trace in whole nanoseconds. They are written as decimal
-text with three digits, so that no rounding makes two slices of a lane overlap: Perfetto drops those that do.
+One thread per lane, one complete slice per task instance, one counter per memory, and an arrow for each dependency between
+lanes. The format counts in microseconds, the trace in whole nanoseconds. Times are written as decimal text with three
+digits, so that rounding never makes two slices of a lane overlap: Perfetto drops slices that do.
 
-A document also says what was executed (under ``autohete``, which Perfetto passes over), so that :func:`read_trace` gives the
-trace back, exact to the nanosecond.
+A document also contains the executed schedule (under ``autohete``, which Perfetto ignores), so that :func:`read_trace`
+restores the trace, exact to the nanosecond.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _FORMAT = "autohete-trace 1"
 
 
 def perfetto_json(trace: Trace, occupancies: Sequence[Occupancy]) -> str:
-    """``trace`` and the ``occupancies`` of its memories as a JSON document, one event a line; same input, same text."""
+    """Format ``trace`` and the ``occupancies`` of its memories as JSON, one event per line; same input, same text."""
     timed = [*_slices(trace), *_flows(trace), *_counters(occupancies)]
-    timed.sort(key=lambda event: event[0])  # stable: a slice stays before the arrows that are tied to it
+    timed.sort(key=lambda event: event[0])  # stable: a slice stays before its arrows
     events = [*_names(trace), *(text for _, text in timed)]
     about = {
         "format": _FORMAT,
@@ -40,7 +40,7 @@ def perfetto_json(trace: Trace, occupancies: Sequence[Occupancy]) -> str:
         "iterations": trace.iterations,
         "schedule": str(trace.schedule).splitlines(),
     }
-    # Last: at a key that it does not know, Perfetto stops reading.
+    # Last, because Perfetto stops reading at an unknown key.
     tail = f'"autohete":{json.dumps(about, indent=0, ensure_ascii=False)}'
     return '{"displayTimeUnit":"ms","traceEvents":[\n' + ",\n".join(events) + f"\n],\n{tail}}}\n"
 
@@ -64,14 +64,14 @@ def _microseconds(ns: int) -> str:
 
 
 def _event(phase: str, fields: dict[str, object], **times_ns: int) -> str:
-    """One event; ``times_ns`` are written exactly, which a float of microseconds would not be."""
+    """Format one event; ``times_ns`` are written exactly, unlike a float of microseconds."""
     times = "".join(f',"{key}":{_microseconds(ns)}' for key, ns in times_ns.items())
     rest = json.dumps({"pid": _PROCESS, **fields}, separators=(",", ":"), ensure_ascii=False)
     return f'{{"ph":"{phase}"{times},{rest[1:]}'
 
 
 def _threads(trace: Trace) -> dict[str, int]:
-    """Lane -> thread id, from 1: Perfetto keeps 0 for the idle thread."""
+    """Return the thread id of each lane, from 1: Perfetto reserves 0 for the idle thread."""
     return {lane.name: number for number, lane in enumerate(trace.schedule.lanes, 1)}
 
 
@@ -95,7 +95,7 @@ def _slices(trace: Trace) -> Iterator[_Timed]:
                 "block": span.task.unit,
                 "iteration": span.iteration,
                 "ready wait (us)": (span.start_ns - span.ready_ns) / 1000,
-                "ready_ns": span.ready_ns,  # exact, for reading it again
+                "ready_ns": span.ready_ns,  # exact, for reading the trace back
             },
         }
         yield span.start_ns, _event("X", fields, ts=span.start_ns, dur=span.end_ns - span.start_ns)
@@ -114,7 +114,7 @@ def _flows(trace: Trace) -> Iterator[_Timed]:
                 number += 1
                 fields: dict[str, object] = {"name": "dependency", "cat": "dependency", "id": number}
                 begin, end = (int(a[iteration - edge.back, origin]) for a in (trace.start_ns, trace.end_ns))
-                leaves = max(begin, end - 1)  # at its end the slice is over, and the arrow would leave from the next one
+                leaves = max(begin, end - 1)  # at its end the slice is over, and the arrow would start at the next one
                 arrives = int(trace.start_ns[iteration, i])
                 yield leaves, _event("s", {"tid": threads[tasks[origin].lane], **fields}, ts=leaves)
                 yield arrives, _event("f", {"tid": threads[task.lane], "bp": "e", **fields}, ts=arrives)
@@ -132,24 +132,24 @@ _WANTED = "give a file that autohete wrote with --trace"
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The trace that :func:`write_perfetto` wrote to ``path``, with its schedule; the counters of memories are passed over.
+    """Read the trace that :func:`write_perfetto` wrote to ``path``, with its schedule; memory counters are ignored.
 
     Raises:
-        InputError: ``path`` cannot be read, is not a trace that autohete wrote, or is damaged.
+        InputError: ``path`` cannot be read, is not a trace written by autohete, or is damaged.
     """
     try:
         document = json.loads(Path(path).read_bytes(), parse_float=Decimal)
     except OSError as error:
         raise InputError(f"trace {str(path)!r} cannot be read: {error.strerror or error}; {_WANTED}") from error
     except (ValueError, ArithmeticError, RecursionError) as error:  # ArithmeticError: a number too large for Decimal
-        raise InputError(f"{str(path)!r} is no trace, it is not JSON ({error}): {_WANTED}") from error
+        raise InputError(f"{str(path)!r} is not a trace: it is not JSON ({error}); {_WANTED}") from error
     about = document.get("autohete") if isinstance(document, dict) else None
     if not isinstance(about, dict) or about.get("format") != _FORMAT:
-        raise InputError(f"{str(path)!r} does not say which schedule was executed ({_FORMAT!r} is missing): {_WANTED}")
+        raise InputError(f"{str(path)!r} does not contain the executed schedule ({_FORMAT!r} is missing): {_WANTED}")
     try:
         return _trace(about, document["traceEvents"])
     except (ScheduleError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        # The first two have words for people; the others are JSON of another form.
+        # The first two have readable messages; the others come from JSON of another structure.
         fault = str(error) if isinstance(error, ScheduleError | ValueError) else f"{type(error).__name__}: {error}"
         raise InputError(f"trace {str(path)!r} is damaged ({fault}): write it again, or {_WANTED}") from error
 
@@ -160,7 +160,7 @@ def _trace(about: dict[str, Any], events: list[dict[str, Any]]) -> Trace:
     for event in events:
         if event["ph"] == "X":
             if event["name"] in slices:
-                raise ValueError(f"{event['name']} is there twice")
+                raise ValueError(f"{event['name']} appears twice")
             slices[event["name"]] = event
     times: list[tuple[int, int, int]] = []
     for task, iteration in ((task, k) for task in schedule.tasks for k in range(about["iterations"])):
@@ -178,15 +178,15 @@ def _trace(about: dict[str, Any], events: list[dict[str, Any]]) -> Trace:
 
 
 def _nanoseconds(time: object, unit: int) -> int:
-    """A ``time`` of the document in units of ``unit`` ns."""
-    # Compared before it is converted: 1e999999 is a number, too, but not one to write out.
+    """Convert a ``time`` of the document, in units of ``unit`` ns, to nanoseconds."""
+    # Compare before converting: 1e999999 is a valid number, but too long to expand.
     if not isinstance(time, int | Decimal) or not 0 <= time <= np.iinfo(np.int64).max or time * unit % 1:
-        raise ValueError(f"{time} is no time: times are whole nanoseconds and not negative")
+        raise ValueError(f"{time} is not a valid time: times are whole nanoseconds of at least 0")
     return int(time * unit)
 
 
 def check_perfetto(text: str) -> list[str]:
-    """Faults of a trace document, in words, as Perfetto would punish them silently; an empty list is a good one."""
+    """Return the faults of a trace document that Perfetto would silently mishandle; an empty list means a good document."""
     events = json.loads(text, parse_float=Decimal)["traceEvents"]
     faults = [f"{event['name']}: thread id 0" for event in events if event.get("tid") == 0]
     faults += [f"{e['name']} at {e['ts']}: below zero" for e in events if e["ph"] == "C" and min(e["args"].values()) < 0]

@@ -1,4 +1,4 @@
-"""How figures look: one style, one look for each kind of task, files that come out the same each time."""
+"""The look of figures: one style, one look per kind of task, and reproducible files."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ ORANGE, VERMILION, PURPLE, GREY = "#E69F00", "#D55E00", "#CC79A7", "#999999"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a kind is drawn: ``#RRGGBB`` and a matplotlib hatch."""
+    """Colour (``#RRGGBB``) and matplotlib hatch of a kind."""
 
     colour: str
     hatch: str = ""
 
     def pale(self) -> str:
-        """The colour mixed with as much white, as ``#RRGGBB``."""
+        """Return the colour mixed with equal white, as ``#RRGGBB``."""
         red, green, blue = matplotlib.colors.to_rgb(self.colour)
         return matplotlib.colors.to_hex(((1 + red) / 2, (1 + green) / 2, (1 + blue) / 2))
 
 
-#: Colour says what is computed or moved (parameters green, activations purple, gradients blue, updates and states grey), the
-#: hatch what for. Kinds that share a lane also differ in lightness or hatch, so that a print in grey shows them apart, and no
-#: pale colour looks like another's full one: backward is not a second blue, which pale would be taken for forward.
+#: The colour shows what is computed or moved (parameters green, activations purple, gradients blue, updates and states grey),
+#: the hatch shows why. Kinds that share a lane also differ in lightness or hatch, so that they can be told apart in greyscale,
+#: and no pale colour looks like another's full one: a blue backward, when pale, would look like forward.
 LOOKS: dict[Kind, Look] = {
     Kind.FORWARD: Look(SKY),
     Kind.LOSS: Look(YELLOW),
@@ -66,22 +66,22 @@ LOOKS: dict[Kind, Look] = {
 
 
 def look(kind: Kind) -> Look:
-    """Colour and hatch of ``kind``."""
+    """Return the colour and hatch of ``kind``."""
     return LOOKS[kind]
 
 
 def luminance(colour: str) -> float:
-    """How light ``colour`` is in a grey print, 0 to 1 (ITU-R BT.601)."""
+    """Return the lightness of ``colour`` in greyscale, 0 to 1 (ITU-R BT.601)."""
     red, green, blue = matplotlib.colors.to_rgb(colour)
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
 def style() -> AbstractContextManager[None]:
-    """AutoHete's style on top of matplotlib's defaults: a reader's own settings do not change the figures."""
+    """Apply AutoHete's style on top of matplotlib's defaults, so that user settings do not change the figures."""
     return matplotlib.style.context("autohete.report.autohete", after_reset=True)
 
 
-#: What would differ from run to run, or from one version of matplotlib to the next, is left out of the files.
+#: Metadata that would differ between runs or matplotlib versions is left out of the files.
 _METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
@@ -90,7 +90,7 @@ _METADATA: dict[str, dict[str, None]] = {
 
 
 def figure_format(path: str | Path) -> str:
-    """``png``, ``pdf`` or ``svg`` by the suffix of ``path``.
+    """Return ``png``, ``pdf`` or ``svg``, according to the suffix of ``path``.
 
     Raises:
         InputError: another suffix.
@@ -102,11 +102,11 @@ def figure_format(path: str | Path) -> str:
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write ``figure`` as PNG, PDF or SVG, whichever the suffix of ``path`` says; the same figure gives the same bytes.
+    """Write ``figure`` as PNG, PDF or SVG, according to the suffix of ``path``; the same figure gives the same bytes.
 
     Raises:
         InputError: another suffix, or ``path`` cannot be written.
     """
     suffix = figure_format(path)
-    with style():  # hatches and fonts are read from the style at this point only
+    with style():  # hatches and fonts are only read from the style when the figure is written
         atomic_write(path, lambda stream: figure.savefig(stream, format=suffix, metadata=_METADATA[suffix]))

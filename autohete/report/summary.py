@@ -1,4 +1,4 @@
-"""One simulated answer in the form that tables, JSON and CSV show: plain numbers, no arrays."""
+"""The summary of one simulated answer, as shown in tables, JSON and CSV: plain numbers, no arrays."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from autohete.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The result of one policy. Rates and times are None where the training does not fit: nothing runs then.
+    """The result of one policy. Rates and times are None if training does not fit, since nothing runs.
 
     Args:
         workload, hardware, policy: names.
-        gpus: how many train together; the memory of the host is what one of them has of it.
+        gpus: number of GPUs that train together; host memory is one GPU's share.
         assumptions: every figure of the workload and flag of the policy, given or not.
         notes: hardware figures that were changed, and why.
-        clock: whose seconds.
+        clock: clock of the times.
         verdict: whether it fits; ``explanation`` says what is short, empty if it fits.
-        iteration_seconds: steady; ``first_iteration_seconds`` and ``drain_seconds`` are the ends of a run.
-        proven_within: the iteration exceeds what no plan of this policy goes below by at most this share of it; None if the
-            policy does not search.
-        settled: whether the steady state was seen to repeat; if not, the times are an average over half of a long run.
-        tflops_per_gpu: model TFLOP/s, recomputation not counted.
+        iteration_seconds: steady time; ``first_iteration_seconds`` and ``drain_seconds`` are the start and end of a run.
+        proven_within: upper bound on the relative gap between the iteration time and the best possible of this policy's
+            plans; None if the policy does not search.
+        settled: whether the steady state was seen to repeat; if not, times are an average over half of a long run.
+        tflops_per_gpu: model TFLOP/s, not counting recomputation.
         gpu_peak_bytes, host_peak_bytes: None if there is not even a plan.
-        gpu_capacity_bytes, host_capacity_bytes: what tensors can have.
-        pinned_peak_bytes, pinned_capacity_bytes, pinned_worst_bytes: likewise of the host's pinned memory; None where that has
-            no limit of its own.
-        gpu_worst_bytes, host_worst_bytes: the most that this schedule may need if its tasks last longer or shorter; None: any
-            number, or the training does not fit anyway.
-        memory_waits: how many additional waits make it fit under any timing; None: none are known.
-        safe_iteration_seconds: steady, with these waits.
-        lanes: busy share of each lane; ``overlaps`` the share of its work that runs while the GPU computes.
-        idle_seconds: the GPU's idle time per iteration by cause.
-        bound_seconds: lower bound of the period of this schedule; ``binds`` what imposes it. These and what follows
-            describe the schedule, also one that does not fit.
-        plan: counts.
-        gpu_holders: what occupies the GPU at its peak, in bytes.
+        gpu_capacity_bytes, host_capacity_bytes: memory available to tensors.
+        pinned_peak_bytes, pinned_capacity_bytes, pinned_worst_bytes: the same for pinned host memory; None if it has no limit
+            of its own.
+        gpu_worst_bytes, host_worst_bytes: the most that this schedule may need under any timing; None if unlimited, or if
+            training does not fit anyway.
+        memory_waits: number of additional waits that make it fit under any timing; None if no such waits are known.
+        safe_iteration_seconds: steady time with these waits.
+        lanes: busy share of each lane; ``overlaps``: share of its work that runs while the GPU computes.
+        idle_seconds: the GPU's idle time per iteration, by cause.
+        bound_seconds: lower bound on the period of this schedule; ``binds`` names what imposes it. This and the following
+            fields describe the schedule even if it does not fit.
+        plan: counts of the plan's decisions.
+        gpu_holders: contents of the GPU's memory at its peak, in bytes.
     """
 
     workload: str
@@ -88,12 +88,12 @@ class Summary:
 
 
 def node_text(name: str, gpus: int) -> str:
-    """A hardware by its name, and how many of its GPUs train together if there are several."""
+    """Return a hardware's name, with the number of GPUs if there are several."""
     return name if gpus == 1 else f"{gpus} GPUs of {name}"
 
 
 def proven_within(simulation: Simulation) -> float | None:
-    """By how much the iteration exceeds what no plan of its policy goes below, as a share of that; None: not proven."""
+    """Return the relative gap between the iteration time and the lower bound of its policy's plans; None: no bound."""
     bound = simulation.plan.bound_seconds
     if not bound or simulation.verdict is not Verdict.OK:
         return None
@@ -101,7 +101,7 @@ def proven_within(simulation: Simulation) -> float | None:
 
 
 def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
-    """The assumptions of the answer about the training; a figure that was not given has its default."""
+    """Return the assumptions of an answer; figures that were not given have their defaults."""
     return {
         **{field.name: getattr(workload, field.name) for field in fields(workload)},
         "optimizer": "adamw",
@@ -110,7 +110,7 @@ def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
 
 
 def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
-    """The summary of ``simulation``, in which ``policy`` planned."""
+    """Summarize ``simulation``, which ``policy`` planned."""
     s = simulation
     fits = s.verdict is Verdict.OK
     bounds = period_bounds(s.schedule)
@@ -175,7 +175,7 @@ def answer(profile: Profile, policy: NamedPolicy) -> tuple[Summary, Simulation |
 
 
 def runs_of_equal_units(plan: Plan) -> list[tuple[int, int, UnitPlan]]:
-    """First unit, last unit and decisions of each run of units that are planned alike; the embedding is its own."""
+    """Return first unit, last unit and decisions of each run of units planned alike; the embedding is its own run."""
     runs: list[tuple[int, int, UnitPlan]] = []
     for number, unit in enumerate(plan.units):
         if number > 1 and runs[-1][2] == unit:

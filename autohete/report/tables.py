@@ -25,37 +25,37 @@ from autohete.schedule import CPU, GPU, HOST_MEMORY
 from autohete.simulate import Simulation
 from autohete.workload import WORKLOADS, Units, Workload
 
-#: Where tables that leave out columns send their readers.
+#: Where readers find the columns that a table leaves out.
 IN_JSON = "--json has them"
-#: Least width of a column of texts that can wrap.
+#: Minimum width of a text column that can wrap.
 _FEW_WORDS = 20
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal; in a file or a pipe 160 columns, or what ``COLUMNS`` in the environment says."""
+    """Return a console as wide as the terminal; in a file or a pipe 160 columns, or the environment's ``COLUMNS``."""
     plain = Console(stderr=stderr)
     asked = os.environ.get("COLUMNS", "")
     return plain if plain.is_terminal or (asked.isdecimal() and int(asked) > 0) else Console(stderr=stderr, width=160)
 
 
 def say(out: Console, line: str, style: str | None = None) -> None:
-    """Print a line of plain text: wrapped between words on a terminal, whole in a file or a pipe."""
+    """Print a line of plain text: wrapped between words on a terminal, unwrapped in a file or a pipe."""
     out.print(line, style=style, markup=False, soft_wrap=not out.is_terminal)
 
 
 class FittedTable:
-    """A table in which no number is ever wrapped or cut, whatever the width of the console.
+    """A table that never wraps or cuts a number, whatever the width of the console.
 
-    Where the table is too wide, headers and words wrap between words first. If that is not enough, columns are left out:
-    those of ``give_way`` in its order, then the others from the right, never the first. A line below the table names them.
+    If the table is too wide, headers and words first wrap between words. If that is not enough, columns are left out: those
+    of ``give_way`` in order, then the others from the right, never the first. A line below the table names them.
 
     Args:
         title: one line, printed above.
         columns: headers.
-        words: places of the columns that hold words, left-aligned; the others hold numbers, right-aligned.
-        give_way: headers of the columns that are needed least, the least needed first; ``wait`` stands for ``wait A`` and
-            ``wait B``, which go together.
-        elsewhere: where to find what is left out, such as ``--json has them``.
+        words: places of the columns with words, left-aligned; the others have numbers, right-aligned.
+        give_way: headers of the least important columns, least important first; ``wait`` stands for ``wait A`` and
+            ``wait B``, which are left out together.
+        elsewhere: where to find the columns left out, such as ``--json has them``.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class FittedTable:
         self._rows: list[tuple[Sequence[str], bool]] = []
 
     def add_row(self, *cells: str, end_section: bool = False) -> None:
-        """Add a row, a cell per column, in rich's markup; ``end_section`` draws a line below it."""
+        """Add a row, one cell per column, in rich's markup; ``end_section`` draws a line below it."""
         self._rows.append((cells, end_section))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -86,7 +86,7 @@ class FittedTable:
         for cells, end_section in self._rows:
             shown.add_row(*(cells[place] for place in widths), end_section=end_section)
         yield Text(self._title, style="table.title")
-        # Wider than the console only where even the narrowest form is.
+        # Wider than the console only if even the narrowest form is.
         yield from console.render(shown, options.update_width(max(options.max_width, _total_width(widths))))
         left_out = [header for place, header in enumerate(self._columns) if place not in widths]
         if left_out:
@@ -95,13 +95,13 @@ class FittedTable:
         yield Text()
 
     def _fit(self, room: int) -> dict[int, int]:
-        """The columns that are shown, with their widths."""
+        """Return the shown columns with their widths."""
         natural, least = {}, {}
         for place, header in enumerate(self._columns):
             cells = [Text.from_markup(cells[place]).plain for cells, _ in self._rows]
             natural[place] = max(map(cell_len, [header, *cells]))
             if place in self._words:
-                # A word longer than half the console is folded; a text gets room for a few words.
+                # A word longer than half the console is folded; a text column keeps room for a few words.
                 least[place] = max(min(_longest_word([header, *cells]), room // 2), min(natural[place], _FEW_WORDS))
             else:
                 least[place] = max(map(cell_len, [*header.split(), *cells]), default=0)
@@ -115,7 +115,7 @@ class FittedTable:
         return natural
 
     def _order(self) -> list[list[int]]:
-        """All columns but the first as they give way, those together that go together."""
+        """Return all columns but the first in the order in which they are left out, grouped if left out together."""
         columns = list(enumerate(self._columns))
         named = [[place for place, column in columns if f"{column} ".startswith(f"{start} ")] for start in self._give_way]
         others = [[place] for place in range(len(columns) - 1, 0, -1) if not any(place in group for group in named)]
@@ -127,7 +127,7 @@ def _longest_word(texts: Iterable[str]) -> int:
 
 
 def _total_width(widths: Mapping[int, int]) -> int:
-    """Of a table with columns of these widths and two blanks between them."""
+    """Return the width of a table with these column widths and two blanks between columns."""
     return sum(widths.values()) + 2 * (len(widths) - 1)
 
 
@@ -140,7 +140,7 @@ def table(
     give_way: Sequence[str] = (),
     elsewhere: str = "",
 ) -> FittedTable:
-    """An empty table: the first ``left`` columns are words, the last one too if it is a ``remark``; the others numbers.
+    """Return an empty table. The first ``left`` columns are words, and the last if it is a ``remark``; the others numbers.
 
     ``give_way`` and ``elsewhere`` are those of :class:`FittedTable`.
     """
@@ -149,7 +149,7 @@ def table(
 
 
 def print_plan(summary: Summary, found: Simulation | None) -> None:
-    """The decisions of a plan, a row for each run of equal blocks, and what it comes to; without a plan, why there is none."""
+    """Print a plan's decisions, one row per run of equal blocks, and its result; without a plan, print why there is none."""
     out = console()
     if found is not None:
         _print_decisions(out, found)
@@ -196,7 +196,7 @@ def _print_decisions(out: Console, found: Simulation) -> None:
 
 
 def _forwards(unit: UnitPlan) -> str:
-    """What the unit's forwards keep, but for the last recomputation, which keeps all: ``drop x 2, recompute``."""
+    """Describe what the unit's forwards keep, except the last recomputation, which keeps all: ``drop x 2, recompute``."""
     kept = ((what, len(list(same))) for what, same in groupby((unit.activations, *unit.again)))
     return ", ".join(f"{what} x {times}" if times > 1 else what for what, times in kept)
 
@@ -216,7 +216,7 @@ def _passes(distance: int) -> str:
 
 
 def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
-    """The comparison of policies, why each is as fast as it is, and what does not fit."""
+    """Print the comparison of policies, where their time goes, and what does not fit."""
     out = console()
     first = summaries[0]
     shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens{_units(workload)}"
@@ -257,7 +257,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
 
 
 def _assumed(workload: Workload) -> str:
-    """What the answer takes for granted, given or not."""
+    """Return the assumptions of the answer, given or default."""
     w = workload
     tied = "tied" if w.tied_embeddings else "untied"
     clipped = f", gradients clipped to {w.clip_norm:g}" if w.clip_norm else ""
@@ -269,7 +269,7 @@ def _assumed(workload: Workload) -> str:
 
 
 def _counts(plan: PlanCounts) -> str:
-    """The counts without the total, which is the same for all policies."""
+    """Return the counts without the total, which is the same for all policies."""
     return f"{plan.checkpointed_blocks}c {plan.offloaded_parameter_blocks}p {plan.offloaded_optimizer_blocks}o"
 
 
@@ -307,7 +307,7 @@ def _proof(within: float, iteration_seconds: float) -> str:
 
 
 def _if_late(summary: Summary) -> str:
-    """What it takes to fit whatever the tasks last; empty if nothing."""
+    """Describe what it takes to fit under any timing; empty if nothing."""
     waits = f"{summary.memory_waits} wait{'' if summary.memory_waits == 1 else 's'} for memory"
     needs = " and ".join(
         f"{'any amount' if worst is None else format_bytes(worst)} of {memory} memory, there are {format_bytes(capacity)}"
@@ -328,12 +328,12 @@ def _if_late(summary: Summary) -> str:
 
 
 def or_dash(value: float | None, write: Callable[[float], str]) -> str:
-    """``value`` as ``write`` writes it, a dash where there is none."""
+    """Format ``value`` with ``write``; a dash if it is None."""
     return "-" if value is None else write(value)
 
 
 def print_presets() -> None:
-    """What can be named on the command line."""
+    """Print what can be named on the command line."""
     out = console()
     models = table("workloads", ["name", "parameters", "hidden", "blocks", "heads", "vocabulary", "sequence", "batch"])
     for w in WORKLOADS.values():

@@ -1,4 +1,4 @@
-"""One iteration as text: a row per lane, a letter per task."""
+"""One iteration as text: one row per lane, one letter per task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autohete.execution.trace import Trace
 from autohete.quantities import format_seconds
 from autohete.schedule import KIND_MEANING, Kind
 
-#: One letter for each kind, as in task ids where these have one. Bright and plain tell what is next to each other apart.
+#: One letter per kind; kinds not listed use the letter of their task id. Styles distinguish neighbouring tasks.
 _LETTERS = {
     Kind.PREFETCH_FORWARD: "P",
     Kind.PREFETCH_BACKWARD: "P",
@@ -24,13 +24,13 @@ _STYLES = {"F": "blue", "L": "bold", "R": "cyan", "B": "yellow", "W": "magenta",
 
 
 def print_iteration(out: Console, trace: Trace, iteration: int, width: int | None = None) -> None:
-    """Print the lanes of ``trace`` from the beginning of ``iteration`` to that of the next.
+    """Print the lanes of ``trace`` from the start of ``iteration`` to the start of the next.
 
     Args:
-        out: where to.
-        trace: simulated or measured.
+        out: the console to print to.
+        trace: a simulated or measured trace.
         iteration: counted from 0 in the trace.
-        width: characters of a row; None: what the console has, at most 120.
+        width: characters per row; None: the width of the console, at most 120.
     """
     anchors = trace.anchors()
     begin = int(anchors[iteration])

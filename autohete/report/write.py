@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""Atomic writing of files: they appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from autohete.errors import InputError
 
 
 def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a file beside ``path`` and move it there once all of it is on the disk.
+    """Let ``write`` fill a temporary file next to ``path``, and move it to ``path`` once all of it is on disk.
 
-    Whatever goes wrong, ``path`` stays as it was and nothing else stays behind. A device or a pipe (``/dev/stdout``)
-    is written directly: it cannot be replaced.
+    On any failure ``path`` is unchanged and nothing is left behind. A device or a pipe (``/dev/stdout``) is written
+    directly, since it cannot be replaced.
 
     Raises:
         InputError: ``path`` cannot be written.
@@ -30,21 +30,21 @@ def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """:func:`atomic_write` of UTF-8 text."""
+    """Write UTF-8 text with :func:`atomic_write`."""
     atomic_write(path, lambda stream: stream.write(text.encode()))
 
 
 def make_folder(path: str | Path) -> None:
-    """Make the folder ``path`` and those above it where they do not exist, and see that files can be put there.
+    """Create the folder ``path`` and its parents if they do not exist, and check that it is writable.
 
     Raises:
-        InputError: it cannot be made or written.
+        InputError: the folder cannot be created or is not writable.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"folder {str(path)!r} cannot be made: {error.strerror or error}; give one that is writable"
+            f"folder {str(path)!r} cannot be created: {error.strerror or error}; give one that is writable"
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise InputError(f"folder {str(path)!r} is not writable: give one that is")
@@ -52,11 +52,11 @@ def make_folder(path: str | Path) -> None:
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
     if path.exists() and not path.is_file():
-        with path.open("wb") as stream:  # a folder refuses here
+        with path.open("wb") as stream:  # raises for a folder
             write(stream)
         return
-    target = Path(os.path.realpath(path))  # through a symbolic link: the link stays
-    # Not tempfile: its files are private to their owner, and the result is to have the usual permissions.
+    target = Path(os.path.realpath(path))  # follows a symbolic link, which stays
+    # Not tempfile: its files are private to their owner, and the result should have the usual permissions.
     part = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         with part.open("xb") as stream:
@@ -64,6 +64,6 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, target)
-    except BaseException:  # an interrupt, too, leaves nothing behind
+    except BaseException:  # including interrupts: leave nothing behind
         part.unlink(missing_ok=True)
         raise

@@ -1,1 +1,1 @@
-"""The real executor: the same schedules on PyTorch. Imports torch, never SimPy."""
+"""The PyTorch executor: runs the same schedules for real. Imports torch, never SimPy."""

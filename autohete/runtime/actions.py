@@ -1,4 +1,4 @@
-"""What each kind of task does, and what surrounds every action: room before it, what it frees after it."""
+"""The action of each kind of task, with the allocations before it and the frees after it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
 from autohete.schedule import COPIES, GPU_MEMORY, Buffer, Copy, Free, Kind, Schedule, Task, Value
 
-#: Blocks whose gradients get room before a task, whose gradients replace parameters after it, whose gradients are added to
-#: those of the micro-batches before, whose parameters leave then.
+#: Blocks whose gradients are allocated before a task, whose gradients replace parameters after it, whose gradients are added
+#: to those of earlier micro-batches after it, and whose parameters are released after it.
 _Room = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Actions:
-    """The table from a kind of task to what does it.
+    """Maps each kind of task to its action.
 
     Args:
-        schedule: whose tasks are done.
-        states: copies, updates and norms work on them.
-        passes: what the GPU computes.
-        guard: lets the actions use the parameters.
+        schedule: the schedule whose tasks are performed.
+        states: the model states, for copies, updates and norms.
+        passes: the GPU's computations.
+        guard: gives the actions access to the parameters.
         memories: where tensors live.
     """
 
@@ -49,7 +49,7 @@ class Actions:
         self._stream = partial(torch.cuda.current_stream, memories.torch_device) if cuda else None
 
     def perform(self, task: Task, iteration: int) -> None:
-        """Do ``task`` and count its bytes, for callers that do one task after another.
+        """Perform ``task`` and count its bytes, for callers that run one task after another.
 
         Raises:
             DeviceOutOfMemoryError: a memory's budget is used up.
@@ -62,7 +62,7 @@ class Actions:
             count.end(task, iteration)
 
     def act(self, task: Task, iteration: int) -> None:
-        """Do ``task``, whose buffers are counted by the caller: make room for what it brings, act, let go of what it frees.
+        """Perform ``task``, whose buffers the caller counts: allocate its buffers, act, then release what it frees.
 
         Raises:
             DeviceOutOfMemoryError: a memory's budget is used up.
@@ -78,7 +78,7 @@ class Actions:
         count = self._memories.count
         ledger = None if count is None else count.storages_of(task, iteration)
         try:
-            # A context that does nothing takes time, too.
+            # Even an empty context manager takes time.
             if ledger is None or count is None:
                 self._work(task, makes)
             else:
@@ -94,7 +94,7 @@ class Actions:
             raise self._memories.cuda.refusal(current.task, error) from error
         finally:
             if self._stream is not None:
-                # Only now is the work done: what another stream has allocated may be freed, and the next task begin.
+                # Only now is the work done: memory allocated by another stream may be freed, and the next task may begin.
                 self._stream().synchronize()
             current.alive = []
         for i in releases:
@@ -116,7 +116,7 @@ class Actions:
 
 
 def _left_by(task: Task) -> str:
-    """The group of what a pass leaves behind."""
+    """Return the buffer group of what a pass leaves behind."""
     if task.id.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         made = {buffer.id.value for buffer in task.allocates}
         return next((v.value for v in (Value.ACTIVATIONS, Value.SELECTED_ACTIVATIONS) if v in made), "input")
@@ -124,7 +124,7 @@ def _left_by(task: Task) -> str:
 
 
 def _room(task: Task) -> _Room:
-    """What ``task`` does with room on the device, beside its action."""
+    """Return what ``task`` allocates, replaces, adds and releases on the device, besides its action."""
 
     def units(value: Value, buffers: Iterable[Buffer | Free]) -> tuple[int, ...]:
         ids = (buffer.id for buffer in buffers)

@@ -1,4 +1,4 @@
-"""Batches as people have them, checked before they train: token ids and targets, or a model's arguments by name."""
+"""Batches as users give them, checked before training: token ids and targets, or a model's arguments by name."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from torch.nn import functional
 
 from autohete.errors import InputError, unknown_name
 
-#: What a model's forward is called with: token ids (batch, sequence) as its first argument, or its arguments by name.
+#: Inputs of a model's forward: token ids (batch, sequence) as its first argument, or its arguments by name.
 Inputs = Tensor | Mapping[str, Any]
-#: Loss of logits against targets, a scalar tensor.
+#: Function of logits and targets that returns the loss, a scalar tensor.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 _FORMS = (
     "give (ids, targets), each (batch, sequence), or a dict with the arguments of the model's forward by name and targets "
     "(or labels, which are shifted)"
 )
-#: What is ignored by the loss, as in ``torch.nn.functional.cross_entropy``.
+#: Target value that the loss ignores, as in ``torch.nn.functional.cross_entropy``.
 _IGNORED = -100
-#: Arguments of Hugging Face models that ask for what a training block by block does not have, and why.
+#: Arguments of Hugging Face models that block-by-block training does not support, and why.
 _ASKING = {
-    "use_cache": "keys and values are cached for generating only",
+    "use_cache": "keys and values are only cached for generation",
     "output_router_logits": "the auxiliary loss of routers is part of the model's own loss, which is not computed",
     "output_attentions": "attention weights stay in the blocks",
     "output_hidden_states": "hidden states stay between the blocks",
-    "num_items_in_batch": "it scales the model's own loss, which is not computed: divide in a loss of your own",
+    "num_items_in_batch": "it scales the model's own loss, which is not computed: divide in your own loss",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one iteration trains on.
+    """The training data of one iteration.
 
     Args:
         inputs: token ids (batch, sequence), or the arguments of the model's forward by name.
         targets: (batch, sequence), aligned with the logits.
-        labels: what the targets were made of, if they were not given themselves.
+        labels: the labels that the targets were derived from, if targets were not given.
     """
 
     inputs: Inputs
@@ -52,15 +52,15 @@ class Batch:
 
     @classmethod
     def of(cls, given: object, model: nn.Module) -> Batch:
-        """The batch that a person gave for ``model``.
+        """Convert a user's batch for ``model``, and check it.
 
         Args:
-            given: a pair of token ids and targets; or a mapping of the forward's arguments, with ``targets`` or, as Hugging
-                Face has them, ``labels``: those of a causal language model are the token ids themselves and are shifted here.
-            model: its forward takes them.
+            given: a pair of token ids and targets; or a mapping of the forward's arguments, with ``targets`` or Hugging Face's
+                ``labels``. Labels of a causal language model equal the token ids and are shifted here.
+            model: the model whose forward takes the inputs.
 
         Raises:
-            InputError: it is no batch for this model; says what is wrong.
+            InputError: the batch does not fit the model; says what is wrong.
         """
         if isinstance(given, Batch):
             return given
@@ -79,14 +79,14 @@ class Batch:
 
     @property
     def named(self) -> Mapping[str, Any]:
-        """The inputs by name; ``ids`` where they have none."""
+        """The inputs by name; unnamed inputs are called ``ids``."""
         return self.inputs if isinstance(self.inputs, Mapping) else {"ids": self.inputs}
 
     def split(self, micro_batches: int) -> list[Batch]:
-        """So many batches of equally many sequences.
+        """Split into ``micro_batches`` batches with equal numbers of sequences.
 
         Raises:
-            InputError: the number of sequences is no multiple of ``micro_batches``.
+            InputError: the number of sequences is not a multiple of ``micro_batches``.
         """
         sequences = len(leading(self.inputs))
         size, rest = divmod(sequences, micro_batches)
@@ -99,7 +99,7 @@ class Batch:
         return [Batch(_sequences(self.inputs, part), self.targets[part]) for part in parts]
 
     def with_labels(self, model: nn.Module) -> Inputs:
-        """The inputs and, if there are any and the model takes them, the labels, so that it computes a loss of its own."""
+        """Return the inputs, with the labels if there are any and the model accepts them, so that it computes its own loss."""
         names = argument_names(model, labels=True)
         if self.labels is None or isinstance(self.inputs, Tensor) or (names is not None and "labels" not in names):
             return self.inputs
@@ -111,25 +111,25 @@ class Batch:
                 if not value.numel():
                     raise InputError(f"{name} {_said(value)} is empty: a batch has at least one sequence of one token")
             elif name in ("ids", "targets") or not isinstance(value, (bool, int, float, str, type(None))):
-                hint = "; of a tokenizer, ask for return_tensors='pt'" if isinstance(value, list) else ""
-                raise InputError(f"{name} is {_said(value)}: a tensor is needed, such as torch.as_tensor({name}){hint}")
+                hint = "; with a tokenizer, use return_tensors='pt'" if isinstance(value, list) else ""
+                raise InputError(f"{name} is {_said(value)}: give a tensor, such as torch.as_tensor({name}){hint}")
         ids = leading(self.inputs)
         if ids.dim() < 2:
-            raise InputError(f"the ids are {_said(ids)}: they are (batch, sequence), such as ids.unsqueeze(0) for one sequence")
+            raise InputError(f"the ids are {_said(ids)}: give (batch, sequence), such as ids.unsqueeze(0) for one sequence")
         if self.targets.shape != ids.shape[:2]:
             raise InputError(
-                f"the targets are {_said(self.targets)}, the inputs {_said(ids)}: one target is needed for each place, "
-                f"{tuple(ids.shape[:2])}; {_IGNORED} where there is none"
+                f"the targets are {_said(self.targets)}, the inputs {_said(ids)}: give one target per position, "
+                f"{tuple(ids.shape[:2])}, and {_IGNORED} where there is none"
             )
         if isinstance(self.inputs, Mapping):
             _check_arguments(self.inputs, model)
 
 
 def leading(inputs: Inputs) -> Tensor:
-    """Of ``inputs``, the tensor that begins with (batch, sequence): the token ids, or what stands for them.
+    """Return the tensor of ``inputs`` whose shape begins with (batch, sequence): the token ids, or their equivalent.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such tensor.
     """
     if isinstance(inputs, Tensor):
         return inputs
@@ -142,7 +142,7 @@ def leading(inputs: Inputs) -> Tensor:
 
 
 def first_sequence(inputs: Inputs) -> Inputs:
-    """Of ``inputs``, what belongs to the first sequence."""
+    """Return the part of ``inputs`` that belongs to the first sequence."""
     return _sequences(inputs, slice(1))
 
 
@@ -158,7 +158,7 @@ def _sequences(inputs: Inputs, part: slice) -> Inputs:
 
 
 def padded(inputs: Inputs) -> Inputs:
-    """``inputs`` with padding, if they have a mask: without any, models leave out what they would need for it."""
+    """Return ``inputs`` with padding if they have a mask: without padding, models skip what they allocate for it."""
     if isinstance(inputs, Tensor):
         return inputs
     mask = inputs.get("attention_mask")
@@ -170,7 +170,7 @@ def padded(inputs: Inputs) -> Inputs:
 
 
 def on_device(inputs: Inputs, device: torch.device, *, copy: bool = False) -> Inputs:
-    """``inputs`` on ``device``; with ``copy``, whatever the caller does with its own."""
+    """Move ``inputs`` to ``device``; with ``copy``, independent of what the caller does with its own."""
     if isinstance(inputs, Tensor):
         return inputs.to(device, non_blocking=copy, copy=copy)
     return {
@@ -180,12 +180,12 @@ def on_device(inputs: Inputs, device: torch.device, *, copy: bool = False) -> In
 
 
 class Form:
-    """What the batches of a training look like: as the first one.
+    """The form that all batches of a training run share with the first one.
 
     Args:
         first: the first batch.
-        rows: by the name of an input, how many rows the table has that it is looked up in.
-        classes: how many there are for the targets; None: whatever the loss takes.
+        rows: number of rows of the table that an input is looked up in, by the input's name.
+        classes: number of classes of the targets; None: any that the loss accepts.
     """
 
     def __init__(self, first: Batch, rows: Mapping[str, int], classes: int | None) -> None:
@@ -194,10 +194,10 @@ class Form:
         self.check(first)
 
     def check(self, batch: Batch) -> None:
-        """Refuse what would fail while it trains, or need other memory than the first batch.
+        """Reject a batch that would fail during training, or need different memory than the first batch.
 
         Raises:
-            InputError: another name, shape or type than in the first batch, or ids that are not in the vocabulary.
+            InputError: names, shapes or types differ from the first batch, or ids are outside the vocabulary.
         """
         found = {**batch.named, "targets": batch.targets}
         if found.keys() != self._first.keys():
@@ -218,37 +218,37 @@ class Form:
 
 
 def check_classes(targets: Tensor, classes: int) -> None:
-    """Refuse targets that are no classes.
+    """Check that targets are valid classes.
 
     Raises:
-        InputError: they are not whole numbers, or not from 0 to ``classes - 1``; places to be ignored do not count.
+        InputError: targets are not whole numbers from 0 to ``classes - 1``; ignored positions do not count.
     """
     if targets.is_floating_point() or targets.dtype is torch.bool:
-        raise InputError(f"the targets are {_said(targets)}: whole numbers are needed, the right token of each place")
+        raise InputError(f"the targets are {_said(targets)}: give whole numbers, the correct token of each position")
     check_range("targets", targets[targets != _IGNORED], classes)
 
 
 def check_range(name: str, ids: Tensor, rows: int) -> None:
-    """Refuse ids that are not from 0 to ``rows - 1``; what cannot be an id at all is not checked.
+    """Check that ids are from 0 to ``rows - 1``; floating-point and empty tensors are not checked.
 
     Raises:
-        InputError: names them and says what they are.
+        InputError: states the name and the range of the ids.
     """
     if not ids.numel() or ids.is_floating_point():
         return
     lowest, highest = (int(value) for value in torch.aminmax(ids))
     if lowest < 0 or highest >= rows:
         raise InputError(
-            f"{name} has values from {lowest} to {highest}, the model knows 0 to {rows - 1}: use the tokenizer that belongs to "
-            f"the model, or a model with {highest + 1} of them"
+            f"{name} has values from {lowest} to {highest}, the model accepts 0 to {rows - 1}: use the model's tokenizer, "
+            f"or a model that accepts {highest + 1} values"
         )
 
 
 def _split(given: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], Any, Tensor | None]:
-    """The model's arguments, the targets, and the labels that they were made of.
+    """Return the model's arguments, the targets, and the labels that the targets were derived from.
 
     Raises:
-        InputError: there are none, or two kinds of them.
+        InputError: there are neither targets nor labels, or both.
     """
     inputs = dict(given)
     known = [name for name in ("targets", "labels") if inputs.get(name) is not None]
@@ -264,10 +264,10 @@ def _split(given: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], 
 
 
 def _from_labels(labels: Tensor, model: nn.Module) -> Tensor:
-    """Targets from labels as the model's own loss understands them.
+    """Derive targets from labels in the way of the model's own loss.
 
     Raises:
-        InputError: it is no loss of tokens.
+        InputError: the model's loss is not a token loss.
     """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise InputError(
@@ -288,7 +288,7 @@ def _from_labels(labels: Tensor, model: nn.Module) -> Tensor:
 def _check_arguments(inputs: Mapping[str, Any], model: nn.Module) -> None:
     for name, why in _ASKING.items():
         if inputs.get(name) not in (None, False):
-            raise InputError(f"{name}={inputs[name]} asks for what a training has not: {why}; leave it out")
+            raise InputError(f"{name}={inputs[name]} is not supported in training: {why}; leave it out")
     names = argument_names(model)
     for name in inputs:
         if not isinstance(name, str):
@@ -298,7 +298,7 @@ def _check_arguments(inputs: Mapping[str, Any], model: nn.Module) -> None:
 
 
 def argument_names(model: nn.Module, *, labels: bool = False) -> set[str] | None:
-    """The names that the model's forward takes, but for those of targets unless ``labels``; None if it takes any."""
+    """Return the argument names of the model's forward, with those of targets only if ``labels``; None if it takes any."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -312,10 +312,10 @@ def argument_names(model: nn.Module, *, labels: bool = False) -> set[str] | None
 
 @lru_cache(maxsize=64)
 def _keys(forward: Callable[..., Any], anything: str) -> frozenset[str] | None:
-    """The names that the annotation of ``**anything`` allows; None if it allows all."""
+    """Return the names that the annotation of ``**anything`` allows; None if it allows all."""
     try:
         hint = typing.get_type_hints(forward).get(anything)
-    except (NameError, TypeError):  # an annotation that exists for type checkers only
+    except (NameError, TypeError):  # an annotation that only exists for type checkers
         return None
     kind = (typing.get_args(hint) or (hint,))[0]
     return frozenset(kind.__annotations__) if typing.is_typeddict(kind) else None

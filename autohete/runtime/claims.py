@@ -1,4 +1,4 @@
-"""Which models are in use: a trainer changes their parameters and forwards, and two must not do that at the same time."""
+"""Exclusive use of models: a trainer changes their parameters and forwards, so only one may use a model at a time."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from autohete.errors import InputError
 
 
 class Claim:
-    """That ``model`` is taken, until :meth:`release`.
+    """Exclusive use of ``model`` until :meth:`release`.
 
     Args:
-        model: it, its parts, and all that it shares with other models.
-        use: what is done with it, for the message to others: ``trained``, ``measured``.
+        model: the model, including its parts and all tensors that it shares with other models.
+        use: ``trained`` or ``measured``, for the error message to others.
 
     Raises:
-        InputError: it, or a part of it, is taken already.
+        InputError: the model, or a part of it, is already in use.
     """
 
     def __init__(self, model: nn.Module, use: str) -> None:
         self._use = use
-        # The model is kept: ids belong to what lives.
+        # Keep the model alive: ids are only unique among live objects.
         self._model: nn.Module | None = model
         # Modules without parameters, such as an activation, may be shared.
         self._parts = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        _claims.append(
-            self
-        )  # first, so that of two threads one at least sees the other; no lock, which a fork might find taken
+        # First, so that of two threads at least one sees the other. No lock, since a fork might inherit it locked.
+        _claims.append(self)
         for other in list(_claims):
             if other is self:
                 return
@@ -34,16 +33,16 @@ class Claim:
             if shared:
                 self.release()
                 raise InputError(
-                    f"{type(model).__name__} is being {other._use} already, or shares {shared[0]} with a model that is: close "
-                    "that trainer first (or wait for it); a parameter has one at a time"
+                    f"{type(model).__name__} is already being {other._use}, or shares {shared[0]} with a model that is: close "
+                    "that trainer first, or wait for it"
                 )
 
     def release(self) -> None:
-        """Let others have the model. Again: nothing."""
+        """Release the model. Later calls do nothing."""
         if self._model is not None:
             self._model = None
             _claims.remove(self)
 
 
-#: In the order in which they were made.
+#: Open claims, in the order of creation.
 _claims: list[Claim] = []

@@ -1,4 +1,4 @@
-"""The model without training: logits and losses, within what the states of training leave free."""
+"""Evaluation of a model between training steps, in the memory that the training states leave free."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autohete.runtime.passes import Passes
 
 
 class Evaluation:
-    """Evaluates the model of a training. Use it when every update has ended.
+    """Evaluates a model that is being trained. All updates must have ended.
 
     Args:
         passes: bring the blocks to the device, one at a time.
-        guard: lets the evaluation use the parameters.
-        memories: where tensors live; what an evaluation allocates is counted storage by storage.
+        guard: gives the evaluation access to the parameters.
+        memories: the memories that tensors live in; an evaluation's allocations are counted storage by storage.
     """
 
     def __init__(self, passes: Passes, guard: Guard, memories: Memories) -> None:
@@ -30,9 +30,9 @@ class Evaluation:
 
     @contextmanager
     def logits(self) -> Iterator[Callable[[Inputs], Tensor]]:
-        """A function from token ids (or the model's arguments) to logits, dropout off.
+        """Yield a function from token ids (or the model's arguments) to logits, with dropout off.
 
-        Modes of all modules, buffers and random states are as before afterwards.
+        Module modes, buffers and random states are restored on exit.
         """
         partition, count = self._passes.partition, self._memories.count
         with self._guard.inside():
@@ -54,10 +54,10 @@ class Evaluation:
             return self._passes.evaluate(inputs)
 
     def loss(self, batch: Batch) -> float:
-        """Loss of one batch.
+        """Return the loss of one batch.
 
         Raises:
-            DeviceOutOfMemoryError: it takes more than is left on the device; nothing has changed.
+            DeviceOutOfMemoryError: the batch needs more than the free device memory; nothing has changed.
         """
         try:
             with self.logits() as logits, torch.no_grad():
@@ -67,8 +67,8 @@ class Evaluation:
             error = cuda.refusal("evaluation", caught) if isinstance(caught, torch.OutOfMemoryError) else caught
             size = " x ".join(map(str, batch.targets.shape))
             raise DeviceOutOfMemoryError(
-                f"a batch of {size} tokens is too large to evaluate beside the states of training: "
-                f"{str(error).rpartition('. Give')[0]}. Evaluate smaller batches; training can go on",
+                f"a batch of {size} tokens is too large to evaluate next to the training states: "
+                f"{str(error).rpartition('. Give')[0]}. Evaluate smaller batches; training can continue",
                 error.task,
                 error.size_bytes,
                 error.capacity_bytes,

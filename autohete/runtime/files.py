@@ -1,4 +1,4 @@
-"""Tensors in files: what rests on a drive while it is not used."""
+"""Tensors in files, which rest on a drive while they are not used."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autohete.errors import InputError
 
 
 class Files:
-    """Files of one training, in a folder of their own below ``TMPDIR``, which is made when it is needed.
+    """The files of one training run, in their own folder below ``TMPDIR``, created on first use.
 
-    The tensors are the files, mapped into memory: a copy from one reads it, a copy to one writes it, and the system's cache
-    lies between them and the drive.
+    The tensors are memory-mapped files: a copy from one reads the file, a copy to one writes it, through the system's page
+    cache.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Files:
         self._count = 0
 
     def holding(self, tensor: Tensor) -> Tensor:
-        """A tensor in a file, with the values of ``tensor``, which is contiguous and on the CPU.
+        """Return a tensor in a file with the values of ``tensor``, which must be contiguous and on the CPU.
 
         Raises:
             InputError: there is no room for the file.
@@ -38,16 +38,16 @@ class Files:
         self._count += 1
         try:
             with open(path, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # else a full drive would end the process at some write
+                os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # otherwise a later write to a full drive kills the process
         except OSError as error:
             raise InputError(
-                f"{tensor.nbytes} bytes of optimizer states cannot rest in {self._folder}: {error.strerror}. Let TMPDIR name a "
+                f"{tensor.nbytes} bytes of optimizer states cannot rest in {self._folder}: {error.strerror}. Set TMPDIR to a "
                 "folder with more room, or train with a policy that does not use NVMe"
             ) from error
         held = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         return held.view(tensor.shape).copy_(tensor)
 
     def close(self) -> None:
-        """Remove the files. Tensors in them live on while they are referenced."""
+        """Remove the files. Their tensors stay valid while they are referenced."""
         self._undo.close()
         self._folder = None

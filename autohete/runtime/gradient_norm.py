@@ -1,7 +1,7 @@
-"""Clipping by global norm, with the bits of ``torch.nn.utils.clip_grad_norm_`` over fp32 gradients of the same parameters.
+"""Clipping by global norm, bit-identical to ``torch.nn.utils.clip_grad_norm_`` over fp32 gradients of the same parameters.
 
-The norm is that of the norms of single parameters, in the order of the model's parameters; those without a gradient are left
-out. 16-bit gradients are clipped as the optimizer takes them: widened to fp32, as gradients of the master weights.
+The global norm is the norm of the parameters' norms, in the order of the model's parameters; parameters without a gradient are
+left out. 16-bit gradients are clipped as the optimizer reads them: cast to fp32, as gradients of the master weights.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from autohete.workload import check_clip_norm
 
 
 class Clipping:
-    """Norms of gradients, and by how much each iteration scales them.
+    """Norms of gradients, and the factor by which each iteration scales them.
 
     Args:
-        clip_norm: the largest global norm; None: gradients are not clipped.
-        schedule: has tasks for that, or none.
-        order: block and place of each trained parameter, in the order of the model.
+        clip_norm: the maximum global norm; None: no clipping.
+        schedule: a schedule with or without tasks that clip.
+        order: block and place of each trained parameter, in the model's order.
 
     Raises:
-        InputError: the schedule clips and there is no norm, or the other way around; or the norm is not positive and finite.
+        InputError: the schedule clips and there is no norm, or vice versa; or the norm is not positive and finite.
     """
 
     def __init__(self, clip_norm: float | None, schedule: Schedule, order: Iterable[tuple[int, int]]) -> None:
@@ -35,23 +35,23 @@ class Clipping:
             does, cure = ("clips", "give clip_norm") if scheduled else ("does not clip", "leave clip_norm out")
             raise InputError(
                 f"clip_norm is {clip_norm}, but the schedule {does} gradients: {cure}, or make the schedule for a workload "
-                "that has the same clip_norm"
+                "with the same clip_norm"
             )
         self.clip_norm, self._order = clip_norm, list(order)
-        #: By iteration and block: the norms of those of its parameters that have a gradient, by their places.
+        #: By iteration and block: the norms of the parameters that have a gradient, by their places.
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._coefficients: dict[int, Tensor] = {}
 
     def measure(self, iteration: int, block: int, gradients: Sequence[Tensor | None]) -> None:
-        """Take the norm of each of the block's gradients, which are complete."""
+        """Compute the norm of each of the block's gradients, which must be complete."""
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         there = [gradient for gradient in gradients if gradient is not None]
-        # A few bytes, copied right away: no task waits for them alone.
+        # A few bytes, copied right away: no task waits only for them.
         norms: Iterable[Tensor] = torch.stack(torch._foreach_norm(there, 2.0, dtype=torch.float32)).to("cpu") if there else []
         self._norms[iteration, block] = dict(zip(places, norms, strict=True))
 
     def combine(self, iteration: int) -> None:
-        """Find by how much the gradients of ``iteration`` are scaled.
+        """Compute the scale of the gradients of ``iteration``.
 
         Raises:
             ScheduleError: a norm is missing.
@@ -64,14 +64,14 @@ class Clipping:
         of_block = {block: self._norms.pop((iteration, block)) for block in blocks}
         norms = [of_block[block][place] for block, place in self._order if place in of_block[block]]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        self._coefficients.pop(iteration - 2, None)  # a delayed update takes that of the iteration before
+        self._coefficients.pop(iteration - 2, None)  # a delayed update uses that of the iteration before
         self._coefficients[iteration] = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
 
     def coefficient(self, iteration: int) -> Tensor | None:
-        """By how much the gradients of ``iteration`` are scaled, on the host; None: not at all.
+        """Return the scale of the gradients of ``iteration``, a tensor on the host; None: no clipping.
 
         Raises:
-            ScheduleError: it is not known yet.
+            ScheduleError: the scale is not known yet.
         """
         if self.clip_norm is None:
             return None

@@ -1,15 +1,15 @@
-"""A model that is being trained, as the caller sees it between the steps.
+"""Guards the parameters of a model that is being trained, and gives the caller access to them between steps.
 
-While a training runs, a parameter's memory is a buffer that lanes fill, update and release in the background. The caller
-shares the parameter: it saves, copies, averages or changes the weights, and calls the model. So for that time each parameter
-is of a class of its own, and PyTorch hands every use of it from Python to ``__torch_function__``. A use waits until all
-updates have ended, finds the current values in host memory of their own, and goes on as with any parameter. Before the next
-step what the caller has changed is written to the model states. What the caller keeps of the values stays as it was. Frozen
-parameters and buffers have such classes, too: they stay where they are, but backward may still need their values.
+During training, a parameter's memory is a buffer that lanes fill, update and release in the background. The caller shares the
+parameter: it saves, copies, averages or changes the weights, and calls the model. For that time, each parameter therefore has
+a special class, and PyTorch passes every use of it from Python to ``__torch_function__``. A use waits until all updates have
+ended, gets the current values in separate host memory, and continues as with any parameter. Before the next step, the
+caller's changes are written to the model states. Values that the caller keeps do not change. Frozen parameters and buffers
+have such classes, too: they stay where they are, but backward may still need their values.
 
-What the training itself does with its parameters, in the lanes and in an evaluation, is :meth:`Guard.inside`, where PyTorch
-does not ask. PyTorch does not ask either in ``torch.tensor``, ``torch.as_tensor``, ``torch.asarray``, ``torch.Tensor`` and
-``as_subclass``: give these ``parameter.detach()``.
+Uses by the training itself, in the lanes and in an evaluation, run under :meth:`Guard.inside`, where PyTorch does not call
+``__torch_function__``. It does not call it either in ``torch.tensor``, ``torch.as_tensor``, ``torch.asarray``,
+``torch.Tensor`` and ``as_subclass``: give these ``parameter.detach()``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _setter(name: str) -> Callable[..., Any]:
 
 _DEVICE, _DATA, _GRADIENT = map(_getter, ("device", "data", "grad"))
 _SET_DATA, _SET_GRADIENT, _SET_REQUIRES_GRAD = map(_setter, ("data", "grad", "requires_grad"))
-#: What is answered without the values, and without waiting.
+#: Functions that need neither the values nor a wait.
 _METADATA = frozenset(
     [
         *map(_getter, ("shape", "dtype", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn")),
@@ -55,40 +55,40 @@ _METADATA = frozenset(
         *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
     ]
 )
-#: Where they are not refused, there is no gradient, and a flag is set to what it is.
+#: Functions with nothing to do unless they are refused: there is no gradient, and a flag keeps its value.
 _NOTHING_TO_DO = frozenset([_GRADIENT, _SET_GRADIENT, _SET_REQUIRES_GRAD, Tensor.requires_grad_])
-#: They ask for a gradient in order to clear it, or to move it with its parameter: there is none.
+#: Callers that only read a gradient to clear it, or to move it with its parameter: there is none.
 _HARMLESS = frozenset(
     inspect.unwrap(function).__code__ for function in (nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, nn.Module._apply)
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _UPDATES_HERE = (
-    "the Trainer keeps the gradients and applies the updates itself: give it Adam(...) and call step; between the steps there "
-    "is nothing to clip, to accumulate or to apply"
+    "the Trainer owns the gradients and applies the updates: give it Adam(...) and call step; between steps there "
+    "is nothing to clip, accumulate or apply"
 )
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model some of whose trained parameters cannot be guarded.
+    """Check that all trained parameters of a model can be guarded.
 
     Raises:
-        InputError: one is of a type of its own, or has hooks on its gradient.
+        InputError: a parameter has a special type, or hooks on its gradient.
     """
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if type(parameter) is not nn.Parameter:
             raise InputError(
-                f"{name} is a {type(parameter).__name__}: only plain nn.Parameters can be trained; make it one, or freeze it "
-                "by requires_grad_(False)"
+                f"{name} is a {type(parameter).__name__}: only plain nn.Parameters can be trained; convert it, or freeze it "
+                "with requires_grad_(False)"
             )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise InputError(f"{name} has hooks on its gradient: remove them; {_UPDATES_HERE}")
 
 
 class Guarded:
-    """A tensor of a model that is being trained. Each training has subclasses of its own, which know its guard."""
+    """A tensor of a model that is being trained. Each guard creates its own subclasses, which refer to it."""
 
     __slots__ = ()
     guard: ClassVar[Guard]
@@ -105,19 +105,19 @@ class Guarded:
 
 
 class GuardedParameter(Guarded, nn.Parameter):
-    """A parameter. Copies of it are ordinary ones."""
+    """A guarded parameter. Copies of it are ordinary parameters."""
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
         return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
 
 
 class GuardedBuffer(Guarded, Tensor):
-    """A buffer."""
+    """A guarded buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A parameter or buffer, and its place among the states: block, and number in the block; None if it is not trained."""
+    """A parameter or buffer, and its place in the states: block, and number in the block; None if it is not trained."""
 
     tensor: Tensor
     name: str
@@ -128,7 +128,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Snapshot:
-    """Values that the caller has kept: whether they still live, and a counter of writes to them."""
+    """Values that the caller may have kept: whether they are still alive, and a counter of writes to them."""
 
     name: str
     storage: StorageWeakRef
@@ -141,7 +141,7 @@ class _Snapshot:
 
 
 class _Inside(threading.local):
-    """Whether the calling thread works for the training, and then whether it computes the loss."""
+    """Whether the calling thread works for the training, and whether it computes the loss."""
 
     def __init__(self) -> None:
         self.training = self.loss = False
@@ -152,10 +152,10 @@ class Guard:
 
     Args:
         model: all of its parameters and buffers are guarded.
-        states: has taken the trained ones over.
+        states: the model states, which have taken over the trained parameters.
 
     Attributes:
-        wait: returns when every update has ended; set by the owner of the lanes.
+        wait: function that returns once all updates have ended; set by the owner of the lanes.
     """
 
     def __init__(self, model: nn.Module, states: States) -> None:
@@ -176,9 +176,9 @@ class Guard:
             for name, tensor in named
             if type(tensor) in (nn.Parameter, Tensor)
         }
-        #: The caller has its values: by the parameter's id.
+        #: Values given to the caller, by the parameter's id.
         self._exposed: dict[int, Tensor] = {}
-        #: Writes in place that PyTorch has counted, of those that the caller has not.
+        #: PyTorch's counts of in-place writes to trained parameters.
         self._writes = {key: one.tensor._version for key, one in self._guarded.items() if one.place is not None}
         self._snapshots: list[_Snapshot] = []
         parameter = type("Parameter", (GuardedParameter,), {"guard": self})
@@ -187,7 +187,7 @@ class Guard:
             one.tensor.__class__ = parameter if isinstance(one.tensor, nn.Parameter) else buffer
 
     def release(self) -> None:
-        """Let what the caller has changed take effect, and make the parameters ordinary ones again.
+        """Apply the caller's changes, and make the parameters ordinary ones again.
 
         Raises:
             InputError: see :meth:`resumed`.
@@ -204,11 +204,11 @@ class Guard:
                     elif isinstance(one.tensor, GuardedBuffer):
                         one.tensor.__class__ = Tensor  # type: ignore[assignment]
                 self._guarded = {}
-                self.wait = _nothing  # what it refers to may refer to the training
+                self.wait = _nothing  # breaks a possible reference cycle with the training
 
     @contextmanager
     def inside(self, *, loss: bool = False) -> Iterator[None]:
-        """What the calling thread does with the parameters it does for the training. A loss must not use them."""
+        """Mark the calling thread's uses of parameters as the training's own. A loss must not use parameters."""
         inside = self._inside
         before = inside.training, inside.loss
         inside.training, inside.loss = True, loss
@@ -223,13 +223,13 @@ class Guard:
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Let what the caller has changed take effect; inside, only the training uses the parameters.
+        """Apply the caller's changes; inside, only the training uses the parameters.
 
         Raises:
-            InputError: the caller has changed what cannot be changed, or writes to values that it has kept. Nothing has
-                taken effect.
+            InputError: the caller has made a change that is not supported, or has written to values that it kept. No change
+                has been applied.
         """
-        self._check_process()  # before the lock, which another thread may have held when the process was copied
+        self._check_process()  # before the lock, which another thread may have held during the fork
         with self._lock:
             self._structure.check()
             self._check_writes()
@@ -238,10 +238,10 @@ class Guard:
             yield
 
     def use(self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Do what the caller, or the training, wants to do with some of its parameters.
+        """Run a use of parameters by the caller, or by the training.
 
         Raises:
-            InputError: it must not.
+            InputError: the use is not allowed.
         """
         inside = self._inside
         if inside.training:
@@ -251,7 +251,7 @@ class Guard:
         if func in _METADATA:
             return _call(func, types, args, kwargs)
         self._check_process()
-        if func == _DEVICE:  # where the caller finds the values
+        if func == _DEVICE:  # the caller gets the values on the CPU
             return torch.device("cpu") if self._is_trained(args[0]) else _call(func, types, args, kwargs)
         with ExitStack() as held:
             for guard in sorted({t.guard for t in types if issubclass(t, Guarded)}, key=id):
@@ -264,8 +264,8 @@ class Guard:
             for tensor in found:
                 tensor.guard._expose(tensor)
             if func in (_DATA, Tensor.detach) and id(args[0]) in self._exposed:
-                return self._exposed[id(args[0])].detach()  # with a write counter of its own, so that steps differ
-            if func in (Tensor.__deepcopy__, Tensor.__reduce_ex__):  # an ordinary buffer is what a copy has
+                return self._exposed[id(args[0])].detach()  # with its own write counter, so that steps can be told apart
+            if func in (Tensor.__deepcopy__, Tensor.__reduce_ex__):  # a copy has ordinary tensors
                 with torch._C.DisableTorchFunctionSubclass():
                     copied = func(args[0].detach(), *args[1:])
                 if func == Tensor.__deepcopy__:
@@ -281,7 +281,7 @@ class Guard:
             if isinstance(tensor, Guarded) and self._is_trained(tensor):
                 raise InputError(
                     f"the loss uses the parameter {self._guarded[id(tensor)].name}, which gets no gradient from it: compute a "
-                    "penalty on weights by Adam(weight_decay=...), and what else needs parameters in the model's forward"
+                    "weight penalty with Adam(weight_decay=...), and anything else that needs parameters in the model's forward"
                 )
 
     def _is_trained(self, tensor: object) -> bool:
@@ -291,7 +291,7 @@ class Guard:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise InputError(
-                "this is a forked copy of the process that trains, without its lanes: save what another process needs to a "
+                "this process is a fork of the one that trains, without its lanes: save what another process needs to a "
                 "file, or start that process before the Trainer"
             )
 
@@ -302,7 +302,7 @@ class Guard:
         trained = found.place is not None
         if func == _GRADIENT:
             if trained and sys._getframe(3).f_code not in _HARMLESS:
-                raise InputError(f"{found.name}.grad is not there while a Trainer trains it: {_UPDATES_HERE}")
+                raise InputError(f"{found.name}.grad is not available while a Trainer trains it: {_UPDATES_HERE}")
         elif func == _SET_GRADIENT:
             if args[1] is not None:
                 raise InputError(f"{found.name}.grad cannot be set while a Trainer trains it: {_UPDATES_HERE}")
@@ -314,14 +314,14 @@ class Guard:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if bool(wanted) != trained:
                 raise InputError(
-                    f"{found.name}.requires_grad cannot become {bool(wanted)} while a Trainer trains the model: what is "
-                    "trained is planned for; leave the Trainer, change it, and make a new one"
+                    f"{found.name}.requires_grad cannot become {bool(wanted)} while a Trainer trains the model: the plan "
+                    "depends on what is trained; leave the Trainer, change it, and create a new one"
                 )
         elif func == _SET_DATA and trained and tensor is args[0]:
             _check_like(found, args[1])
 
     def _expose(self, tensor: object) -> None:
-        """Wait for what still reads it, and give the caller the current values of a parameter in host memory of their own."""
+        """Wait for tasks that still read the tensor; give the caller a parameter's current values in separate host memory."""
         found = self._guarded.get(id(tensor))
         if found is None or id(tensor) in self._exposed:
             return
@@ -334,19 +334,19 @@ class Guard:
         self._exposed[id(tensor)] = values
 
     def _expose_again(self, parameter: Tensor) -> None:
-        """The caller has given ``parameter`` other memory."""
+        """Record that the caller has given ``parameter`` other memory."""
         if id(parameter) in self._exposed:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._exposed[id(parameter)] = parameter.data
 
     def _check_writes(self) -> None:
-        """Refuse writes that would be lost; each is reported once."""
+        """Reject writes that would be lost; each is reported once."""
         for snapshot in self._snapshots:
             if snapshot.counter._version != snapshot.writes:
                 snapshot.writes = snapshot.counter._version
                 raise InputError(
-                    f"values of {snapshot.name} from before the last step have been written to: they are a copy, which the "
-                    "model does not see; write to the parameter itself, or to a clone if the model is not meant"
+                    f"values of {snapshot.name} from before the last step have been written to: they are a copy that the "
+                    "model does not see; write to the parameter itself, or to a clone if the model should not change"
                 )
         with torch._C.DisableTorchFunctionSubclass():
             for key, writes in self._writes.items():
@@ -354,12 +354,12 @@ class Guard:
                 if key not in self._exposed and one.tensor._version != writes:
                     self._writes[key] = one.tensor._version
                     raise InputError(
-                        f"{one.name} has been written to past the Trainer, in the model's forward, by set_ or through a view "
-                        "from before the last step: write to the parameter itself between the steps"
+                        f"{one.name} has been written to behind the Trainer, in the model's forward, by set_ or through a view "
+                        "from before the last step: write to the parameter itself between steps"
                     )
 
     def _write_back(self) -> None:
-        """Take what the caller was given, and may have changed, into the states."""
+        """Write the values given to the caller, which may have changed, to the states."""
         if not self._exposed:
             return
         exposed = [(self._guarded[key], values) for key, values in self._exposed.items()]
@@ -371,7 +371,7 @@ class Guard:
                 assert one.place is not None
                 self._states.assign(*one.place, changed)
             del now
-            # A graph that the caller still has was computed from other values than these: PyTorch refuses its backward.
+            # Graphs that the caller still has were computed from older values: this makes PyTorch reject their backward.
             increment_version([one.tensor for one, _ in exposed])
             self._writes |= {id(one.tensor): one.tensor._version for one, _ in exposed}
             for block in {one.place[0] for one, _ in exposed if one.place is not None}:
@@ -388,11 +388,11 @@ class Guard:
 
 
 class _Structure:
-    """What a model consists of, and the hooks on it."""
+    """The modules, parameters and hooks of a model, to detect changes."""
 
     def __init__(self, model: nn.Module) -> None:
         tensors = [*model.parameters(), *model.buffers()]
-        #: Whether tensors of other types are among its parameters and buffers, which see to it themselves what is done to them.
+        #: Whether some parameters or buffers have other tensor types, which need their own ``__torch_function__``.
         self.has_other_types = any(type(tensor) not in (nn.Parameter, Tensor, nn.Buffer) for tensor in tensors)
         self._frozen = [
             (name, p) for name, p in model.named_parameters() if not p.requires_grad and type(p) is not nn.Parameter
@@ -405,34 +405,32 @@ class _Structure:
             (f"{name or 'the model'}", getattr(module, hooks)) for name, module in modules for hooks in _HOOKS
         ]
         self._hooks += [("all modules", getattr(nn.modules.module, hooks)) for hooks in _GLOBAL_HOOKS]
-        # The objects are kept, so that no other gets the id of one that has gone.
+        # Keep the objects alive, so that their ids are not reused.
         self._kept = [tuple(part.values()) for _, part in (*self._parts, *self._hooks)]
         self._ids = [tuple(map(id, part.values())) for _, part in self._parts]
         self._hook_ids = [frozenset(map(id, hooks.values())) for _, hooks in self._hooks]
 
     def check(self) -> None:
-        """Refuse what has been changed since.
+        """Check that nothing has changed since.
 
         Raises:
-            InputError: says what, and where.
+            InputError: names the change and its place.
         """
         for (where, part), ids in zip(self._parts, self._ids, strict=True):
             if tuple(map(id, part.values())) != ids:
                 raise InputError(
-                    f"parameters or modules of {where} have been added, removed or replaced since the Trainer took the model "
-                    "over: change values in place (load_state_dict without assign=True), or make a new Trainer"
+                    f"parameters or modules of {where} have been added, removed or replaced since the Trainer took over the "
+                    "model: change values in place (load_state_dict without assign=True), or create a new Trainer"
                 )
         for (where, hooks), known in zip(self._hooks, self._hook_ids, strict=True):
             if hooks and not known.issuperset(map(id, hooks.values())):
                 raise InputError(
-                    f"a hook has been registered on {where} since the Trainer took the model over, and was not planned for: "
+                    f"a hook has been registered on {where} since the Trainer took over the model, and is not in the plan: "
                     "remove it, or register it before the first step"
                 )
         for name, parameter in self._frozen:
             if parameter.requires_grad:
-                raise InputError(
-                    f"{name} needs gradients since the Trainer took the model over: make a new Trainer to train it"
-                )
+                raise InputError(f"{name} was unfrozen after the Trainer took over the model: create a new Trainer to train it")
 
 
 def _nothing() -> None:
@@ -440,22 +438,22 @@ def _nothing() -> None:
 
 
 def _check_like(one: _Entry, given: object) -> None:
-    """Refuse ``given`` as the values of a parameter unless it is like them."""
+    """Check that ``given`` can replace the values of a parameter."""
     if not isinstance(given, Tensor):
-        raise InputError(f"{one.name}.data is to become {type(given).__name__}: give a tensor")
+        raise InputError(f"{one.name}.data cannot become {type(given).__name__}: give a tensor")
     with torch._C.DisableTorchFunctionSubclass():
         there = "cpu" if isinstance(given, GuardedParameter) else given.device.type
         if (given.shape, given.dtype, given.layout, there) != (one.shape, one.dtype, torch.strided, "cpu"):
             raise InputError(
-                f"{one.name} is {tuple(one.shape)} of {one.dtype} and is to become {tuple(given.shape)} of {given.dtype} "
-                f"on {there}: while a Trainer trains the model only values can change, in host memory; leave the Trainer "
+                f"{one.name} is {tuple(one.shape)} of {one.dtype} and cannot become {tuple(given.shape)} of {given.dtype} "
+                f"on {there}: while a Trainer trains the model, only values can change, in host memory; leave the Trainer "
                 "before model.to(...)"
             )
 
 
 def _call(func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     others = tuple(t for t in types if not issubclass(t, Guarded))
-    for other in others:  # another type decides as if there were no guard
+    for other in others:  # other types decide as if there were no guard
         if other not in (Tensor, nn.Parameter):
             result = other.__torch_function__(func, others, args, dict(kwargs))  # type: ignore[attr-defined]
             if result is not NotImplemented:

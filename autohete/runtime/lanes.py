@@ -1,11 +1,12 @@
-"""Threads that work through a schedule: one per lane, each waits for the edges, occupies, signals.
+"""Threads that execute a schedule: one per lane; each waits for a task's edges, runs the task, and signals its end.
 
 A run is open-ended: iterations are admitted one by one, so the tail of one overlaps the head of the next wherever no edge
-forbids it, and a caller that needs a result waits for its task.
+forbids it. A caller that needs a result waits for its task.
 
-A task that fails stops its own iteration and the later ones: of these nothing more begins. No task of an earlier iteration
-depends on them, so those run to their end before the failure reaches the caller, whose model is then of the last complete
-iteration, but for the blocks that the failed one has updated already. :meth:`LaneThreads.state` names them.
+A task that fails stops its own iteration and all later ones: none of their tasks starts any more. No task of an earlier
+iteration depends on them, so earlier iterations run to their end before the failure reaches the caller. The model is then in
+the state after the last complete iteration, except for blocks that the failed one has already updated.
+:meth:`LaneThreads.state` names them.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ from autohete.execution.sharing import SharedWork, Sharing
 from autohete.execution.trace import Clock, Trace
 from autohete.schedule import Kind, Schedule, Task, TaskId
 
-#: What a lane does for a task: the task and its iteration.
+#: Function that performs a task, given the task and its iteration.
 Action = Callable[[Task, int], None]
 
 
 class Booking(Protocol):
-    """Counts memory at the very moments at which a trace says that tasks begin and end, so that both tell the same order."""
+    """Counts memory exactly when the trace records that tasks begin and end, so that both have the same order."""
 
     def begin(self, task: Task, iteration: int) -> None:
-        """``task`` has its buffers from now on. What it raises is the task's failure."""
+        """Count the buffers of ``task``. An exception makes the task fail."""
 
     def end(self, task: Task, iteration: int) -> None:
-        """What ``task`` frees is free."""
+        """Free what ``task`` frees."""
 
 
-#: How long a thread may keep Python's lock while another lane wants it. The default of 5 ms is as long as a small task.
+#: Time for which a thread may keep the GIL while another lane wants it. The default of 5 ms is as long as a small task.
 _SWITCH_SECONDS = 1e-4
-#: The longest piece that a paced task sleeps for, so that it notices when the run is abandoned.
+#: Longest single sleep of a paced task, so that it notices when the run is abandoned.
 _NAP_SECONDS = 0.1
 _UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
 
@@ -58,17 +59,17 @@ class LaneThreads:
     Args:
         schedule: a valid schedule.
         action: called in the thread of the task's lane.
-        clock: whose seconds the trace is in.
-        booking: called at each task's begin and end; None: nothing is.
-        paced: make each task last as long as the schedule says: until ``max(lane free, edges satisfied) + duration``, by
-            absolute deadlines, so that errors do not add up; longer while lanes share a bandwidth. Work that takes longer
-            than that is noted in ``late``.
-        threads: what torch may use in a lane, by its name; in every other lane it is one.
-        around: a context that each lane's thread works in, such as a CUDA stream of its own.
-        history: iterations whose times are kept, at least; older ones that have ended may be forgotten. None: all.
+        clock: clock of the trace.
+        booking: called at each task's begin and end; None: nothing is called.
+        paced: make each task last as long as in the schedule, until ``max(lane free, edges satisfied) + duration``. Deadlines
+            are absolute, so that errors do not add up; they move while lanes share a bandwidth. Work that takes longer is
+            recorded in ``late``.
+        threads: number of torch threads in a lane, by its name; one in every other lane.
+        around: context manager around each lane's thread, such as its own CUDA stream.
+        history: minimum number of iterations whose times are kept; older ones that have ended may be dropped. None: all.
 
     Raises:
-        InputError: an argument is of another type.
+        InputError: an argument has the wrong type.
         ScheduleError: the schedule cannot be executed.
     """
 
@@ -103,33 +104,33 @@ class LaneThreads:
         self._index = graph.index
         self._tasks = len(schedule.tasks)
         self._queues = lane_queues(graph)
-        # Per instance from the first iteration that is kept; they grow with each that is admitted.
+        # Per instance, starting with the first kept iteration; extended by each admitted iteration.
         self._first = 0
         self._waits: list[int] = []
         self._ready: list[int] = []
         self._start: list[int] = []
         self._end: list[int] = []
         self._due: list[int] = []  # planned end, for pacing
-        #: Tasks that have not ended, per iteration from the first that is kept.
+        #: Number of tasks that have not ended, per iteration, starting with the first kept one.
         self._left: list[int] = []
         self._finished = 0
         self._admitted = 0
-        #: Of this iteration and the later ones nothing more begins.
+        #: No task of this iteration or a later one starts any more.
         self._stop_from = math.inf
         self._failures: list[tuple[str, BaseException]] = []
         self._error: TaskError | None = None
         self._closing = self._abandoned = self._torn = self._released = False
-        #: Lanes that are inside of a task.
+        #: Lanes that are running a task.
         self._running: set[int] = set()
-        #: For each update its last iteration that has ended, and that of one that failed midway.
+        #: The last iteration in which each update has ended; the iteration in which an update failed midway.
         self._updated = {task: -1 for task, each in enumerate(schedule.tasks) if each.id.kind in _UPDATES}
         self._broken: dict[int, int] = {}
-        #: How long each lane has worked (ns), by name.
+        #: Time that each lane has worked (ns), by name.
         self.busy_ns = {lane.name: 0 for lane in schedule.lanes}
-        #: Paced tasks whose work ended after their deadline, and by how much (ns).
+        #: Paced tasks whose work ended after their deadline, and the delay (ns).
         self.late: dict[str, int] = {}
-        # One lock guards everything; who waits for what is woken for nothing else: a thread that wakes wants Python's lock.
-        # The caller, whom a signal may interrupt at any time, waits at a queue instead: a condition would lose its lock.
+        # One lock guards everything. Each waiter has its own wake-up, since every thread that wakes competes for the GIL.
+        # The caller, which a signal may interrupt at any time, waits on a queue: a condition would lose its lock.
         self._lock = threading.Lock()
         self._pushed = [threading.Condition(self._lock) for _ in schedule.lanes]
         self._waiters: list[tuple[int, SimpleQueue[None]]] = []
@@ -142,11 +143,11 @@ class LaneThreads:
             if tasks
         ]
         _switch_interval.shorten()
-        atexit.register(self._at_exit)  # a thread that is inside torch when Python ends would abort the process
+        atexit.register(self._at_exit)  # a thread inside torch at Python's exit would abort the process
         try:
             for thread in self.threads:
                 thread.start()
-        except BaseException:  # the system has no more threads to give
+        except BaseException:  # the system is out of threads
             self.close(drain=False)
             raise
 
@@ -164,24 +165,24 @@ class LaneThreads:
 
     @property
     def admitted(self) -> int:
-        """How many iterations have been admitted."""
+        """Number of admitted iterations."""
         return self._admitted
 
     def admit(self) -> int:
-        """Let the next iteration begin; returns its number.
+        """Admit the next iteration, and return its number.
 
         Raises:
-            TaskError: any task has failed.
+            TaskError: a task has failed.
         """
         self._check_usable()
         if self._failures:
             self.drain()
         with self._lock:
-            self._torn = True  # until it is done, should an interrupt come between
+            self._torn = True  # until the end, in case of an interrupt in between
             iteration = self._admitted
             self._forget()
             first = (iteration - self._first) * self._tasks
-            # Edges from an iteration that has ended already have nothing left to wait for.
+            # Edges from tasks that have already ended need no wait.
             waits = list(self._both if iteration else self._same)
             if iteration:
                 for task, successors in enumerate(self._successors):
@@ -208,29 +209,29 @@ class LaneThreads:
         self._pushed[lane].notify()
 
     def wait(self, task: TaskId, iteration: int) -> None:
-        """Return when ``task`` of ``iteration`` has ended.
+        """Wait until ``task`` of ``iteration`` has ended.
 
         Raises:
-            TaskError: it will not, because a task has failed; raised when all that still runs has ended.
+            TaskError: it cannot end, because a task has failed; raised once all running tasks have ended.
         """
         index = self._index[task]
         self._wait_for(lambda: self._has_ended(iteration, index), iteration * self._tasks + index)
 
     def drain(self) -> None:
-        """Return when everything admitted has ended.
+        """Wait until all admitted iterations have ended.
 
         Raises:
-            TaskError: any task has failed; raised when all that still runs has ended.
+            TaskError: a task has failed; raised once all running tasks have ended.
         """
         self._wait_for(self._all_ended, _EVERYTHING)
 
     def updated(self, iteration: int) -> list[int]:
-        """Blocks whose update of ``iteration``, or of a later one, has ended or failed midway. Call it after :meth:`drain`."""
+        """Return the blocks whose update in ``iteration`` or later has ended or failed midway. Call after :meth:`drain`."""
         tasks = self._schedule.tasks
         return sorted({tasks[i].id.unit for i in self._updated if max(self._updated[i], self._broken.get(i, -1)) >= iteration})
 
     def state(self) -> str:
-        """A sentence on which steps the blocks' parameters are of, once nothing runs; empty if nothing is updated."""
+        """Describe which steps the blocks' parameters are from, once nothing runs; empty if the schedule has no updates."""
         updated, broken = (
             {self._schedule.tasks[task].id.unit: step for task, step in steps.items()}
             for steps in (self._updated, self._broken)
@@ -238,23 +239,23 @@ class LaneThreads:
         return _state(updated, broken)
 
     def abandon(self) -> None:
-        """Begin no further task, and release all waiting callers. Does not wait and takes no lock."""
+        """Start no further task, and release all waiting callers. Does not wait and takes no lock."""
         self._abandoned, self._stop_from = True, -math.inf
         self._wake()
 
     def close(self, *, drain: bool = True) -> None:
-        """End all threads, after everything admitted (``drain``) or as soon as the tasks that run now have ended.
+        """End all threads, after all admitted iterations (``drain``) or as soon as the running tasks have ended.
 
-        Interrupted while it waits for the former, it does the latter; a note on the interrupt says which steps the blocks'
-        parameters are of.
+        If interrupted while it drains, it only waits for the running tasks; a note on the interrupt says which steps the
+        blocks' parameters are from.
 
         Raises:
-            TaskError: any task has failed, and this is the first time that the lanes are closed.
+            TaskError: a task has failed, and this is the first call.
         """
         if os.getpid() != self._process:
             return  # the threads are the parent's
         try:
-            # An admission that was interrupted may never end.
+            # An iteration whose admission was interrupted may never end.
             if drain and not (self._closing or self._torn):
                 self.drain()
         except BaseException as error:
@@ -287,7 +288,7 @@ class LaneThreads:
             self.close(drain=False)  # there is no caller left to raise to
 
     def trace(self) -> Trace:
-        """The trace of all iterations that are kept, which must have ended."""
+        """Return the trace of all kept iterations, which must have ended."""
         shape = (self._admitted - self._first, self._tasks)
         ready, start, end = (np.array(times, np.int64).reshape(shape) for times in (self._ready, self._start, self._end))
         return Trace(self._schedule, self._clock, ready, start, end)
@@ -303,13 +304,13 @@ class LaneThreads:
         return self._finished == self._admitted * self._tasks
 
     def _settled(self) -> bool:
-        """Whether a task has failed and all that can end after that has ended."""
+        """Whether a task has failed and all tasks that can still end have ended."""
         if not self._failures or self._running:
             return False
         return self._stop_from < self._first or not any(self._left[: int(self._stop_from) - self._first])
 
     def _wait_for(self, over: Callable[[], bool], instance: int) -> None:
-        """Return when ``over``, which may become so when ``instance`` ends."""
+        """Wait until ``over()`` is true, which may happen when ``instance`` ends."""
         self._check_usable()
         news: SimpleQueue[None] = SimpleQueue()
         waiter = (instance, news)
@@ -322,20 +323,20 @@ class LaneThreads:
                     if self._settled():
                         break
                     if self._abandoned:
-                        raise InputError("the training was closed before this had ended: its loss is not known")
+                        raise InputError("the training was closed before this step had ended: its loss is unknown")
                 news.get()
         finally:
             self._waiters.remove(waiter)
         raise self._failure()
 
     def _wake(self, instance: int | None = None) -> None:
-        """Let those look who wait for ``instance``, or everybody."""
+        """Wake the callers that wait for ``instance``; None: all callers."""
         for awaited, news in list(self._waiters):
             if instance is None or awaited == instance:
                 news.put(None)
 
     def _forget(self) -> None:
-        """Drop the times of old iterations once there are twice as many as are to be kept."""
+        """Drop the times of old iterations once there are twice as many as must be kept."""
         if self._history is None or self._admitted - self._first < 2 * self._history:
             return
         if not any(self._left[: self._history]):
@@ -350,17 +351,17 @@ class LaneThreads:
     def _check_usable(self) -> None:
         if os.getpid() != self._process:
             raise InputError(
-                f"the lanes are threads of process {self._process}, this is its fork {os.getpid()}: use them there"
+                f"the lanes are threads of process {self._process}, and this is its fork {os.getpid()}: use them there"
             )
         if self._closing and not self._failures:
-            raise InputError("the lanes are closed: make new ones")
+            raise InputError("the lanes are closed: create new ones")
 
     def _failure(self) -> TaskError:
-        """What has failed, and what that leaves."""
+        """Return the error that describes what has failed and the state of the parameters."""
         with self._lock:
             if self._error is None:
                 (name, error), *others = self._failures
-                # A TaskError says itself which task it was.
+                # A TaskError already names its task.
                 said = str(error) if isinstance(error, TaskError) else f"{name} failed: {type(error).__name__}: {error}"
                 said += "".join(f"; then {other} failed: {type(e).__name__}: {e}" for other, e in others)
                 said = ". ".join(filter(None, (said.rstrip("."), self.state())))
@@ -374,11 +375,11 @@ class LaneThreads:
 
     def _lane(self, lane: int) -> None:
         try:
-            # Before anything else: a fresh thread ignores the main thread's setting.
+            # First of all: a new thread ignores the main thread's setting.
             torch.set_num_threads(self._torch_threads.get(self._schedule.lanes[lane].name, 1))
             with self._around():
                 self._work_through(lane)
-        except BaseException as error:  # not of a task: this lane has ended, so the others cannot go on
+        except BaseException as error:  # not a task's: this lane has ended, so the others cannot continue
             self._fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
 
     def _work_through(self, lane: int) -> None:
@@ -391,8 +392,8 @@ class LaneThreads:
                 if refusal is not None:
                     raise refusal
                 self._action(self._schedule.tasks[task], iteration)
-            except BaseException as error:  # whatever it is reaches the caller
-                if task in self._updated and error is not refusal:  # which comes before anything is updated
+            except BaseException as error:  # every exception reaches the caller
+                if task in self._updated and error is not refusal:  # a refusal comes before anything is updated
                     self._broken[task] = iteration
                 self._fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration)
                 continue
@@ -407,7 +408,7 @@ class LaneThreads:
             self._complete(lane, instance, task, due)
 
     def _next(self, lane: int) -> tuple[int, BaseException | None] | None:
-        """The instance that begins now, once there is one, and what its booking has raised; None when there will be no more."""
+        """Wait for the next instance; return it with the exception of its booking, if any. Returns None at the end."""
         with self._lock:
             while True:
                 instance = self._queues[lane].pop()
@@ -425,7 +426,7 @@ class LaneThreads:
             iteration, task = divmod(instance, self._tasks)
             try:
                 self._booking.begin(self._schedule.tasks[task], iteration)
-            except BaseException as error:  # the lane raises it where its lock is free
+            except BaseException as error:  # the lane raises it once its lock is free
                 return error
         return None
 
@@ -438,9 +439,9 @@ class LaneThreads:
             left = due - self._now()
 
     def _share(self, lane: str, planned: int, duration: int, instance: int) -> int:
-        """Sleep until ``duration`` of undisturbed work is done, while other lanes that share come and go; its planned end."""
+        """Sleep until ``duration`` of undisturbed work is done at shared rates; return the planned end."""
         with self._lock:
-            # Two lanes may be booked in another order than they were planned in: at most a wake-up apart.
+            # Two lanes may be booked in a different order than planned, but at most one wake-up apart.
             self._work.begin(lane, duration, planned)
             self._rates.notify_all()
             if (after := self._now() - self._work.due[lane]) > 0:
@@ -498,10 +499,10 @@ _EVERYTHING = -1
 
 
 def _state(updated: dict[int, int], broken: dict[int, int]) -> str:
-    """Which steps the parameters of blocks are of.
+    """Describe which steps the parameters of blocks are from.
 
     Args:
-        updated: the last step whose update of a block has ended; -1: none has.
+        updated: the last step whose update of a block has ended; -1: none.
         broken: a step whose update of a block failed midway.
     """
     if not updated:
@@ -512,17 +513,17 @@ def _state(updated: dict[int, int], broken: dict[int, int]) -> str:
             of_step.setdefault(step, []).append(block)
     if len(of_step) == 1 and not broken:
         (step,) = of_step
-        return f"All parameters are of step {step}, the last complete one" if step >= 0 else "No parameter has been changed"
+        return f"All parameters are from step {step}, the last complete one" if step >= 0 else "No parameter has been changed"
     parts = [
         f"{f'step {step}' if step >= 0 else 'before the first step'}: {listed(blocks)}"
         for step, blocks in sorted(of_step.items(), reverse=True)
     ]
     parts += [f"updated in part by step {step}: {listed([block])}" for block, step in sorted(broken.items())]
-    return f"Parameters are of different steps ({'; '.join(parts)}): load a saved state to go on from one step"
+    return f"Parameters are from different steps ({'; '.join(parts)}): load a saved state to continue from a complete step"
 
 
 def listed(blocks: Iterable[int]) -> str:
-    """``blocks 0, 2 to 5``."""
+    """Format block numbers as text, such as ``blocks 0, 2 to 5``."""
     runs: list[list[int]] = []
     for block in sorted(blocks):
         if runs and runs[-1][-1] == block - 1:
@@ -534,7 +535,7 @@ def listed(blocks: Iterable[int]) -> str:
 
 
 class _SwitchInterval:
-    """How long a thread may keep Python's lock, shortened while any lanes are open."""
+    """Shortens the GIL's switch interval while any lanes are open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -542,7 +543,7 @@ class _SwitchInterval:
         self._before = 0.0
 
     def shorten(self) -> None:
-        """For lanes that open."""
+        """Called by lanes that open."""
         with self._lock:
             if not self._open:
                 self._before = sys.getswitchinterval()
@@ -550,7 +551,7 @@ class _SwitchInterval:
             self._open += 1
 
     def restore(self) -> None:
-        """For lanes that have closed."""
+        """Called by lanes that have closed."""
         with self._lock:
             self._open -= 1
             if not self._open:

@@ -1,12 +1,12 @@
-"""Memories with a budget: every byte that lives on the emulated device, or in the host's part of the model states.
+"""Memories with a budget: counts every byte on the emulated device, and of the model states on the host.
 
-Tensors of both are in this machine's memory, so a budget holds only because a ledger counts them. It does so in two ways:
+Both kinds of tensors are in this machine's memory, so a budget holds only because a ledger counts them. It counts in two ways:
 
-- *exact*: each storage is entered when it is allocated and removed when it is freed. States are entered where they are made;
-  what a pass of the model allocates is seen by a dispatch mode, which PyTorch calls for every operation, those of backward
-  included. That takes a fifth to two thirds of a training's time.
-- *scheduled*: a task has the bytes that the schedule says that it allocates, from its begin until the task that frees them
-  ends. That costs nothing, and is as good as the sizes in the schedule, so the first iterations are counted in both ways.
+- *exact*: each storage is entered when it is allocated and removed when it is freed. States are entered where they are created.
+  A dispatch mode, which PyTorch calls for every operation including those of backward, sees what a pass of the model allocates.
+  This takes a fifth to two thirds of the training time.
+- *scheduled*: a task has the bytes that it allocates according to the schedule, from its begin until the task that frees them
+  ends. This costs nothing, and is as accurate as the sizes in the schedule, so the first iterations are counted in both ways.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from autohete.errors import DeviceOutOfMemoryError
 from autohete.quantities import format_bytes
 from autohete.schedule import GPU, GPU_MEMORY, Buffer, BufferId, Kind, Schedule, Task, TaskId
 
-#: Group of what is alive only while a task runs.
+#: Group of memory that is only alive while a task runs.
 WORKSPACE = "workspace"
-#: How many iterations are counted in both ways where the schedule's sizes are counted.
+#: Number of iterations that are counted in both ways if counting follows the schedule.
 CHECKED_ITERATIONS = 2
-#: What PyTorch's allocator for GPUs may reserve beyond the bytes that are allocated: the ends of its segments of 2 and 20 MiB.
+#: What PyTorch's GPU allocator may reserve beyond the allocated bytes: the ends of its segments of 2 and 20 MiB.
 _FRAGMENTS_SHARE, _FRAGMENTS_BYTES = 1.08, 64 * 2**20
 #: Parameters of GNU's malloc (mallopt(3)) and what they are set to.
 _ONE_ARENA, _KEEP_FREE, _MAP_LARGER = (-8, 1), (-1, 2**31 - 1), (-3, 32 * 2**20)
@@ -42,10 +42,10 @@ _ONE_ARENA, _KEEP_FREE, _MAP_LARGER = (-8, 1), (-1, 2**31 - 1), (-3, 32 * 2**20)
 
 @cache
 def keep_freed_memory() -> None:
-    """Let this process keep what tensors on the emulated device free for the next ones, as PyTorch keeps a GPU's memory.
+    """Make this process keep memory freed by tensors on the emulated device for reuse, as PyTorch does on a GPU.
 
-    GNU's malloc would hand it back to the system and take it anew, page by page, which makes a backward pass up to 15 % longer,
-    at one time and not at another. Other C libraries are left as they are.
+    GNU's malloc would return it to the system and take it again, page by page, which sometimes makes a backward pass up to
+    15 % longer. Other C libraries are left unchanged.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
@@ -54,20 +54,20 @@ def keep_freed_memory() -> None:
 
 
 class Counting(StrEnum):
-    """How the bytes on the device are counted: every storage, or by the sizes in the schedule."""
+    """How bytes on the device are counted: every storage (exact), or the sizes in the schedule (scheduled)."""
 
     EXACT = "exact"
     SCHEDULED = "scheduled"
 
 
 class Reservation:
-    """Bytes that are counted as long as this lives."""
+    """Bytes that are counted as long as this object is alive."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Entry(weakref.ref[Any]):
-    """A storage or reservation that is counted; calls ``buried`` with itself when it dies."""
+    """A counted storage or reservation; calls ``buried`` with itself when it dies."""
 
     __slots__ = ("group", "key", "size")
 
@@ -80,15 +80,15 @@ class _Entry(weakref.ref[Any]):
 
 
 class Ledger:
-    """The storages of one memory.
+    """Counts the storages of one memory.
 
     Args:
         memory: its name, for messages.
-        capacity_bytes: what it holds; None: no limit, only counted.
+        capacity_bytes: its capacity; None: no limit, only counted.
 
     Attributes:
-        used_bytes: what lives now.
-        peak_bytes: the most there has been; ``peak_task`` made it, ``peak_holders`` had it: group -> bytes.
+        used_bytes: bytes in use now.
+        peak_bytes: maximum so far; ``peak_task`` reached it, ``peak_holders`` are its contents: group -> bytes.
     """
 
     def __init__(self, memory: str, capacity_bytes: int | None = None) -> None:
@@ -96,39 +96,39 @@ class Ledger:
         self.reset_peak()
         self._used = 0
         self._groups: dict[str, int] = {}
-        #: By the storage's address. That of a dead storage may be given to a new one at once.
+        #: By the storage's address, which may be reused for a new storage at once.
         self._entries: dict[int, _Entry] = {}
-        #: Python may bury a storage between any two instructions of any thread; it is booked later, under the lock.
+        #: Dead entries, booked later under the lock: Python may report a death between any two instructions of any thread.
         self._dead: deque[weakref.ref[Any]] = deque()
         self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
-        """What lives now."""
+        """Bytes in use now."""
         with self._lock:
             self._bury()
             return self._used
 
     def holders(self) -> dict[str, int]:
-        """Who has it: group -> bytes, the largest first."""
+        """Return the contents: group -> bytes, largest first."""
         with self._lock:
             self._bury()
             return self._holders()
 
     def reset_peak(self) -> None:
-        """Forget the peak; the next entry sets it anew."""
+        """Reset the peak; the next entry sets it again."""
         self.peak_bytes, self.peak_task, self.peak_holders = 0, "", dict[str, int]()
 
     def enter(self, tensor: Tensor, group: str, task: str = "", size_bytes: int | None = None) -> int | None:
-        """Count the storage of ``tensor`` as long as it lives; the entry's key, or None if it was counted before.
+        """Count the storage of ``tensor`` as long as it lives; return the entry's key, or None if it was already counted.
 
         Args:
-            tensor: whose storage.
-            group, task: what it is, and who makes it.
-            size_bytes: what it takes; None: what it holds.
+            tensor: the tensor whose storage is counted.
+            group, task: what it is, and the task that allocates it.
+            size_bytes: size to count; None: the storage's size.
 
         Raises:
-            DeviceOutOfMemoryError: there is not as much left.
+            DeviceOutOfMemoryError: not enough memory is left.
         """
         storage = tensor.untyped_storage()
         key: int = storage._cdata
@@ -143,10 +143,10 @@ class Ledger:
         return key
 
     def reserve(self, size_bytes: int, group: str, task: str = "") -> Reservation:
-        """Count so many bytes as long as the result lives.
+        """Count ``size_bytes`` as long as the returned reservation lives.
 
         Raises:
-            DeviceOutOfMemoryError: there is not as much left.
+            DeviceOutOfMemoryError: not enough memory is left.
         """
         reservation = Reservation()
         if size_bytes:
@@ -156,7 +156,7 @@ class Ledger:
         return reservation
 
     def forget(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor`` no longer, such as when it is in a reservation."""
+        """Stop counting the storage of ``tensor``, for example because a reservation includes it."""
         with self._lock:
             self._bury()
             entry = self._entries.pop(tensor.untyped_storage()._cdata, None)
@@ -164,12 +164,12 @@ class Ledger:
                 self._strike(entry)
 
     def claim(self, tensor: Tensor, group: str, task: str = "", size_bytes: int | None = None) -> None:
-        """:meth:`enter`, or put what an operation has entered already into ``group``."""
+        """Call :meth:`enter`; if an operation has already entered the storage, move it to ``group``."""
         if self.enter(tensor, group, task, size_bytes) is None and tensor.untyped_storage().nbytes():
             self.regroup([tensor.untyped_storage()._cdata], group)
 
     def regroup(self, keys: list[int], group: str) -> None:
-        """Count what is left of ``keys`` under another group."""
+        """Move the entries of ``keys`` that are still alive to another group."""
         with self._lock:
             self._bury()
             for entry in filter(None, map(self._entries.get, keys)):
@@ -178,7 +178,7 @@ class Ledger:
                 entry.group = group
 
     def forget_group(self, group: str, but: Iterable[Tensor]) -> None:
-        """:meth:`forget` everything in ``group`` except for the storages of ``but``."""
+        """Stop counting everything in ``group`` except the storages of ``but``."""
         kept = {tensor.untyped_storage()._cdata for tensor in but}
         with self._lock:
             self._bury()
@@ -222,13 +222,13 @@ class Ledger:
 
 
 class CudaMemory:
-    """A GPU's memory as PyTorch's allocator counts it: with the workspaces that operations have inside.
+    """A GPU's memory as PyTorch's allocator counts it, including workspaces inside of operations.
 
-    It counts in pieces of 512 bytes. Its attributes are those of :class:`Ledger`.
+    It counts in units of 512 bytes. It has the attributes of :class:`Ledger`.
 
     Args:
         device: the GPU.
-        capacity_bytes: what may be allocated; None: all that there is.
+        capacity_bytes: bytes that may be allocated; None: all of the GPU's memory.
     """
 
     def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
@@ -236,21 +236,21 @@ class CudaMemory:
 
     @property
     def used_bytes(self) -> int:
-        """What lives now."""
+        """Bytes in use now."""
         return torch.cuda.memory_allocated(self._device)
 
     @property
     def peak_bytes(self) -> int:
-        """The most there has been since :meth:`reset_peak`."""
+        """Maximum since :meth:`reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextmanager
     def limited(self, beside_bytes: int) -> Iterator[None]:
-        """Let PyTorch take no more from the GPU than the capacity, what it loses between its segments, and ``beside_bytes``."""
+        """Limit PyTorch to the capacity, plus fragmentation in the allocator's segments, plus ``beside_bytes``."""
         if self.capacity_bytes is None:
             yield
             return
@@ -264,7 +264,7 @@ class CudaMemory:
             torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     def refusal(self, task: str, error: torch.OutOfMemoryError) -> DeviceOutOfMemoryError:
-        """The allocator's error in our words. It does not say the size as a number: ``size_bytes`` is 0."""
+        """Translate the allocator's error. It does not state the size as a number, so ``size_bytes`` is 0."""
         allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         total = torch.cuda.get_device_properties(self._device).total_memory
         capacity = total if self.capacity_bytes is None else self.capacity_bytes
@@ -272,18 +272,18 @@ class CudaMemory:
         message = (
             f"{task or 'before the first task'}: {GPU_MEMORY} memory is full: {format_bytes(allocated)} are allocated, "
             f"{format_bytes(reserved)} reserved, the budget is {format_bytes(capacity)} ({reason}). Give a "
-            "larger budget, or a policy that moves more off the gpu; where much more is reserved than allocated, memory is in "
-            "fragments: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            "larger budget, or a policy that moves more off the gpu. If much more is reserved than allocated, memory is "
+            "fragmented: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
         return DeviceOutOfMemoryError(message, task, 0, capacity, {"allocated": allocated, "reserved": reserved})
 
 
 class Scheduled:
-    """Counts in ``ledger`` what the schedule says that lives in its memory; what is resident from the beginning.
+    """Counts in ``ledger`` the buffers of its memory as the schedule states them; resident ones from the beginning.
 
     Args:
-        ledger: of one of the memories of ``schedule``.
-        schedule: whose tasks allocate and free.
+        ledger: the ledger of one of the memories of ``schedule``.
+        schedule: the schedule whose tasks allocate and free.
     """
 
     def __init__(self, ledger: Ledger, schedule: Schedule) -> None:
@@ -292,7 +292,7 @@ class Scheduled:
             task.id: [buffer for buffer in task.allocates if buffer.memory == ledger.memory] for task in schedule.tasks
         }
         self._frees = {task.id: task.frees for task in schedule.tasks}
-        #: By id and iteration; what the first iteration frees for the one before is there from the beginning.
+        #: By id and iteration; what the first iteration frees for the one before exists from the beginning.
         self._alive: dict[tuple[BufferId, int], Reservation] = {}
         earlier = {free.id for task in schedule.tasks for free in task.frees if free.back}
         there = (buffer for buffers in self._allocates.values() for buffer in buffers if buffer.id in earlier)
@@ -300,21 +300,21 @@ class Scheduled:
             self._allocate(buffer, -1, "")
 
     def begin(self, task: TaskId, iteration: int) -> None:
-        """The task has its buffers from now on.
+        """Count the buffers of the task.
 
         Raises:
-            DeviceOutOfMemoryError: there is not as much left.
+            DeviceOutOfMemoryError: not enough memory is left.
         """
         for buffer in self._allocates[task]:
             self._allocate(buffer, iteration, task.at(iteration))
 
     def end(self, task: TaskId, iteration: int) -> None:
-        """What the task frees is free."""
+        """Free what the task frees."""
         for free in self._frees[task]:
-            self._alive.pop((free.id, iteration - free.back), None)  # another memory's is not here
+            self._alive.pop((free.id, iteration - free.back), None)  # buffers of other memories are not here
 
     def clear(self) -> None:
-        """Everything is free."""
+        """Free everything."""
         self._alive.clear()
 
     def _allocate(self, buffer: Buffer, iteration: int, task: str) -> None:
@@ -322,17 +322,17 @@ class Scheduled:
 
 
 class DeviceCount:
-    """Counts what a training has on the device, storage by storage or by its schedule.
+    """Counts the device memory of a training run, storage by storage or by its schedule.
 
     Args:
         ledger: the device's.
         schedule: what is executed.
-        counting: how. ``SCHEDULED`` counts the first iterations in both ways: if a pass has more than the schedule says, the
-            sizes in it are wrong, and every storage is counted from then on.
+        counting: how to count. ``SCHEDULED`` counts the first iterations in both ways: if a pass uses more than the schedule
+            says, its sizes are wrong, and every storage is counted from then on.
 
     Attributes:
-        storages: where to enter storages; None: they are not counted.
-        excess: the first task that had more than the schedule says, and by how many bytes.
+        storages: the ledger to enter storages in; None: they are not counted.
+        excess: the first task that used more than the schedule says, and the number of excess bytes.
     """
 
     def __init__(self, ledger: Ledger, schedule: Schedule, counting: Counting) -> None:
@@ -346,30 +346,30 @@ class DeviceCount:
 
     @property
     def counting(self) -> Counting:
-        """How it is counted now."""
+        """The current way of counting."""
         return Counting.EXACT if self._scheduled is None or self.excess is not None else Counting.SCHEDULED
 
     @property
     def ledger(self) -> Ledger:
-        """Who has counted. If the sizes of the schedule were found wrong it is another one than was given."""
+        """The ledger that has counted; not the given one if the schedule's sizes were found wrong."""
         return self._ledger if self.excess is None or self.storages is None else self.storages
 
     def begin(self, task: Task, iteration: int) -> None:
-        """``task`` has its buffers from now on.
+        """Count the buffers of ``task``.
 
         Raises:
-            DeviceOutOfMemoryError: there is not as much left.
+            DeviceOutOfMemoryError: not enough memory is left.
         """
         scheduled = self._scheduled
         if scheduled is not None:
             scheduled.begin(task.id, iteration)
 
     def storages_of(self, task: Task, iteration: int) -> Ledger | None:
-        """Where to enter the storages that ``task`` makes; None if they are not counted."""
-        # Copies and updates allocate nothing but what they enter themselves; a norm is four bytes that are no state.
+        """Return the ledger for the storages that ``task`` allocates; None if they are not counted."""
+        # Copies and updates enter all that they allocate themselves; a norm is four bytes and not a state.
         if task.lane != GPU or task.id.kind in (Kind.GPU_UPDATE, Kind.GRADIENT_NORM, Kind.CLIP):
             return None
-        if self._scheduled is not None and iteration == CHECKED_ITERATIONS:  # the passes of those before have ended
+        if self._scheduled is not None and iteration == CHECKED_ITERATIONS:  # all checked passes have ended
             if self.excess is None:
                 self.storages = None
             else:
@@ -377,19 +377,19 @@ class DeviceCount:
         return self.storages
 
     def end(self, task: Task, iteration: int) -> None:
-        """What ``task`` frees is free."""
+        """Free what ``task`` frees."""
         scheduled = self._scheduled
         if scheduled is not None:
             scheduled.end(task.id, iteration)
 
     def close(self) -> None:
-        """The training is over: it has nothing on the device any more."""
+        """Free everything at the end of the training."""
         if self._scheduled is not None:
             self._scheduled.clear()
 
     @contextmanager
     def exactly(self, task: str) -> Iterator[None]:
-        """Count storage by storage what runs inside, beside everything that lives already."""
+        """Count what runs inside storage by storage, on top of everything already alive."""
         storages, self.storages = self.storages, self.ledger
         try:
             with accounting(self.storages, task, WORKSPACE):
@@ -398,11 +398,11 @@ class DeviceCount:
             self.storages = storages
 
     def compare(self, task: str) -> None:
-        """Note if there is more than the schedule says."""
+        """Record it if more is in use than the schedule says."""
         if self._scheduled is None or self.storages is None or self.excess is not None:
             return
         more = 0
-        for _ in range(3):  # other lanes may allocate and free between one look and the next
+        for _ in range(3):  # other lanes may allocate and free between two readings
             said, found = self._ledger.used_bytes, self.storages.used_bytes
             more = found - max(said, self._ledger.used_bytes)
             if more <= 0:
@@ -411,11 +411,11 @@ class DeviceCount:
 
 
 class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enters into ``ledger`` what the operations of one task allocate.
+    """Enters in ``ledger`` what the operations of one task allocate.
 
     Args:
         ledger: the device's.
-        task: who allocates.
+        task: the task that allocates.
         entered: called with the task after each entry.
     """
 
@@ -426,8 +426,8 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether PyTorch is to wrap what follows, so that its compiler stays out of it: that doubles the time per operation,
-        and loads the compiler. While a mode like this is active nothing is compiled anyway.
+        """Whether PyTorch should wrap the mode to keep its compiler out. That doubles the time per operation and loads the
+        compiler. Nothing is compiled while a mode like this is active anyway.
         """
         return False
 
@@ -459,7 +459,7 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
 
 @contextmanager
 def accounting(ledger: Ledger, task: str, group: str, entered: Callable[[str], None] = lambda task: None) -> Iterator[None]:
-    """Count what is allocated inside; what outlives the block belongs to ``group``. Calls ``entered`` after each entry."""
+    """Count what is allocated inside; what outlives the block goes to ``group``. Calls ``entered`` after each entry."""
     mode = Accounting(ledger, task, entered)
     with mode:
         yield

@@ -7,5 +7,5 @@ from torch.nn import functional
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of ``logits`` (batch, sequence, vocabulary) against ``targets`` (batch, sequence)."""
+    """Return the mean cross-entropy of ``logits`` (batch, sequence, vocabulary) against ``targets`` (batch, sequence)."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,7 +1,7 @@
-"""What a forward of a model reads and changes beside its parameters: random states, buffers, attributes.
+"""State that a forward pass reads and changes besides parameters: random states, buffers, attributes.
 
-Recomputation runs a block a second time, measuring and probing run the whole model before training begins. Neither may leave a
-trace: what they draw and change is put back.
+Recomputation runs a block a second time; profiling and probing run the whole model before training begins. None of them may
+have side effects: the random states and everything they change are restored.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-#: What a module has in ``vars`` beside its own attributes; ``forward`` is replaced while blocks are intercepted.
+#: Entries of a module's ``vars`` besides its own attributes; ``forward`` is replaced while blocks are intercepted.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-#: How deep nested containers are searched.
+#: Depth to which nested containers are searched.
 _DEPTH = 6
 
 
 class RandomState:
-    """The states of all global generators: PyTorch's on the CPU and on ``device``, Python's, NumPy's."""
+    """States of all global random generators: PyTorch's on the CPU and on ``device``, Python's and NumPy's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class RandomState:
         self._numpy: Any = np.random.get_state()
 
     def restore(self) -> None:
-        """Let the generators go on from here."""
+        """Restore the generators to this state."""
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
@@ -44,7 +44,7 @@ class RandomState:
         np.random.set_state(self._numpy)
 
     def is_current(self) -> bool:
-        """Whether nothing has been drawn since."""
+        """Whether no random number has been drawn since."""
         return (
             torch.equal(self._torch, torch.get_rng_state())
             and (self._cuda is None or torch.equal(self._cuda, torch.cuda.get_rng_state(self._device)))
@@ -54,13 +54,13 @@ class RandomState:
 
 
 def _is_same_numpy(then: Any, now: Any) -> bool:
-    """Whether two states, each (name, numbers, position, and what is left of a pair of normal numbers), are the same."""
+    """Whether two states, each (name, keys, position, has_gauss, cached gaussian), are equal."""
     return bool(then[2:] == now[2:] and then[0] == now[0] and np.array_equal(then[1], now[1]))
 
 
 @contextmanager
 def unchanged_random_state(device: torch.device) -> Iterator[None]:
-    """What is drawn inside changes no global generator."""
+    """Restore all global random generators on exit."""
     state = RandomState(device)
     try:
         yield
@@ -73,8 +73,8 @@ class Place:
     """Where a module keeps a buffer or an attribute.
 
     Args:
-        name: the dotted name, as in ``named_buffers``.
-        holder: the dictionary that has it.
+        name: its dotted name, as in ``named_buffers``.
+        holder: the dictionary that contains it.
         key: its key there.
     """
 
@@ -84,20 +84,20 @@ class Place:
 
     @property
     def value(self) -> Any:
-        """What is there now."""
+        """The current value."""
         return self.holder[self.key]
 
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What a forward does beside computing its result.
+    """Side effects of a forward pass.
 
     Args:
         changing: names of the buffers that it changes.
-        keeping: names of the attributes that hold tensors which it has computed.
-        kept_bytes: of these tensors.
-        python_in_backward: whether a backward calls Python, for example to recompute a part of a block.
-        unused: places in the blocks' results of tensors that need gradients beside the hidden states.
+        keeping: names of the attributes in which it keeps computed tensors.
+        kept_bytes: size of these tensors.
+        python_in_backward: whether backward calls Python code, for example to recompute a part of a block.
+        unused: places, in the blocks' results, of tensors other than the hidden states that need gradients.
     """
 
     changing: frozenset[str] = frozenset()
@@ -107,7 +107,7 @@ class Effects:
     unused: frozenset[int] = frozenset()
 
     def __or__(self, other: Effects) -> Effects:
-        """Those of two parts of a model."""
+        """Combine the effects of two parts of a model."""
         return Effects(
             self.changing | other.changing,
             self.keeping | other.keeping,
@@ -121,7 +121,7 @@ NO_EFFECTS = Effects()
 
 
 def buffers_of(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
-    """The places of all buffers of the named modules themselves, not of their children."""
+    """Return the places of all buffers of the named modules themselves, not of their children."""
     return [
         Place(f"{name}.{key}".lstrip("."), module._buffers, key)
         for name, module in modules
@@ -131,14 +131,14 @@ def buffers_of(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
 
 
 def attributes_of(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
-    """The places of all attributes of the named modules themselves."""
+    """Return the places of all attributes of the named modules themselves."""
     return [
         Place(f"{name}.{key}".lstrip("."), vars(module), key) for name, module in modules for key in _own_attributes(module)
     ]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in ``value``, which may be one, or a container of them."""
+    """Iterate over the tensors in ``value``, which may be a tensor or a container of tensors."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, deque, Mapping)):
@@ -147,13 +147,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class Snapshot:
-    """Buffers and attributes of modules as they were when it was made.
+    """A copy of the buffers and attributes of modules.
 
-    Tensors, arrays, containers and generators are copied; other objects are known by reference only.
+    Tensors, arrays, containers and generators are copied; other objects are kept by reference.
 
     Args:
-        modules: with their names; children are not included.
-        wanted: of the buffers, which ones by their names; None: all.
+        modules: modules with their names; children are not included.
+        wanted: names of the buffers to copy; None: all.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], wanted: frozenset[str] | None = None) -> None:
@@ -165,13 +165,13 @@ class Snapshot:
         ]
 
     def changed_buffers(self) -> frozenset[str]:
-        """Names of the buffers that have other values now, or are other tensors."""
+        """Return the names of the buffers whose values have changed, or that are different tensors now."""
         return frozenset(
             place.name for place, then in self._buffers if place.value is not then.value or not then.is_like(place.value)
         )
 
     def changed_attributes(self) -> list[str]:
-        """Names of the attributes that have other values now."""
+        """Return the names of the attributes whose values have changed."""
         changed = []
         for name, module, then in self._attributes:
             now = vars(module)
@@ -181,22 +181,22 @@ class Snapshot:
         return changed
 
     def tensors_kept(self) -> dict[str, list[Tensor]]:
-        """By the attribute's name, tensors in attributes that hold others, or other values, than then."""
+        """Return the tensors in attributes that have changed, by the attribute's name."""
         changed = set(self.changed_attributes())
         found = {place.name: list(tensors_in(place.value)) for place in attributes_of(self._modules) if place.name in changed}
         return {name: tensors for name, tensors in found.items() if tensors}
 
     def restore_buffers(self) -> None:
-        """Let the modules have their buffers of then, with their values of then."""
+        """Restore the buffers and their values."""
         for place, then in self._buffers:
             place.holder[place.key] = then.restored()
 
     def forget_buffers(self) -> None:
-        """Let go of the buffers' copies; :meth:`restore` leaves them as they are from now on."""
+        """Drop the copies of the buffers; :meth:`restore` then leaves buffers unchanged."""
         self._buffers = []
 
     def restore(self) -> None:
-        """Let the modules have their buffers and attributes of then."""
+        """Restore the buffers and attributes."""
         self.restore_buffers()
         for _, module, then in self._attributes:
             for key in set(_own_attributes(module)).difference(then):
@@ -210,7 +210,7 @@ def _own_attributes(module: nn.Module) -> list[str]:
 
 
 class _Copy:
-    """A value, and what it contained when this was made; of objects that are not known, nothing."""
+    """A value with a copy of its content; without a copy for objects of unknown types."""
 
     def __init__(self, value: Any, depth: int = 0) -> None:
         self.value, self._content = value, None
@@ -234,7 +234,7 @@ class _Copy:
         self._content = content
 
     def is_like(self, now: Any) -> bool:
-        """Whether ``now`` has the same type and content, as far as can be told."""
+        """Whether ``now`` has the same type and content, as far as known."""
         then, content = self.value, self._content
         if type(then) is not type(now):
             return False
@@ -255,12 +255,12 @@ class _Copy:
         return bool(content == (_Copy(now)._content))
 
     def restored(self) -> Any:
-        """The value with its content of then."""
+        """Return the value with its content restored."""
         value, content = self.value, self._content
         if content is None or self.is_like(value):
             return value
         if isinstance(value, Tensor):
-            # What has a graph was computed by a forward and is computed anew by the next.
+            # A tensor with a graph was computed by a forward pass, and the next pass computes it anew.
             if not value.requires_grad and value.shape == content.shape:
                 value.data.copy_(content)
             elif not value.requires_grad:
@@ -289,12 +289,12 @@ class _Copy:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    own_data = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # no wrapper of other tensors
+    own_data = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # not a wrapper of other tensors
     return own_data and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same bit for bit, so that NaN is like NaN."""
+    """Whether two tensors are bit-identical; NaN equals NaN."""
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     return torch.equal(*(tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)))

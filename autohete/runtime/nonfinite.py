@@ -1,7 +1,7 @@
-"""NaN and infinite values are detected before they change anything: gradients are checked as soon as they exist.
+"""Detects NaN and infinite values before they change anything: gradients are checked as soon as they exist.
 
-A step whose loss or gradients are not finite updates nothing from then on. In a schedule all of whose updates wait for the
-whole backward that is nothing at all, and the step can be skipped; in any other, blocks may have been updated already, and the
+A step with a non-finite loss or gradient updates nothing more. If all updates of the schedule wait for the whole backward
+pass, nothing has been updated at all, and the step can be skipped. Otherwise some blocks may already have been updated, and the
 training stops.
 """
 
@@ -22,10 +22,10 @@ _UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
 
 
 class UpdateGate:
-    """Whether the gradients of an iteration may change anything, and what they have changed already.
+    """Decides whether the gradients of an iteration may update anything, and records what they have updated.
 
     Attributes:
-        skipped: iterations that update nothing, and what was not finite there first.
+        skipped: iterations that update nothing more, and what was non-finite first.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class UpdateGate:
         self._lock = threading.Lock()
 
     def shut(self, iteration: int, where: str) -> tuple[int, ...]:
-        """Let no update of ``iteration`` begin any more; the blocks that have been updated, or are being updated now."""
+        """Block further updates of ``iteration``; return the blocks that have been, or are being, updated."""
         with self._lock:
             self.skipped.setdefault(iteration, where)
             return tuple(sorted(self._updated.get(iteration, ())))
 
     def admits(self, iteration: int, block: int) -> bool:
-        """Whether the update of ``block`` by the gradients of ``iteration`` may begin; if so, it does."""
+        """Whether the update of ``block`` by the gradients of ``iteration`` may begin; if so, record that it does."""
         with self._lock:
             if iteration in self.skipped:
                 return False
@@ -51,10 +51,10 @@ class UpdateGate:
 
 
 def first_not_finite(tensors: Sequence[Tensor]) -> int | None:
-    """Place of the first tensor that has a NaN or an infinity in it; None if there is none."""
+    """Return the place of the first tensor with a NaN or an infinity; None if there is none."""
     if not tensors:
         return None
-    # A sum over NaN or infinity is not finite, and nothing reads memory faster. That of large numbers may overflow: look again.
+    # A sum over NaN or infinity is not finite, and nothing reads memory faster. Sums of large numbers may overflow: recheck.
     sums = torch.stack([tensor.sum().float() for tensor in tensors])
     if math.isfinite(sums.sum().item()):
         return None
@@ -65,9 +65,9 @@ def first_not_finite(tensors: Sequence[Tensor]) -> int | None:
 
 
 def updates_wait_for_backward(schedule: Schedule) -> bool:
-    """Whether every update begins after the last backward of the iteration whose gradients it takes.
+    """Whether every update begins after the last backward of the iteration whose gradients it uses.
 
-    Then a gradient that is not finite, in whichever block, is known before anything changes.
+    Then a non-finite gradient in any block is detected before anything changes.
     """
     graph = schedule.graph()
     onward: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
@@ -76,12 +76,12 @@ def updates_wait_for_backward(schedule: Schedule) -> bool:
     fifo = {lane.name for lane in schedule.lanes if lane.discipline is Discipline.FIFO}
     delayed = delayed_units(schedule)
     backwards = [task for task in schedule.tasks if task.id.kind is Kind.BACKWARD]
-    # The last one of a fifo lane has all others of it behind it.
+    # In a fifo lane it is enough to look at the last one, which follows all others.
     last = [task for task in backwards if task.lane not in fifo] + list(
         {t.lane: t for t in backwards if t.lane in fifo}.values()
     )
     for backward in last:
-        least = {graph.index[backward.id]: 0}  # after how many iterations a task must wait for it
+        least = {graph.index[backward.id]: 0}  # number of iterations after which a task must wait for it
         queue = deque(least)
         while queue:
             place = queue.popleft()

@@ -1,4 +1,4 @@
-"""What a first batch shows of a model: its partition, and the form of all batches."""
+"""Observes a model with its first batch: determines its partition, and the form of all batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autohete.runtime.partition import Partition
 
 
 def observed(partition: Partition, first: Batch, loss: Loss) -> tuple[Partition, Form]:
-    """The partition as a forward of ``first`` shows it, and the form of all batches.
+    """Return the partition as observed in a forward of ``first``, and the form of all batches.
 
     Raises:
-        InputError: the batch, the model or the loss cannot be trained with; nothing has been changed.
+        InputError: training is not possible with this batch, model or loss; nothing has been changed.
     """
 
     def of_first(logits: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def observed(partition: Partition, first: Batch, loss: Loss) -> tuple[Partition,
         if not math.isclose(shifted, found.own_loss, rel_tol=1e-2) and math.isfinite(found.own_loss):
             raise InputError(
                 f"the model's own loss of the first labels is {found.own_loss}, but the cross-entropy of its logits against "
-                f"them is {shifted}: it means something else by labels; give targets (batch, sequence), and a loss of logits "
+                f"them is {shifted}: it uses labels in another way; give targets (batch, sequence), and a loss of logits "
                 "and targets"
             )
     return partition.using(found), Form(first, found.rows, found.logits.shape[-1] if loss is next_token_loss else None)

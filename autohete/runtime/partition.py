@@ -1,9 +1,9 @@
-"""A model cut at its blocks, as it was written.
+"""Cuts a model at its blocks, without changing its code.
 
-The runtime drives a model block by block, but what happens before the first block and after the last is the model's own
-code. So its ``forward`` runs as a coroutine (a greenlet) that stops at each block: the part before the first block is the
-embedding's pass, the blocks are called by the runtime, and with the last block's output the coroutine runs on to the logits.
-A model that does anything else with its blocks would train differently; it is refused.
+The runtime drives a model block by block, but the code before the first block and after the last one is the model's own. Its
+``forward`` therefore runs as a coroutine (a greenlet) that stops at each block: the part before the first block is the
+embedding's pass, the runtime calls the blocks, and with the last block's output the coroutine continues to the logits. A model
+that does anything else with its blocks would train differently, and is rejected.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from autohete.runtime.model_state import (
 from autohete.runtime.precision import DTYPES
 
 _BETWEEN = (
-    "the model computes something between two of its blocks; put it into a block, so that it can be recomputed and its "
-    "parameters can move with them"
+    "the model computes something between two blocks: move it into a block, so that it can be recomputed and its "
+    "parameters can move with the block's"
 )
-#: What stands where a tensor was let go; made in advance, so that no task is charged for it.
+#: Placeholders for released tensors; allocated in advance, so that no task is charged for them.
 _NAN = {
     dtype: torch.full((), torch.nan, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
@@ -54,15 +54,15 @@ _OWN_HOOKS = "a block has hooks of its own for what backward needs"
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one forward has shown.
+    """Observations from one forward pass.
 
     Args:
         hidden: the first block's input.
         logits: the result.
-        before, after: ids of the parameters that the first block's input and, past the last block, the logits come from.
-        effects: what it does beside.
-        rows: by the name of an input, the rows of the embedding that it is looked up in.
-        own_loss: the model's own, if it was given labels.
+        before, after: ids of the parameters used for the first block's input, and for the logits after the last block.
+        effects: side effects of the forward pass.
+        rows: number of rows of the embedding that an input is looked up in, by the input's name.
+        own_loss: the model's own loss, if it was given labels.
     """
 
     hidden: Tensor
@@ -76,14 +76,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A model as blocks: what comes before the block list, the list's modules, what comes after it.
+    """A model as blocks: the part before the block list, the list's modules, and the part after it.
 
     Args:
-        model: the whole.
+        model: the whole model.
         modules: the transformer blocks.
-        owned: trained parameters of each block, embedding first, head last; each parameter once, so a matrix that
-            the head shares with the embedding is the embedding's.
-        effects: what a forward does beside computing its result, as :meth:`by_use` finds it.
+        owned: trained parameters of each block, embedding first, head last; each parameter only once, so a matrix that
+            the head shares with the embedding belongs to the embedding.
+        effects: side effects of a forward pass, as found by :meth:`by_use`.
     """
 
     model: nn.Module
@@ -98,7 +98,7 @@ class Partition:
 
     @property
     def order(self) -> list[tuple[int, int]]:
-        """Block and place of each trained parameter, in the order of the model."""
+        """Block and place of each trained parameter, in the model's order."""
         places = {id(parameter): (i, place) for i, owned in enumerate(self.owned) for place, parameter in enumerate(owned)}
         return [places[id(parameter)] for parameter in self.model.parameters() if id(parameter) in places]
 
@@ -110,13 +110,13 @@ class Partition:
 
     @property
     def lasting_bytes(self) -> int:
-        """Of what is on the device throughout: :attr:`lasting`, copies of buffers that blocks change, what attributes keep."""
+        """Bytes on the device throughout: :attr:`lasting`, copies of buffers that blocks change, tensors kept by attributes."""
         inside = [place for i in range(1, self.last) for place in buffers_of(self.named_modules(i))]
         copied: list[Tensor] = [place.value for place in inside if place.name in self.effects.changing]
         return self.effects.kept_bytes + sum(tensor.numel() * tensor.element_size() for tensor in (*self.lasting, *copied))
 
     def named_modules(self, i: int) -> list[tuple[str, nn.Module]]:
-        """The modules of block ``i``, by their names in the model; 0 and :attr:`last` are the model without its block list."""
+        """Return the modules of block ``i`` with their names; 0 and :attr:`last` are the model without its block list."""
         if 0 < i < self.last:
             inside = set(self.modules[i - 1].modules())
         else:
@@ -125,10 +125,10 @@ class Partition:
 
     @contextmanager
     def intercepted(self) -> Iterator[list[Callable[..., Any]]]:
-        """Let the blocks stop a :class:`ForwardPass`; gives their own forwards.
+        """Make the blocks stop a :class:`ForwardPass`; yield their original forwards.
 
-        A Hugging Face model does not cache keys and values meanwhile, which are for generating, does not collect what its
-        blocks compute inside, and does not recompute them itself: the schedule says what is kept.
+        Inside, a Hugging Face model does not cache keys and values (these are for generation), does not collect intermediate
+        results of its blocks, and does not recompute blocks itself: the schedule decides what is kept.
         """
         forwards = [module.forward for module in self.modules]
         config: Any = getattr(self.model, "config", None)
@@ -146,14 +146,14 @@ class Partition:
             yield forwards
 
     def probe(self, inputs: Inputs, loss: Callable[[Tensor], Tensor] | None = None) -> Probe:
-        """Run forward once, of the first sequence and in the calling thread; the model and the random states are as before.
+        """Run forward once, on the first sequence, in the calling thread; restore the model and the random states.
 
         Args:
             inputs: token ids (batch, sequence), or the model's arguments by name.
-            loss: of the first sequence's logits, also computed; None: it is not.
+            loss: function of the first sequence's logits, which is also run; None: no loss.
 
         Raises:
-            InputError: the model does with its blocks what cannot be trained block by block, or its forward fails.
+            InputError: the model uses its blocks in a way that cannot be trained block by block, or its forward fails.
         """
         _check_hooks(self.model, self.modules)
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
@@ -184,8 +184,8 @@ class Partition:
         return Probe(begin.hidden.detach(), logits.detach(), before, after, effects, rows, own_loss)
 
     def _beside_bytes(self, inputs: Inputs) -> int:
-        """What there is until the last block is done, and is neither the first block's input nor moved with the part before it:
-        masks and other tensors that go to every block.
+        """Return the bytes alive until the last block is done that are neither the first block's input nor moved with the part
+        before it: masks and other tensors that go to every block.
         """
         ledger, forward, saved = Ledger("probe"), ForwardPass(self.model), list[Tensor]()
 
@@ -204,7 +204,7 @@ class Partition:
         return used
 
     def by_use(self, inputs: Inputs) -> Partition:
-        """:meth:`using` what a forward of ``inputs`` shows.
+        """Call :meth:`using` with a probe of ``inputs``.
 
         Raises:
             InputError: see :meth:`probe` and :meth:`using`.
@@ -212,7 +212,7 @@ class Partition:
         return self.using(self.probe(inputs))
 
     def using(self, found: Probe) -> Partition:
-        """This partition with the parameters outside of the blocks where a forward uses them, not where they were declared.
+        """Return this partition with parameters outside of the blocks assigned by use in a forward pass, not by declaration.
 
         Raises:
             InputError: a parameter of a block is used outside of it.
@@ -221,7 +221,7 @@ class Partition:
         for parameter in (parameter for owned in self.owned[1:-1] for parameter in owned):
             if id(parameter) in found.before | found.after:
                 raise InputError(
-                    f"{names[id(parameter)]} is used outside of its block as well: only embedding and head can share parameters"
+                    f"{names[id(parameter)]} is also used outside of its block: only embedding and head can share parameters"
                 )
         first, last = self.owned[0], self.owned[-1]
         before = [p for p in (*first, *last) if id(p) in found.before]
@@ -236,15 +236,15 @@ class Partition:
 def partition(model: nn.Module, blocks: str | None = None) -> Partition:
     """Cut ``model`` at its list of blocks.
 
-    What is declared before the list is taken for the embedding, what comes after it for the head; :meth:`Partition.by_use`
-    knows better.
+    Modules declared before the list are assigned to the embedding, those after it to the head; :meth:`Partition.by_use`
+    corrects this by observing a forward pass.
 
     Args:
-        model: its forward takes token ids and gives logits (or an object with ``logits``).
-        blocks: dotted name of the ``nn.ModuleList``; None: the only list of equal modules that is not inside of another.
+        model: its forward takes token ids and returns logits (or an object with ``logits``).
+        blocks: dotted name of the ``nn.ModuleList``; None: the only list of equal modules that is not inside another.
 
     Raises:
-        InputError: there is no such list, or several; says what was found. Or its blocks share or mix what they must not.
+        InputError: there is no such list, or several (the message lists them); or blocks share parameters or mix types.
     """
     _check_wrapping(model)
     modules = _block_list(model, blocks)
@@ -268,7 +268,7 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
                 mine.append(parameter)
             elif (other, i) != (0, len(modules) + 1):
                 raise InputError(
-                    f"blocks {other} and {i} (0 is what comes before the list) share {names[id(parameter)]}: only embedding "
+                    f"blocks {other} and {i} (0 is the part before the list) share {names[id(parameter)]}: only embedding "
                     "and head can share parameters; copy it, or put the blocks that share it into one"
                 )
         owned.append(tuple(dict.fromkeys(mine)))
@@ -277,8 +277,8 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
             if type(parameter.data) is not Tensor or parameter.is_meta:
                 what = "on the meta device" if parameter.is_meta else f"a {type(parameter.data).__name__}"
                 raise InputError(
-                    f"{names[id(parameter)]} is {what}: trained parameters are ordinary tensors with values, such as those of "
-                    "model.to_empty(device='cpu') after they were initialized"
+                    f"{names[id(parameter)]} is {what}: trained parameters must be ordinary tensors with values, such as after "
+                    "model.to_empty(device='cpu') and initialization"
                 )
         types = {parameter.dtype for parameter in own}
         if len(types) > 1 or types.difference(DTYPES.values()):
@@ -290,26 +290,26 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
 
 
 def _check_wrapping(model: nn.Module) -> None:
-    """Refuse modules that cannot be stopped at a block.
+    """Check that all modules can be stopped at a block.
 
     Raises:
-        InputError: says which, and what to give instead.
+        InputError: names the module, and what to give instead.
     """
     for name, module in model.named_modules():
         kind, where = type(module).__name__, name or "the model"
         if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(f"{where} is a {kind}, which cannot stop at its blocks: give the module that it was made of")
+            raise InputError(f"{where} is a {kind}, which cannot stop at its blocks: give the original module")
         if kind in _WRAPPERS:
-            raise InputError(f"{where} is wrapped in {kind}, which has copies or parts of its own: give its .module")
+            raise InputError(f"{where} is wrapped in {kind}, which makes its own copies or shards: give its .module")
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             raise InputError(
                 f"{where} is compiled, and compiled code cannot stop at the blocks, nor can its memory be counted: give the "
-                "module that was compiled (_orig_mod), not compiled"
+                "original module (_orig_mod)"
             )
 
 
 def _check_hooks(model: nn.Module, modules: tuple[nn.Module, ...]) -> None:
-    """Refuse backward hooks around blocks; those of modules inside of one run with its backward.
+    """Check that there are no backward hooks around blocks; hooks of modules inside a block run with its backward.
 
     Raises:
         InputError: names the module.
@@ -318,8 +318,8 @@ def _check_hooks(model: nn.Module, modules: tuple[nn.Module, ...]) -> None:
     for name, module in model.named_modules():
         if (module._backward_hooks or module._backward_pre_hooks) and module not in inside:
             raise InputError(
-                f"{name or 'the model'} has a backward hook, which needs gradients of what is around it: register it on a "
-                "module inside of a block, or on parameters (register_post_accumulate_grad_hook)"
+                f"{name or 'the model'} has a backward hook, which needs gradients across blocks: register it on a "
+                "module inside a block, or on parameters (register_post_accumulate_grad_hook)"
             )
     if _global_backward_hooks or _global_backward_pre_hooks:
         raise InputError("there are backward hooks for all modules (register_module_full_backward_hook): remove them")
@@ -347,7 +347,7 @@ def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
     ]
     if len(outer) != 1:
         raise InputError(
-            f"which blocks of {type(model).__name__} are to be moved is not clear: it has {len(outer)} lists of equal blocks "
+            f"the blocks of {type(model).__name__} are ambiguous: it has {len(outer)} lists of equal blocks "
             f"(module lists: {found or 'none'}); name one, such as blocks={next(iter(lists), 'transformer.h')!r}, "
             "or put the blocks into an nn.ModuleList"
         )
@@ -355,16 +355,16 @@ def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
 
 
 def check_loss(loss: object, logits: Tensor, model: nn.Module) -> None:
-    """Refuse what cannot be differentiated with respect to ``logits`` alone.
+    """Check that ``loss`` can be differentiated and depends on ``logits`` only.
 
     Raises:
-        InputError: says what the loss function gave, and which parameters it uses.
+        InputError: states what the loss function returned, and which parameters it uses.
     """
     if not isinstance(loss, Tensor):
-        raise InputError(f"the loss function gives {type(loss).__name__}: one tensor is needed, without .item() or a tuple")
+        raise InputError(f"the loss function returns {type(loss).__name__}: return one tensor, without .item() or a tuple")
     if loss.numel() != 1 or not loss.is_floating_point():
         raise InputError(
-            f"the loss function gives {tuple(loss.shape)} of {loss.dtype}: one real number is needed, such as loss.mean()"
+            f"the loss function returns {tuple(loss.shape)} of {loss.dtype}: return one real number, such as loss.mean()"
         )
     leaves = list(_leaves(loss))
     others = [leaf for leaf in leaves if leaf is not logits]
@@ -374,8 +374,8 @@ def check_loss(loss: object, logits: Tensor, model: nn.Module) -> None:
         named = ", ".join(found[:4] or [f"a tensor {tuple(others[0].shape)}"])
         raise InputError(
             f"the loss uses more than the logits ({named}), which would get no gradient from it: let a block add the gradient "
-            "of an auxiliary loss itself (a torch.autograd.Function that hands its input on), use the optimizer's weight_decay "
-            "for penalties on weights, make what the loss trains a part of the model behind its blocks, or detach() it"
+            "of an auxiliary loss itself (a torch.autograd.Function that passes its input through), use the optimizer's "
+            "weight_decay for weight penalties, move what the loss trains into the model behind its blocks, or detach() it"
         )
     if not leaves:
         raise InputError("the loss does not depend on the logits: compute it from them, without detach(), .data or no_grad()")
@@ -383,7 +383,7 @@ def check_loss(loss: object, logits: Tensor, model: nn.Module) -> None:
 
 @contextmanager
 def _teaching(inputs: Inputs) -> Iterator[None]:
-    """Say what went in where the model's own code fails."""
+    """Report the inputs if the model's own code fails."""
     try:
         yield
     except AutoHeteError:
@@ -393,13 +393,13 @@ def _teaching(inputs: Inputs) -> Iterator[None]:
         given = ", ".join(f"{k} {tuple(v.shape)} of {v.dtype}" for k, v in named.items() if isinstance(v, Tensor))
         raise InputError(
             f"the model or the loss fails on the first batch ({given}): {type(error).__name__}: {error}. Call "
-            "loss(model(...), targets) with this batch, without a trainer, and fix what fails there"
+            "loss(model(...), targets) with this batch, without a trainer, and fix the error"
         ) from error
 
 
 @contextmanager
 def _rows_of_embeddings(modules: Iterable[tuple[str, nn.Module]], inputs: Inputs) -> Iterator[dict[str, int]]:
-    """Fills, by the names of inputs, the rows of the embeddings that they are looked up in meanwhile; checks that they are."""
+    """Yield a dict that collects, by input name, the rows of the embedding it is looked up in; check the ids' range."""
     named = {"ids": inputs} if isinstance(inputs, Tensor) else inputs
     tensors = {value.data_ptr(): name for name, value in named.items() if isinstance(value, Tensor)}
     rows: dict[str, int] = {}
@@ -418,7 +418,7 @@ def _rows_of_embeddings(modules: Iterable[tuple[str, nn.Module]], inputs: Inputs
 
 @contextmanager
 def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Let modules compute something else for a while."""
+    """Replace the forwards of modules inside the context."""
     with ExitStack() as undo:
         for module, forward in forwards:
             if "forward" in vars(module):
@@ -430,15 +430,15 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
 
 
 class _Trial:
-    """One run of a block to see what it does beside computing its result; leaves its buffers as they were.
+    """One run of a block to observe its side effects; restores its buffers.
 
     Args:
-        modules: the block's, with their names.
-        sequences: in the batches of the training; the run is on one.
+        modules: the block's modules, with their names.
+        sequences: number of sequences in a training batch; the run uses one.
 
     Attributes:
-        effects: of a forward; buffers that change are those in the mode that the block is in and those in training.
-        before: its attributes, to be restored when the loss has been computed, which may use them.
+        effects: effects of a forward; changing buffers are those that change in the block's current mode or in training mode.
+        before: the block's attributes, to be restored after the loss, which may use them.
     """
 
     def __init__(self, modules: list[tuple[str, nn.Module]], sequences: int) -> None:
@@ -446,10 +446,10 @@ class _Trial:
         self.effects, self.before = NO_EFFECTS, Snapshot(())
 
     def run(self, call: BlockCall, own: Callable[..., Any], device: torch.device) -> Any:
-        """The result of ``call``, whose hidden states need no gradients.
+        """Return the result of ``call``; its hidden states need no gradients.
 
         Raises:
-            InputError: the block changes with each forward what recomputation cannot put back.
+            InputError: the block changes state with each forward that recomputation cannot restore.
         """
         self.before, random = Snapshot(self._modules), RandomState(device)
         before = self.before
@@ -499,12 +499,12 @@ class _Trial:
 
 
 def _given(call: BlockCall) -> Tensor:
-    """The hidden states with a graph, and no leaf, so that they can be changed in place."""
+    """Return the hidden states with a graph, but not as a leaf, so that they can be changed in place."""
     return call.hidden.detach().requires_grad_().clone()
 
 
 def _effects_since(before: Snapshot, sequences: int) -> Effects:
-    """Of a forward of one sequence, with the bytes that one of ``sequences`` keeps."""
+    """Return the effects of a forward of one sequence, with the bytes that a forward of ``sequences`` keeps."""
     kept = before.tensors_kept()
     sizes = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() * (sequences if tensor.shape[:1] == (1,) else 1)
@@ -516,7 +516,7 @@ def _effects_since(before: Snapshot, sequences: int) -> Effects:
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """How the model calls a block: its place in the list, hidden states and whatever else."""
+    """The model's call of a block: the block's place in the list, hidden states and other arguments."""
 
     place: int
     hidden: Tensor
@@ -524,10 +524,10 @@ class BlockCall:
     kwargs: dict[str, Any]
 
     def on(self, forward: Callable[..., Any], hidden: Tensor) -> Any:
-        """The block's result for other hidden states.
+        """Return the block's result for other hidden states.
 
         Raises:
-            InputError: it has changed them in place.
+            InputError: the block has changed them in place.
         """
         version = _version(hidden)
         result = forward(hidden, *self.args, **self.kwargs)
@@ -541,30 +541,30 @@ class BlockCall:
 class ForwardPass:
     """One forward of a model as a coroutine, inside :meth:`Partition.intercepted`, in one thread.
 
-    Call :meth:`start`, then :meth:`resume` with each block's result, :meth:`finish` with the last. Grad mode and hooks are the
-    caller's. All raise InputError where the model does with its blocks what cannot be trained block by block.
+    Call :meth:`start`, then :meth:`resume` with each block's result, and :meth:`finish` with the last one. Grad mode and hooks
+    are the caller's. All raise InputError if the model uses its blocks in a way that cannot be trained block by block.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._coroutine = _Pass(model)
         self._place = 0
-        #: What the model has called the current block with.
+        #: The hidden states that the model has called the current block with.
         self._given: Tensor | None = None
-        #: What the model itself has computed as its loss, if it was given labels.
+        #: The model's own loss, if it was given labels.
         self.own_loss: Tensor | None = None
-        #: What the first block's input was computed by: nothing after the blocks may go back through it.
+        #: Graph nodes of the first block's input: nothing after the blocks may depend on them.
         self._before: set[Node] = set()
 
     def start(self, inputs: Inputs) -> BlockCall:
-        """Run to the first block; its call is the result."""
+        """Run to the first block, and return its call."""
         call = self._checked(self._run(inputs) if isinstance(inputs, Tensor) else self._run(**inputs))
         self._before = {node for node in _graph(call.hidden) if not hasattr(node, "variable")}
         return call
 
     def resume(self, result: Any) -> BlockCall:
-        """Let the block that is called return ``result``, whose hidden states need no gradients, and run to the next."""
+        """Return ``result`` from the current block (its hidden states need no gradients), and run to the next block."""
         hidden = hidden_of(result)
-        # What the model gets does, so that it is seen wherever else the model uses it.
+        # The model gets hidden states that need gradients, so that any other use of them is detected.
         given = self._given = hidden.detach().requires_grad_(torch.is_grad_enabled())
         version = _version(given)
         self._place += 1
@@ -577,19 +577,19 @@ class ForwardPass:
         return replace(call, hidden=hidden)
 
     def let_go(self) -> None:
-        """Free the input of the block that is called: the model's own code holds it until it is resumed."""
+        """Free the input of the current block, which the model's own code would hold until it is resumed."""
         if self._given is not None:
             self._given.data = _NAN[self._given.dtype].expand(self._given.shape)
 
     def finish(self, result: Any) -> Tensor:
-        """Let the last block return ``result``, and run to the logits."""
+        """Return ``result`` from the last block, and run to the logits."""
         found = self._run(result)
         if isinstance(found, BlockCall):
-            self._refuse(f"the model calls its blocks more often than it has blocks: {_ONCE}")
+            self._refuse(f"the model makes more block calls than it has blocks: {_ONCE}")
         self.own_loss = getattr(found, "loss", None)
         logits = getattr(found, "logits", found[0] if isinstance(found, tuple) else found)
         if not isinstance(logits, Tensor):
-            raise InputError(f"the model's forward gives {type(found).__name__}: logits are needed, or an object with them")
+            raise InputError(f"the model's forward returns {type(found).__name__}: return logits, or an object with logits")
         for node in _graph(logits, hidden_of(result)):
             leaf = getattr(node, "variable", None)
             if node in self._before or (leaf is not None and not isinstance(leaf, nn.Parameter)):
@@ -600,18 +600,18 @@ class ForwardPass:
         return logits
 
     def end(self) -> None:
-        """Leave the model where it has stopped, as by an exception."""
+        """Abort the forward where it has stopped, as if by an exception."""
         self._coroutine.end()
 
     def _run(self, *values: Any, **named: Any) -> Any:
-        """Let the model run on with what is given, to the next block or to its end."""
+        """Resume the model with the given values, until the next block or the end."""
         modes = _modes()
         found = self._coroutine.switch(*values, **named)
         if _modes() != modes:
             self._refuse(
-                "the model calls its blocks under another grad or autocast mode, or inside of torch.utils.checkpoint, which "
-                "recomputation would not have: call them without, freeze parameters by requires_grad, and convert the model to "
-                "the type to compute with; what is recomputed is the policy's to say"
+                "the model calls its blocks in another grad or autocast mode, or inside torch.utils.checkpoint, which "
+                "recomputation would not have: call them without, freeze parameters with requires_grad, and convert the model "
+                "to the compute type; the policy decides what is recomputed"
             )
         return found
 
@@ -621,7 +621,9 @@ class ForwardPass:
         if found.place != self._place:
             self._refuse(f"the model calls block {found.place + 1} of its list where it should call {self._place + 1}: {_ONCE}")
         if any(tensor.requires_grad for tensor in tensors_in((found.args, found.kwargs))):
-            self._refuse("a block takes other tensors that need gradients beside its hidden states: only these are passed on")
+            self._refuse(
+                "a block takes tensors that need gradients besides its hidden states: only hidden states are passed on"
+            )
         return found
 
     def _refuse(self, message: str) -> NoReturn:
@@ -630,20 +632,20 @@ class ForwardPass:
 
 
 class _Pass(greenlet):  # type: ignore[misc, unused-ignore]
-    """A model's forward, as the greenlet that its blocks stop."""
+    """A model's forward as a greenlet that its blocks stop."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.__call__)
         _of_thread.passes.open.add(self)
 
     def end(self) -> None:
-        """Leave the model where it has stopped, as by an exception."""
+        """Abort the forward where it has stopped, as if by an exception."""
         if self:
             self.throw()
 
 
 class _Passes:
-    """The passes of one thread. Ends with it those that have not ended; what they hold would live for ever otherwise."""
+    """The passes of one thread. Unfinished passes end with the thread; otherwise what they hold would live for ever."""
 
     def __init__(self) -> None:
         self.open: WeakSet[_Pass] = WeakSet()
@@ -673,15 +675,15 @@ def _stopping(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_of(place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
-    """The call of a block's ``forward``, whose hidden states are the first argument, with or without its name.
+    """Return the call of a block's ``forward``, whose first argument, positional or by name, is the hidden states.
 
     Raises:
-        InputError: they are no tensor.
+        InputError: the first argument is not a tensor.
     """
     name = "" if args else next(iter(inspect.signature(forward).parameters), "")
     hidden = args[0] if args else kwargs.get(name)
     if not isinstance(hidden, Tensor):
-        raise InputError(f"block {place + 1} is called with {type(hidden).__name__} first: hidden states are needed")
+        raise InputError(f"block {place + 1} is called with {type(hidden).__name__} first: pass hidden states first")
     return BlockCall(place, hidden, args[1:], {key: value for key, value in kwargs.items() if key != name})
 
 
@@ -691,12 +693,12 @@ def _modes() -> tuple[object, ...]:
 
 
 def _version(tensor: Tensor) -> int:
-    """Rises with each change in place."""
+    """Return the version of a tensor, which increases with each in-place change."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _graph(tensor: Tensor, until: Tensor | None = None) -> Iterator[Node]:
-    """What ``tensor`` was computed by, back to ``until``."""
+    """Iterate over the graph nodes that ``tensor`` was computed by, back to ``until``."""
     nodes, seen = [tensor.grad_fn], {None if until is None else until.grad_fn}
     while nodes:
         node = nodes.pop()
@@ -707,35 +709,35 @@ def _graph(tensor: Tensor, until: Tensor | None = None) -> Iterator[Node]:
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """The parameters that ``tensor`` was computed from."""
+    """Iterate over the parameters that ``tensor`` was computed from."""
     return (node.variable for node in _graph(tensor) if hasattr(node, "variable"))
 
 
 def hidden_of(result: Any) -> Tensor:
-    """The hidden states of what a block returned.
+    """Return the hidden states in a block's result.
 
     Raises:
         InputError: there are none.
     """
     hidden = result[0] if isinstance(result, tuple) and result else result
     if not isinstance(hidden, Tensor):
-        raise InputError(f"a block returns {type(hidden).__name__}: hidden states are needed, or a tuple that begins with them")
+        raise InputError(f"a block returns {type(hidden).__name__}: return hidden states, or a tuple that begins with them")
     return hidden
 
 
 def with_hidden(result: Any, hidden: Tensor, unused: frozenset[int] = frozenset()) -> Any:
-    """What a block returned, with other hidden states in it.
+    """Return a block's result with its hidden states replaced.
 
-    Other tensors in it that need gradients, such as attention weights, are for the user to look at. The model gets NaN of no
-    size in their place, so that it notices if it uses one, and their memory is free.
+    Other tensors in it that need gradients, such as attention weights, are only informative. The model gets NaN without
+    storage in their place, so that any use of them shows, and their memory is freed.
 
     Args:
-        result: what the block returned.
-        hidden: the hidden states to put there.
-        unused: places of tensors in a tuple that need gradients if it is computed with them.
+        result: the block's result.
+        hidden: the new hidden states.
+        unused: places in the tuple of tensors that need gradients when computed with gradients enabled.
 
     Raises:
-        InputError: tensors that need gradients are inside of other containers.
+        InputError: tensors that need gradients are inside other containers.
     """
     if not isinstance(result, tuple):
         return hidden
@@ -744,11 +746,13 @@ def with_hidden(result: Any, hidden: Tensor, unused: frozenset[int] = frozenset(
         for place, item in enumerate(result[1:], 1)
     ]
     if any(tensor.requires_grad for item in others if not isinstance(item, Tensor) for tensor in tensors_in(item)):
-        raise InputError("a block returns other tensors that need gradients beside its hidden states: only these are passed on")
+        raise InputError(
+            "a block returns tensors that need gradients besides its hidden states: only hidden states are passed on"
+        )
     return (hidden, *others)
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """NaN in the shape of ``tensor``; a leaf that needs gradients where there are any, so that it is seen in a graph."""
+    """Return NaN in the shape of ``tensor``; with gradients enabled, a leaf that needs gradients, so that uses are seen."""
     nan = torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     return nan.requires_grad_(torch.is_grad_enabled())

@@ -1,4 +1,4 @@
-"""A training under way: a model that is taken over, and lanes that execute a schedule on it, iteration by iteration."""
+"""A training session: a model that has been taken over, and lanes that execute a schedule on it, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Execution:
     """How a schedule is executed.
 
     Args:
-        torch_device: where the passes compute; the CPU stands for the device where there is no other.
-        paced: let every task take as long as the schedule says; otherwise it runs as fast as the device does.
+        torch_device: the device of the passes; the CPU stands in for it if there is no GPU.
+        paced: make every task last as long as in the schedule; otherwise tasks run as fast as the device allows.
         budget: enforce the memories' capacities; otherwise they are ignored.
-        counting: how the device's bytes are counted.
-        clip_norm: the largest global norm of the gradients, for schedules that clip them.
-        skip_nonfinite: let iterations with gradients that are not finite change nothing, where the schedule allows it.
-        threads: what torch may use in a lane, by its name; in every other lane it is one.
-        history: iterations whose times are kept, at least; None: all.
+        counting: how device memory is counted.
+        clip_norm: the maximum global norm of the gradients, for schedules that clip them.
+        skip_nonfinite: skip iterations with non-finite gradients, if the schedule allows it.
+        threads: number of torch threads in a lane, by its name; one in every other lane.
+        history: minimum number of iterations whose times are kept; None: all.
     """
 
     torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -53,26 +53,26 @@ class Execution:
 
     @property
     def clock(self) -> Clock:
-        """Whose seconds its traces are in."""
+        """Clock of its traces."""
         if self.torch_device.type == "cuda":
             return Clock.MEASURED_CUDA
         return Clock.EMULATED if self.paced else Clock.MEASURED_CPU
 
 
 class Session:
-    """Executes ``schedule`` on the model, iteration by iteration, from here until :meth:`close`.
+    """Executes ``schedule`` on the model, iteration by iteration, until :meth:`close`.
 
     Args:
         partition: the model, cut into blocks.
         schedule: a valid schedule.
-        loss: of logits and targets.
-        adam: the optimizer's settings.
-        execution: how.
+        loss: function of logits and targets.
+        adam: optimizer settings.
+        execution: how the schedule is executed.
 
     Attributes:
-        training: the model that is taken over.
-        lanes: the threads; they know what has ended, and when.
-        device, host: what lives in the memories, and the most there has been; None: they are not counted.
+        training: the model that has been taken over.
+        lanes: the threads, which record what has ended and when.
+        device, host: current and peak bytes of the memories; None: they are not counted.
     """
 
     def __init__(self, partition: Partition, schedule: Schedule, loss: Loss, adam: Adam | None, execution: Execution) -> None:
@@ -129,23 +129,23 @@ class Session:
 
     @property
     def device(self) -> Ledger | CudaMemory | None:
-        """What counts the device's memory; a different ledger if the schedule's sizes were found wrong."""
+        """The ledger of the device's memory; a different one if the schedule's sizes were found wrong."""
         return self._device if self.training.count is None else self.training.count.ledger
 
     @property
     def counting(self) -> Counting:
-        """How bytes on the device are counted: by the schedule's sizes, unless the first iterations have shown them wrong."""
+        """How device memory is counted: by the schedule's sizes, unless the first iterations have shown them to be wrong."""
         return Counting.EXACT if self.training.count is None else self.training.count.counting
 
     def admit(self, batches: list[Batch], adam: Adam | None = None) -> int:
-        """Let the next iteration begin, with a batch for each micro-batch; returns its number.
+        """Admit the next iteration, with a batch for each micro-batch, and return its number.
 
         Args:
-            batches: what it trains on.
-            adam: its optimizer settings, whenever its updates run; None: those that the session began with.
+            batches: the batches to train on.
+            adam: optimizer settings of the iteration, whenever its updates run; None: those that the session started with.
 
         Raises:
-            TaskError: any task has failed.
+            TaskError: a task has failed.
         """
         iteration = self.lanes.admitted
         if adam is not None:
@@ -154,24 +154,24 @@ class Session:
         return self.lanes.admit()
 
     def drain(self) -> None:
-        """Return when everything admitted has ended.
+        """Wait until all admitted iterations have ended.
 
         Raises:
-            TaskError: any task has failed; raised when all that still runs has ended.
+            TaskError: a task has failed; raised once all running tasks have ended.
         """
         self.lanes.drain()
 
     def close(self) -> None:
-        """End the lanes when all that was admitted has ended, and give the model its trained parameters back.
+        """End the lanes once all admitted iterations have ended, and give the trained parameters back to the model.
 
         Raises:
-            TaskError: any task has failed, and this is the first time that the lanes are closed.
+            TaskError: a task has failed, and this is the first call.
         """
         self._undo.close()
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A CUDA stream for the calling thread; nothing on the CPU."""
+    """Return a context with its own CUDA stream for the calling thread; an empty one on the CPU."""
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Executes a schedule for real: trains on the batches that it is given, and says when everything happened."""
+"""Executes a schedule for real: trains on given batches, and records the times of all tasks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class TorchExecutor:
     """The runtime behind :class:`autohete.execution.Executor`: real tensors, autograd and threads, on the CPU.
 
     Args:
-        model: whose blocks are in an ``nn.ModuleList``; has the trained parameters after each run.
+        model: has its blocks in an ``nn.ModuleList``, and the trained parameters after each run.
         batches: token ids and targets, each (batch, sequence), one pair per micro-batch; or the arguments of the model's
             forward by name, with ``targets`` or ``labels``.
-        loss: of logits and targets.
-        adam: the optimizer's settings.
-        clip_norm: the largest global norm of the gradients, for schedules that clip them.
-        blocks: name of the block list, where it is not clear.
-        paced: let every task last as long as the schedule says (clock ``emulated``); otherwise as fast as the CPU goes.
+        loss: function of logits and targets.
+        adam: optimizer settings.
+        clip_norm: the maximum global norm of the gradients, for schedules that clip them.
+        blocks: name of the block list, if it is ambiguous.
+        paced: make every task last as long as in the schedule (clock ``emulated``); otherwise as fast as the CPU allows.
         budget: enforce the memories' capacities; otherwise they are ignored.
-        counting: how the device's bytes are counted.
+        counting: how device memory is counted.
 
-    After :meth:`run`, ``losses`` has the loss of each iteration and ``parameters`` every trained parameter in block order
-    (fp32 master weights where the model is in 16 bit); ``device`` and ``host`` have the peaks, if budgets were enforced;
-    ``late`` names the paced tasks whose work ended after their deadline, with the nanoseconds.
+    After :meth:`run`, ``losses`` has the loss of each iteration, and ``parameters`` every trained parameter in block order
+    (fp32 master weights if the model is in 16 bit). ``device`` and ``host`` have the peaks, if budgets were enforced. ``late``
+    names the paced tasks whose work ended after their deadline, with the delay in nanoseconds.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TorchExecutor:
         self._execution = Execution(paced=paced, budget=budget, counting=counting, clip_norm=clip_norm)
         self._partition = partition(model, blocks)
         self._batches, self._loss, self._adam = batches, loss, adam
-        #: How the device's bytes are counted; after a run that was to go by the schedule's sizes: how they have been.
+        #: How device memory is counted; after a run, how it was counted in fact.
         self.counting = counting
         self.losses: list[float] = []
         self.parameters: list[Tensor] = []
@@ -66,15 +66,15 @@ class TorchExecutor:
         self.late: dict[str, int] = {}
 
     def run(self, schedule: Schedule, iterations: int) -> Trace:
-        """Train ``iterations`` iterations as ``schedule`` says.
+        """Train for ``iterations`` iterations of ``schedule``.
 
         Raises:
-            TaskError: a task failed; names it, with the original error as its cause. No thread is left behind.
+            TaskError: a task failed; names the task, with the original error as its cause. No thread is left behind.
             InfeasibleError: some order of the schedule's tasks needs more of a memory than there is.
-            ScheduleError: a task of the schedule may free memory later and later.
+            ScheduleError: a task may fall behind in freeing memory without limit.
             DeviceOutOfMemoryError: the states, or a task, need more of a memory than the schedule says.
-            InputError: there are fewer batches than iterations, or the first shows that the model or the loss cannot be
-                trained with.
+            InputError: there are fewer batches than iterations, or the first batch shows that the model or the loss cannot
+                be used for training.
         """
         check_whole("iterations", iterations, 1)
         claim = Claim(self._partition.model, "trained")
@@ -113,13 +113,13 @@ def _check_fits(schedule: Schedule) -> None:
         worst = worst_case(schedule, memory.name)
         if worst.peak_bytes is None:
             raise ScheduleError(
-                f"{worst.task} frees {memory.name} memory, but no later allocation waits for that: it may grow without limit"
+                f"{worst.task} frees {memory.name} memory, but no later allocation waits for it: usage may grow without limit"
             )
         if not worst.fits:
             holder, size = next(iter(worst.holders.items()))
             largest = f"{holder.replace('_', ' ')} {format_bytes(size)}"
             raise InfeasibleError(
-                f"where copies are late the schedule needs {worst.peak_bytes} B ({format_bytes(worst.peak_bytes)}) of "
+                f"if copies are late the schedule needs {worst.peak_bytes} B ({format_bytes(worst.peak_bytes)}) of "
                 f"{memory.name} memory at {worst.task}, there are {memory.capacity_bytes} B; largest: {largest}. Give it that "
                 "much, or more waits: autohete.lowering.memory_waits.with_memory_waits",
                 constraint=memory.name,

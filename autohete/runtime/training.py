@@ -1,4 +1,4 @@
-"""A model that is taken over for a training, and given back: its states, passes, actions and evaluation."""
+"""A model taken over for training, until it is given back: its states, passes, actions and evaluation."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ class Training:
 
     Args:
         partition: the model, cut into blocks.
-        schedule: its tasks and buffers say where each block's states live.
-        loss: of logits and targets.
-        adam: the optimizer's settings.
-        torch_device: where the passes compute; the CPU stands for the device where there is no other.
-        device, host: count the memory of the states, and of the passes; None: it is not counted. A GPU's is limited to its
-            capacity until :meth:`close`.
-        pinned: counts what of the host's is pinned, which is none where the CPU stands for the device.
-        counting: how the device's is counted.
-        clip_norm: the largest global norm of the gradients, where the schedule clips them: as
+        schedule: its tasks and buffers determine where each block's states live.
+        loss: function of logits and targets.
+        adam: optimizer settings.
+        torch_device: the device of the passes; the CPU stands in for it if there is no GPU.
+        device, host: ledgers for the memory of states and passes; None: not counted. A GPU's memory is limited to its capacity
+            until :meth:`close`.
+        pinned: ledger for pinned host memory; there is none if the CPU stands in for the device.
+        counting: how device memory is counted.
+        clip_norm: the maximum global norm of the gradients, if the schedule clips them, as in
             ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.
-        skip_nonfinite: let iterations with gradients that are not finite change nothing and go on, where the schedule allows
-            it; else they raise :class:`~autohete.errors.NonFiniteGradientError`.
-        poison: overwrite what is released with NaN, so that a schedule that still reads it is noticed.
+        skip_nonfinite: skip iterations with non-finite gradients, if the schedule allows it; otherwise they raise
+            :class:`~autohete.errors.NonFiniteGradientError`.
+        poison: overwrite released memory with NaN, so that a schedule that still reads it is detected.
 
     Attributes:
-        states: hold what is trained.
-        passes: compute; they take the batches and have the losses.
-        actions: do the schedule's tasks, on the states and by the passes.
-        evaluation: evaluates between the iterations.
-        guard: what the caller does with the parameters between the iterations.
+        states: the model states.
+        passes: the computation; takes the batches and has the losses.
+        actions: perform the schedule's tasks, with the states and the passes.
+        evaluation: evaluates the model between iterations.
+        guard: handles the caller's uses of the parameters between iterations.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Training:
         check_member("counting", counting, Counting)
         if any(task.id.kind in COLLECTIVES for task in schedule.tasks):
             raise InputError(
-                "the schedule is for several GPUs, but one process trains with one: lower it for hardware of one GPU"
+                "the schedule is for several GPUs, but one process trains on one: lower it for hardware with one GPU"
             )
         updated = {kind: {task.id.unit for task in schedule.tasks if task.id.kind is kind} for kind in _UPDATES}
         if both := sorted(set.intersection(*updated.values())):
@@ -84,7 +84,7 @@ class Training:
         if torch_device.type == "cpu":
             keep_freed_memory()
         cuda = device if isinstance(device, CudaMemory) else CudaMemory(torch_device)
-        #: Counts the device's memory; None: it is not counted.
+        #: Counts the device's memory; None: not counted.
         self.count = count = DeviceCount(device, schedule, counting) if isinstance(device, Ledger) else None
         memories = Memories(torch_device, count, host, cuda, pinned)
         self._undo = ExitStack()
@@ -100,7 +100,7 @@ class Training:
             if count is not None:
                 undo.callback(count.close)
             undo.callback(self.states.give_back)
-            for place in buffers_of(partition.model.named_modules()):  # which may have another tensor at the end
+            for place in buffers_of(partition.model.named_modules()):  # by place, which may have another tensor at the end
                 undo.callback(_move_what_is_at, place, place.value.device)
             for tensor in partition.lasting:
                 undo.callback(_move, tensor, tensor.device)
@@ -120,16 +120,16 @@ class Training:
 
     @property
     def device(self) -> Ledger | None:
-        """What has been counted on the device; None: nothing."""
+        """The ledger of the device; None: not counted."""
         return None if self.count is None else self.count.ledger
 
     def parameters(self) -> list[Tensor]:
-        """A copy of every trained parameter in block order; see :meth:`States.parameters`."""
+        """Return a copy of every trained parameter in block order; see :meth:`States.parameters`."""
         with self.guard.resumed(), self.guard.inside():
             return self.states.parameters()
 
     def close(self) -> None:
-        """Give the model its forwards and its parameters back, with their trained values, in host memory."""
+        """Give the model back its forwards and its trained parameters, in host memory."""
         self._undo.close()
 
 
@@ -139,13 +139,13 @@ def _move_what_is_at(place: Place, device: torch.device) -> None:
 
 
 def only_gpu_works(schedule: Schedule) -> bool:
-    """Whether no other lane than the GPU's has a task: where the CPU stands for the GPU, all of its cores are free for it."""
+    """Whether only the GPU's lane has tasks. If the CPU stands in for the GPU, all of its cores are then free for it."""
     return all(task.lane == GPU for task in schedule.tasks)
 
 
 def _moving_bytes(partition: Partition, device: torch.device) -> int:
-    """Bytes that taking over brings to ``device`` beside the states of the training: what is frozen comes, what is trained goes
-    from where it was."""
+    """Return the bytes that taking over brings to ``device`` besides the training states: frozen tensors move in, and trained
+    ones leave their old place."""
     coming = sum(tensor.nbytes for tensor in partition.lasting if tensor.device != device)
     return coming - sum(p.nbytes for owned in partition.owned for p in owned if p.device == device)
 

@@ -1,7 +1,7 @@
-"""For your own tests: Hypothesis strategies (``strategies``), what every plan must promise (``checks``), and a second
-scheduler to compare with (``list_scheduler``).
+"""Test support: Hypothesis strategies (``strategies``), properties of every valid plan (``checks``), and a second scheduler
+to compare with (``list_scheduler``).
 
-A policy is tested on small and extreme inputs of every kind, and each fault is described in words::
+Policies are tested on small and extreme inputs of every kind, and each fault is described in words::
 
     from hypothesis import given
     from autohete.plan import Plan, Processor, UnitPlan

@@ -1,8 +1,8 @@
-"""A second opinion on time: a plain list scheduler, without SimPy and without anything of ``autohete.sim``.
+"""A plain list scheduler to check the simulator against, without SimPy and without any code of ``autohete.sim``.
 
-It has the same rules: integer nanoseconds; all completions of an instant first, then every idle lane chooses; a task
-without duration ends in a further round of the same instant. So it agrees with the simulator to the tick, and what it
-needs for that is the least that any simulator needs: it is the yardstick of the speed benchmark.
+It follows the same rules: integer nanoseconds; all completions of an instant first, then every idle lane chooses; a task
+without duration ends in a further round of the same instant. It therefore agrees with the simulator to the tick. It does
+only the work that any simulator must do, so it is the reference of the speed benchmark.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _NEVER = 1 << 60
 
 
 def list_schedule(schedule: Schedule, iterations: int) -> Trace:
-    """The trace of ``iterations`` iterations of a valid ``schedule``.
+    """Schedule ``iterations`` iterations of a valid ``schedule``, and return the trace.
 
     Raises:
-        InputError: less than one iteration.
-        ScheduleError: some task never becomes ready; :meth:`~autohete.schedule.Schedule.validate` says why.
+        InputError: fewer than one iteration.
+        ScheduleError: a task never becomes ready; :meth:`~autohete.schedule.Schedule.validate` says why.
     """
     if iterations < 1:
-        raise InputError(f"cannot run {iterations} iterations: at least 1")
+        raise InputError(f"cannot run {iterations} iterations: run at least 1")
     graph = schedule.graph()
     tasks, lanes = len(schedule.tasks), len(schedule.lanes)
     total = tasks * iterations
-    # An instance is iteration * tasks + task. One iteration more than is run takes the edges that lead out of the run,
-    # so that no edge has to be tested for it.
+    # An instance is iteration * tasks + task. One extra iteration receives the edges that lead out of the run, so that
+    # edges need no bounds check.
     durations = [task.duration_ns for task in schedule.tasks]
     successors = [[(after, after + back * tasks) for after, back in edges] for edges in graph.successors]
     both = [same + back for same, back in graph.waits]
     waits = [same for same, _ in graph.waits] + both * (iterations - 1) + [_NEVER] * (tasks + 1)
     ready, start, end = [0] * total, [0] * total, [-1] * total
 
-    # A fifo lane has its instances in order and a place in them; a priority lane a heap of what is ready.
+    # A fifo lane has its instances in order and a position in them; a priority lane has a heap of ready instances.
     orders: list[list[int]] = []
     queues: list[list[int] | None] = []
     for engine, members in zip(schedule.lanes, graph.lane_tasks, strict=True):
@@ -64,10 +64,10 @@ def list_schedule(schedule: Schedule, iterations: int) -> Trace:
     remaining: dict[int, int] = {}  # per active shared lane: nanoseconds times FULL_RATE
     rates: dict[int, int] = {}
     dues: dict[int, int] = {}
-    rated = 0  # when the rates were set
+    rated = 0  # time at which the rates were set
 
     running = [0] * lanes
-    heap: list[int] = []  # end * lanes + lane of what runs on undisturbed lanes
+    heap: list[int] = []  # end * lanes + lane of the tasks that run on undisturbed lanes
     idle = list(range(lanes))
     now = 0
     changed = False
@@ -144,9 +144,9 @@ def list_schedule(schedule: Schedule, iterations: int) -> Trace:
 
 
 def _urgency(graph: Graph, iterations: int) -> tuple[list[int], list[int]]:
-    """Priority, iteration and what else makes a task urgent in one integer: its part for each task, and the task of each rank.
+    """Encode priority, iteration and the other urgency keys in one integer; return each task's part, and the task of each rank.
 
-    ``part + iteration * tasks`` is smaller for what is more urgent; modulo the number of tasks it is the rank.
+    ``part + iteration * tasks`` is smaller for more urgent instances; modulo the number of tasks it is the rank.
     """
     tasks = len(graph.urgency)
     task_of_rank = sorted(range(tasks), key=lambda task: graph.urgency[task][1:])

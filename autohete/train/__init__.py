@@ -1,1 +1,1 @@
-"""Training under a memory budget: measure, plan, execute, compare. Stands above ``runtime``, which executes the schedule."""
+"""Training within a memory budget: measure, plan, execute, compare. Built on ``runtime``, which executes the schedule."""

@@ -1,4 +1,4 @@
-"""What a Trainer does not take, with what to give instead."""
+"""Checks of a Trainer's arguments; each error says what to give instead."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autohete.runtime.optimizer import Adam
 def check_arguments(
     model: object, policy: object, loss: object, adam: object, blocks: object, device: object, hardware: object, profile: object
 ) -> None:
-    """Refuse arguments of another type than they must have, with what to give.
+    """Check the types of a Trainer's arguments.
 
     Raises:
-        InputError: names the argument.
+        InputError: names the argument and what to give.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is {_named(model)}: give an nn.Module")
@@ -29,8 +29,8 @@ def check_arguments(
         raise InputError(f"loss is {_named(loss)}: give a function of logits and targets, such as next_token_loss")
     if adam is not None and not isinstance(adam, Adam):
         raise InputError(
-            f"adam is {_named(adam)}: give its settings, such as autohete.runtime.optimizer.Adam(lr=1e-3); AdamW is "
-            "the optimizer that there is, and set_learning_rate changes its rate between steps"
+            f"adam is {_named(adam)}: give its settings, such as autohete.runtime.optimizer.Adam(lr=1e-3). AdamW is "
+            "the only optimizer, and set_learning_rate changes its rate between steps"
         )
     if blocks is not None and not isinstance(blocks, str):
         raise InputError(f"blocks is {_named(blocks)}: give the name of the block list as text, such as 'transformer.h'")
@@ -43,27 +43,27 @@ def check_arguments(
 
 
 def _named(value: object) -> str:
-    """A value for a message: its text where that is short, or its type."""
+    """Describe a value in a message: its text if that is short, otherwise its type."""
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
 def check_modes() -> None:
-    """Refuse what holds in the calling thread alone, but not in those that compute.
+    """Reject PyTorch modes that are active in the calling thread but not in the threads that compute.
 
     Raises:
-        InputError: says what to do without it.
+        InputError: names the mode and the alternative.
     """
     if torch.is_inference_mode_enabled():
         raise InputError("a step cannot run under torch.inference_mode(): leave it first")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise InputError(
-            "torch.autocast around a step does not reach the threads that compute: convert the model to the type to compute "
-            "with (model.to(torch.bfloat16): master weights stay in fp32), or use autocast inside of the model's blocks"
+            "torch.autocast around a step does not reach the threads that compute: convert the model to the compute type "
+            "(model.to(torch.bfloat16); master weights stay in fp32), or use autocast inside the model's blocks"
         )
     if torch.get_default_device().type != "cpu":
         raise InputError(
             f"torch.set_default_device({str(torch.get_default_device())!r}) does not reach the threads that compute: reset "
-            "it by torch.set_default_device(None), and let the model name the device of the tensors that it makes"
+            "it with torch.set_default_device(None), and create the model's tensors on an explicit device"
         )

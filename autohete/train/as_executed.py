@@ -1,4 +1,4 @@
-"""How this runtime executes a published system's plan."""
+"""Adapts the plan of a published system to what this runtime executes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from autohete.profile import Profile
 
 
 def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
-    """``plan`` with the bytes that the runtime moves and keeps.
+    """Return ``plan`` with the bytes that the runtime moves and keeps.
 
-    Who computes, moves and updates what, when, and what waits for what stay those of the system. Its transfer formats and
-    passes over host memory do not: gradients and parameters cross in the type that the GPU computes with, and the CPU step is
-    one fused kernel (``runtime/optimizer.py``) on states, gradient and the only host copy of the parameters.
+    Placement, order and waits stay those of the system. Its transfer formats and passes over host memory change: gradients
+    and parameters cross in the type that the GPU computes with, and the CPU step is one fused kernel
+    (``runtime/optimizer.py``) on states, gradient and the only host copy of the parameters.
 
     Args:
-        plan: of a system.
-        profile: for which it was planned.
-        pins: gradient and copy are in pinned memory, as on a GPU.
+        plan: plan of a system.
+        profile: the profile that it was planned for.
+        pins: whether gradients and the parameter copy are in pinned memory, as on a GPU.
     """
     element = profile.element_bytes
     units = tuple(
@@ -30,7 +30,7 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
         units=units,
         update_bytes=24.0 + 2 * element if element == 2 else 28.0,
         elementwise_bytes=0,
-        scales_gradients=element == 2,  # while they are widened
+        scales_gradients=element == 2,  # during the cast to fp32
         footprint=Footprint(
             gpu_buffer_bytes=plan.footprint.gpu_buffer_bytes,
             host_optimizer_bytes=profile.optimizer_bytes + (0 if pins else 2 * element),
@@ -43,6 +43,6 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
 
 
 def everything_resident(profile: Profile, activations: Activations = Activations.KEEP) -> Plan:
-    """Nothing leaves the device; with activations kept, which is the yardstick of budgets, or recomputed."""
+    """Return the plan in which nothing leaves the device. With activations kept it is the reference for budgets in percent."""
     inner = [UnitPlan(activations) for _ in profile.blocks[1:-1]]
     return as_executed(Plan("resident", (UnitPlan(), *inner, UnitPlan())), profile)

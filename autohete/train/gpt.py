@@ -1,4 +1,4 @@
-"""A small, clear GPT to begin with. Any other module whose blocks are a list does as well."""
+"""A small, clear GPT to start with. Any other module whose blocks are in a list works too."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Head(nn.Module):
     """Final norm and LM head. (batch, sequence, hidden) -> (batch, sequence, vocabulary).
 
     Args:
-        hidden_size: width.
-        vocabulary_size: None to multiply by a matrix that is passed in (the embedding's own, tied).
+        hidden_size: model width.
+        vocabulary_size: None to multiply by a matrix passed to forward (the embedding's, if tied).
     """
 
     def __init__(self, hidden_size: int, vocabulary_size: int | None) -> None:
@@ -105,9 +105,9 @@ class GPT(nn.Module):
     """A GPT-2-like language model with the parameters that :class:`~autohete.workload.Workload` counts.
 
     Args:
-        workload: shape, and the precision of the parameters; they are drawn in fp32 from PyTorch's global generator. Where its
-            units are sublayers, ``blocks`` lists attention and MLP of each block one after the other.
-        dropout: probability, of every dropout in it.
+        workload: shape and precision of the parameters, which are drawn in fp32 from PyTorch's global generator. If its units
+            are sublayers, ``blocks`` lists attention and MLP of each block in turn.
+        dropout: probability, for every dropout layer.
 
     Attributes:
         units: what ``blocks`` lists.
@@ -140,6 +140,6 @@ class GPT(nn.Module):
 
 
 def seeded_gpt(workload: Workload, dropout: float, seed: int) -> GPT:
-    """A GPT whose weights, and the dropout of its training, follow from ``seed``: it seeds PyTorch."""
+    """Return a GPT whose weights and dropout are determined by ``seed``, which also seeds PyTorch globally."""
     torch.manual_seed(seed)
     return GPT(workload, dropout)

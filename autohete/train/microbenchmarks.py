@@ -1,6 +1,6 @@
-"""Measures the machine: copies both ways, alone and together, the CPU's optimizer step beside them, and a matrix product.
+"""Measures the machine: copies both ways, alone and together, the CPU's optimizer step during copies, and a matrix product.
 
-Where there is no GPU the CPU stands for it: copies are copies within host memory, and all lanes share the cores.
+Without a GPU the CPU stands in for it: copies are copies within host memory, and all lanes share the cores.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.train.worker import check_stop
 
 _KIB, _MIB = 2**10, 2**20
-#: Sizes of copies, from 64 KiB, a factor of four apart.
+#: Sizes of copies: from 64 KiB, in steps of a factor of four.
 _SMALLEST, _LARGEST, _LARGEST_QUICK = 64 * _KIB, 1024 * _MIB, {"cpu": 64 * _MIB, "cuda": 256 * _MIB}
-#: Of the copies that run beside other work.
+#: Size of the copies that run during other work.
 _LARGE = {"cpu": 16 * _MIB, "cuda": 128 * _MIB}
-#: Parameters of the optimizer step that is measured: 64 MiB of states, or 1 GiB where the host may be a server's.
+#: Parameters of the measured optimizer step: 64 MiB of states, or 1 GiB where the host may be a server.
 _UPDATED = {"cpu": 4 * _MIB, "cuda": 64 * _MIB}
-#: Rows of the matrices that are multiplied, by device; the quickest product counts. A GPU is idle most of a small one, and slow
+#: Rows of the matrices that are multiplied, by device; the fastest product counts. A GPU is mostly idle in a small one and slow
 #: at first; on a CPU without hardware support a bf16 product runs at 1 GFLOP/s.
 _MATRICES = {"cpu": (256,), "cuda": (1024, 2048, 4096, 8192)}
 #: Share of a GPU's free memory that measuring may take.
 _MEASURING_SHARE = 0.1
 _WARM_UP_SECONDS = 0.2
 _EVICTOR = torch.zeros(16 * _MIB, dtype=torch.float32, device="cpu")  # 64 MiB: more than a core's share of any cache
-_SECONDS = 0.25  # for each measurement of lanes together
-_ROUNDS, _ROUND_SECONDS = 3, 0.08  # for the one that is repeated
+_SECONDS = 0.25  # per measurement of several lanes at once
+_ROUNDS, _ROUND_SECONDS = 3, 0.08  # for the measurement that is repeated
 
 
 def versions() -> dict[str, str]:
-    """Date, machine and versions, for files and tables."""
+    """Return date, machine and versions, for files and tables."""
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return {
         "date": datetime.now().astimezone().date().isoformat(),
@@ -50,12 +50,12 @@ def versions() -> dict[str, str]:
 
 
 def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: bool = False) -> dict[str, Any]:
-    """The document of a hardware file for this machine, in one thread per lane.
+    """Measure this machine with one thread per lane, and return the document of a hardware file.
 
     Args:
-        torch_device: a GPU, or the CPU that stands for one.
-        device_bytes: memory that tensors may have on the device.
-        quick: copies up to 64 MiB instead of 1 GiB, in a few seconds.
+        torch_device: a GPU, or the CPU that stands in for one.
+        device_bytes: memory available to tensors on the device.
+        quick: measure copies up to 64 MiB instead of 1 GiB; takes a few seconds.
     """
     measured = versions()
     threads = torch.get_num_threads()
@@ -74,7 +74,7 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
     finally:
         torch.set_num_threads(threads)
     size = h2d.large_bytes
-    # The most that moved while something ran: one side of each copy, and all that an update touches.
+    # The highest traffic observed: one side of each copy, and all bytes that an update touches.
     updated = parameters * 28
     traffic = max(beside["h2d"] * size + beside["cpu"] * updated, (both["h2d"] + both["d2h"]) * size, alone * updated)
     emulated = torch_device.type == "cpu"
@@ -96,9 +96,9 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
         "name": "this-machine",
         "title": f"{measured['machine']}, {measured['versions']}",
         "gpu": {
-            "model": "the CPU stands for it" if emulated else torch.cuda.get_device_name(torch_device),
+            "model": "emulated on the CPU" if emulated else torch.cuda.get_device_name(torch_device),
             "memory": figure(f"{device_bytes + 1} B", "budget"),
-            "reserved_memory": figure("1 B", "nothing is reserved beside the budget"),
+            "reserved_memory": figure("1 B", "nothing is reserved besides the budget"),
             "peak_16bit": figure(
                 f"{matrix[torch.bfloat16][0]:.6g} FLOP/s", f"matrix product of {matrix[torch.bfloat16][1]}, bf16"
             ),
@@ -141,7 +141,7 @@ class _Copies:
         self.large_bytes = min(largest, _LARGE[device.type])
 
     def line(self) -> tuple[float, float]:
-        """Bandwidth (bytes/s) and latency (s) of the line through all sizes that errs least, relatively."""
+        """Fit a line through all sizes with the least relative error; return bandwidth (bytes/s) and latency (s)."""
         sizes, times = [], []
         size = _SMALLEST
         while size <= self._largest:
@@ -154,14 +154,14 @@ class _Copies:
         return 1 / max(float(per_byte), 1e-15), min(max(float(latency), 1e-7), 1.0)
 
     def large(self) -> Callable[[], None]:
-        """One copy of :attr:`large_bytes`."""
+        """Return a function that makes one copy of :attr:`large_bytes`."""
         target, source = self._target[: self.large_bytes], self._source[: self.large_bytes]
         return lambda: self._copy(target, source)
 
     def _seconds(self, size: int) -> float:
         times = []
         for number in range(9 if size <= 16 * _MIB else 3):
-            # Each time another place, and nothing of it in a cache: so a training finds its parameters.
+            # A different place each time, with cold caches: training accesses its parameters in the same way.
             check_stop()
             offset = number * max(size, 4 * _MIB) % (self._largest - size + 1)
             target, source = self._target[offset : offset + size], self._source[offset : offset + size]
@@ -181,12 +181,12 @@ class _Copies:
 
 
 def forget_cache(touched: int | None = None) -> None:
-    """Fill the caches with something else, or with as many bytes of it (None: with enough for any cache)."""
+    """Evict the caches by touching ``touched`` bytes of other memory (None: enough for any cache)."""
     _EVICTOR[: None if touched is None else touched // _EVICTOR.element_size()].add_(1)
 
 
 def _update(count: int, threads: int) -> Callable[[], None]:
-    """An optimizer step over so many parameters in so many threads."""
+    """Return a function that runs an optimizer step over ``count`` parameters in ``threads`` threads."""
     parameters = torch.zeros(count, dtype=torch.float32, device="cpu")
     states, gradients = AdamStates(Adam(), parameters, [count]), torch.zeros_like(parameters)
     scratch = states.scratch()
@@ -199,7 +199,7 @@ def _update(count: int, threads: int) -> Callable[[], None]:
 
 
 def _rates_together(jobs: dict[str, Callable[[], None]], seconds: float = _SECONDS) -> dict[str, float]:
-    """How often a second each of ``jobs`` gets done while all of them run for ``seconds``, each in a thread."""
+    """Return how many times per second each of ``jobs`` completes while all run for ``seconds``, each in its own thread."""
     check_stop()
     rates: dict[str, float] = {}
     barrier = threading.Barrier(len(jobs))
@@ -223,9 +223,9 @@ def _rates_together(jobs: dict[str, Callable[[], None]], seconds: float = _SECON
 
 
 def _together(jobs: dict[str, Callable[[], None]]) -> float:
-    """How many lanes at full speed are worth as much as all of ``jobs`` at once, or as the first two of them.
+    """Return how many lanes at full speed are equivalent to running all of ``jobs``, or the first two of them, at once.
 
-    The median of several rounds: a machine that others use, too, is quick at one moment and slow at the next.
+    The result is the median of several rounds, since the speed of a shared machine fluctuates.
     """
     first = dict(list(jobs.items())[:2])
     found = []
@@ -238,7 +238,7 @@ def _together(jobs: dict[str, Callable[[], None]]) -> float:
 
 
 def _product(device: torch.device) -> Callable[[], None]:
-    """A matrix product that fits the cache, or as large as a GPU's passes have."""
+    """Return a function that computes a matrix product: one that fits the cache, or as large as in a GPU's passes."""
     size = matrix_sizes(device, torch.float32)[-1]
     a = torch.ones(size, size, dtype=torch.float32, device=device)
 
@@ -249,14 +249,14 @@ def _product(device: torch.device) -> Callable[[], None]:
 
 
 def matrix_sizes(device: torch.device, dtype: torch.dtype) -> list[int]:
-    """Rows of the matrices whose products are measured: the smallest, and those that take little of the memory."""
+    """Return the rows of the matrices to measure: the smallest, and those that take only a small part of the memory."""
     smallest, *larger = _MATRICES[device.type]
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return [smallest, *(size for size in larger if 2 * size * size * dtype.itemsize <= _MEASURING_SHARE * free)]
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
-    """FLOP/s of the quickest square matrix product, and its rows."""
+    """Return the FLOP/s of the fastest square matrix product, and its rows."""
     return max((_rate_of_product(size, device, dtype), size) for size in matrix_sizes(device, dtype))
 
 
@@ -267,7 +267,7 @@ def _rate_of_product(size: int, device: torch.device, dtype: torch.dtype) -> flo
     def seconds() -> float:
         begin = time.perf_counter()
         torch.mm(a, a, out=product)
-        product[0, 0].item()  # which waits for it
+        product[0, 0].item()  # waits for the product
         return time.perf_counter() - begin
 
     _warm_up(seconds, device)
@@ -275,7 +275,7 @@ def _rate_of_product(size: int, device: torch.device, dtype: torch.dtype) -> flo
 
 
 def _device_rate(device: torch.device) -> float:
-    """Bytes/s that a copy within the device reads and writes."""
+    """Return the bytes/s that a copy within the device reads and writes."""
     free = torch.cuda.mem_get_info(device)[0]
     size = max(256 * _MIB, min(2048 * _MIB, int(_MEASURING_SHARE * free / 2)))  # far more than its caches
     a = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -293,7 +293,7 @@ def _device_rate(device: torch.device) -> float:
 
 
 def _warm_up(run: Callable[[], float], device: torch.device) -> None:
-    """Run until clocks have risen and libraries are loaded: once on a CPU, for a while on a GPU."""
+    """Run until clocks have ramped up and libraries are loaded: once on a CPU, for a while on a GPU."""
     end = time.perf_counter() + (_WARM_UP_SECONDS if device.type == "cuda" else 0.0)
     run()
     while time.perf_counter() < end:

@@ -1,9 +1,9 @@
 """Measures one block of each kind: seconds and bytes of every pass, on the device that will train.
 
-The passes run through the same actions as in training, one after another in the calling thread, so what is measured is what
-the lanes will do. That thread is a worker's, which looks between two tasks whether it is to stop: an interrupt inside of a pass
-would abort the process. Equal blocks are measured once: the model runs with the first of each kind, the others hand their input
-on.
+The passes run through the same actions as in training, one after another in the calling thread, so the measurement reflects
+what the lanes will do. The calling thread belongs to a worker, which checks between tasks whether to stop: an interrupt inside
+a pass would abort the process. Equal blocks are measured once: the model runs the first of each kind, and the others pass their
+input through.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from autohete.train.microbenchmarks import forget_cache
 from autohete.train.worker import check_stop
 from autohete.workload import Units, Workload
 
-#: Iterations whose times count; one before them warms up.
+#: Number of timed iterations; one more before them warms up.
 _REPEATS = 5
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 _PRECISIONS = {dtype: precision for precision, dtype in DTYPES.items()}
 
 
 def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Workload:
-    """The shape of a model and a batch as the simulator knows it, found by one forward in the calling thread.
+    """Return the workload of a model and a batch, determined by one forward pass in the calling thread.
 
     A model whose list has attention and MLP of each block one after the other says so with an attribute ``units``, which is
     ``Units.SUBLAYER``; otherwise each module in the list counts as a block.
@@ -55,7 +55,7 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
     Args:
         partition: the model, cut into blocks.
         inputs: token ids (batch, sequence), or the model's arguments by name.
-        name: what to call it.
+        name: name of the workload.
     """
     found, ids = partition.probe(inputs), leading(inputs)
     config = getattr(partition.model, "config", None)
@@ -86,9 +86,9 @@ def measure(
     adam: Adam | None = None,
     torch_device: torch.device | None = None,
 ) -> Profile:
-    """The measured profile of ``partition``'s model for batches like ``batch``; copies are the hardware's.
+    """Measure the profile of ``partition``'s model for batches like ``batch``; copies take as long as on ``hardware``.
 
-    Times are medians; the model, the random state and the optimizer are as before afterwards.
+    Times are medians. The model, the random state and the optimizer are restored.
     """
     kinds = _kinds_of(partition)
     first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
@@ -109,7 +109,7 @@ def measure(
 
 
 def _with_handover(profile: Profile) -> Profile:
-    """Add to every task what it takes to go on to the next; in the other lanes than the GPU's, what waking up takes, too."""
+    """Add the time to go on to the next task to every task; in lanes other than the GPU's, also the time to wake up."""
     here, across = _handover_seconds()
     blocks = tuple(
         replace(
@@ -138,14 +138,14 @@ _HANDOVER_ITERATIONS = 50
 
 
 def _handover_seconds() -> tuple[float, float]:
-    """Of a task between two others of its lane; and of one on another lane than the GPU, which hands on to lanes that sleep."""
+    """Return the overhead of a task between two others of its lane, and of one in another lane, which wakes a sleeping lane."""
     chain, ring = (_seconds_of_nothing(schedule) for schedule in (_CHAIN, _RING))
     here = chain / len(_CHAIN.tasks)
     return here, max(here, (ring - here) / (len(_RING.tasks) - 1))
 
 
 def _seconds_of_nothing(schedule: Schedule) -> float:
-    """How long an iteration takes in which no task does anything."""
+    """Return the time of one iteration of ``schedule`` with empty tasks."""
     with LaneThreads(schedule, lambda task, iteration: None, Clock.MEASURED_CPU) as lanes:
         for _ in range(_HANDOVER_ITERATIONS):
             lanes.admit()
@@ -153,9 +153,9 @@ def _seconds_of_nothing(schedule: Schedule) -> float:
 
 
 def _kinds_of(partition: Partition) -> list[object]:
-    """Equal for blocks that are alike: the same modules with tensors of the same shapes, in the same modes.
+    """Return a key for each block. Blocks with the same modules, tensor shapes and modes have equal keys.
 
-    Numbers among their attributes are not compared: each block may have its own place in the list.
+    Numeric attributes are not compared, since a block may store its own index in the list.
     """
 
     def kind_of(module: nn.Module) -> object:
@@ -169,7 +169,7 @@ def _kinds_of(partition: Partition) -> list[object]:
 
 @contextmanager
 def _unchanged(partition: Partition, torch_device: torch.device | None) -> Iterator[None]:
-    """Give parameters, buffers, attributes and the random states back as they were."""
+    """Restore parameters, buffers, attributes and random states on exit."""
     before = [[parameter.detach().clone() for parameter in owned] for owned in partition.owned]
     others = Snapshot(partition.model.named_modules(), partition.effects.changing)
     try:
@@ -183,7 +183,7 @@ def _unchanged(partition: Partition, torch_device: torch.device | None) -> Itera
 
 
 def _handing_on(modules: Sequence[nn.Module], kinds: list[object]) -> AbstractContextManager[None]:
-    """Let each block that is like an earlier one return its input, packed as that one returns its result."""
+    """Make each block that equals an earlier one return its input, in the same structure as the earlier one's result."""
     returned: dict[object, Any] = {}
 
     def noting(kind: object, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ def _measure_all(
     torch_device: torch.device | None,
     elsewhere: int,
 ) -> tuple[list[BlockProfile], LossProfile]:
-    """Profiles of all blocks of ``partition``; the parameters of blocks left out of it have ``elsewhere`` bytes."""
+    """Measure all blocks of ``partition``; the parameters of the blocks left out of it have ``elsewhere`` bytes."""
     counts = [sum(parameter.numel() for parameter in owned) for owned in partition.owned]
     measured = partial(_measured, partition, batch, loss, adam, torch_device, elsewhere)
     passes = measured(_everything_on_device(workload, hardware, counts, Activations.KEEP), _REPEATS)
@@ -226,7 +226,7 @@ def _measure_all(
         forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
         given = forward.brought if i else sum(_size(value) for value in batch.named.values() if isinstance(value, Tensor))
         kept = max(forward.kept, given)
-        # An output that is kept as well stays longer than the block above has it for its input.
+        # An output that backward keeps outlives its use as the input of the block above.
         twice = forward.handed_on if forward.keeps_output else 0
         alone = checkpointed[TaskId(Kind.FORWARD, i)]
         blocks.append(
@@ -259,7 +259,7 @@ def _measured(
     schedule: Schedule,
     repeats: int,
 ) -> dict[TaskId, _Pass]:
-    """What each task of ``schedule`` takes in the last of some iterations; seconds are the median of all but the first."""
+    """Measure each task of ``schedule`` in the last of several iterations; seconds are the median of all but the first."""
     on_cuda = torch_device is not None and torch_device.type == "cuda"
     memory = CudaMemory(torch_device) if torch_device is not None and on_cuda else Ledger(GPU_MEMORY)
     ledger = memory if isinstance(memory, Ledger) else None
@@ -274,7 +274,7 @@ def _measured(
                 before, brought = memory.used_bytes, _size(training.passes.in_transit)
                 memory.reset_peak()
                 if not on_cuda:
-                    forget_cache(elsewhere)  # as the passes of the blocks left out would have
+                    forget_cache(elsewhere)  # as the passes of the blocks left out would
                 begin = time.perf_counter()
                 training.actions.perform(task, iteration)
                 if on_cuda:
@@ -294,15 +294,15 @@ def _measured(
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What one pass took.
+    """Measurements of one pass.
 
     Args:
-        seconds: median of its times.
-        peak: the most bytes there were during it, over those of before without what the pass before handed to it.
-        kept: those that stay, without what it hands on.
-        brought, handed_on: bytes of the hidden states, logits or gradient from the pass before and for the next.
-        made: bytes of gradients whose place was allocated.
-        keeps_output: whether backward needs what is handed on.
+        seconds: median time.
+        peak: peak bytes during the pass, above the bytes before it, not counting those handed over by the pass before.
+        kept: bytes that stay after the pass, not counting those it hands on.
+        brought, handed_on: bytes of hidden states, logits or gradient from the pass before, and for the next pass.
+        made: bytes of gradient storage that it allocates.
+        keeps_output: whether backward needs the output that is handed on.
     """
 
     seconds: float
@@ -315,7 +315,7 @@ class _Pass:
 
 
 def _everything_on_device(workload: Workload, hardware: Hardware, counts: list[int], activations: Activations) -> Schedule:
-    """The schedule of the resident training; its durations mean nothing."""
+    """Return the schedule of fully resident training; its durations are meaningless."""
     analytic = analytic_profile(workload, hardware)
     blocks = tuple(replace(block, parameters=count) for block, count in zip(analytic.blocks, counts, strict=True))
     profile = replace(analytic, blocks=blocks)
@@ -323,7 +323,7 @@ def _everything_on_device(workload: Workload, hardware: Hardware, counts: list[i
 
 
 def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:
-    """An update of these parameters on the host."""
+    """Measure an update of these parameters on the host."""
     if not owned:
         return 0.0
     sizes = [parameter.numel() for parameter in owned]

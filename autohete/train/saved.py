@@ -1,16 +1,16 @@
-"""The state of a training as one dictionary of plain values and tensors, which ``torch.save`` writes.
+"""The saved state of a training run: one dictionary of plain values and tensors, which ``torch.save`` can write.
 
-    format, versions            what wrote it
-    step, skipped_steps         steps that have been made
+    format, versions            format of the state, and the versions that wrote it
+    step, skipped_steps         number of steps so far, and of skipped ones
     adam                        the settings of the next step
-    parameters                  name -> values, frozen ones included; a shared matrix once
+    parameters                  name -> values, including frozen ones; a shared matrix only once
     buffers                     name -> values
     optimizer                   name -> step count, moments, fp32 master weights of 16-bit parameters, and the gradient that a
                                 delayed update has not applied yet
     random                      states of the random generators of PyTorch, Python and NumPy
 
-It says nothing about where anything was, so another policy, budget or device can go on from it. All tensors are copies, on the
-CPU, in the shapes and types of the model.
+The state does not depend on where anything was stored, so training can resume under another policy, budget or device. All
+tensors are copies on the CPU, in the model's shapes and types.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PARTS = ("adam", "buffers", "format", "optimizer", "parameters", "random", "ski
 def state_of(
     model: nn.Module, states: States, adam: Adam, step: int, skipped_steps: int, device: torch.device
 ) -> dict[str, Any]:
-    """The state of a training whose updates have all ended."""
+    """Return the state of a training run whose updates have all ended."""
     places = _places(states)
     parameters: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
@@ -59,23 +59,23 @@ def state_of(
 
 
 def check_state(state: object, model: nn.Module, adam: Adam, states: States | None) -> Adam:
-    """The settings to go on with.
+    """Check a state, and return the optimizer settings to resume with.
 
     Args:
-        state: what is to be loaded.
-        model: to be trained.
-        adam: the settings that the trainer was given.
-        states: the model states, once they are taken over.
+        state: the state to load.
+        model: the model to train.
+        adam: the trainer's optimizer settings.
+        states: the model states, if they have been taken over.
 
     Raises:
-        InputError: the state is not of this model, or of a training with other settings.
+        InputError: the state belongs to another model or to other optimizer settings.
     """
     if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
-        raise InputError(f"this is not the state of a training ({_FORMAT!r}): give what Trainer.state_dict() returned")
+        raise InputError(f"this is not a saved training state ({_FORMAT!r}): give the result of Trainer.state_dict()")
     _same_names("the state", _PARTS, state)
     for part in ("adam", "buffers", "optimizer", "parameters", "random"):
         if not isinstance(state[part], Mapping):
-            raise InputError(f"{part} of the state is {type(state[part]).__name__}: give what Trainer.state_dict() returned")
+            raise InputError(f"{part} of the state is {type(state[part]).__name__}: give the result of Trainer.state_dict()")
     for count in ("step", "skipped_steps"):
         _check_count(count, state[count])
     parameters = dict(model.named_parameters())
@@ -94,13 +94,13 @@ def check_state(state: object, model: nn.Module, adam: Adam, states: States | No
     betas = state["adam"]["betas"]
     found = Adam(**dict(state["adam"]) | {"betas": tuple(betas) if isinstance(betas, list) else betas})
     if (found.betas, found.eps, found.weight_decay) != (adam.betas, adam.eps, adam.weight_decay):
-        raise InputError(f"the state is of a training with {found}, this one has {adam}: give the Trainer adam={found}")
+        raise InputError(f"the state was saved with {found}, this Trainer has {adam}: give the Trainer adam={found}")
     _check_random(state["random"])
     return found
 
 
 def check_delayed(state: Mapping[str, Any], model: nn.Module, states: States) -> None:
-    """Refuse gradients that wait for a delayed update where updates are not delayed.
+    """Check that gradients that wait for a delayed update are only loaded where updates are delayed.
 
     Raises:
         InputError: names the parameter.
@@ -109,13 +109,13 @@ def check_delayed(state: Mapping[str, Any], model: nn.Module, states: States) ->
     for name, parameter in model.named_parameters():
         if GRADIENT in state["optimizer"].get(name, {}) and not states.delays(places[id(parameter)][0]):
             raise InputError(
-                f"the state has a gradient of {name} that a delayed update has not applied yet, but this policy does not delay "
-                "updates: go on with a policy that does, such as the one that the state was saved under"
+                f"the state has a gradient of {name} that waits for a delayed update, but this policy does not delay "
+                "updates: use a policy that does, such as the one that saved the state"
             )
 
 
 def load_values(state: Mapping[str, Any], model: nn.Module, states: States | None) -> None:
-    """Set the values of buffers, and of parameters where ``states`` have not taken them over."""
+    """Set the values of buffers, and of the parameters that ``states`` have not taken over."""
     taken = {} if states is None else _places(states)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -126,9 +126,9 @@ def load_values(state: Mapping[str, Any], model: nn.Module, states: States | Non
 
 
 def load_states(state: Mapping[str, Any], model: nn.Module, states: States) -> None:
-    """Set the model states, wherever they are; every update has ended.
+    """Set the model states, wherever they are stored. All updates must have ended.
 
-    A state without ``parameters`` leaves their values: master weights that do not fit them are replaced by them.
+    A state without ``parameters`` leaves their values unchanged; master weights that do not match them are replaced.
     """
     places = _places(states)
     for name, parameter in model.named_parameters():
@@ -142,7 +142,7 @@ def load_states(state: Mapping[str, Any], model: nn.Module, states: States) -> N
 
 
 def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
-    """Let the random generators go on from where they were."""
+    """Restore the states of the random generators."""
     found = state["random"]
     torch.set_rng_state(found["torch"])
     if device.type == "cuda" and "cuda" in found:
@@ -163,16 +163,16 @@ def _random_states(device: torch.device) -> dict[str, Any]:
 
 
 def _places(states: States) -> dict[int, tuple[int, int]]:
-    """Block and number in the block of each trained parameter, by its id."""
+    """Return the block of each trained parameter and its place in the block, by the parameter's id."""
     return {id(p): (i, place) for i, block in enumerate(states.blocks) for place, p in enumerate(block.parameters)}
 
 
 def _same_names(what: str, expected: Iterable[str], given: Mapping[str, Any]) -> None:
     missing, foreign = sorted(set(expected) - set(given)), sorted(map(str, set(given) - set(expected)))
     if missing or foreign:
-        lacks = f"lack {_some(missing)}" if missing else ""
-        has = f"have {_some(foreign)}, which the training does not" if foreign else ""
-        raise InputError(f"{what}: they {' and '.join(filter(None, (lacks, has)))}: load a state of the same model")
+        lacks = f"missing {_some(missing)}" if missing else ""
+        has = f"unexpected {_some(foreign)}" if foreign else ""
+        raise InputError(f"{what}: {', '.join(filter(None, (lacks, has)))}; load a state of the same model")
 
 
 def _some(names: list[str]) -> str:
@@ -181,7 +181,7 @@ def _some(names: list[str]) -> str:
 
 def _check_tensor(name: str, given: object, shape: torch.Size, dtype: torch.dtype) -> None:
     if not isinstance(given, Tensor):
-        raise InputError(f"{name} of the state is {type(given).__name__}: a tensor is needed")
+        raise InputError(f"{name} of the state is {type(given).__name__}: it must be a tensor")
     if (given.shape, given.dtype) != (shape, dtype):
         raise InputError(
             f"{name} of the state is {tuple(given.shape)} of {given.dtype}, here it is {tuple(shape)} of {dtype}: load a state "
@@ -191,12 +191,12 @@ def _check_tensor(name: str, given: object, shape: torch.Size, dtype: torch.dtyp
 
 def _check_count(name: str, given: object) -> None:
     if type(given) is not int or given < 0:
-        raise InputError(f"{name} of the state is {given!r}: a whole number is needed")
+        raise InputError(f"{name} of the state is {given!r}: it must be a whole number of at least 0")
 
 
 def _check_optimizer(name: str, given: object, parameter: Tensor) -> None:
     if not isinstance(given, Mapping):
-        raise InputError(f"the optimizer's state of {name} is {type(given).__name__}: give what Trainer.state_dict() returned")
+        raise InputError(f"the optimizer's state of {name} is {type(given).__name__}: give the result of Trainer.state_dict()")
     wide = () if parameter.dtype is torch.float32 else (MASTER,)
     _same_names(f"optimizer's states of {name}", ("step", *MOMENTS, *wide, *({GRADIENT} & set(given))), given)
     _check_count(f"step of {name}", given["step"])
@@ -215,5 +215,5 @@ def _check_random(given: Mapping[str, Any]) -> None:
         np.random.RandomState().set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise InputError(
-            f"the random states of the state cannot be read ({error}): give what Trainer.state_dict() returned"
+            f"the random states of the state cannot be read ({error}): give the result of Trainer.state_dict()"
         ) from None

@@ -1,4 +1,4 @@
-"""``autohete train`` and ``autohete profile``: a small GPT on text, from the command line's values to tables and files."""
+"""``autohete train`` and ``autohete profile``: train or measure a small GPT on text, and write tables and files."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
     from autohete.train.text import TextData
     from autohete.train.trainer import Trainer
 
-#: How often the lanes' use is averaged anew.
+#: Interval between updates of the displayed lane utilization.
 _REFRESH_SECONDS = 0.5
 _MOST_VALIDATION_BATCHES = 8
-#: Bytes of a parameter on this machine: weight, gradient and moments; the weights alone; two copies of them.
+#: Bytes per parameter on this machine: weight, gradient and moments; only the weight; two copies of the weight.
 _TRAINED, _HELD, _MEASURED = 16, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A GPT and the text that it learns.
+    """A GPT and the text to train it on.
 
     Args:
-        hidden, blocks, heads, sequence_length, batch_size: its shape, and what is computed with at a time.
-        precision: of parameters and passes.
-        dropout: probability.
+        hidden, blocks, heads, sequence_length, batch_size: shape of the model and of a micro-batch.
+        precision: precision of parameters and passes.
+        dropout: dropout probability.
         data: text file or folder; None: the standard library's source.
         tokenizer: ``byte``, or the vocabulary size of a tokenizer to train on the text.
-        seed: of weights, batches and dropout.
-        micro_batches: batches in a step.
-        units: blocks, or attention and MLP of each apart.
+        seed: seed of weights, batches and dropout.
+        micro_batches: number of micro-batches in a step.
+        units: blocks, or attention and MLP of each block separately.
     """
 
     hidden: int
@@ -69,7 +69,7 @@ class TextModel:
         check_fields(self)
 
     def check(self) -> None:
-        """Refuse what is invalid for any text, before anything takes long.
+        """Check the values that do not depend on the text, before anything slow.
 
         Raises:
             InputError: a value is out of range.
@@ -84,10 +84,10 @@ class TextModel:
             raise InputError(f"tokenizer {self.tokenizer!r}: write byte, or a vocabulary size such as 4096 to train one")
 
     def build(self, bytes_per_parameter: int) -> tuple[GPT, TextData, Workload]:
-        """The model with fresh weights, its data and its shape.
+        """Build the model with fresh weights, its data and its shape.
 
         Args:
-            bytes_per_parameter: what will be in this machine's memory of each.
+            bytes_per_parameter: bytes of this machine's memory that each parameter will take.
 
         Raises:
             InputError: the shape, the text or the tokenizer is invalid, or the model is too large for this machine.
@@ -102,7 +102,7 @@ class TextModel:
         needed, there = bytes_per_parameter * workload.parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > there:
             raise InputError(
-                f"{workload.parameters:,} parameters need {format_bytes(needed)} of this machine's memory, it has "
+                f"{workload.parameters:,} parameters need {format_bytes(needed)} of memory, this machine has "
                 f"{format_bytes(there)}: choose a smaller model"
             )
         data = TextData(text, tokenizer, self.sequence_length, self.batch_size * self.micro_batches, seed=self.seed)
@@ -124,7 +124,7 @@ class TextModel:
 
 @contextmanager
 def _memory_told() -> Iterator[None]:
-    """Report in one line that memory is exhausted."""
+    """Report exhausted memory in one line."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -153,13 +153,13 @@ def train(
     predicted_trace: str | None,
     gantt: str | None,
 ) -> None:
-    """Train, show how it goes, and hold the prediction against what was measured."""
+    """Train, show the progress, and compare the prediction with the measurement."""
     if steps < 1:
         raise InputError(f"steps is {steps}: train at least 1")
     if not 0 < lr < math.inf:
         raise InputError(f"lr is {lr}: it must be positive and finite, such as 1e-3")
     if hardware is not None and profile is not None:
-        raise InputError("a profile holds its hardware: leave out --hardware, or leave out --profile")
+        raise InputError("a profile includes its hardware: leave out --hardware, or leave out --profile")
     trainer_hardware = load_hardware(hardware) if hardware is not None else None
     measured_profile = read_profile(profile) if profile is not None else None
     text_model.check()
@@ -184,7 +184,7 @@ def train(
             micro_batches=text_model.micro_batches,
         )
 
-    # What a Trainer refuses, it refuses of the smallest model, too, before a text is read.
+    # Run the Trainer's checks on the smallest model first, before the text is read.
     trainer_of(GPT(Workload("smallest", 1, 1, 1, vocabulary_size=1, sequence_length=1, batch_size=1)))
     model, data, workload = text_model.build(_TRAINED if device == "emulated" else _HELD)
     if measured_profile is not None:
@@ -228,11 +228,11 @@ def _units(workload: Workload) -> str:
 
 
 def _check_same(measured: Workload, trained: Workload) -> None:
-    """Refuse a profile of another model or batch."""
+    """Check that a profile is of the same model and batch."""
     pairs = [(f.name, getattr(measured, f.name), getattr(trained, f.name)) for f in fields(Workload) if f.name != "name"]
     different = [f"{name} {theirs}, not {ours}" for name, theirs, ours in pairs if theirs != ours]
     if different:
-        raise InputError(f"the profile is of another training ({'; '.join(different)}): measure this one with autohete profile")
+        raise InputError(f"the profile does not match ({'; '.join(different)}): measure this model with autohete profile")
 
 
 def _steps(trainer: Trainer, first: Any, batches: Any, steps: int, tokens: int) -> list[float]:
@@ -270,7 +270,7 @@ def _steps(trainer: Trainer, first: Any, batches: Any, steps: int, tokens: int) 
 
 
 def _validation(trainer: Trainer, data: TextData, sequences: int) -> float:
-    """Mean loss, with as many sequences at a time as in training."""
+    """Return the mean validation loss, with as many sequences at a time as in training."""
     from autohete.runtime.batch import Batch
 
     parts = chain.from_iterable(Batch(*pair).split(len(pair[0]) // sequences) for pair in data.validation())

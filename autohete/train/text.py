@@ -1,4 +1,4 @@
-"""What is trained on: text from a file, a folder or this Python's own source, as tokens, as batches of windows."""
+"""Training text from a file, a folder or Python's own source code; tokenizers; and batches of token windows."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 _PROSE = {".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".json", ".jsonl", ".toml", ".yaml", ".yml", ".ini"}
 _CODE = {".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"}
-#: Of a folder's files, those with these endings are text.
+#: Suffixes of the files in a folder that are read as text.
 SUFFIXES = frozenset(_PROSE | _CODE)
-#: Folders that are not the standard library (installed packages), and its tests, tables, applications and old copies.
+#: Folders left out: installed packages, and the standard library's tests, tables, applications and old copies.
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "encodings", "idlelib", "turtledemo", "lib2to3", "distutils"}
 _LIBRARY_CHARACTERS = 4_000_000
 
 
 def read_text(source: str | Path | None) -> str:
-    """Text to train on.
+    """Read text to train on.
 
     Args:
         source: a UTF-8 text file; a folder, for all UTF-8 files under it that end in :data:`SUFFIXES`, in the order of
-            their paths; None for what every machine has: this Python's standard library, the first 4,000,000 characters.
+            their paths; or None for the first 4,000,000 characters of Python's standard library, which every machine has.
 
     Raises:
-        InputError: what was given cannot be read, or there is no text in it.
+        InputError: the source cannot be read, or contains no text.
     """
     path = Path(sysconfig.get_path("stdlib") if source is None else source)
     try:
@@ -51,26 +51,26 @@ def read_text(source: str | Path | None) -> str:
         raise InputError(f"text {str(path)!r} cannot be read: {reason}; give a UTF-8 text file or a folder of them") from error
     if not text.strip():
         endings = " ".join(sorted(SUFFIXES))
-        raise InputError(f"{str(path)!r} holds no UTF-8 text: give a text file, or a folder with files that end in {endings}")
+        raise InputError(f"{str(path)!r} has no UTF-8 text: give a text file, or a folder with files that end in {endings}")
     return text
 
 
 def _texts(folder: Path, suffixes: set[str] | frozenset[str], without: set[str]) -> Iterator[str]:
-    """The texts under ``folder`` in the order of their paths, but for folders that are named in ``without``."""
+    """Return the texts under ``folder`` in the order of their paths, except in folders named in ``without``."""
 
-    def refuse(error: OSError) -> None:  # os.walk would pass over a folder that it cannot list
+    def refuse(error: OSError) -> None:  # os.walk would skip a folder that it cannot list
         raise error
 
     found: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if name not in without]
         found += [Path(parent, name) for name in names if Path(name).suffix.lower() in suffixes]
-    # A link to nowhere is no file, nor is a pipe, on which reading would wait.
+    # Skip broken links, and pipes, on which reading would block.
     return filter(None, (_text(path) for path in sorted(found) if path.is_file()))
 
 
 def _text(path: Path) -> str:
-    """The file's text; nothing if it is not UTF-8 or holds a NUL, as binary files do."""
+    """Return the file's text; empty if it is not UTF-8 or contains a NUL, as binary files do."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -79,17 +79,17 @@ def _text(path: Path) -> str:
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back: decoding what was encoded gives the text."""
+    """Converts text to token ids and back; decoding encoded text gives the same text."""
 
     @property
     def vocabulary_size(self) -> int:
-        """Ids are below this."""
+        """Number of tokens; ids are below this."""
 
     def encode(self, text: str) -> Tensor:
-        """Ids of ``text``: (tokens,), int64."""
+        """Return the ids of ``text``: (tokens,), int64."""
 
     def decode(self, ids: Tensor) -> str:
-        """Text of ``ids`` (tokens,); bytes that are not UTF-8 become U+FFFD. InputError: an id that there is not."""
+        """Return the text of ``ids`` (tokens,); bytes that are not UTF-8 become U+FFFD. InputError: an id out of range."""
 
 
 class ByteTokenizer:
@@ -98,11 +98,11 @@ class ByteTokenizer:
     vocabulary_size = 256
 
     def encode(self, text: str) -> Tensor:
-        """Bytes of ``text``: (tokens,), int64."""
+        """Return the bytes of ``text``: (tokens,), int64."""
         return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).astype(np.int64))
 
     def decode(self, ids: Tensor) -> str:
-        """Text of the bytes ``ids`` (tokens,); what is not UTF-8 becomes U+FFFD. InputError: no byte."""
+        """Decode the bytes ``ids`` (tokens,); invalid UTF-8 becomes U+FFFD. InputError: an id that is not a byte."""
         return bytes(_numbers(ids, self.vocabulary_size)).decode(errors="replace")
 
 
@@ -122,7 +122,7 @@ class _TrainedTokenizer:
 
 
 def _pieces(text: str) -> list[str]:
-    """``text`` cut at fixed places: pieces are encoded in parallel, and a cut costs about one token in ten thousand."""
+    """Cut ``text`` at fixed places: pieces are encoded in parallel, and the cuts cost about one token in ten thousand."""
     return [text[start : start + 2**16] for start in range(0, len(text), 2**16)]
 
 
@@ -135,11 +135,11 @@ def _numbers(ids: Tensor, vocabulary_size: int) -> list[int]:
 
 
 def train_tokenizer(text: str, vocabulary_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer learnt from ``text``, without download; the same text gives the same tokenizer.
+    """Train a byte-level BPE tokenizer on ``text``, without download; the same text gives the same tokenizer.
 
     Args:
-        text: what to learn from.
-        vocabulary_size: tokens: the 256 bytes and the commonest merges. A short text yields fewer; ask the tokenizer.
+        text: the text to train on.
+        vocabulary_size: number of tokens: the 256 bytes and the most common merges. A short text yields fewer tokens.
 
     Raises:
         InputError: fewer than 257 tokens, or the package ``tokenizers`` is not installed.
@@ -158,16 +158,16 @@ def train_tokenizer(text: str, vocabulary_size: int) -> Tokenizer:
 
 
 class TextData:
-    """A text's tokens in two parts, the first to train on and the last to validate on, as batches.
+    """Batches of a text's tokens, split into a first part to train on and a last part to validate on.
 
     A batch is ids and targets, each (batch, sequence), int64, on the CPU; the target of a token is the next one.
 
     Args:
-        text: what to learn.
-        tokenizer: makes the tokens, once.
+        text: the text to train and validate on.
+        tokenizer: converts the text to tokens, once.
         sequence_length, batch_size: shape of a batch.
-        seed: of the windows to train on, from 0.
-        validation_share: of all tokens, between 0 and 1.
+        seed: seed of the training windows, at least 0.
+        validation_share: share of the tokens to validate on, between 0 and 1.
 
     Raises:
         InputError: a value out of range, too few tokens to train on (one window) or to validate on (one batch).
@@ -185,12 +185,12 @@ class TextData:
         _at_least(1, sequence_length=sequence_length, batch_size=batch_size)
         _at_least(0, seed=seed)
         if not 0 < validation_share < 1:
-            raise InputError(f"validation_share is {validation_share!r}: it must lie between 0 and 1, such as 0.1")
+            raise InputError(f"validation_share is {validation_share!r}: it must be between 0 and 1, such as 0.1")
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
         tokens = tokenizer.encode(text)
         cut = round(len(tokens) * (1 - validation_share))
         self._train, self._validation = tokens[:cut], tokens[cut:]
-        # With less than a batch to validate on, validation would be empty and its mean loss NaN.
+        # With less than one batch, validation would be empty and its mean loss NaN.
         for part, have, windows in (("training", self.train_tokens, 1), ("validation", self.validation_tokens, batch_size)):
             if have < (need := windows * sequence_length + 1):
                 raise InputError(
@@ -200,31 +200,31 @@ class TextData:
 
     @property
     def train_tokens(self) -> int:
-        """Tokens to train on."""
+        """Number of tokens to train on."""
         return len(self._train)
 
     @property
     def validation_tokens(self) -> int:
-        """Tokens to validate on."""
+        """Number of tokens to validate on."""
         return len(self._validation)
 
     def train(self, first_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches without end, of windows at random places; each depends on the seed and its step's number only.
+        """Return an endless iterator of batches of random windows; each depends only on the seed and its step number.
 
         Args:
-            first_step: number of the first batch: a run resumed after ``k`` steps gives ``k``. InputError: negative.
+            first_step: number of the first batch: ``k`` to resume after ``k`` steps. InputError: it is negative.
         """
         _at_least(0, first_step=first_step)
         return map(self._drawn, itertools.count(first_step))
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The validation part once, window after window, in full batches; tokens left over at its end are not used."""
+        """Iterate once over the validation part, window by window, in full batches; leftover tokens at its end are not used."""
         size = self.batch_size * self.sequence_length
         for start in range(0, self.validation_tokens - size, size):
             yield self._windows(self._validation, torch.arange(start, start + size, self.sequence_length))
 
     def _drawn(self, step: int) -> tuple[Tensor, Tensor]:
-        # Torch's CPU generator looks at 32 bits of its seed only; numpy mixes seed and step into them.
+        # Torch's CPU generator uses only 32 bits of its seed; numpy mixes seed and step into them.
         mixed = np.random.SeedSequence(self.seed, spawn_key=(step,)).generate_state(1)
         generator = torch.Generator().manual_seed(int(mixed[0]))
         places = self.train_tokens - self.sequence_length
@@ -238,4 +238,4 @@ class TextData:
 def _at_least(least: int, **values: int) -> None:
     for name, value in values.items():
         if type(value) is not int or value < least:
-            raise InputError(f"{name} is {value!r}: it must be a whole number from {least} on")
+            raise InputError(f"{name} is {value!r}: it must be a whole number of at least {least}")

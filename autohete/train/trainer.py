@@ -1,4 +1,4 @@
-"""Trains a model under a memory budget: measure, plan, take the model over, step, and compare with the prediction."""
+"""Trains a model within a memory budget: measure, plan, take over the model, step, and compare with the prediction."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from autohete.workload import check_clip_norm
 
 T = TypeVar("T")
 
-#: Share of a GPU's free memory that is planned with, by default: the rest is for libraries' workspaces.
+#: Share of a GPU's free memory that is used by default; the rest is for the workspaces of libraries.
 _CUDA_SHARE = 0.92
-#: Iterations whose times are kept.
+#: Number of iterations whose times are kept.
 _HISTORY = 64
-#: How much longer than its work a task lasts at least on a device that is paced.
+#: Minimum ratio of a task's paced duration to its actual work.
 _PACE_MARGIN = 1.5
 
 
 class Mode(StrEnum):
-    """Speed of the emulated device: that of this machine, or that of a given hardware, to scale."""
+    """Speed of the emulated device: native, as this machine, or paced, as a given hardware, to scale."""
 
     NATIVE = "native"
     PACED = "paced"
@@ -74,12 +74,12 @@ class NonFinite(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Prediction and measurement of the iterations so far.
+    """Prediction and measurement, over the iterations so far.
 
     Args:
-        clock: whose seconds the measured ones are.
-        predicted_seconds, measured_seconds: of one steady iteration.
-        predicted_peak_bytes, measured_peak_bytes: of the device; ``…_host_bytes`` of the host's part of the model states.
+        clock: clock of the measured seconds.
+        predicted_seconds, measured_seconds: time of one steady iteration.
+        predicted_peak_bytes, measured_peak_bytes: peak of the device; ``…_host_bytes``: of the model states on the host.
     """
 
     clock: Clock
@@ -97,38 +97,39 @@ class Comparison:
 class Trainer:
     """Trains ``model`` with a policy, within memory budgets.
 
-    Use it as a context: leaving it, also by an exception, waits for what is under way and gives the model its trained
-    parameters back. The first step measures the model's blocks (unless a profile is given), plans, and takes the parameters
-    over. Several threads may call its methods; it does one after another. In a forked process it cannot be used.
+    Use it as a context manager. On exit, also after an exception, it waits for the work in progress and gives the trained
+    parameters back to the model. The first step measures the model's blocks (unless a profile is given), plans, and takes over
+    the parameters. Methods may be called from several threads; calls are serialized. It cannot be used in a forked process.
 
-    An interrupt (Ctrl-C) stops measuring and planning; a step goes on alone and is completed by :meth:`close`. A second one
-    while that waits leaves as soon as the tasks that run have ended, and its note says which steps the parameters are of.
+    An interrupt (Ctrl-C) stops measuring and planning. A step in progress continues, and :meth:`close` completes it. A second
+    interrupt during that wait returns as soon as the running tasks have ended; its note says which steps the parameters are
+    from.
 
-    Between the steps the model can be used as any other: saved, copied, called, its weights changed. The first use waits for
-    all updates and finds the current values; what has been changed takes effect in the next step. The values that are used are
-    in host memory, beside the budgets, until the next step. What cannot be (gradients, updates, hooks, conversions of one's
-    own) is refused; :mod:`autohete.runtime.guard` has the rules.
+    Between steps the model can be used like any other: saved, copied, called, its weights changed. The first use waits for all
+    updates and sees the current values; changes take effect in the next step. Values that are used stay in host memory, outside
+    the budgets, until the next step. Unsupported uses (your own gradients, updates, hooks or conversions) are rejected;
+    :mod:`autohete.runtime.guard` has the rules.
 
     Args:
-        model: blocks in an ``nn.ModuleList``; forward from token ids to logits; all parameters of a block in one type.
-        policy: name and flags, such as ``autohete`` or ``stronghold:window=2``, or a policy of your own.
-        gpu_memory: budget in bytes, or text: ``24MiB``, or ``25%`` of what the training would need if everything stayed on the
-            device; None: what the hardware has.
-        host_memory: the same for the host, without a share.
-        pinned_memory: the limit of pinned host memory, likewise; the emulated device pins nothing, but plans keep to it.
-        loss: of logits and targets.
-        adam: the optimizer's settings.
-        blocks: name of the block list, where it is not clear.
+        model: has its blocks in an ``nn.ModuleList``; forward maps token ids to logits; each block's parameters have one type.
+        policy: name and flags, such as ``autohete`` or ``stronghold:window=2``, or your own policy object.
+        gpu_memory: budget in bytes, or text: ``24MiB``, or ``25%`` of what fully resident training would need. None: the
+            hardware's memory.
+        host_memory: the same for the host, but not as a share.
+        pinned_memory: limit of pinned host memory. The emulated device pins nothing, but plans keep to the limit.
+        loss: function of logits and targets.
+        adam: optimizer settings.
+        blocks: name of the block list, if it is ambiguous.
         device: ``emulated`` on the CPU, or ``cuda``.
-        mode: of the emulated device; paced needs ``hardware``.
-        hardware: what to be paced to; None: this machine, measured.
-        profile: measured before (``autohete profile``), for this model and batch.
-        on_nonfinite: stop, or skip the step, when a loss is not finite.
-        clip_norm: the largest global norm of the gradients; larger ones are scaled down before the update, with the bits of
-            ``torch.nn.utils.clip_grad_norm_`` over all trained parameters, in 16 bit over those of the fp32 master weights.
-            None: they are not clipped.
-        micro_batches: each step's batch is computed in so many parts, of equally many sequences, whose gradients are
-            accumulated before the update. The loss is the mean of theirs.
+        mode: speed of the emulated device; paced needs ``hardware``.
+        hardware: the hardware to pace to. None: this machine, measured.
+        profile: an earlier measurement (``autohete profile``) of this model and batch.
+        on_nonfinite: whether to stop, or to skip the step, when a loss is not finite.
+        clip_norm: maximum global norm of the gradients; they are scaled down before the update, bit-identical to
+            ``torch.nn.utils.clip_grad_norm_`` over all trained parameters (in 16 bit, over the fp32 master weights' gradients).
+            None: no clipping.
+        micro_batches: number of equal parts in which each step's batch is computed; their gradients are accumulated before
+            the update. The loss is the mean of the parts' losses.
 
     Raises:
         InputError: the model cannot be cut into blocks, or an argument is invalid.
@@ -170,57 +171,57 @@ class Trainer:
         self._device = _torch_device(device)
         self._mode, self._hardware, self._given_profile = mode, hardware, profile
         if mode is Mode.PACED and hardware is None:
-            raise InputError("a paced device needs a hardware to be paced to: give one, such as load_hardware('v100-32gb')")
+            raise InputError("a paced device needs hardware to pace to: give one, such as load_hardware('v100-32gb-dgx2')")
         if mode is Mode.PACED and self._device.type == "cuda":
-            raise InputError("only the emulated device can be paced: a GPU is as fast as it is")
-        #: How many times slower than the hardware a paced device goes, so that the CPU can keep up.
+            raise InputError("a GPU cannot be paced: leave mode out, or choose the device 'emulated'")
+        #: Factor by which a paced device is slower than the hardware, so that the CPU can keep up.
         self.slowdown = 1.0
-        #: Of the CPU, in the passes on the emulated device: training has the bits of plain PyTorch with as many. The caller's
-        #: (``torch.get_num_threads()``) where nothing but the device works and the blocks were measured so, else one.
+        #: Number of CPU threads in the emulated device's passes; training is bit-identical to plain PyTorch with that number.
+        #: The caller's number (``torch.get_num_threads()``) if only the device works and blocks were measured so, else one.
         self.threads = 1
         self.prediction: Simulation | None = None
-        #: What the training would need on the device if everything stayed there.
+        #: Device memory that fully resident training would need.
         self.resident_bytes = 0
-        #: Steps that have changed nothing, and why; how many there were before what was loaded.
+        #: Skipped steps and the reason for each; the number of skipped steps in the loaded state.
         self._skipped: dict[int, str] = {}
         self._skipped_before = 0
         self._form: Form | None = None
         self._entered = self._closed = self._told = False
         self._held = _Held()
-        #: A trainer that is dropped gives the model back as well.
-        weakref.finalize(self, self._held.dropped).atexit = False  # when Python ends, _Held.at_exit comes sooner
-        #: Steps of the training that this one goes on with, and its optimizer's state until it is taken over.
+        #: A dropped trainer gives the model back, too.
+        weakref.finalize(self, self._held.dropped).atexit = False  # at Python's exit, _Held.at_exit runs earlier
+        #: Number of steps in the loaded state, and its optimizer state until it is taken over.
         self._first_step = 0
         self._loaded: dict[str, Any] | None = None
-        #: Of the device and of the host.
+        #: Memory of the device and of the host.
         self._memories: tuple[Ledger | CudaMemory | None, Ledger | None] = (None, None)
 
     def __enter__(self) -> Self:
         if self._closed:
-            raise InputError("the trainer is closed, and its model is given back: make a new one to go on")
+            raise InputError("the trainer is closed and has given its model back: create a new one to continue")
         if self._entered:
-            raise InputError("the trainer is in a with statement already: leave that first, and make a new one")
+            raise InputError("the trainer is already in a with statement: leave that first, and create a new one")
         self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self._close(interrupted=isinstance(error, KeyboardInterrupt))
-        except AutoHeteError as failure:  # of a task: not raised to the caller yet
+        except AutoHeteError as failure:  # a task failed, and the caller has not seen the error yet
             if error is None:
                 raise
             error.add_note(str(failure))
 
     def prepare(self, batch: object) -> Simulation:
-        """Measure, plan and take the model over for batches like ``batch``; the prediction. The first step does it too.
+        """Measure, plan and take over the model for batches like ``batch``; return the prediction. The first step calls it.
 
         Args:
             batch: see :meth:`step`.
 
         Raises:
-            InputError: the batch is none for this model, or the model does what cannot be trained block by block.
-            InfeasibleError: the plan, or any plan, needs more memory than there is; says what binds.
-            InputError: the model is being trained already, or is closed, or cannot be trained block by block.
+            InputError: the batch does not fit the model, or the model cannot be trained block by block.
+            InfeasibleError: the plan, or every plan, needs more memory than there is; names the memory that is too small.
+            InputError: the model is already being trained, or the trainer is closed.
         """
         self._check_caller()
         check_modes()
@@ -228,7 +229,7 @@ class Trainer:
 
     def _prepared(self, batch: object) -> Simulation:
         if self._closed:
-            raise InputError("the trainer is closed: make a new one to go on")
+            raise InputError("the trainer is closed: create a new one to continue")
         if self.prediction is not None:
             return self.prediction
         before = self._partition, self.resident_bytes, self.slowdown, self.threads
@@ -257,8 +258,8 @@ class Trainer:
         schedule = prediction.schedule
         if prediction.plan.delayed and self._clip_norm is not None:
             raise InputError(
-                f"clip_norm is {self._clip_norm}, but {prediction.plan.policy} delays updates, and a saved state does not say "
-                "by how much to scale the gradients that wait: leave clip_norm out, or choose a policy that delays no updates"
+                f"clip_norm is {self._clip_norm}, but {prediction.plan.policy} delays updates, and a saved state does not "
+                "record the scale of waiting gradients: leave clip_norm out, or choose a policy that does not delay updates"
             )
         self._form = form
         on_cuda = self._device.type == "cuda"
@@ -276,15 +277,15 @@ class Trainer:
         self._skipped = session.training.passes.skipped
         if self._loaded is not None:
             self._go_on(session.training, self._loaded)
-        if isinstance(session.device, CudaMemory):  # not what measuring took
+        if isinstance(session.device, CudaMemory):  # do not count what measuring took
             session.device.reset_peak()
         return prediction
 
     def _planned(self, batch: Batch, threads: int) -> Simulation:
-        """What is planned, on a profile with passes in so many threads."""
+        """Plan and simulate, on a profile whose passes use ``threads`` threads."""
         with _threads(self._device, threads):
             profile = self._profile(batch)
-        # What is measured does not depend on them.
+        # Measured times and sizes do not depend on these.
         profile = replace(
             profile, workload=replace(profile.workload, clip_norm=self._clip_norm, micro_batches=self._micro_batches)
         )
@@ -295,31 +296,31 @@ class Trainer:
 
     @property
     def _may_use_threads(self) -> bool:
-        """Whether passes may use all threads: not if their times were given."""
+        """Whether passes may use all threads; not if their times were given."""
         return self._device.type == "cpu" and self._mode is Mode.NATIVE and self._given_profile is None
 
     def step(self, batch: object) -> float:
-        """Train on a batch; returns the loss.
+        """Train on a batch and return the loss.
 
-        It returns when no code of the model will run for this step any more: random numbers, modes and attributes are the
-        caller's until the next step. The rest of backward and the updates go on meanwhile, also under the next step.
+        Returns once no more of the model's code will run for this step: until the next step, random numbers, modes and
+        attributes belong to the caller. The rest of backward and the updates continue, and overlap the next step.
 
         Args:
             batch: a pair of token ids and targets, each (batch, sequence); or a mapping with the arguments of the model's
                 forward by name and ``targets`` (aligned with the logits) or ``labels`` (Hugging Face's, shifted here).
 
         Raises:
-            NonFiniteLossError: the loss is NaN or infinite; says whether a parameter has been changed by this step.
-            NonFiniteGradientError: a gradient of this step or, as backward goes on meanwhile, of the one before is; says which
-                blocks that step has updated.
+            NonFiniteLossError: the loss is NaN or infinite; says whether this step has changed a parameter.
+            NonFiniteGradientError: a gradient is NaN or infinite, of this step or, since backward overlaps, of the one before;
+                says which blocks that step has updated.
             TaskError: a task failed, for example with :class:`~autohete.errors.DeviceOutOfMemoryError`.
-            InputError: the batch has other names, shapes or types than the first one, or ids that the model does not know; or
-                the caller has changed something between the steps that cannot change. Nothing has been changed by this call.
+            InputError: the batch differs from the first one in names, shapes or types, or has ids outside the vocabulary; or
+                the caller changed something between steps that must not change. This call has changed nothing.
         """
         check_modes()
         if self.prediction is None:
             self.prepare(batch)
-        if self._device.type == "cuda":  # whatever made the batch may still be at work
+        if self._device.type == "cuda":  # the work that produces the batch may not have finished
             torch.cuda.current_stream(self._device).synchronize()
         return self._do(partial(self._step, batch))
 
@@ -341,7 +342,7 @@ class Trainer:
             step, where = self._first_step + iteration, self._skipped[iteration]
             raise NonFiniteLossError(
                 f"step {step}: the loss is {loss}; not finite first: {where}. {self._changed_by(iteration)}; lower "
-                "the learning rate, or let such steps be skipped (on_nonfinite=NonFinite.SKIP)",
+                "the learning rate, or skip such steps (on_nonfinite=NonFinite.SKIP)",
                 step,
             )
         for task in self._running_the_model(prediction.schedule):
@@ -349,30 +350,30 @@ class Trainer:
         return loss
 
     def _changed_by(self, iteration: int) -> str:
-        """What a step that had a loss, or gradients, that are not finite has changed all the same, once it has ended."""
+        """Describe what a step with a non-finite loss or gradient has changed nevertheless, once it has ended."""
         training = self._running().training
         updated = set(self._running().lanes.updated(iteration))
-        # A delayed update takes the gradients of the step before; that of a skipped step finds none.
+        # A delayed update takes the gradients of the step before; after a skipped step there are none.
         stale = set(filter(training.states.delays, updated))
         by_this = updated - stale if iteration not in training.passes.skipped else set()
         by_last = updated & stale if iteration and iteration - 1 not in training.passes.skipped else set()
         if by_this:
-            return f"This step has updated {listed(by_this)}: load a saved state to go on from one step"
+            return f"This step has updated {listed(by_this)}: load a saved state to continue from a complete step"
         said = "No parameter has been changed by this step"
-        return f"{said} ({listed(by_last)}: by the gradients of the one before, as planned)" if by_last else said
+        return f"{said} ({listed(by_last)}: by the gradients of the step before, as planned)" if by_last else said
 
     def evaluate(self, batches: Iterable[object]) -> float:
-        """Mean loss over ``batches`` (see :meth:`step`) without training, after waiting for all updates.
+        """Return the mean loss over ``batches`` (see :meth:`step`) without training, after waiting for all updates.
 
-        Modes, buffers and random states of the model are as before afterwards.
+        Modes, buffers and random states of the model are restored.
 
         Raises:
-            InputError: there is no batch, or nothing has been trained yet.
-            DeviceOutOfMemoryError: a batch takes more than is left on the device; the model is as before, training can go on.
+            InputError: there is no batch, or no step has run yet.
+            DeviceOutOfMemoryError: a batch needs more than the free device memory; the model is unchanged, training can go on.
         """
         self._do(self._drained)
         losses = []
-        for batch in batches:  # the caller's, and so in the caller's thread
+        for batch in batches:  # the caller's code, so it runs in the caller's thread
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
             losses.append(self._do(partial(self._evaluated, batch)))
@@ -389,28 +390,28 @@ class Trainer:
         return session
 
     def parameters(self) -> list[Tensor]:
-        """Copies of all trained parameters in block order, after waiting for all updates; master weights where there are."""
+        """Return copies of all trained parameters (or their master weights) in block order, after waiting for all updates."""
         return self._do(lambda: self._drained().training.parameters())
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step."""
+        """Learning rate of the next step."""
         return self._adam.lr
 
     def set_learning_rate(self, lr: float) -> None:
-        """Update with another learning rate from the next step on, whenever its updates run.
+        """Set the learning rate for the next step on, whenever its updates run.
 
         Raises:
-            InputError: it is not a finite number that is 0 or more.
+            InputError: ``lr`` is not a finite number of at least 0.
         """
         self._adam = replace(self._adam, lr=lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next steps depend on, after waiting for all updates; :mod:`autohete.train.saved` has its form.
+        """Return all state that later steps depend on, after waiting for all updates; see :mod:`autohete.train.saved`.
 
-        Values and buffers, optimizer states, counts of steps, and the states of the random generators of PyTorch, Python and
-        NumPy; copies, which ``torch.save`` writes and ``torch.load(weights_only=True)`` reads. A training that loads it goes on
-        bit for bit, under any policy and budget. The place in the data is the caller's to keep.
+        Copies of parameters and buffers, optimizer states, step counts, and the states of the random generators of PyTorch,
+        Python and NumPy. ``torch.save`` can write them and ``torch.load(weights_only=True)`` can read them. Training resumes
+        bit-identically, under any policy and budget. The caller keeps track of the position in the data.
         """
         return self._do(self._state_dict)
 
@@ -423,12 +424,12 @@ class Trainer:
             return state_of(model, states, self._adam, step, self.skipped_steps, self._device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what :meth:`state_dict` returned, before the first step or between two.
+        """Resume from the result of :meth:`state_dict`, before the first step or between steps.
 
-        Sets the learning rate, and the states of the random generators, too.
+        Also sets the learning rate and the states of the random generators.
 
         Raises:
-            InputError: it is not of this model, or of a training with other settings; nothing has been changed.
+            InputError: the state belongs to another model or to other optimizer settings; nothing has been changed.
         """
         self._check_caller()
         if self.prediction is not None:
@@ -456,11 +457,11 @@ class Trainer:
         self._first_step = state["step"] - admitted
 
     def trace(self) -> Trace:
-        """When everything happened in the last iterations, after waiting for all updates."""
+        """Return the times of all tasks in the last iterations, after waiting for all updates."""
         return self._do(lambda: self._drained().lanes.trace())
 
     def comparison(self) -> Comparison:
-        """Predicted beside measured, after waiting for all updates."""
+        """Compare the prediction with the measurement, after waiting for all updates."""
         prediction, trace = self.prediction, self.trace()
         assert prediction is not None
         device, host = self._running().device, self._running().host
@@ -478,31 +479,31 @@ class Trainer:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps have changed nothing, so far, because their loss or a gradient was not finite."""
+        """Number of steps so far that were skipped because their loss or a gradient was not finite."""
         return self._skipped_before + len(self._skipped)
 
     @property
     def device_bytes(self) -> int:
-        """What lives on the device now."""
+        """Bytes in use on the device now."""
         session = self._held.session
         device = self._memories[0] if session is None else session.device
         return 0 if device is None else device.used_bytes
 
     @property
     def counting(self) -> Counting:
-        """How bytes on the device are counted: by the schedule's sizes, unless the first steps have shown them to be wrong."""
+        """How device memory is counted: by the schedule's sizes, unless the first steps have shown them to be wrong."""
         return self._running().counting
 
     def close(self) -> None:
-        """Wait for what is under way, end the lanes, and give the model its parameters back. Again: nothing.
+        """Wait for the work in progress, end the lanes, and give the parameters back to the model. Later calls do nothing.
 
         Raises:
-            TaskError: a task has failed, and no call has raised it yet.
+            TaskError: a task failed and no call has raised the error yet.
         """
         self._close(interrupted=False)
 
     def _close(self, interrupted: bool) -> None:
-        """:meth:`close`, for a caller that was interrupted before or not: the second interrupt does not wait."""
+        """Do the work of :meth:`close`; ``interrupted`` callers have used up the first interrupt, the second does not wait."""
         self._check_caller()
         held, self._closed = self._held, True
         session = held.session
@@ -512,7 +513,7 @@ class Trainer:
                 held.worker.do(held.give_back, *[lambda: None] * (not interrupted), held.abandon)
             held.worker.end()
         except Ended:
-            pass  # closed before
+            pass  # already closed
         except TaskError:
             held.worker.end()
             if not self._told:
@@ -524,7 +525,7 @@ class Trainer:
             raise
 
     def _do(self, job: Callable[[], T]) -> T:
-        """The result of ``job`` on what is running, done by the trainer's thread."""
+        """Run ``job`` in the trainer's thread, and return its result."""
         self._check_caller()
         self._running()
         try:
@@ -537,17 +538,17 @@ class Trainer:
         self._held.worker.check_process()
         if threading.current_thread() in self._held.threads:
             raise InputError(
-                "the trainer is used by what it calls itself, such as its loss or its model, and would wait for itself: use it "
-                "between the steps"
+                "the trainer is called from within its own step, such as by its loss or model, and would wait for itself: use "
+                "it between steps"
             )
 
     def _running_the_model(self, schedule: Schedule) -> Iterator[TaskId]:
-        """The tasks after the loss that run code of the model, the last first."""
+        """Return the tasks after the loss that run code of the model, last first."""
         kinds = {Kind.RECOMPUTE, Kind.BACKWARD} if self._partition.effects.python_in_backward else {Kind.RECOMPUTE}
         return (task.id for task in reversed(schedule.tasks) if task.id.kind in kinds)
 
     def _go_on(self, training: Training, loaded: dict[str, Any]) -> None:
-        """Take over what was loaded before."""
+        """Take over the state loaded before the first step."""
         model = self._partition.model
         check_delayed(loaded, model, training.states)
         with training.guard.resumed(), training.guard.inside(), torch.no_grad():
@@ -557,8 +558,8 @@ class Trainer:
     def _running(self) -> Session:
         if self._held.session is None:
             if self._closed:
-                raise InputError("the trainer is closed: make a new one to go on")
-            raise InputError("the trainer has not begun: call step inside of its context")
+                raise InputError("the trainer is closed: create a new one to continue")
+            raise InputError("the trainer has not started: call step inside its with statement")
         return self._held.session
 
     def _profile(self, batch: Batch) -> Profile:
@@ -578,7 +579,7 @@ class Trainer:
         budget = self._gpu_memory if self._share is None else round(self._share * self.resident_bytes)
         if budget is not None:
             gpu = replace(gpu, memory_bytes=budget + gpu.reserved_bytes)
-        # What no task moves is no task's to have.
+        # Memory of buffers and frozen parameters, which no task moves, is not available to tasks.
         gpu = replace(gpu, reserved_bytes=gpu.reserved_bytes + self._lasting_bytes)
         if self._host_memory is not None:
             host = replace(host, memory_bytes=self._host_memory)
@@ -592,28 +593,28 @@ class Trainer:
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """How long each lane has worked so far."""
+        """Time that each lane has worked so far."""
         return {name: ns * 1e-9 for name, ns in self._running().lanes.busy_ns.items()}
 
 
 class _Held:
-    """What a Trainer holds. It does not refer to the Trainer, so that it can be released when the Trainer is dropped."""
+    """The resources of a Trainer. It does not refer to the Trainer, so that it can release them if the Trainer is dropped."""
 
     def __init__(self) -> None:
-        self.worker = Worker("autohete-trainer", "the trainer is closed: make a new one to go on")
+        self.worker = Worker("autohete-trainer", "the trainer is closed: create a new one to continue")
         self.claim: Claim | None = None
         self.session: Session | None = None
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """All that it has."""
+        """The worker's thread and the lanes' threads."""
         session = self.session
         return [self.worker.thread, *(session.lanes.threads if session is not None else ())]
 
     def give_back(self) -> None:
-        """End the lanes when all that was admitted has ended, and give the model back."""
+        """End the lanes once all admitted iterations have ended, and give the model back."""
         try:
-            with ExitStack() as undo:  # each of it, whatever becomes of the others
+            with ExitStack() as undo:  # each one, even if another fails
                 if self.claim is not None:
                     undo.callback(self.claim.release)
                 if self.session is not None:
@@ -623,14 +624,14 @@ class _Held:
             atexit.unregister(self.at_exit)
 
     def abandon(self) -> None:
-        """Wait for nothing that has not begun."""
+        """Stop waiting for tasks that have not started."""
         self.worker.stop()
         session = self.session
         if session is not None:
             session.lanes.abandon()
 
     def at_exit(self) -> None:
-        """Give back what is still held when Python ends: a thread that is in PyTorch then would abort the process."""
+        """Give the model back when Python exits: a thread still inside PyTorch would abort the process."""
         if self.worker.forked:
             return
         self.worker.stop()
@@ -641,11 +642,11 @@ class _Held:
             self.worker.end(timeout=PATIENCE_SECONDS)
 
     def dropped(self) -> None:
-        """Release what a Trainer held that was never closed. Called in any thread, at any time."""
+        """Release the resources of a Trainer that was never closed. Can run in any thread, at any time."""
         if self.worker.forked or self.worker.thread.ident is None:
             return
         open_ = self.session is not None
-        if threading.current_thread() in self.threads:  # which would wait for itself
+        if threading.current_thread() in self.threads:  # it would wait for itself
             self.worker.end(self.give_back, timeout=0)
         else:
             self.at_exit()
@@ -657,7 +658,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Stoppable:
-    """A policy that stops where it tries its next plan if it is asked to."""
+    """A policy that can be stopped whenever it tries its next plan."""
 
     policy: Policy
 
@@ -683,8 +684,8 @@ def measured_profile(
     """Measure the machine, and the blocks of ``model`` for batches like ``batch``.
 
     Returns:
-        The profile; its hardware as the document of a hardware file; date, machine and versions. What
-        :func:`autohete.profile.file.write_profile` writes.
+        The profile; its hardware as the document of a hardware file; date, machine and versions. These are the arguments of
+        :func:`autohete.profile.file.write_profile`.
     """
     where = _torch_device(device)
     with _threads(where, 1):
@@ -692,13 +693,13 @@ def measured_profile(
     profile = measured_profile_on(_hardware(document), model, batch, device, name, blocks=blocks)
     for direction, link in (("h2d", profile.hardware.h2d), ("d2h", profile.hardware.d2h)):
         latency = document["links"][direction]["latency"]
-        latency.update(value=f"{link.latency_seconds!r} s", source=f"{latency['source']}; and handing a task over")
+        latency.update(value=f"{link.latency_seconds!r} s", source=f"{latency['source']}; plus task handover")
     return profile, document, versions()
 
 
 @apart
 def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = None) -> Hardware:
-    """This machine, measured in a few seconds."""
+    """Measure this machine, in a few seconds."""
     where = _torch_device(device)
     with _threads(where, 1):
         return _hardware(measure_machine(where, _bytes(gpu_memory) or _all_bytes(where), quick=True))
@@ -714,7 +715,7 @@ def measured_profile_on(
     *,
     blocks: str | None = None,
 ) -> Profile:
-    """The blocks of ``model`` measured for batches like ``batch``; copies are those of ``hardware``."""
+    """Measure the blocks of ``model`` for batches like ``batch``; copies take as long as on ``hardware``."""
     where = _torch_device(device)
     cut, first = partition(model, blocks), Batch.of(batch, model)
     claim = Claim(model, "measured")
@@ -732,10 +733,10 @@ def _hardware(document: dict[str, Any]) -> Hardware:
 
 
 def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
-    """The measured sizes with the wanted times, slowed down together until this machine can keep up; and how much.
+    """Combine the measured sizes with the wanted times, slowed down so that this machine can keep up; return the factor, too.
 
-    The passes of the transformer blocks set the pace. What is too short even so (a norm, a loss of few tokens) lasts as long as
-    this machine needs.
+    The passes of the transformer blocks determine the factor. Tasks that are still too short (a norm, a loss over few tokens)
+    last as long as this machine needs.
     """
 
     def kept_up(real: float) -> float:
@@ -767,7 +768,7 @@ def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
         for link in (hardware.h2d, hardware.d2h)
     )
     host = replace(hardware.host, memory_bandwidth=hardware.host.memory_bandwidth / factor)
-    # Updates beside the GPU last as long as a bulk step here: the measured machine has them share its cores instead.
+    # Updates during training run at the bulk rate here: on the emulated machine they share its cores instead.
     cpu = replace(hardware.cpu, update_bandwidth=hardware.cpu.update_bandwidth / factor, concurrent_share=1.0)
     slowed = replace(hardware, h2d=h2d, d2h=d2h, host=host, cpu=cpu)
     loss = replace(measured.loss, seconds=max(wanted.loss.seconds * factor, kept_up(measured.loss.seconds)))
@@ -776,15 +777,15 @@ def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
 
 def _bytes(given: int | str | None) -> int | None:
     if given is not None and (isinstance(given, bool) or not isinstance(given, (int, str))):
-        raise InputError(f"a memory of {given!r} is no size: give a whole number of bytes, or text such as 24MiB")
+        raise InputError(f"a memory of {given!r} is not a size: give a whole number of bytes, or text such as 24MiB")
     size = round(parse_quantity(given, "bytes")) if isinstance(given, str) else given
     if size is not None and size < 1:
-        raise InputError(f"a memory of {size} bytes holds nothing: give a positive number, or text such as 24MiB")
+        raise InputError(f"a memory of {size} bytes is too small: give a positive number, or text such as 24MiB")
     return size
 
 
 def _share(given: int | str | None) -> float | None:
-    """The share that ``25%`` means; None for anything else."""
+    """Return the share that text such as ``25%`` means; None for anything else."""
     if not isinstance(given, str) or not given.strip().endswith("%"):
         return None
     try:
@@ -792,13 +793,13 @@ def _share(given: int | str | None) -> float | None:
     except ValueError:
         share = -1.0
     if not 0 < share < 1e6:
-        raise InputError(f"{given!r} is no share of memory: write it such as 25%")
+        raise InputError(f"{given!r} is not a share of memory: write it such as 25%")
     return share
 
 
 @contextmanager
 def _threads(device: torch.device, count: int) -> Iterator[None]:
-    """Measure in as many threads of the CPU as the device's lane will have, where the CPU stands for the device."""
+    """Run in as many CPU threads as the device's lane will have, if the CPU stands in for the device."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(count)
@@ -821,4 +822,4 @@ def _torch_device(name: str) -> torch.device:
 def _all_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(_CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
-    return 2**40  # the emulated device has no memory of its own: without a budget there is no limit
+    return 2**40  # the emulated device has no memory of its own: without a budget it is unlimited

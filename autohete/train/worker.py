@@ -1,7 +1,7 @@
-"""A thread for work that must not be interrupted: no signal reaches it.
+"""A thread for work that must not be interrupted by signals.
 
-Python raises what a signal's handler raises, such as KeyboardInterrupt, in the main thread, between any two instructions.
-There it can leave a model half taken over, a lock without its owner, or, in Python code that PyTorch has called, abort the
+Python raises exceptions from signal handlers, such as KeyboardInterrupt, in the main thread, between any two instructions.
+There they can leave a model half taken over or a lock without its owner or, in Python code called by PyTorch, abort the
 process. A :class:`Worker` therefore does such work, job by job. The caller only waits, where an interrupt does no harm.
 """
 
@@ -23,23 +23,23 @@ from autohete.errors import InputError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: How long a dropped object, or Python's end, waits for a thread that cannot be stopped.
+#: Time that a dropped object, or Python at exit, waits for a thread that cannot be stopped.
 PATIENCE_SECONDS = 30.0
 
 
 class _Stopped(BaseException):
-    """Ends a job that was asked to stop; no ordinary handler catches it."""
+    """Ends a job that was asked to stop. Ordinary exception handlers do not catch it."""
 
 
 class Ended(InputError):
-    """A worker was used after it had ended."""
+    """A worker was used after its end."""
 
 
 class _Ticket:
-    """A job that is handed over, and what has come of it. Refers to neither once the caller has taken the outcome.
+    """A job handed to a worker, and its outcome. Refers to neither once the caller has taken the outcome.
 
-    It may be handed over more than once: it is done once, and :meth:`wait` returns as often. (What a job refers to is often
-    dropped right afterwards, by the caller; it must be the caller who drops it.)
+    It may be handed over several times: the job runs once, and :meth:`wait` returns as many times. (The caller often drops what
+    the job refers to right afterwards, and the last reference must be the caller's.)
     """
 
     def __init__(self, job: Callable[[], object]) -> None:
@@ -51,7 +51,7 @@ class _Ticket:
         self.stopped = False
 
     def work(self) -> None:
-        """Do the job, on the device that is the caller's current one."""
+        """Run the job, on the caller's current device."""
         job, self._job = self._job, None
         try:
             if job is not None:
@@ -59,35 +59,35 @@ class _Ticket:
                     torch.cuda.set_device(self._device)
                 self._value = job()
         except _Stopped:
-            self._error = InputError("closed while it measured or planned: nothing has been trained")
+            self._error = InputError("the trainer was closed during profiling or planning: nothing has been trained")
         except BaseException as error:
             self._error = error
         del job
         self._done.put(None)
 
     def refuse(self, message: str) -> None:
-        """Do nothing, and say why, if it has not been done."""
+        """Refuse the job with ``message``, unless it has run."""
         if self._job is not None:
             self._job, self._error = None, Ended(message)
         self._done.put(None)
 
     def stop(self) -> None:
-        """Let the job end where it next calls :func:`check_stop`."""
+        """Ask the job to end at its next call of :func:`check_stop`."""
         self.stopped = True
 
     def wait(self) -> None:
-        """Return when it is done or refused."""
+        """Return once the job has run or was refused."""
         self._done.get()
 
     def outcome(self) -> tuple[object, BaseException | None]:
-        """Result and error; only once."""
+        """Return the result and the error; works only once."""
         found = self._value, self._error
         self._value = self._error = None
         return found
 
 
 class _Local(threading.local):
-    """What the calling thread is working on, if it is a worker's."""
+    """The current ticket of the calling thread, if it belongs to a worker."""
 
     ticket: _Ticket | None = None
 
@@ -96,17 +96,17 @@ _local = _Local()
 
 
 def check_stop() -> None:
-    """End the calling thread's job here if it was asked to stop. Long jobs call it between their parts."""
+    """End the calling thread's job if it was asked to stop. Long jobs call this between their parts."""
     if _local.ticket is not None and _local.ticket.stopped:
         raise _Stopped
 
 
 class Worker:
-    """Does jobs one after another, in a thread that starts with the first.
+    """Runs jobs one after another, in a thread that starts with the first job.
 
     Args:
-        name: of the thread.
-        after_end: the message for callers after it has ended.
+        name: name of the thread.
+        after_end: error message for calls after the worker's end.
     """
 
     def __init__(self, name: str, after_end: str) -> None:
@@ -121,28 +121,28 @@ class Worker:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the one that has the thread."""
+        """Whether this process is a fork of the one with the thread."""
         return self._process is not None and self._process != os.getpid()
 
     def check_process(self) -> None:
-        """Refuse to go on in a fork.
+        """Check that this process is not a fork.
 
         Raises:
-            InputError: this process is one.
+            InputError: this process is a fork.
         """
         if self.forked:
             raise InputError(
-                f"process {os.getpid()} is a fork of {self._process}, where the training's threads are: use the trainer there"
+                f"process {os.getpid()} is a fork of {self._process}, which has the trainer's threads: use the trainer there"
             )
 
     def do(self, job: Callable[[], T], *interrupts: Callable[[], object], stoppable: bool = False) -> T:
-        """The result of ``job``, or what it raises.
+        """Run ``job`` in the worker's thread, and return its result or raise its error.
 
         Args:
-            job: what to do.
-            stoppable: at the first interrupt, tell the job to stop.
-            interrupts: what to do about the first, second, … interrupt of the caller, which is raised when the job has ended;
-                one more is raised at once, and the job goes on alone.
+            job: the function to run.
+            stoppable: whether the first interrupt asks the job to stop.
+            interrupts: called on the caller's first, second, … interrupt, which is raised once the job has ended; a further
+                interrupt is raised at once, and the job continues alone.
 
         Raises:
             InputError: the worker has ended, or is in another process.
@@ -155,7 +155,7 @@ class Worker:
         self._start()
         while True:
             try:
-                self._jobs.put(ticket)  # an interrupt may have come before: then again
+                self._jobs.put(ticket)  # again after an interrupt, which may have come before the first put
                 if self._ended:
                     self._refuse_rest()
                 ticket.wait()
@@ -174,16 +174,16 @@ class Worker:
                 raise failure
             return cast(T, value)
         finally:
-            del interrupt, failure  # with their traceback they would refer to themselves
+            del interrupt, failure  # breaks the reference cycle through their tracebacks
 
     def stop(self) -> None:
-        """Let the job that is being done end where it next calls :func:`check_stop`."""
+        """Ask the current job to end at its next call of :func:`check_stop`."""
         current = self._current
         if current is not None:
             current.stop()
 
     def end(self, last: Callable[[], object] | None = None, timeout: float | None = None) -> None:
-        """End the thread after the jobs that it has, and after ``last``; wait for that unless called by the thread itself."""
+        """End the thread after its pending jobs and ``last``; wait for that, unless called by the thread itself."""
         if last is not None:
             self._jobs.put(_Ticket(last))
         self._jobs.put(None)
@@ -199,7 +199,7 @@ class Worker:
                 self.thread.start()
 
     def _work(self) -> None:
-        # Once, and first of all: it sets what is each thread's own, and MKL's number, which is everybody's.
+        # Once, and first: it sets this thread's own number of threads, and MKL's, which all threads share.
         torch.set_num_threads(self._torch_threads)
         while (ticket := self._jobs.get()) is not None:
             self._current = _local.ticket = ticket
@@ -218,7 +218,7 @@ class Worker:
 
 
 def apart(function: Callable[P, T]) -> Callable[P, T]:
-    """Run ``function`` in a worker of its own; an interrupt of the caller stops it where it calls :func:`check_stop`."""
+    """Run ``function`` in its own worker; an interrupt of the caller stops it at its next call of :func:`check_stop`."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -231,7 +231,7 @@ def apart(function: Callable[P, T]) -> Callable[P, T]:
             worker.stop()
             worker.end(timeout=PATIENCE_SECONDS)
 
-        atexit.register(leave)  # for an impatient caller
+        atexit.register(leave)  # in case the caller does not wait
         try:
             return cast(T, worker.do(job, stoppable=True))
         finally:
@@ -242,7 +242,7 @@ def apart(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def stoppable(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, with a :func:`check_stop` before each call."""
+    """Return ``function`` with a :func:`check_stop` before each call."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
