@@ -77,11 +77,9 @@ class Relaxation:
         """
         program = _Program(self, taken or ())
         shares = program.shares()
-        if shares is None:
-            return None
         if taken is not None:
-            taken.update(program.binding(shares))
-        return self.improved(program.rounded(shares))
+            taken.update(program.taken)
+        return None if shares is None else self.improved(program.rounded(shares))
 
     def improved(self, assignment: Assignment) -> Assignment:
         """Changes one choice after another for the best one, as long as the value falls."""
@@ -228,10 +226,6 @@ class _Program:
             self.taken.update(worst)
         return found
 
-    def binding(self, found: Numbers) -> list[int]:
-        """The rows that were taken up and leave ``found`` no room."""
-        return [row for row in self.taken if self._matrix[row] @ found > self._limits[row] - _TOLERANCE]
-
     def least_seconds(self) -> float:
         """The least time under the rows that were taken up."""
         cost = np.zeros(self._matrix.shape[1])
@@ -251,7 +245,6 @@ class _Program:
             b_eq=np.ones(self._one_each.shape[0]),
             bounds=bounds,
             method="highs",
-            options={"presolve": False},  # rows are dense: it finds little, and takes as long as the rest
         )
         return np.asarray(found.x) if found.status == 0 else None
 
