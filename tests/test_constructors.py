@@ -147,7 +147,9 @@ def test_the_message_says_what_to_write() -> None:
     """The example that used to train with everything kept."""
     with pytest.raises(InputError) as caught:
         UnitPlan(activations="recompute")  # type: ignore[arg-type]
-    assert str(caught.value) == ("activations is 'recompute': give Activations.KEEP, Activations.RECOMPUTE or Activations.DROP")
+    assert str(caught.value) == (
+        "activations is 'recompute': give Activations.KEEP, Activations.SELECTIVE, Activations.RECOMPUTE or Activations.DROP"
+    )
     check_member("activations", Activations.KEEP, Activations)
 
 
