@@ -187,7 +187,7 @@ def test_several_gpus() -> None:
         (["--workload", "gpt-2b", "--gpu-memory=-16GiB"], "positive"),
         (["--workload", "gpt-2b", "--gpu-memory", "-16GiB"], "--gpu-memory requires an argument"),
         (["--hidden", "100", "--blocks", "2", "--heads", "3"], "not divisible by 3 heads"),
-        (["--hidden", "128", "--heads", "4"], "missing.*--blocks"),
+        (["--hidden", "128", "--heads", "4"], "no workload.*--blocks"),
         ([], "--workload NAME"),
         (["--hidden", "-128", "--blocks", "2", "--heads", "4"], "hidden_size is -128"),
         (["--hidden", "x", "--blocks", "2", "--heads", "4"], "--hidden"),
