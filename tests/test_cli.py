@@ -232,7 +232,7 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
     simulated, planned = (json.loads(autohete(command, *question).stdout) for command in ("simulate", "plan"))
     decisions, rules = planned.pop("decisions"), planned.pop("rules")
     assert planned == simulated
-    assert rules == ["Slots(kind=G, count=2)", "ByPriority()"]
+    assert rules == ["ByPriority()"]
     assert planned["verdict"] == "ok"
     assert [run["first_block"] for run in decisions] == [0, *(run["last_block"] + 1 for run in decisions[:-1])]
     assert decisions[-1]["last_block"] + 1 == planned["plan"]["blocks"] == 6

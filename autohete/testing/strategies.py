@@ -47,6 +47,7 @@ from autohete.plan.rules import (
     Window,
 )
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
+from autohete.policies.checkpointing import Checkpointing
 from autohete.profile import BlockProfile, LossProfile, Profile, SelectiveProfile, analytic_profile
 from autohete.schedule import (
     COPIES,
@@ -374,7 +375,9 @@ def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
         if wanted is bool or wanted == bool | None:
             texts[flag] = st.sampled_from([flag, f"{flag}=on", f"{flag}=off"])
         elif isinstance(wanted, type) and issubclass(wanted, Enum):
-            texts[flag] = st.sampled_from([f"{flag}={member.value}" for member in wanted])
+            texts[flag] = st.sampled_from(
+                [f"{flag}={member.value}" for member in wanted if member is not Checkpointing.SELECTIVE]
+            )
         else:
             texts[flag] = st.integers(1, 100).map(f"{flag}={{}}".format)
     return texts
@@ -382,7 +385,10 @@ def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
 
 @st.composite
 def policies(draw: Draw, name: str | None = None) -> NamedPolicy:
-    """Published systems (or the one called ``name``) with some of their flags set."""
+    """Published systems (or the one called ``name``) with some of their flags set.
+
+    None recomputes selectively, because a profile need not say how.
+    """
     name = name or draw(st.sampled_from(sorted(set(POLICIES) - NEED_DRIVES)))
     texts = _flags(name)
     chosen = draw(st.lists(st.sampled_from(sorted(texts)), unique=True)) if texts else []
