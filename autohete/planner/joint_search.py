@@ -195,6 +195,9 @@ class Changes:
         self._random = random.Random(0)
         self._values = replace(relaxed, stalls=_USUAL_STALLS).values()
         self._targets = list(_targets(relaxed.choices))
+        choices = relaxed.choices
+        #: Of each unit, how many choices it has; what one has more than others comes last.
+        self._counts = np.array([(len(a), len(o)) for a, o in zip(choices.activations, choices.others, strict=True)])
 
     def around(self, assignment: Assignment, count: int) -> Iterator[Assignment]:
         """So many changes: units change places, are made alike, or turn; others give way where memory asks for it."""
@@ -208,14 +211,15 @@ class Changes:
         if len(here) < 4:
             return
         two = self._random.sample(range(1, len(here) - 1), 2)
-        here[two], changed[two] = here[two[::-1]], True
+        if (here[two[::-1]] < self._counts[two]).all():
+            here[two], changed[two] = here[two[::-1]], True
 
     def _run(self, here: Places, changed: NDArray[np.bool_]) -> None:
         """The units above or below one are made like it."""
         unit, length = self._random.randrange(1, len(here) - 1), self._random.choice(_RUN)
         others = range(unit + 1, unit + length + 1) if self._random.random() < 0.5 else range(unit - length, unit)
         for other in others:
-            if 0 < other < len(here) - 1:
+            if 0 < other < len(here) - 1 and (here[unit] < self._counts[other]).all():
                 here[other], changed[other] = here[unit], True
 
     def _turn(self, here: Places, changed: NDArray[np.bool_]) -> None:
