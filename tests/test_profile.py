@@ -114,7 +114,7 @@ def test_selective_recomputation_saves_more_per_second_than_all_of_it(units: Uni
     for block in profile.blocks[1:-1]:
         assert block.selective is not None
         saved = block.kept_bytes - block.selective.kept_bytes
-        assert 0 < block.selective.seconds < 0.45 * block.forward_seconds
+        assert 0 < block.selective.seconds < block.forward_seconds
         assert saved / block.selective.seconds > 1.1 * block.kept_bytes / block.forward_seconds
     assert profile.blocks[0].selective is None
     assert profile.blocks[-1].selective is None
