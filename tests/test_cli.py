@@ -487,7 +487,9 @@ def test_the_same_shape_has_one_answer() -> None:
     assert assumed.items() <= named["assumptions"].items()
     assert named["assumptions"]["policy"]["priority"] is True
     table = autohete("simulate", *shape, "--policy", "autohete").stdout
-    assert "assumed: 32 x 5120, 40 heads, vocabulary 50257 (tied), bf16, kernels fused, AdamW" in table
+    assert (
+        "assumed: hidden 5120, 32 x (40 heads x 128, MLP 20480); vocabulary 50257 (tied), bf16, kernels fused, AdamW" in table
+    )
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])

@@ -89,7 +89,7 @@ def test_embedding_and_head_are_blocks() -> None:
         BlockRole.HEAD,
     ]
     assert untied.parameters - tied.parameters == 64 * tied.vocabulary_size
-    assert untied.block_parameters(BlockRole.HEAD) - tied.block_parameters(BlockRole.HEAD) == 64 * tied.vocabulary_size
+    assert untied.unit_parameters(4) - tied.unit_parameters(4) == 64 * tied.vocabulary_size
 
 
 def test_sublayers_of_a_block_are_its_attention_and_its_mlp() -> None:

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from autohete.errors import InputError, check_fields
 from autohete.workload import Kernels, Precision, Units, Workload, named_workload
+from autohete.workload.config import read_model
 
 if TYPE_CHECKING:
     from autohete.profile import Profile
@@ -71,15 +72,27 @@ class Shape:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in given.items() if value is not None}
 
-    def workload(self, name: str | None) -> Workload:
-        """Return the named workload with these figures changed; without a name, a workload of this shape."""
+    def workload(self, name: str | None, model: str | None = None) -> Workload:
+        """Return the named workload, or the model of a ``config.json``, with these figures changed; without either, one of this
+        shape.
+        """
         changes = self.changes()
+        if model is not None:
+            if name is not None:
+                raise InputError(f"--workload {name} and --model {model} are two models: give one")
+            fixed = [option for option, value in (("--hidden", self.hidden_size), ("--heads", self.heads)) if value is not None]
+            if fixed:
+                raise InputError(f"{' and '.join(fixed)} would change what the blocks of --model {model} are: leave it out")
+            return replace(read_model(model), **changes)  # type: ignore[arg-type]
         if name is not None:
             return named_workload(name, **changes)
         needed = {"--hidden": self.hidden_size, "--blocks": self.transformer_blocks, "--heads": self.heads}
         missing = [option for option, value in needed.items() if value is None]
         if missing:
-            raise InputError(f"no workload: give --workload NAME (such as gpt-10b), or a shape with {' '.join(missing)}")
+            raise InputError(
+                "no workload: give --model NAME|FILE (such as llama-3.1-8b), --workload NAME (such as gpt-10b), or a shape "
+                f"with {' '.join(missing)}"
+            )
         return Workload(f"{self.transformer_blocks}x{self.hidden_size}", **changes)  # type: ignore[arg-type]
 
 
@@ -90,8 +103,11 @@ class Question:
 
     Parameters
     ----------
+    model:
+        A named model (`autohete presets` lists them), or a config.json as it lies beside a model's weights; the options below
+        change single figures.
     workload:
-        A named workload (`autohete presets` lists them); the options below change single figures.
+        A named GPT-like workload of the paper (`autohete presets` lists them).
     profile:
         A file written by `autohete profile`: measured times and sizes instead of a workload and a hardware.
     hardware:
@@ -108,6 +124,7 @@ class Question:
         GPUs that train together, each with its own batch; needs hardware with a table [interconnect].
     """
 
+    model: str | None = None
     workload: str | None = None
     shape: Shape = Shape()
     profile: str | None = None
@@ -137,16 +154,22 @@ class Question:
                 raise InputError(f"{key} is set twice, to {overrides[key]!r} and {value!r}: set it once")
             overrides[key] = value
         hardware = load_hardware(self.hardware, overrides).shared_by(self.gpus)
-        return analytic_profile(self.shape.workload(self.workload), hardware)
+        return analytic_profile(self.shape.workload(self.workload, self.model), hardware)
 
     def _measured(self, path: str) -> Profile:
         from autohete.profile.file import read_profile
         from autohete.quantities import parse_quantity
 
-        if self.workload is not None or self.shape.changes() or self.set_ or self.hardware != DEFAULT_HARDWARE:
+        if (
+            self.workload is not None
+            or self.model is not None
+            or self.shape.changes()
+            or self.set_
+            or self.hardware != DEFAULT_HARDWARE
+        ):
             raise InputError(
-                "a profile includes its workload and hardware: leave out --workload, its shape, --hardware and --set, or "
-                "leave out --profile"
+                "a profile includes its workload and hardware: leave out --model, --workload, its shape, --hardware and "
+                "--set, or leave out --profile"
             )
         if self.gpus != 1:
             raise InputError("a profile was measured on one GPU: leave out --gpus, or leave out --profile")

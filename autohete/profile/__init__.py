@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.workload import BlockRole, Precision, Workload
+from autohete.workload.decoder_kernels import both_parts, decoder_part
 from autohete.workload.kernels import IMPLEMENTATIONS, Part
+from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
 
 #: cuBLAS works through K in steps and pays for filling its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
@@ -208,10 +210,22 @@ def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
     """The roofline profile of ``workload`` on ``hardware``."""
     roofline = _Roofline(workload, hardware)
-    roles = [workload.role(block) for block in range(workload.blocks)]
-    made = {role: roofline.block(role) for role in dict.fromkeys(roles)}  # units of one role are alike
-    blocks = tuple(made[role] for role in roles)
-    return Profile(workload, hardware, blocks, roofline.loss())
+    made: dict[object, BlockProfile] = {}  # units that are alike have one profile
+    blocks = []
+    for unit in range(workload.blocks):
+        role = workload.role(unit)
+        alike = (role, workload.components(unit)) if workload.is_inner(unit) else role
+        if alike not in made:
+            made[alike] = roofline.unit(unit)
+        blocks.append(made[alike])
+    return Profile(workload, hardware, tuple(blocks), roofline.loss())
+
+
+def _head_sizes(component: Attention | LatentAttention) -> tuple[int, int]:
+    """Elements of a query and of a value."""
+    if isinstance(component, Attention):
+        return component.head_dim, component.head_dim
+    return component.nope_dim + component.rope_dim, component.value_dim
 
 
 class _Roofline:
@@ -229,7 +243,7 @@ class _Roofline:
         self.element = workload.precision.element_bytes
         self.kernels = IMPLEMENTATIONS[workload.kernels]
 
-    def _gemm_seconds(self, rows: int, columns: int, inner: int, batch: int = 1) -> float:
+    def _gemm_seconds(self, rows: float, columns: float, inner: float, batch: int = 1) -> float:
         """``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory."""
         shape = (inner + _GEMM_INNER_HALF) / inner
         if self.multiprocessors is not None:
@@ -245,50 +259,68 @@ class _Roofline:
         tokens = self.workload.tokens
         return self._gemm_seconds(tokens, inner, columns) + self._gemm_seconds(inner, columns, tokens)
 
-    def _attention_seconds(self) -> tuple[float, float]:
-        """The products of attention, forward and backward; what lies between them is in the table of operations."""
+    def _core_seconds(self, component: Component) -> tuple[float, float]:
+        """The products without weights, forward and backward; what lies between them is in the table of operations."""
         w = self.workload
-        if self.kernels.flash:
-            seconds = 4 * w.tokens * w.sequence_length * w.hidden_size / (self.flops * _ATTENTION_SHARE)
-            return seconds, _ATTENTION_BACKWARD * seconds
-        head, batch, s = w.hidden_size // w.heads, w.batch_size * w.heads, w.sequence_length
-        # Scores (and the gradient of the weights) have the head's size inside, the others the sequence length.
-        wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, head, s, batch)
-        return wide + deep, wide + 3 * deep
+        if isinstance(component, (Attention, LatentAttention)) and not self.kernels.flash:
+            head, value = _head_sizes(component)
+            batch, s = w.batch_size * component.heads, w.sequence_length
+            # Scores (and the gradient of the weights) have a head's size inside, the others the sequence length.
+            wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, value, s, batch)
+            return wide + deep, wide + 3 * deep
+        seconds = w.tokens * component.core_flops(w.sequence_length) / (self.flops * _ATTENTION_SHARE)
+        return seconds, _ATTENTION_BACKWARD * seconds
 
-    def _products_seconds(self, role: BlockRole) -> tuple[float, float]:
-        """The matrix products of a transformer block, or of one of its sublayers, forward and backward."""
-        h, tokens = self.workload.hidden_size, self.workload.tokens
-        shapes: list[tuple[int, int]] = []
-        if role is not BlockRole.MLP:
-            shapes += [(3 * h, h), (h, h)]
-        if role is not BlockRole.ATTENTION:
-            shapes += [(4 * h, h), (h, 4 * h)]
-        forward = sum(self._gemm_seconds(tokens, *shape) for shape in shapes)
-        backward = sum(self._backward_gemm_seconds(*shape) for shape in shapes)
-        if role is BlockRole.MLP:
-            return forward, backward
-        attention, attention_backward = self._attention_seconds()
-        return forward + attention, backward + attention_backward
+    def _product_seconds(self, product: Product) -> tuple[float, float]:
+        """A product with weights, forward and backward; that of experts works on as many rows with each of their matrices."""
+        rows = self.workload.tokens * product.rows / product.matrices
+        columns, inner, batch = product.columns, product.inner, product.matrices
+        if rows < 1:  # some matrices are not used
+            rows, batch = 1, round(rows * batch)
+        forward = self._gemm_seconds(rows, columns, inner, batch)
+        return forward, self._gemm_seconds(rows, inner, columns, batch) + self._gemm_seconds(inner, columns, rows, batch)
 
-    def _elementwise_seconds(self, part: Part, direction: str) -> float:
+    def _products_seconds(self, unit: int) -> tuple[float, float]:
+        """All matrix products of a unit between embedding and head, forward and backward."""
+        components, h = self.workload.components(unit), self.workload.hidden_size
+        found = [self._product_seconds(product) for component in components for product in component.products(h)]
+        found += [self._core_seconds(component) for component in components]
+        return sum(forward for forward, _ in found), sum(backward for _, backward in found)
+
+    def _part(self, unit: int) -> Part:
+        """What a unit between embedding and head runs beside its products."""
+        w, block = self.workload, self.workload.block(unit)
+        if block == gpt2_block(w.hidden_size, w.heads):
+            return self.kernels.part(w.role(unit))
+        eager, flash = self.kernels.eager, self.kernels.flash
+        parts = [decoder_part(block, w.hidden_size, one, eager=eager, flash=flash) for one in w.components(unit)]
+        return both_parts(*parts) if len(parts) == 2 else parts[0]
+
+    def _scores(self, unit: int) -> int:
+        """Scores of attention: ``batch x heads x sequence x sequence``."""
+        w, mixer = self.workload, self.workload.block(unit).mixer
+        heads = mixer.heads if isinstance(mixer, (Attention, LatentAttention)) else 0
+        return w.tokens * w.sequence_length * heads
+
+    def _elementwise_seconds(self, part: Part, direction: str, scores: int) -> float:
         """What is no matrix product, by what the table of operations counts: the slower of memory and instructions."""
         w, total = self.workload, part.total
-        hidden, scores = w.tokens * w.hidden_size, w.tokens * w.sequence_length * w.heads
-        bytes_of_hidden = total(direction) * self.element + total("kept_mask")
+        hidden, casts = w.tokens * w.hidden_size, total("casts") if self.element == 2 else 0
+        fp32 = total(f"{direction}_fp32") + casts
+        bytes_of_hidden = (total(direction) + casts) * self.element + fp32 * 4 + total("kept_mask")
         bytes_of_scores = total(f"{direction}_scores") * self.element + total("kept_score_mask")
         traffic = (bytes_of_hidden * hidden + bytes_of_scores * scores) / self.bandwidth
-        accesses = total(direction) * hidden + total(f"{direction}_scores") * scores
+        accesses = (total(direction) + casts + fp32) * hidden + total(f"{direction}_scores") * scores
         return max(traffic, accesses * self.kernels.instructions / self.lanes)
 
     def _pass_seconds(self, busy: float, kernels: float) -> float:
         """A pass that keeps the GPU ``busy`` for so long, in so many kernels: no faster than the host launches them."""
         return max(busy + kernels * self.overhead, kernels * self.launch)
 
-    def block(self, role: BlockRole) -> BlockProfile:
-        w, element = self.workload, self.element
+    def unit(self, unit: int) -> BlockProfile:
+        w, element, role = self.workload, self.element, self.workload.role(unit)
         hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
-        parameters = w.block_parameters(role)
+        parameters = w.unit_parameters(unit)
         selective: SelectiveProfile | None = None
         activations: float
         workspaces: tuple[float, float]
@@ -307,17 +339,18 @@ class _Roofline:
             backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4)
             workspaces = (0, hidden_bytes)
         else:
-            part = self.kernels.part(role)
+            part, scores = self._part(unit), self._scores(unit)
             h, total = w.hidden_size, part.total
-            scores = w.tokens * w.sequence_length * w.heads
-            activations = total("kept") * hidden_bytes + total("kept_mask") * w.tokens * h
+            activations = total("kept") * hidden_bytes + (total("kept_mask") + 4 * total("kept_fp32")) * w.tokens * h
             activations += (total("kept_scores") * element + total("kept_score_mask")) * scores
-            gemm, gemm_backward = self._products_seconds(role)
-            forward = self._pass_seconds(gemm + self._elementwise_seconds(part, "forward"), total("forward_kernels"))
+            if element == 2:
+                activations += 4 * (total("kept_casts") * w.tokens * h + total("kept_score_casts") * scores)
+            gemm, gemm_backward = self._products_seconds(unit)
+            forward = self._pass_seconds(gemm + self._elementwise_seconds(part, "forward", scores), total("forward_kernels"))
             backward = self._pass_seconds(
-                gemm_backward + self._elementwise_seconds(part, "backward"), total("backward_kernels")
+                gemm_backward + self._elementwise_seconds(part, "backward", scores), total("backward_kernels")
             )
-            selective = self._selective(part, round(activations - hidden_bytes))
+            selective = self._selective(unit, part, round(activations - hidden_bytes))
             # The table's have the output in them, and in backward its gradient and that of the input.
             workspaces = (
                 (part.forward_workspace - 1) * hidden_bytes,
@@ -337,16 +370,17 @@ class _Roofline:
             selective=selective,
         )
 
-    def _selective(self, part: Part, kept_bytes: int) -> SelectiveProfile | None:
+    def _selective(self, unit: int, part: Part, kept_bytes: int) -> SelectiveProfile | None:
         """Of a part that keeps so many bytes beside its input."""
-        chosen, w = part.selection, self.workload
+        chosen, w, scores = part.selection, self.workload, self._scores(unit)
         if chosen is None:
             return None
-        scores = w.tokens * w.sequence_length * w.heads
         saved = chosen.kept * self.element * w.tokens * w.hidden_size
         saved += (chosen.kept_scores * self.element + chosen.kept_score_mask) * scores
         again = Part(tuple(operation for operation in part.operations if operation.name in chosen.again), 0, 0)
-        busy = self._elementwise_seconds(again, "forward") + (self._attention_seconds()[0] if chosen.products else 0.0)
+        busy = self._elementwise_seconds(again, "forward", scores)
+        if chosen.products:
+            busy += self._core_seconds(w.block(unit).mixer)[0]
         seconds = self._pass_seconds(busy, again.total("forward_kernels"))
         return SelectiveProfile(kept_bytes - round(saved), seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
@@ -24,6 +25,7 @@ from autohete.report.summary import Summary, node_text, runs_of_equal_roles, run
 from autohete.schedule import CPU, GPU, HOST_MEMORY
 from autohete.simulate import Simulation
 from autohete.workload import WORKLOADS, Units, Workload
+from autohete.workload.config import model_names, read_model
 
 #: Where readers find the columns that a table leaves out.
 IN_JSON = "--json has them"
@@ -262,10 +264,18 @@ def _assumed(workload: Workload) -> str:
     tied = "tied" if w.tied_embeddings else "untied"
     clipped = f", gradients clipped to {w.clip_norm:g}" if w.clip_norm else ""
     return (
-        f"assumed: {w.transformer_blocks} x {w.hidden_size}, {w.heads} heads, vocabulary {w.vocabulary_size} ({tied}), "
+        f"assumed: hidden {w.hidden_size}, {_blocks(w)}; vocabulary {w.vocabulary_size} ({tied}), "
         f"{w.precision}, kernels {w.kernels}{_units(w)}, AdamW{clipped}; "
         "flags of policies as `autohete presets` lists them"
     )
+
+
+def _blocks(workload: Workload) -> str:
+    """The blocks of the model, those that are alike together."""
+    units = range(1, workload.blocks - 1)
+    alike = Counter(str(workload.block(unit)) for unit in units)
+    each = len(units) // workload.transformer_blocks  # units of a block
+    return "; ".join(f"{count // each} x ({text})" for text, count in alike.items())
 
 
 def _counts(plan: PlanCounts) -> str:
@@ -336,7 +346,7 @@ def print_presets() -> None:
     """Print what can be named on the command line."""
     out = console()
     models = table("workloads", ["name", "parameters", "hidden", "blocks", "heads", "vocabulary", "sequence", "batch"])
-    for w in WORKLOADS.values():
+    for w in (*WORKLOADS.values(), *map(read_model, model_names())):
         numbers = (w.hidden_size, w.transformer_blocks, w.heads, w.vocabulary_size, w.sequence_length, w.batch_size)
         models.add_row(w.name, f"{w.parameters / 1e9:.2f}B", *map(str, numbers))
     out.print(models)

@@ -1,4 +1,4 @@
-"""What is trained: the shape of a GPT-like transformer times a batch. Knows no hardware and no torch."""
+"""What is trained: a transformer times a batch. Knows no hardware and no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autohete.errors import InputError, check_fields, unknown_name
+from autohete.workload.model import Architecture, Block, Experts, FeedForward, Mixer, Norm, gpt2_block
 
 
 class Precision(StrEnum):
@@ -57,13 +58,14 @@ class Units(StrEnum):
 
 class BlockRole(StrEnum):
     """What a unit is. Unit 0 is the embedding, the last one the head; those between are transformer blocks, or by turns the
-    attention and the MLP of one.
+    attention and the MLP (or the experts) of one.
     """
 
     EMBEDDING = "embedding"
     TRANSFORMER = "transformer"
     ATTENTION = "attention"
     MLP = "mlp"
+    EXPERTS = "experts"
     HEAD = "head"
 
 
@@ -85,13 +87,13 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A GPT-like model, what computes it, and the batch that one GPU works on.
+    """A transformer, what computes it, and the batch that one GPU works on.
 
     Args:
-        name: its name.
-        hidden_size: width ``h`` of the residual stream; a multiple of ``heads``.
+        name: of the model.
+        hidden_size: width ``h`` of the residual stream.
         transformer_blocks: number ``L`` of transformer blocks; embedding and head come on top.
-        heads: attention heads ``a``.
+        heads: attention heads ``a``; without an architecture a divisor of the hidden size.
         vocabulary_size: ``V``, rows of the embedding.
         sequence_length: ``s`` tokens.
         batch_size: ``b`` sequences that one GPU computes with at a time.
@@ -102,6 +104,7 @@ class Workload:
         clip_norm: gradients are scaled down before the update where their global norm is larger than this, as
             ``torch.nn.utils.clip_grad_norm_`` does; None: they are not clipped.
         units: see :class:`Units`.
+        architecture: what its blocks are; None: all are GPT-2's, and positions are learned, as many as a sequence has tokens.
     """
 
     name: str
@@ -117,6 +120,7 @@ class Workload:
     micro_batches: int = 1
     clip_norm: float | None = None
     units: Units = Units.BLOCK
+    architecture: Architecture | None = None
 
     def __post_init__(self) -> None:
         for field, limit in _LIMITS.items():
@@ -124,7 +128,9 @@ class Workload:
             if type(value) is not int or not 1 <= value <= limit:
                 raise InputError(f"{field} is {value!r}: it must be a whole number between 1 and {limit:,}")
         check_fields(self)
-        if self.hidden_size % self.heads:
+        if self.architecture is not None:
+            _check_positions(self.architecture, self.sequence_length)
+        elif self.hidden_size % self.heads:
             raise InputError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.heads} heads: "
                 "each head takes an equal part of the hidden size, so choose a divisor"
@@ -141,12 +147,27 @@ class Workload:
         """All units: embedding, transformer blocks or their sublayers, head."""
         return len(_PARTS[self.units]) * self.transformer_blocks + 2
 
-    def role(self, block: int) -> BlockRole:
-        """The role of unit ``block``, counted from 0."""
-        if block == 0:
+    def role(self, unit: int) -> BlockRole:
+        """The role of ``unit``, counted from 0."""
+        if unit == 0:
             return BlockRole.EMBEDDING
+        if unit == self.blocks - 1:
+            return BlockRole.HEAD
         parts = _PARTS[self.units]
-        return BlockRole.HEAD if block == self.blocks - 1 else parts[(block - 1) % len(parts)]
+        role = parts[(unit - 1) % len(parts)]
+        experts = role is BlockRole.MLP and isinstance(self.block(unit).feed_forward, Experts)
+        return BlockRole.EXPERTS if experts else role
+
+    def is_inner(self, unit: int) -> bool:
+        """Whether ``unit`` is between embedding and head."""
+        return 0 < unit < self.blocks - 1
+
+    def block(self, unit: int) -> Block:
+        """The transformer block that ``unit``, which is neither embedding nor head, is or belongs to."""
+        if self.architecture is None:
+            return gpt2_block(self.hidden_size, self.heads)
+        blocks = self.architecture.blocks
+        return blocks[(unit - 1) // len(_PARTS[self.units]) % len(blocks)]
 
     @property
     def tokens(self) -> int:
@@ -158,38 +179,59 @@ class Workload:
         """Sequences in one iteration of one GPU."""
         return self.batch_size * self.micro_batches
 
-    def block_parameters(self, role: BlockRole) -> int:
-        """Parameters that a unit of ``role`` owns.
+    def unit_parameters(self, unit: int) -> int:
+        """Parameters that ``unit`` owns, counted from 0.
 
-        Transformer: ``12 h^2 + 13 h`` (Narayanan et al. 2021, eq. 2), a third of the matrices in attention. Embedding: tokens
-        and learned positions. Head: the final norm, and the projection where it is not tied.
+        Of a block or sublayer: what :class:`~autohete.workload.model.Block` counts, such as ``12 h^2 + 13 h`` for GPT-2
+        (Narayanan et al. 2021, eq. 2). Embedding: tokens and learned positions. Head: the final norm, and the projection where
+        it is not tied.
         """
-        h = self.hidden_size
-        if role is BlockRole.TRANSFORMER:
-            return 12 * h * h + 13 * h
-        if role is BlockRole.ATTENTION:
-            return 4 * h * h + 6 * h
-        if role is BlockRole.MLP:
-            return 8 * h * h + 7 * h
+        h, role, architecture = self.hidden_size, self.role(unit), self.architecture
         if role is BlockRole.EMBEDDING:
-            return (self.vocabulary_size + self.sequence_length) * h
-        return 2 * h + (0 if self.tied_embeddings else self.vocabulary_size * h)
+            return (self.vocabulary_size + (self.sequence_length if architecture is None else architecture.positions)) * h
+        if role is BlockRole.HEAD:
+            norm = Norm.LAYER if architecture is None else architecture.final_norm
+            return norm.parameters(h) + (0 if self.tied_embeddings else self.vocabulary_size * h)
+        parts = self.components(unit)
+        return sum(part.parameters(h) for part in parts) + len(parts) * self.block(unit).norm_parameters(h)
+
+    def components(self, unit: int) -> tuple[Mixer | FeedForward, ...]:
+        """The components of ``unit``, which is neither embedding nor head: mixer and feed-forward part, or one of them."""
+        block, role = self.block(unit), self.role(unit)
+        if role is BlockRole.TRANSFORMER:
+            return block.mixer, block.feed_forward
+        return (block.mixer if role is BlockRole.ATTENTION else block.feed_forward,)
 
     @property
     def parameters(self) -> int:
         """Trained parameters of the whole model."""
-        return sum(self.block_parameters(self.role(block)) for block in range(self.blocks))
+        return sum(self.unit_parameters(unit) for unit in range(self.blocks))
 
     @property
     def model_flops(self) -> int:
         """FLOPs of one iteration that the model asks for: forward plus twice that for backward, no recomputation.
 
-        Matrix products and full (not causal) attention, ``3 * (24 b s h^2 + 4 b s^2 h) L + 6 b s h V``
+        Matrix products and full (not causal) attention; for GPT-2 ``3 * (24 b s h^2 + 4 b s^2 h) L + 6 b s h V``
         (Narayanan et al. 2021, section 5.1, without its recomputation).
         """
-        b, s, h = self.samples, self.sequence_length, self.hidden_size
-        block = 24 * b * s * h * h + 4 * b * s * s * h
-        return 3 * (block * self.transformer_blocks + 2 * b * s * h * self.vocabulary_size)
+        return 3 * self.micro_batches * self.forward_flops
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of the forward pass of one micro-batch, counted like ``model_flops``."""
+        h, inner = self.hidden_size, range(1, self.blocks - 1)
+        parts = [part for unit in inner for part in self.components(unit)]
+        products = sum(product.token_flops for part in parts for product in part.products(h))
+        cores = sum(part.core_flops(self.sequence_length) for part in parts)
+        return self.tokens * (products + cores + 2 * h * self.vocabulary_size)
+
+
+def _check_positions(architecture: Architecture, sequence_length: int) -> None:
+    if 0 < architecture.positions < sequence_length:
+        raise InputError(
+            f"sequence_length is {sequence_length}, but the model has {architecture.positions} learned positions: give at most "
+            "as many tokens"
+        )
 
 
 def check_clip_norm(given: object) -> None:

@@ -27,6 +27,10 @@ class Operation:
         kept_scores: tensors of scores kept for backward.
         kept_score_mask: bytes of mask kept per score.
         forward_kernels, backward_kernels: kernels launched, matrix products included.
+        forward_fp32, backward_fp32: accesses like those above, to tensors that are in fp32 in every precision.
+        kept_fp32: such tensors kept for backward.
+        casts: tensors cast to fp32 or back, in forward and again in backward; in fp32 there is nothing to cast.
+        kept_casts, kept_score_casts: tensors kept in fp32, of scores likewise, beside what is kept without casts.
     """
 
     name: str
@@ -39,8 +43,14 @@ class Operation:
     kept_mask: float = 0
     kept_scores: float = 0
     kept_score_mask: float = 0
-    forward_kernels: int = 0
-    backward_kernels: int = 0
+    forward_kernels: float = 0
+    backward_kernels: float = 0
+    forward_fp32: float = 0
+    backward_fp32: float = 0
+    kept_fp32: float = 0
+    casts: float = 0
+    kept_casts: float = 0
+    kept_score_casts: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,7 @@ class Selection:
     Args:
         again: names of the operations that are computed again.
         kept: tensors of ``tokens x hidden`` elements that are let go.
-        kept_scores, kept_score_mask: tensors of scores, and bytes of mask per score, likewise.
+        kept_scores, kept_score_mask: tensors of scores, and bytes of mask per score, that are let go.
         products: the matrix products of attention are among what is computed again.
     """
 
@@ -91,7 +101,7 @@ class Part:
         forward_workspace, backward_workspace: tensors of ``tokens x hidden`` elements that live only during the pass. Those of
             a block are not the larger of its sublayers': while one of these is computed, the other keeps nothing yet, or
             nothing more.
-        backward_score_workspace: tensors of scores likewise.
+        backward_score_workspace: tensors of scores that live only during backward.
         selection: how it is recomputed selectively; None: it is not.
     """
 
@@ -116,6 +126,7 @@ class Implementation:
         head: the loss.
         flash: attention scores stay out of memory (FlashAttention).
         instructions: that a lane issues per element access; where memory is fast they bind instead of it. 0: never.
+        eager: a kernel per operation.
     """
 
     block: Part
@@ -124,9 +135,10 @@ class Implementation:
     head: Head
     flash: bool
     instructions: float = 0
+    eager: bool = False
 
     def part(self, role: BlockRole) -> Part:
-        """Of a unit between embedding and head."""
+        """Of a block of GPT-2, or of one of its sublayers."""
         return {BlockRole.TRANSFORMER: self.block, BlockRole.ATTENTION: self.attention, BlockRole.MLP: self.mlp}[role]
 
 
@@ -301,6 +313,7 @@ IMPLEMENTATIONS: dict[Kernels, Implementation] = {
         _HF_HEAD,
         flash=False,
         instructions=_EAGER_INSTRUCTIONS,
+        eager=True,
     ),
     Kernels.EAGER_FLASH: Implementation(
         Part((*_HF_FLASH_ATTENTION, *_HF_MLP), 3, 9.5, selection=_both(_HF_NORM_AGAIN, _HF_MLP_AGAIN)),
@@ -309,5 +322,6 @@ IMPLEMENTATIONS: dict[Kernels, Implementation] = {
         _HF_HEAD,
         flash=True,
         instructions=_EAGER_INSTRUCTIONS,
+        eager=True,
     ),
 }

@@ -1,0 +1,106 @@
+"""Models by their ``config.json``, the file beside the weights of every model on the Hugging Face Hub; some are bundled.
+
+Nothing is loaded but the file: no weights, no torch, no network.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from autohete.errors import InputError, unknown_name
+from autohete.workload import Workload
+from autohete.workload.families import FAMILIES
+
+#: Bytes; published files have a few thousand.
+_LARGEST_FILE = 10_000_000
+#: Models of images and text whose file describes the language model in a part of its own.
+_TEXT_CONFIG = "text_config"
+
+
+def model_names() -> list[str]:
+    """Names of the bundled models, sorted."""
+    return sorted(file.name.removesuffix(".json") for file in _bundled().iterdir() if file.name.endswith(".json"))
+
+
+def read_model(name_or_path: str) -> Workload:
+    """The bundled model of that name, or the one that a ``config.json`` describes, with the default batch.
+
+    Args:
+        name_or_path: a name of :func:`model_names`; a ``config.json``, or the folder that it is in.
+
+    Raises:
+        InputError: no such model, a file that cannot be read, or one that is not supported; says which keys.
+    """
+    if name_or_path in model_names():
+        text, name = (_bundled() / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path
+    else:
+        text, name = _read(name_or_path)
+    try:
+        config: Any = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{name_or_path!r} is not JSON: {str(error)[:200]}; give a model's config.json") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{name_or_path!r} holds no JSON object: give a model's config.json")
+    return parse_model(config, name)
+
+
+def parse_model(config: dict[str, Any], name: str) -> Workload:
+    """The model that the keys of a ``config.json`` describe, with the default batch.
+
+    Raises:
+        InputError: the family is not supported, or keys are missing or wrong.
+    """
+    inner = config.get(_TEXT_CONFIG)
+    if config.get("model_type") not in FAMILIES and isinstance(inner, dict):
+        shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = shared | inner
+    family = config.get("model_type")
+    if not isinstance(family, str):
+        raise InputError(f"{name!r} has no model_type: give the config.json of a model on the Hugging Face Hub")
+    if family not in FAMILIES:
+        raise unknown_name("model_type", family, FAMILIES)
+    # Lists such as layer_types may hold more than the language model's layers, and JSON keeps strict types apart from enums.
+    try:
+        found = FAMILIES[family].model_validate_json(json.dumps(config))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:8])
+        raise InputError(f"{name!r} ({family}) cannot be used: {faults}") from error
+    return Workload(
+        name,
+        hidden_size=found.hidden_size,
+        transformer_blocks=found.num_hidden_layers,
+        heads=found.num_attention_heads,
+        vocabulary_size=found.vocab_size,
+        tied_embeddings=found.tie_word_embeddings,
+        architecture=found.architecture(),
+    )
+
+
+def _bundled() -> Traversable:
+    return resources.files("autohete.workload") / "models"
+
+
+def _read(given: str) -> tuple[str, str]:
+    """Text of a ``config.json``, and the name of its model: the folder's, or the file's own where that says more."""
+    path = Path(given)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.exists() and path.suffix != ".json" and len(path.parts) == 1:
+        raise unknown_name("model", given, model_names())
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise InputError(f"model {given!r} is {path.stat().st_size} bytes long: give a config.json, not the weights")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise InputError(
+            f"model {given!r} cannot be read: {reason}; give a name that autohete presets lists, or a config.json"
+        ) from error
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return text, name or path.stem

@@ -1,0 +1,158 @@
+"""Models by their config.json: the same parameters and FLOPs as the models that transformers builds, and errors that teach."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import OF_FAMILY, built, config_of, layers_of, small_config
+
+from autohete.errors import InputError
+from autohete.workload import Units, Workload, named_workload
+from autohete.workload.config import model_names, parse_model, read_model
+from autohete.workload.families import FAMILIES
+from autohete.workload.model import Attention, Experts, LinearAttention
+
+SEQUENCE, BATCH = 128, 2
+
+
+def test_every_family_is_tested() -> None:
+    """What can be read is compared with what transformers builds."""
+    assert set(OF_FAMILY) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_bundled_model_names_its_source_and_date(name: str) -> None:
+    """Sizes can be traced to where they were read."""
+    assert len(config_of(name)["source"]) > 20
+    assert len(config_of(name)["date"]) == len("2026-11-22")
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_bundled_model_has_as_many_parameters_as_transformers_builds(name: str) -> None:
+    """Exactly as many, at full size."""
+    model = built(config_of(name), "meta")
+    assert read_model(name).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_have_as_many_parameters_as_the_modules(family: str) -> None:
+    """Block by block, where they differ, too."""
+    config = small_config(family)
+    model, workload = built(config, "meta"), parse_model(config, family)
+    theirs = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model, family)]
+    assert [workload.unit_parameters(1 + i) for i in range(workload.transformer_blocks)] == theirs
+    finer = replace(workload, units=Units.SUBLAYER)
+    assert [finer.unit_parameters(1 + 2 * i) + finer.unit_parameters(2 + 2 * i) for i in range(len(theirs))] == theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_pass_has_as_many_flops_as_pytorch_counts(family: str) -> None:
+    """Within 1 %, a mixture of experts and linear attention included."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def solve_flops(a: tuple[int, ...], b: tuple[int, ...], *args: object, **kwargs: object) -> int:
+        return int(torch.Size(b).numel()) * a[-1]
+
+    config = small_config(family)
+    workload = replace(parse_model(config, family), sequence_length=SEQUENCE, batch_size=BATCH)
+    torch.manual_seed(0)
+    model = built(config, "cpu")
+    solve = {torch.ops.aten.linalg_solve_triangular: solve_flops}  # which PyTorch leaves out
+    with FlopCounterMode(display=False, custom_mapping=solve) as counter, torch.no_grad():
+        model(torch.randint(0, 500, (BATCH, SEQUENCE)), use_cache=False)
+    assert workload.forward_flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_gpt2_presets_are_the_blocks_of_gpt2() -> None:
+    """A shape given by its width alone has GPT-2's parameters, by the closed form of Narayanan et al. 2021."""
+    workload = named_workload("gpt-10b")
+    h = workload.hidden_size
+    assert workload.unit_parameters(1) == 12 * h * h + 13 * h
+
+
+def test_blocks_of_a_model_differ_as_its_file_says() -> None:
+    """Dense blocks before experts, windows and linear attention in turn."""
+    deepseek = read_model("deepseek-v3")
+    assert [isinstance(deepseek.block(1 + i).feed_forward, Experts) for i in range(5)] == [False] * 3 + [True] * 2
+    hybrid = read_model("qwen3-next-80b-a3b")
+    assert [isinstance(hybrid.block(1 + i).mixer, LinearAttention) for i in range(4)] == [True, True, True, False]
+    windows = [
+        block.mixer.window for i in range(6) if isinstance((block := read_model("gemma-3-4b").block(1 + i)).mixer, Attention)
+    ]
+    assert windows == [1024] * 5 + [None]
+
+
+def test_a_longer_model_repeats_its_blocks() -> None:
+    """A number of blocks may be asked for that the file does not have."""
+    hybrid = read_model("qwen3-next-80b-a3b")
+    longer = replace(hybrid, transformer_blocks=52)
+    assert longer.block(49) == hybrid.block(1)
+    assert replace(hybrid, transformer_blocks=4).block(4) == hybrid.block(4)
+
+
+def test_a_file_or_its_folder_is_the_model(tmp_path: Path) -> None:
+    """A config.json is named after its folder, another file after itself."""
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_of("llama-3.1-8b")))
+    expected = replace(read_model("llama-3.1-8b"), name="my-model")
+    assert read_model(str(folder)) == read_model(str(folder / "config.json")) == expected
+    (tmp_path / "other.json").write_text(json.dumps(config_of("llama-3.1-8b")))
+    assert read_model(str(tmp_path / "other.json")).name == "other"
+
+
+def test_the_language_model_of_a_multimodal_file_is_read() -> None:
+    """As Gemma 3 writes it: sizes in text_config, some of them left to defaults."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    found = parse_model({"model_type": "gemma3", "text_config": text, "vision_config": {}}, "gemma-3-4b")
+    assert found.parameters == read_model("gemma-3-4b").parameters
+
+
+BROKEN: list[tuple[dict[str, Any] | str, str]] = [
+    ("{", "is not JSON"),
+    ("[]", "holds no JSON object"),
+    ({}, "has no model_type"),
+    ({"model_type": "llamma"}, "did you mean 'llama'"),
+    ({"model_type": "llama"}, "hidden_size: Field required; num_hidden_layers: Field required"),
+    (config_of("llama-3.1-8b") | {"num_hidden_layers": 0}, "num_hidden_layers: Input should be greater than or equal to 1"),
+    (config_of("llama-3.1-8b") | {"hidden_size": "4096"}, "hidden_size: Input should be a valid integer"),
+    (config_of("llama-3.1-8b") | {"num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
+    (config_of("llama-3.1-8b") | {"head_dim": None, "hidden_size": 4095}, "not divisible by 32 heads"),
+    (config_of("llama-3.1-8b") | {"hidden_act": "swish2"}, "hidden_act"),
+    (config_of("gemma-3-4b") | {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+    (config_of("opt-125m") | {"word_embed_proj_dim": 512}, "embeddings narrower than the model"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN)
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: dict[str, Any] | str, message: str) -> None:
+    """The message names the key and what is allowed."""
+    file = tmp_path / "config.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(InputError) as caught:
+        read_model(str(file))
+    assert message in str(caught.value)
+
+
+def test_an_unknown_name_suggests_a_model() -> None:
+    """A typing mistake is answered with the closest name."""
+    with pytest.raises(InputError, match=r"did you mean 'llama-3\.1-8b'"):
+        read_model("llama-3.1-8")
+
+
+def test_more_tokens_than_learned_positions_are_refused() -> None:
+    """GPT-2 has 1,024 positions."""
+    assert isinstance(replace(read_model("gpt2"), sequence_length=1024), Workload)
+    with pytest.raises(InputError, match="1024 learned positions"):
+        replace(read_model("gpt2"), sequence_length=1025)
