@@ -22,13 +22,14 @@ class OffloadedActivations:
     def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
         self._builder, self._profile, self._plan = builder, profile, plan
 
-    def after_forward(self, unit: int, micro_batch: int) -> None:
+    def after_forward(self, forward: TaskId) -> None:
         """To the host."""
+        unit, micro_batch = forward.unit, forward.micro_batch
         if not self._plan.units[unit].kept.leaves:
             return
         b, value, size = self._builder, self._value(unit), self._bytes(unit)
         away = b.task(Kind.OFFLOAD_ACTIVATIONS, unit, D2H, self._profile.d2h_seconds(size), -1 - unit, micro_batch)
-        b.after(away, TaskId(Kind.FORWARD, unit, micro_batch))
+        b.after(away, forward)
         b.read(away, value, unit)
         b.make(away, self._on_host(value, unit, micro_batch), size)
         b.free(away, on_gpu(Value.INPUT, unit, micro_batch))

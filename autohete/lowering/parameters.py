@@ -41,13 +41,14 @@ class Parameters:
         builder: collects them.
         profile: how long they last.
         plan: the routes.
+        shards: what several GPUs share.
 
     Attributes:
         stays: of fetched parameters that have been freed.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
-        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, Shards(profile, plan)
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards) -> None:
+        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self.stays: list[Stay] = []
         #: Who has released the parameters of a unit last.
         self._last_end: dict[int, TaskId] = {}
@@ -112,11 +113,13 @@ class Parameters:
             b.free(gather, self._part_of(fetch))
         return gather
 
-    def after_forward(self, unit: int, micro_batch: int) -> None:
+    def after_forward(self, forward: TaskId) -> None:
         """Home, if they move; released, if they do not stay."""
+        unit = forward.unit
         route = self._plan.units[unit].parameters
         if route.moves:
-            self._copy_home(Kind.WRITE_BACK_FORWARD, unit, micro_batch, priority=0)
+            home = self._copy_home(Kind.WRITE_BACK_FORWARD, unit, forward.micro_batch, priority=0)
+            self._builder.after(home, forward)
         if self._shards.comes_and_goes(unit) and not route.stays_after_forward:
             self._release(unit)
 
@@ -169,13 +172,12 @@ class Parameters:
         b.write(refresh, self._shards.parameters(unit), unit)
         return refresh
 
-    def _copy_home(self, kind: Kind, unit: int, micro_batch: int, priority: int) -> None:
+    def _copy_home(self, kind: Kind, unit: int, micro_batch: int, priority: int) -> TaskId:
         b, size = self._builder, self._profile.blocks[unit].parameters * self._profile.element_bytes
         copy = b.task(kind, unit, D2H, self._profile.d2h_seconds(size), priority, micro_batch)
-        if kind is Kind.WRITE_BACK_FORWARD:
-            b.after(copy, TaskId(Kind.FORWARD, unit, micro_batch))
         b.read(copy, Value.PARAMETERS, unit)
         b.write(copy, Value.PARAMETERS, unit, HOST_MEMORY)
+        return copy
 
     def _release(self, unit: int) -> None:
         """When their last user has ended."""
