@@ -172,7 +172,7 @@ def test_a_rule_never_makes_a_schedule_faster(drawn: tuple[Profile, Plan, Plan])
 
     def starts(schedule: Schedule) -> list[list[int]]:
         lanes = tuple(Lane(lane.name, Discipline.FIFO) for lane in schedule.lanes)
-        tasks = sorted((replace(task, duration_ns=lasting[task.id]) for task in schedule.tasks), key=lambda t: place[t.id])
+        tasks = sorted((task._replace(duration_ns=lasting[task.id]) for task in schedule.tasks), key=lambda t: place[t.id])
         fixed = replace(schedule, lanes=lanes, tasks=tuple(tasks), flows=(), resources=()).validate()
         found: list[list[int]] = list_schedule(fixed, 3).start_ns.tolist()
         return found

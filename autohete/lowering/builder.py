@@ -355,16 +355,10 @@ class Builder:
 
     def tasks(self, order: Sequence[int]) -> tuple[Task, ...]:
         """All tasks in this order, each with the waits that are needed."""
-        ids = [draft.id for draft in self.drafts]
-        return tuple(
-            Task(
-                (d := self.drafts[i]).id,
-                d.lane,
-                d.duration_ns,
-                tuple(Edge(ids[before], back) for before, back in self.waits.needed(i)),
-                d.priority if self.by_priority else 0,
-                tuple(d.allocates),
-                tuple(d.frees),
-            )
-            for i in order
-        )
+        found = []
+        for i in order:
+            d = self.drafts[i]
+            after = tuple([Edge(self.drafts[before].id, back) for before, back in self.waits.needed(i)])
+            priority = d.priority if self.by_priority else 0
+            found.append(Task(d.id, d.lane, d.duration_ns, after, priority, tuple(d.allocates), tuple(d.frees)))
+        return tuple(found)

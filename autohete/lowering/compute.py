@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from autohete.errors import InputError
 from autohete.lowering.builder import Builder
@@ -190,6 +191,8 @@ class Compute:
             b.write(task, Value.PARAMETERS, unit)
 
 
+@lru_cache(maxsize=2**15)  # the schedules of a search have the same buffers
+@lru_cache(maxsize=2**15)  # the schedules of a search have the same buffers
 def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | None = None, again: int = 0) -> BufferId:
     """A buffer in the GPU's memory."""
     return BufferId(value, GPU_MEMORY, unit, use, micro_batch, again)

@@ -24,6 +24,9 @@ class Shards:
         self._updated = [self._part(unit, from_stage=1) for unit in range(len(plan.units))]
         self._on_gpu = list(map(_updated_on_gpu, plan.units, self._updated))
         self._kept = [self._part(unit, from_stage=3) for unit in range(len(plan.units))]
+        self._comes_and_goes = [
+            unit.parameters.leaves or stage == 3 for unit, stage in zip(plan.units, self._stages, strict=True)
+        ]
 
     def _part(self, unit: int, from_stage: int) -> int:
         count = self._profile.blocks[unit].parameters
@@ -58,7 +61,7 @@ class Shards:
 
     def comes_and_goes(self, unit: int) -> bool:
         """Whether the whole parameters are on the GPU only for their uses."""
-        return self._plan.units[unit].parameters.leaves or self.stage(unit) == 3
+        return self._comes_and_goes[unit]
 
     def parameters(self, unit: int) -> Value:
         """What an update changes on the GPU: the parameters, or this GPU's part of them."""

@@ -47,8 +47,9 @@ class Waits:
         #: Of each task what it waits for of its iteration, and of the one before, and who asked first.
         self._same: list[dict[int, int]] = []
         self._previous: list[dict[int, int]] = []
-        #: Of each task the same as (task, back), without what follows from the rest; after :meth:`reduce`.
-        self._needed: list[list[tuple[int, int]]] = []
+        #: Of each task as bits what of that does not follow from the rest; after :meth:`reduce`.
+        self._needed_same: list[int] = []
+        self._needed_previous: list[int] = []
 
     def add_task(self) -> None:
         """A task that waits for nothing."""
@@ -71,14 +72,22 @@ class Waits:
 
     def needed(self, task: int) -> list[tuple[int, int]]:
         """The same, without what follows from the rest."""
-        return self._needed[task]
+        same, previous = self._needed_same[task], self._needed_previous[task]
+        found = [(before, 0) for before in self._same[task] if same >> before & 1]
+        if previous:
+            found += [(before, 1) for before in self._previous[task] if previous >> before & 1]
+        found.sort()
+        return found
 
     def authors(self) -> set[int]:
-        """Who has asked for a wait that does not follow from others."""
+        """The rules that have asked for a wait that does not follow from others."""
+        both = ((self._same, self._needed_same), (self._previous, self._needed_previous))
         return {
-            (self._previous if back else self._same)[task][before]
-            for task, needed in enumerate(self._needed)
-            for before, back in needed
+            author
+            for asked, needed in both
+            for waits, bits in zip(asked, needed, strict=True)
+            for before, author in waits.items()
+            if author and bits >> before & 1
         }
 
     def order(self, turns: Sequence[Turn]) -> list[int]:
@@ -139,34 +148,24 @@ class Waits:
         Args:
             order: of :meth:`order`.
         """
-        count = len(self._same)
-        bits = [1 << task for task in range(count)]
-        #: What has ended when a task begins, of this iteration and of the one before; and which of its waits say so alone.
-        now, then = [0] * count, [0] * count
-        needed_now, needed_then = [0] * count, [0] * count
+        bits = [1 << task for task in range(len(self._same))]
+        #: What has ended when a task begins, of this iteration and of the one before.
+        now, then = [0] * len(bits), [0] * len(bits)
+        self._needed_same, self._needed_previous = [0] * len(bits), [0] * len(bits)
         for task in order:
             through = to = 0
             for before in self._same[task]:
                 through |= now[before]
                 to |= bits[before]
-            now[task], needed_now[task] = through | to, to & ~through
+            now[task], self._needed_same[task] = through | to, to & ~through
         for task in order:
             through = to = 0
+            for before in self._same[task]:
+                through |= then[before]
             for before in self._previous[task]:
                 through |= now[before]
                 to |= bits[before]
-            for before in self._same[task]:
-                through |= then[before]
-            then[task], needed_then[task] = through | to, to & ~through
-        self._needed = [
-            sorted(
-                [
-                    *((before, 0) for before in self._same[task] if needed_now[task] & bits[before]),
-                    *((before, 1) for before in self._previous[task] if needed_then[task] & bits[before]),
-                ]
-            )
-            for task in range(count)
-        ]
+            then[task], self._needed_previous[task] = through | to, to & ~through
 
     def latest(self, order: Sequence[int], places: dict[int, int], count: int) -> list[int]:
         """Of each task the last of some others that has surely ended when it does, itself included.
