@@ -12,8 +12,7 @@ from autohete.errors import RuleError
 from autohete.execution.trace import Trace
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.lowering.builder import Builder
-from autohete.lowering.compute import on_gpu
+from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.waits import CycleError
 from autohete.plan import Plan, Processor, Rest, UnitPlan
 from autohete.plan.rules import (

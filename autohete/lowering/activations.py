@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autohete.lowering.builder import Builder
-from autohete.lowering.compute import on_gpu
+from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.footprint import pinned_memory
 from autohete.plan import Activations, Plan
 from autohete.profile import Profile

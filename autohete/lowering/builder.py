@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 from autohete.errors import InputError
 from autohete.lowering.waits import Waits
@@ -66,12 +67,24 @@ _PHASES = {
 }
 
 
+#: How many ids are kept from one lowering to the next: those of a search are the same again and again.
+_IDS = 2**15
+task_id = lru_cache(_IDS)(TaskId)
+
+
+@lru_cache(_IDS)
+def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | None = None, again: int = 0) -> BufferId:
+    """A buffer in the GPU's memory."""
+    return BufferId(value, GPU_MEMORY, unit, use, micro_batch, again)
+
+
 def _place(value: Value, unit: int | None, memory: str, micro_batch: int) -> Place:
     if memory == PINNED_MEMORY:  # who reads a value on the host need not know whether it is pinned
         memory = HOST_MEMORY
     return value, unit, memory, micro_batch if micro_batch and value in _OF_MICRO_BATCHES else 0
 
 
+@lru_cache(_IDS)
 def _place_of(buffer: BufferId) -> Place:
     """Of a value that micro-batches share, the buffer's tells only apart memory which they have in turn."""
     return _place(buffer.value, buffer.unit, buffer.memory, buffer.micro_batch)
@@ -88,8 +101,8 @@ class Draft:
     place: int
     follows: int
     phase: int
-    allocates: list[Buffer] = field(default_factory=list)
-    frees: list[Free] = field(default_factory=list)
+    allocates: tuple[Buffer, ...] = ()
+    frees: tuple[Free, ...] = ()
 
 
 class Builder:
@@ -129,7 +142,7 @@ class Builder:
 
     def task(self, kind: Kind, unit: int, lane: str, seconds: float, priority: int = 0, micro_batch: int = 0) -> TaskId:
         """Add a task."""
-        return self.add(TaskId(kind, unit, micro_batch), lane, seconds, priority)
+        return self.add(task_id(kind, unit, micro_batch), lane, seconds, priority)
 
     def add(self, task: TaskId, lane: str, seconds: float, priority: int = 0) -> TaskId:
         """Add a task; a pass waits for the pass before it."""
@@ -227,21 +240,21 @@ class Builder:
     def allocate(self, task: TaskId, buffer: BufferId, size_bytes: int) -> None:
         """Bytes from the start of ``task`` on."""
         index = self._made[buffer] = self._index[task]
-        self.drafts[index].allocates.append(Buffer(buffer, size_bytes))
+        self.drafts[index].allocates += (Buffer(buffer, size_bytes),)
 
     def free(self, task: TaskId, buffer: BufferId, back: int = 0) -> None:
         """Free when ``task`` ends, of this iteration or of the one before."""
         index = self._index[task]
         self._freed[buffer] = back, index
-        self.drafts[index].frees.append(Free(buffer, back))
+        self.drafts[index].frees += (Free(buffer, back),)
 
     def workspace(self, task: TaskId, size_bytes: int) -> None:
         """Bytes while ``task`` runs."""
         if size_bytes:
-            buffer = BufferId(Value.WORKSPACE, GPU_MEMORY, task.unit, task.kind, task.micro_batch, task.again)
+            buffer = on_gpu(Value.WORKSPACE, task.unit, task.micro_batch, task.kind, task.again)
             draft = self.drafts[self._index[task]]
-            draft.allocates.append(Buffer(buffer, size_bytes))
-            draft.frees.append(Free(buffer))  # nobody else reads it
+            draft.allocates += (Buffer(buffer, size_bytes),)
+            draft.frees += (Free(buffer),)  # nobody else reads it
 
     # --- order
 
@@ -305,15 +318,16 @@ class Builder:
         for accesses in self._accesses.values():
             self._order_accesses(accesses)
         for buffer, (_, freed_by) in self._freed.items():
-            self._wait_for_readers(freed_by, self._accesses.get(_place_of(buffer), ()))
+            if there := self._accesses.get(_place_of(buffer)):
+                self._wait_for_readers(freed_by, there)
 
     def _order_accesses(self, accesses: Sequence[Access]) -> None:
         """What is done at one place, iteration after iteration."""
-        changes = [i for i, (_, writes, _) in enumerate(accesses) if writes]
-        if not changes:
+        last = next((i for i in reversed(range(len(accesses))) if accesses[i][1]), None)
+        if last is None:
             return
-        writer, back = accesses[changes[-1]][0], 1
-        readers = [(task, 1) for task, _, _ in accesses[changes[-1] + 1 :]]  # since then, with the iteration
+        writer, back = accesses[last][0], 1
+        readers = [(task, 1) for task, _, _ in accesses[last + 1 :]]  # since then, with the iteration
         for task, writes, begins in accesses:
             if not writes:
                 if task != writer:
@@ -360,5 +374,5 @@ class Builder:
             d = self.drafts[i]
             after = tuple([Edge(self.drafts[before].id, back) for before, back in self.waits.needed(i)])
             priority = d.priority if self.by_priority else 0
-            found.append(Task(d.id, d.lane, d.duration_ns, after, priority, tuple(d.allocates), tuple(d.frees)))
+            found.append(Task(d.id, d.lane, d.duration_ns, after, priority, d.allocates, d.frees))
         return tuple(found)

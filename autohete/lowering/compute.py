@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from autohete.errors import InputError
-from autohete.lowering.builder import Builder
+from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.shards import Shards
 from autohete.plan import Activations, Plan, Recomputation
 from autohete.profile import Profile, SelectiveProfile
-from autohete.schedule import GPU, GPU_MEMORY, BufferId, Kind, TaskId, Value
+from autohete.schedule import GPU, BufferId, Kind, TaskId, Value
 
 
 def passes_of(recomputations: Sequence[Sequence[Recomputation]], micro_batches: int) -> list[TaskId]:
@@ -23,11 +22,11 @@ def passes_of(recomputations: Sequence[Sequence[Recomputation]], micro_batches: 
     last = len(recomputations) - 1
     passes: list[TaskId] = []
     for m in range(micro_batches):
-        passes += (TaskId(Kind.FORWARD, unit, m) for unit in range(last + 1))
-        passes.append(TaskId(Kind.LOSS, last, m))
+        passes += (task_id(Kind.FORWARD, unit, m) for unit in range(last + 1))
+        passes.append(task_id(Kind.LOSS, last, m))
         for unit in range(last, -1, -1):
-            passes += (TaskId(Kind.RECOMPUTE, one.unit, m, again=one.again) for one in recomputations[unit])
-            passes.append(TaskId(Kind.BACKWARD, unit, m))
+            passes += (task_id(Kind.RECOMPUTE, one.unit, m, again=one.again) for one in recomputations[unit])
+            passes.append(task_id(Kind.BACKWARD, unit, m))
     return passes
 
 
@@ -189,10 +188,3 @@ class Compute:
             b.free(task, gradients)
         if plan.gradients_replace_parameters:
             b.write(task, Value.PARAMETERS, unit)
-
-
-@lru_cache(maxsize=2**15)  # the schedules of a search have the same buffers
-@lru_cache(maxsize=2**15)  # the schedules of a search have the same buffers
-def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | None = None, again: int = 0) -> BufferId:
-    """A buffer in the GPU's memory."""
-    return BufferId(value, GPU_MEMORY, unit, use, micro_batch, again)

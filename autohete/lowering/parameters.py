@@ -7,29 +7,29 @@ recomputed several times has its parameters on the GPU from the first of them on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from autohete.lowering.builder import Builder
-from autohete.lowering.compute import on_gpu
+from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
 from autohete.schedule import COLLECTIVE, D2H, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Value
 
 
-@dataclass(frozen=True, slots=True)
-class Stay:
+class Stay(NamedTuple):
     """Fetched parameters on the GPU.
 
     Args:
         fetch: what brought them.
         user: the pass that it brought them for.
+        buffer: where they are.
         back: 1 if that was in the iteration before.
         end: the task that frees them; None: they are still there.
     """
 
     fetch: TaskId
     user: TaskId
+    buffer: BufferId
     back: int = 0
     end: TaskId | None = None
 
@@ -54,11 +54,11 @@ class Parameters:
         self._last_end: dict[int, TaskId] = {}
         last = builder.passes[-1].micro_batch
         #: Of units that leave, while they are on the GPU.
-        self._here = {
-            unit: Stay(TaskId(Kind.PREFETCH_BACKWARD, unit, last), builder.first_backward(unit, last), back=1)
-            for unit, one in enumerate(plan.units)
-            if one.parameters.leaves and one.parameters.stays_after_backward
-        }
+        self._here: dict[int, Stay] = {}
+        for unit, one in enumerate(plan.units):
+            if one.parameters.leaves and one.parameters.stays_after_backward:
+                fetch = TaskId(Kind.PREFETCH_BACKWARD, unit, last)
+                self._here[unit] = Stay(fetch, builder.first_backward(unit, last), self._buffer(fetch), back=1)
 
     def bring(self, user: TaskId) -> None:
         """Fetch, or gather from all GPUs, the parameters that the pass ``user`` needs, if they are not there."""
@@ -70,7 +70,7 @@ class Parameters:
             fetch = self._gather(user, fetch)
         assert fetch is not None, "what comes and goes leaves the GPU or is shared"
         self._builder.after(fetch, self._last_end.get(unit))  # not a second copy of them
-        self._here[unit] = Stay(fetch, user)
+        self._here[unit] = Stay(fetch, user, self._buffer(fetch))
 
     def _ahead(self, user: TaskId) -> tuple[int, TaskId | None]:
         """How early they may come, and after which pass at the earliest."""
@@ -182,11 +182,10 @@ class Parameters:
     def _release(self, unit: int) -> None:
         """When their last user has ended."""
         b, stay = self._builder, self._here.pop(unit)
-        buffer = self._buffer(stay.fetch)
-        end = b.last_access(buffer)
-        b.free(end, buffer, stay.back)
+        end = b.last_access(stay.buffer)
+        b.free(end, stay.buffer, stay.back)
         self._last_end[unit] = end
-        self.stays.append(Stay(stay.fetch, stay.user, stay.back, end))
+        self.stays.append(Stay(stay.fetch, stay.user, stay.buffer, stay.back, end))
 
     def _buffer(self, fetch: TaskId) -> BufferId:
         """The use tells apart what is fetched twice in a micro-batch."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from autohete.lowering.builder import Builder
+from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.clipping import Clipping, scaling_seconds
-from autohete.lowering.compute import on_gpu
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor

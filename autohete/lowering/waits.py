@@ -102,12 +102,14 @@ class Waits:
         Raises:
             CycleError: tasks wait for each other.
         """
+        if not any(same and max(same) > task for task, same in enumerate(self._same)) and not any(
+            u > task for task, u in self._issued_before.items()
+        ):
+            return list(range(len(self._same)))
         before = [[*same] for same in self._same]
         for task, u in self._issued_before.items():
             if u not in before[task]:
                 before[task].append(u)
-        if all(u < task for task, some in enumerate(before) for u in some):
-            return list(range(len(before)))
         followers: list[list[int]] = [[] for _ in before]
         missing = [len(some) for some in before]
         for task, some in enumerate(before):
