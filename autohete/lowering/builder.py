@@ -100,9 +100,13 @@ class Draft:
     priority: int
     place: int
     follows: int
-    phase: int
     allocates: tuple[Buffer, ...] = ()
     frees: tuple[Free, ...] = ()
+
+    @property
+    def phase(self) -> int:
+        """That of its kind."""
+        return _PHASES.get(self.id.kind, 0)
 
 
 class Builder:
@@ -155,8 +159,7 @@ class Builder:
         place = self.place.get(task, -1)
         if place >= 0:
             self._passed = place
-        phase = _PHASES.get(task.kind, 0)
-        self.drafts.append(Draft(task, lane, round(seconds * 1e9), priority, place, self._passed, phase))
+        self.drafts.append(Draft(task, lane, round(seconds * 1e9), priority, place, self._passed))
         self.waits.add_task()
         if place > 0:
             self.after(task, self.passes[place - 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Protocol
@@ -44,9 +45,9 @@ class Waits:
         self.claims: set[tuple[int, int]] = set()
         #: Of some tasks one that is issued before them.
         self._issued_before: dict[int, int] = {}
-        #: Of each task what it waits for of its iteration, and of the one before, and who asked first.
+        #: Of each task what it waits for of its iteration, and who asked first; likewise of the iteration before, if anything.
         self._same: list[dict[int, int]] = []
-        self._previous: list[dict[int, int]] = []
+        self._previous: defaultdict[int, dict[int, int]] = defaultdict(dict)
         #: Of each task as bits what of that does not follow from the rest; after :meth:`reduce`.
         self._needed_same: list[int] = []
         self._needed_previous: list[int] = []
@@ -54,7 +55,6 @@ class Waits:
     def add_task(self) -> None:
         """A task that waits for nothing."""
         self._same.append({})
-        self._previous.append({})
 
     def add(self, task: int, before: int, back: int) -> None:
         """``task`` waits for ``before``, so many iterations back."""
@@ -68,7 +68,7 @@ class Waits:
 
     def of(self, task: int) -> list[tuple[int, int]]:
         """What ``task`` waits for, and how many iterations back."""
-        return [*((before, 0) for before in self._same[task]), *((before, 1) for before in self._previous[task])]
+        return [*((before, 0) for before in self._same[task]), *((before, 1) for before in self._previous.get(task, ()))]
 
     def needed(self, task: int) -> list[tuple[int, int]]:
         """The same, without what follows from the rest."""
@@ -81,13 +81,13 @@ class Waits:
 
     def authors(self) -> set[int]:
         """The rules that have asked for a wait that does not follow from others."""
-        both = ((self._same, self._needed_same), (self._previous, self._needed_previous))
+        both = ((enumerate(self._same), self._needed_same), (self._previous.items(), self._needed_previous))
         return {
             author
             for asked, needed in both
-            for waits, bits in zip(asked, needed, strict=True)
+            for task, waits in asked
             for before, author in waits.items()
-            if author and bits >> before & 1
+            if author and needed[task] >> before & 1
         }
 
     def order(self, turns: Sequence[Turn]) -> list[int]:
@@ -164,7 +164,7 @@ class Waits:
             through = to = 0
             for before in self._same[task]:
                 through |= then[before]
-            for before in self._previous[task]:
+            for before in self._previous.get(task, ()):
                 through |= now[before]
                 to |= bits[before]
             then[task], self._needed_previous[task] = through | to, to & ~through
