@@ -53,6 +53,8 @@ class Compute:
         self._last = len(plan.units) - 1
         self._tied = profile.workload.tied_embeddings
         self._recomputations = {(one.unit, one.again): one for some in recomputations for one in some}
+        #: Of each unit whether its input alone is kept for backward, and not on the GPU.
+        self._input_leaves = [unit.kept.leaves and unit.activations is Activations.RECOMPUTE for unit in plan.units]
         #: Of each unit its input, while it is on the GPU and has not been offloaded.
         self._inputs: dict[int, BufferId] = {}
 
@@ -61,13 +63,8 @@ class Compute:
         self._builder.read(task, Value.PARAMETERS, task.unit)
         if self._tied and task.unit == self._last:
             self._builder.read(task, Value.PARAMETERS, 0)
-        if self._input_leaves(task.unit):
+        if self._input_leaves[task.unit]:
             self._builder.read(task, Value.INPUT, task.unit)
-
-    def _input_leaves(self, unit: int) -> bool:
-        """Whether the unit's input alone is kept for backward, and not on the GPU."""
-        plan = self._plan.units[unit]
-        return plan.kept.leaves and plan.activations is Activations.RECOMPUTE
 
     def _selective(self, unit: int) -> SelectiveProfile | None:
         """How the unit is recomputed selectively, if the plan says so."""
@@ -108,7 +105,7 @@ class Compute:
         above = task.unit + 1
         again = (task.kind, task.again) if task.kind is Kind.RECOMPUTE else (None, 0)
         self._inputs[above] = buffer = on_gpu(Value.INPUT, above, task.micro_batch, *again)
-        make = self._builder.make if self._input_leaves(above) else self._builder.allocate
+        make = self._builder.make if self._input_leaves[above] else self._builder.allocate
         make(task, buffer, self._profile.blocks[above].input_bytes)
 
     def _keep(self, task: TaskId, kept: Activations, unused_bytes: int = 0) -> None:

@@ -50,6 +50,12 @@ class Parameters:
     def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self.stays: list[Stay] = []
+        #: Units whose parameters stay between forward and backward, or backward and forward.
+        self._one_use = {
+            unit
+            for unit, one in enumerate(plan.units)
+            if one.parameters.stays_after_forward or one.parameters.stays_after_backward
+        }
         #: Who has released the parameters of a unit last.
         self._last_end: dict[int, TaskId] = {}
         last = builder.passes[-1].micro_batch
@@ -57,20 +63,21 @@ class Parameters:
         self._here: dict[int, Stay] = {}
         for unit, one in enumerate(plan.units):
             if one.parameters.leaves and one.parameters.stays_after_backward:
-                fetch = TaskId(Kind.PREFETCH_BACKWARD, unit, last)
-                self._here[unit] = Stay(fetch, builder.first_backward(unit, last), self._buffer(fetch), back=1)
+                fetch, user = TaskId(Kind.PREFETCH_BACKWARD, unit, last), builder.first_backward(unit, last)
+                self._here[unit] = Stay(fetch, user, self._buffer(user), back=1)
 
     def bring(self, user: TaskId) -> None:
         """Fetch, or gather from all GPUs, the parameters that the pass ``user`` needs, if they are not there."""
         unit = user.unit
         if not self._shards.comes_and_goes(unit) or unit in self._here:
             return
-        fetch = self._fetch(user) if self._plan.units[unit].parameters.leaves else None
+        buffer = self._buffer(user)
+        fetch = self._fetch(user, buffer) if self._plan.units[unit].parameters.leaves else None
         if self._shards.stage(unit) == 3:
-            fetch = self._gather(user, fetch)
+            fetch = self._gather(user, buffer, fetch)
         assert fetch is not None, "what comes and goes leaves the GPU or is shared"
         self._builder.after(fetch, self._last_end.get(unit))  # not a second copy of them
-        self._here[unit] = Stay(fetch, user, self._buffer(fetch))
+        self._here[unit] = Stay(fetch, user, buffer)
 
     def _ahead(self, user: TaskId) -> tuple[int, TaskId | None]:
         """How early they may come, and after which pass at the earliest."""
@@ -79,7 +86,7 @@ class Parameters:
             return route.ahead_in_forward, None
         return route.ahead_in_backward, TaskId(Kind.FORWARD, user.unit, user.micro_batch)
 
-    def _fetch(self, user: TaskId) -> TaskId:
+    def _fetch(self, user: TaskId, buffer: BufferId) -> TaskId:
         """From the host: all, or this GPU's part."""
         b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
         plan = self._plan.units[unit]
@@ -93,11 +100,11 @@ class Parameters:
         if self._shards.stage(unit) == 3:
             b.make(fetch, self._part_of(fetch), count * element)
         else:
-            b.make(fetch, self._buffer(fetch), count * element if self._plan.slots is None else 0)
+            b.make(fetch, buffer, count * element if self._plan.slots is None else 0)
         b.beside(fetch, user, *self._ahead(user))
         return fetch
 
-    def _gather(self, user: TaskId, fetch: TaskId | None) -> TaskId:
+    def _gather(self, user: TaskId, buffer: BufferId, fetch: TaskId | None) -> TaskId:
         """From all GPUs, when ``fetch`` has brought the part of each or where that rests on the GPU."""
         b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
         kind = Kind.GATHER_FORWARD if for_forward else Kind.GATHER_BACKWARD
@@ -105,7 +112,7 @@ class Parameters:
         seconds = self._profile.collective_seconds(size)
         gather = b.task(kind, unit, COLLECTIVE, seconds, unit if for_forward else b.backward_priority(unit), user.micro_batch)
         b.read(gather, Value.PARAMETER_SHARD, unit)
-        b.make(gather, self._buffer(gather), size if self._plan.slots is None else 0)
+        b.make(gather, buffer, size if self._plan.slots is None else 0)
         b.issue_beside(gather, user, *self._ahead(user))  # not behind reductions that it need not wait for
         if fetch is None:
             b.beside(gather, user, *self._ahead(user))
@@ -187,16 +194,12 @@ class Parameters:
         self._last_end[unit] = end
         self.stays.append(Stay(stay.fetch, stay.user, stay.buffer, stay.back, end))
 
-    def _buffer(self, fetch: TaskId) -> BufferId:
-        """The use tells apart what is fetched twice in a micro-batch."""
-        route = self._plan.units[fetch.unit].parameters
-        use = Kind.FORWARD if fetch.kind in (Kind.PREFETCH_FORWARD, Kind.GATHER_FORWARD) else Kind.BACKWARD
-        return on_gpu(
-            Value.PARAMETERS,
-            fetch.unit,
-            fetch.micro_batch,
-            None if route.stays_after_forward or route.stays_after_backward else use,
-        )
+    def _buffer(self, user: TaskId) -> BufferId:
+        """For the pass ``user``; the use tells apart what is fetched twice in a micro-batch."""
+        unit = user.unit
+        if unit in self._one_use:
+            return on_gpu(Value.PARAMETERS, unit, user.micro_batch)
+        return on_gpu(Value.PARAMETERS, unit, user.micro_batch, Kind.FORWARD if user.kind is Kind.FORWARD else Kind.BACKWARD)
 
     def _part_of(self, fetch: TaskId) -> BufferId:
         """Of the parameters, on the way from the host to all GPUs."""
