@@ -257,16 +257,16 @@ OTHER = BufferId(Value.OTHER, GPU_MEMORY, 9)
 @pytest.mark.parametrize(
     ("task", "change", "fault"),
     [
-        ("B1", lambda t: replace(t, frees=()), "activations.1:gpu is freed 0 times in an iteration instead of once"),
-        ("B1", lambda t: replace(t, frees=t.frees * 2), "activations.1:gpu is freed 2 times in an iteration instead of once"),
+        ("B1", lambda t: t._replace(frees=()), "activations.1:gpu is freed 0 times in an iteration instead of once"),
+        ("B1", lambda t: t._replace(frees=t.frees * 2), "activations.1:gpu is freed 2 times in an iteration instead of once"),
         (
             "B1",
-            lambda t: replace(t, frees=(*t.frees, Free(OTHER))),
+            lambda t: t._replace(frees=(*t.frees, Free(OTHER))),
             "other.9:gpu is allocated 0 times in an iteration instead of once",
         ),
-        ("F1", lambda t: replace(t, allocates=t.allocates * 2), "activations.1:gpu is allocated 2 times in an iteration"),
-        ("F1", lambda t: replace(t, allocates=(Buffer(OTHER, 1), *t.allocates)), "other.9:gpu is freed 0 times"),
-        ("B1", lambda t: replace(t, after=()), "B1 uses activations.1:gpu and does not wait for F1, which allocates it"),
+        ("F1", lambda t: t._replace(allocates=t.allocates * 2), "activations.1:gpu is allocated 2 times in an iteration"),
+        ("F1", lambda t: t._replace(allocates=(Buffer(OTHER, 1), *t.allocates)), "other.9:gpu is freed 0 times"),
+        ("B1", lambda t: t._replace(after=()), "B1 uses activations.1:gpu and does not wait for F1, which allocates it"),
     ],
 )
 def test_memory_that_does_not_balance_is_noticed(task: str, change: Callable[[Task], Task], fault: str) -> None:
