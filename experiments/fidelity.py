@@ -337,7 +337,7 @@ def with_times(planned: Simulation, profile: Profile) -> Simulation:
     """Simulate the same schedule with the times of another profile."""
     timed = simulate_plan(profile, planned.plan)
     pairs = zip(planned.schedule.tasks, timed.schedule.tasks, strict=True)
-    tasks = tuple(replace(task, duration_ns=other.duration_ns) for task, other in pairs)
+    tasks = tuple(task._replace(duration_ns=other.duration_ns) for task, other in pairs)
     return simulate_schedule(profile, planned.plan, replace(timed.schedule, tasks=tasks))
 
 

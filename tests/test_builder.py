@@ -12,8 +12,7 @@ from autohete.errors import RuleError
 from autohete.execution.trace import Trace
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.lowering.builder import Builder
-from autohete.lowering.compute import on_gpu
+from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.waits import CycleError
 from autohete.plan import Plan, Processor, Rest, UnitPlan
 from autohete.plan.rules import (
@@ -172,7 +171,7 @@ def test_a_rule_never_makes_a_schedule_faster(drawn: tuple[Profile, Plan, Plan])
 
     def starts(schedule: Schedule) -> list[list[int]]:
         lanes = tuple(Lane(lane.name, Discipline.FIFO) for lane in schedule.lanes)
-        tasks = sorted((replace(task, duration_ns=lasting[task.id]) for task in schedule.tasks), key=lambda t: place[t.id])
+        tasks = sorted((task._replace(duration_ns=lasting[task.id]) for task in schedule.tasks), key=lambda t: place[t.id])
         fixed = replace(schedule, lanes=lanes, tasks=tuple(tasks), flows=(), resources=()).validate()
         found: list[list[int]] = list_schedule(fixed, 3).start_ns.tolist()
         return found

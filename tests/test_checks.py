@@ -176,7 +176,7 @@ def changed(schedule: Schedule, task: str, change: Callable[[Task], Task]) -> Sc
 
 
 def without_edge(schedule: Schedule, task: TaskId, edge: Edge) -> Schedule:
-    return changed(schedule, str(task), lambda t: replace(t, after=tuple(e for e in t.after if e != edge)))
+    return changed(schedule, str(task), lambda t: t._replace(after=tuple(e for e in t.after if e != edge)))
 
 
 # --- silent -------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_a_missing_task_is_noticed() -> None:
     for profile, plan in CASES:
         schedule = lower(profile, plan)
         for task in schedule.tasks:
-            rest = (replace(t, after=tuple(e for e in t.after if e.task != task.id)) for t in schedule.tasks if t.id != task.id)
+            rest = (t._replace(after=tuple(e for e in t.after if e.task != task.id)) for t in schedule.tasks if t.id != task.id)
             if not faults(profile, plan, replace(schedule, tasks=tuple(rest))):
                 unnoticed.add(f"{plan} without {task.id}")
     assert unnoticed == set()
@@ -257,16 +257,16 @@ OTHER = BufferId(Value.OTHER, GPU_MEMORY, 9)
 @pytest.mark.parametrize(
     ("task", "change", "fault"),
     [
-        ("B1", lambda t: replace(t, frees=()), "activations.1:gpu is freed 0 times in an iteration instead of once"),
-        ("B1", lambda t: replace(t, frees=t.frees * 2), "activations.1:gpu is freed 2 times in an iteration instead of once"),
+        ("B1", lambda t: t._replace(frees=()), "activations.1:gpu is freed 0 times in an iteration instead of once"),
+        ("B1", lambda t: t._replace(frees=t.frees * 2), "activations.1:gpu is freed 2 times in an iteration instead of once"),
         (
             "B1",
-            lambda t: replace(t, frees=(*t.frees, Free(OTHER))),
+            lambda t: t._replace(frees=(*t.frees, Free(OTHER))),
             "other.9:gpu is allocated 0 times in an iteration instead of once",
         ),
-        ("F1", lambda t: replace(t, allocates=t.allocates * 2), "activations.1:gpu is allocated 2 times in an iteration"),
-        ("F1", lambda t: replace(t, allocates=(Buffer(OTHER, 1), *t.allocates)), "other.9:gpu is freed 0 times"),
-        ("B1", lambda t: replace(t, after=()), "B1 uses activations.1:gpu and does not wait for F1, which allocates it"),
+        ("F1", lambda t: t._replace(allocates=t.allocates * 2), "activations.1:gpu is allocated 2 times in an iteration"),
+        ("F1", lambda t: t._replace(allocates=(Buffer(OTHER, 1), *t.allocates)), "other.9:gpu is freed 0 times"),
+        ("B1", lambda t: t._replace(after=()), "B1 uses activations.1:gpu and does not wait for F1, which allocates it"),
     ],
 )
 def test_memory_that_does_not_balance_is_noticed(task: str, change: Callable[[Task], Task], fault: str) -> None:
@@ -283,7 +283,7 @@ def freed_by(schedule: Schedule, buffer: BufferId, task: TaskId) -> Schedule:
     def frees(t: Task) -> tuple[Free, ...]:
         return (*(free for free in t.frees if free.id != buffer), *[Free(buffer)] * (t.id == task))
 
-    return replace(schedule, tasks=tuple(replace(t, frees=frees(t)) for t in schedule.tasks))
+    return replace(schedule, tasks=tuple(t._replace(frees=frees(t)) for t in schedule.tasks))
 
 
 def test_a_free_that_comes_early_is_noticed() -> None:

@@ -103,7 +103,7 @@ def test_a_norm_or_a_coefficient_that_comes_too_late_is_missed(kind: Kind) -> No
     schedule = lower(profile, everything_resident(profile))
     late = TaskId(kind, 0)
     tasks = sorted(schedule.tasks, key=lambda task: task.id == late)  # all others before it, and none waits for it
-    early = [replace(task, after=tuple(edge for edge in task.after if edge.task != late)) for task in tasks]
+    early = [task._replace(after=tuple(edge for edge in task.after if edge.task != late)) for task in tasks]
     with pytest.raises(TaskError, match="before") as caught:
         train_by_schedule(workload, 1, replace(schedule, tasks=tuple(early)))
     assert isinstance(caught.value.__cause__, ScheduleError)

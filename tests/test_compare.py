@@ -59,7 +59,7 @@ def alone(schedule: Schedule) -> Schedule:
 def lasting(schedule: Schedule, factor: Callable[[Kind], int]) -> Schedule:
     """``schedule`` with all durations times the factor of their kind."""
     return replace(
-        schedule, tasks=tuple(replace(task, duration_ns=task.duration_ns * factor(task.id.kind)) for task in schedule.tasks)
+        schedule, tasks=tuple(task._replace(duration_ns=task.duration_ns * factor(task.id.kind)) for task in schedule.tasks)
     )
 
 

@@ -188,7 +188,7 @@ def test_one_byte_less_fails(policy: str, memory: str) -> None:
 def test_a_schedule_that_may_need_more_is_refused() -> None:
     """Though its trace fits, a schedule whose late copies do not is refused; a memory without limit, too."""
     simulation = predicted(MEDIUM, "zero_offload:paper,tile_overlap")
-    at_once = tuple(replace(task, duration_ns=0) if task.lane == D2H else task for task in simulation.schedule.tasks)
+    at_once = tuple(task._replace(duration_ns=0) if task.lane == D2H else task for task in simulation.schedule.tasks)
     trace = SimExecutor().run(replace(simulation.schedule, tasks=at_once), 4)
     tight = with_capacity(simulation, GPU_MEMORY, occupancy(trace, GPU_MEMORY).peak_bytes)
     worst = worst_case(tight.schedule, GPU_MEMORY).peak_bytes
@@ -286,8 +286,7 @@ def test_sizes_that_are_too_small_are_found() -> None:
     """If a pass takes more than the schedule says, every storage is counted from then on, and that is told."""
     simulation = predicted(MEDIUM, "resident")
     tasks = tuple(
-        replace(
-            task,
+        task._replace(
             allocates=tuple(
                 b._replace(size_bytes=b.size_bytes - 4096) if str(b.id) == "activations.2:gpu" else b for b in task.allocates
             ),

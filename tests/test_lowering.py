@@ -86,7 +86,7 @@ def test_search_for_paths_notices(forgotten: Kind) -> None:
     schedule = lower(profile, plan)
     careless = replace(
         schedule,
-        tasks=tuple(replace(t, after=tuple(e for e in t.after if e.task.kind is not forgotten)) for t in schedule.tasks),
+        tasks=tuple(t._replace(after=tuple(e for e in t.after if e.task.kind is not forgotten)) for t in schedule.tasks),
     )
     assert not parameter_faults(profile, plan, schedule) + gradient_faults(plan, schedule)
     assert parameter_faults(profile, plan, careless) + gradient_faults(plan, careless)

@@ -40,7 +40,7 @@ def with_room_for(trace: Trace) -> Trace:
 def waits_added(schedule: Schedule, safe: Schedule) -> int:
     """How many waits ``safe`` has more, after checking that nothing else of it is different."""
     pairs = list(zip(schedule.tasks, safe.tasks, strict=True))
-    tasks = tuple(replace(after, after=after.after[: len(before.after)]) for before, after in pairs)
+    tasks = tuple(after._replace(after=after.after[: len(before.after)]) for before, after in pairs)
     assert replace(safe, tasks=tasks) == schedule
     return sum(len(after.after) - len(before.after) for before, after in pairs)
 

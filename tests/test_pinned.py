@@ -42,7 +42,7 @@ def unlimited(schedule: Schedule) -> Schedule:
     def task(one: Task) -> Task:
         allocates = tuple(Buffer(b.id._replace(memory=memory(b.memory)), b.size_bytes) for b in one.allocates)
         frees = tuple(Free(free.id._replace(memory=memory(free.id.memory)), free.back) for free in one.frees)
-        return replace(one, allocates=allocates, frees=frees)
+        return one._replace(allocates=allocates, frees=frees)
 
     def memory(name: str) -> str:
         return HOST_MEMORY if name == PINNED_MEMORY else name

@@ -206,7 +206,7 @@ def test_the_slowest_holds_up_all() -> None:
     profile = profile_on(4)
     everyone = every_rank(lower(profile, planned("resident:zero_stage=3", profile)), profile.hardware)
     late = replace(everyone, tasks=tuple(
-        replace(task, duration_ns=2 * task.duration_ns) if task.lane == "gpu.2" else task for task in everyone.tasks
+        task._replace(duration_ns=2 * task.duration_ns) if task.lane == "gpu.2" else task for task in everyone.tasks
     ))  # fmt: skip
     even, uneven = (run_until_steady(schedule, SimExecutor())[1].period_seconds for schedule in (everyone, late))
     assert uneven > 1.8 * even

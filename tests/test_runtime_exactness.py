@@ -286,7 +286,7 @@ def test_delays_never_change_the_bits(seed: int) -> None:
 def without_edge(schedule: Schedule, task: TaskId, place: int) -> Schedule:
     """``schedule`` with one wait of ``task`` removed."""
     changed = [
-        replace(t, after=tuple(e for i, e in enumerate(t.after) if i != place)) if t.id == task else t for t in schedule.tasks
+        t._replace(after=tuple(e for i, e in enumerate(t.after) if i != place)) if t.id == task else t for t in schedule.tasks
     ]
     return replace(schedule, tasks=tuple(changed))
 

@@ -30,7 +30,7 @@ def differences(a: Trace, b: Trace) -> list[str]:
 
 
 def scaled(schedule: Schedule, factor: int) -> Schedule:
-    return replace(schedule, tasks=tuple(replace(task, duration_ns=task.duration_ns * factor) for task in schedule.tasks))
+    return replace(schedule, tasks=tuple(task._replace(duration_ns=task.duration_ns * factor) for task in schedule.tasks))
 
 
 @st.composite

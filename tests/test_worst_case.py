@@ -68,7 +68,7 @@ def drawn_schedule(data: st.DataObject) -> Schedule:
 def redrawn(data: st.DataObject, schedule: Schedule) -> Schedule:
     """``schedule`` with other durations: none, some, or very long ones."""
     durations = st.sampled_from([0, 1, 1000]) | st.integers(0, 10**6) | st.integers(0, 10**15)
-    tasks = tuple(replace(task, duration_ns=data.draw(durations)) for task in schedule.tasks)
+    tasks = tuple(task._replace(duration_ns=data.draw(durations)) for task in schedule.tasks)
     return replace(schedule, tasks=tasks)
 
 
@@ -133,7 +133,7 @@ def test_sizes_beyond_floating_point_are_bounded(schedule: Schedule, scale: int,
     def scaled(buffer: Buffer) -> Buffer:
         return buffer._replace(size_bytes=buffer.size_bytes * scale)
 
-    tasks = tuple(replace(task, allocates=tuple(map(scaled, task.allocates))) for task in schedule.tasks)
+    tasks = tuple(task._replace(allocates=tuple(map(scaled, task.allocates))) for task in schedule.tasks)
     large = replace(schedule, tasks=tasks, resident=tuple(map(scaled, schedule.resident)))
     peaks = Orders(large).peaks_of_one(seed, 3)
     for memory in schedule.memories:

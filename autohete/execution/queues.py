@@ -68,10 +68,12 @@ class PriorityQueue:
 
 def lane_queues(graph: Graph) -> list[LaneQueue]:
     """Return one queue per lane of the graph's schedule."""
-    tasks = len(graph.urgency)
-    priority, rank = [priority for priority, *_ in graph.urgency], [0] * tasks
-    for place, task in enumerate(sorted(range(tasks), key=lambda task: graph.urgency[task][1:])):
-        rank[task] = place
+    tasks = len(graph.lane)
+    priority, rank = [0] * tasks, [0] * tasks
+    if any(lane.discipline is Discipline.PRIORITY for lane in graph.schedule.lanes):
+        priority = [priority for priority, *_ in graph.urgency]
+        for place, task in enumerate(sorted(range(tasks), key=lambda task: graph.urgency[task][1:])):
+            rank[task] = place
     return [
         FifoQueue(members, tasks) if lane.discipline is Discipline.FIFO else PriorityQueue(priority, rank)
         for lane, members in zip(graph.schedule.lanes, graph.lane_tasks, strict=True)

@@ -104,9 +104,10 @@ class SharedWork:
             del self._left[lane], self.due[lane]
         for lane, duration_ns in begun.items():
             self._left[lane] = duration_ns * FULL_RATE
-        rates = self._sharing.rates(self._left)
+        rates, last = self._sharing.rates(self._left), self._last
         for lane, rate in rates.items():
             if lane in begun or rate != self._rates[lane]:  # otherwise its due time does not change
+                due = last - (-self._left[lane] // rate)
                 # Work ends on the next full tick, so if a rate falls on that very tick, the remaining work is negative.
-                self.due[lane] = max(self._last, self._last - (-self._left[lane] // rate))
+                self.due[lane] = due if due > last else last
         self._rates = rates

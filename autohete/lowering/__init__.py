@@ -14,7 +14,7 @@ from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
 from autohete.lowering.clipping import Clipping
-from autohete.lowering.compute import Compute, passes_of, recomputed
+from autohete.lowering.compute import Compute, passes_of
 from autohete.lowering.footprint import nvme_bytes, resident_buffers, shared_bandwidth
 from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
@@ -42,7 +42,6 @@ from autohete.schedule import (
     Lane,
     Memory,
     Schedule,
-    TaskId,
 )
 from autohete.workload import Precision
 
@@ -70,11 +69,12 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
         _check_accumulation(plan)
     if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
-    Shards(profile, plan).check()
-    on_nvme = nvme_bytes(profile, plan)
+    shards = Shards(profile, plan)
+    shards.check()
+    on_nvme = nvme_bytes(profile, plan, shards)
     _check_nvme(profile, on_nvme)
-    builder, order = _ordered(profile, plan)
-    _check_rules(profile, plan, builder)
+    builder, order = _ordered(profile, plan, shards)
+    _check_rules(profile, plan, shards, builder)
     discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
     nvme = hardware.nvme if on_nvme else None
     flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=nvme is not None)
@@ -90,15 +90,15 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
         lanes=(Lane(GPU), *(Lane(name, discipline) for name in lanes), *together),
         tasks=builder.tasks(order),
         memories=tuple(memories),
-        resident=tuple(resident_buffers(profile, plan, on_nvme)),
+        resident=tuple(resident_buffers(profile, plan, shards, on_nvme)),
         flows=flows,
         resources=resources,
     )
 
 
-def _ordered(profile: Profile, plan: Plan) -> tuple[Builder, list[int]]:
+def _ordered(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[int]]:
     """The tasks with the waits that data, rules and slots ask for, and their order."""
-    builder, stays = _tasks(profile, plan)
+    builder, stays = _tasks(profile, plan, shards)
     builder.order_by_data()
     _apply(plan.rules, builder)
     try:
@@ -158,52 +158,50 @@ def least_parameter_slots(profile: Profile, plan: Plan) -> int:
 
     It depends on whether slots have room for gradients, but not on how many ``plan.slots`` has.
     """
-    builder, stays = _tasks(profile, plan)
+    builder, stays = _tasks(profile, plan, Shards(profile, plan))
     builder.order_by_data()
     _apply(plan.rules, builder)
     return least_slots(lives_of(builder, stays, builder.order()), len(builder.passes))
 
 
-def _tasks(profile: Profile, plan: Plan) -> tuple[Builder, list[Stay]]:
+def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[Stay]]:
     """The tasks of an iteration as a program would issue them, and the stays of parameters that come and go."""
     micro_batches = profile.workload.micro_batches
     recomputations = plan.recomputations()
     builder = Builder(passes_of(recomputations, micro_batches), gradients_back=int(plan.delayed))
-    compute, clipping = Compute(builder, profile, plan), Clipping(builder, profile, plan)
-    updates = Updates(builder, profile, plan, clipping)
-    parameters, activations = Parameters(builder, profile, plan), OffloadedActivations(builder, profile, plan)
-    units = range(len(plan.units))
+    compute, clipping = Compute(builder, profile, plan, shards, recomputations), Clipping(builder, profile, plan, shards)
+    updates, parameters = Updates(builder, profile, plan, shards, clipping), Parameters(builder, profile, plan, shards)
+    activations = OffloadedActivations(builder, profile, plan)
 
     def update(unit: int) -> None:
         updates.update(unit)
         parameters.after_update(unit)
 
-    for m in range(micro_batches):
-        for unit in units:
-            parameters.bring(TaskId(Kind.FORWARD, unit, m))
-            compute.forward(unit, m)
-            parameters.after_forward(unit, m)
-            activations.after_forward(unit, m)
-        compute.loss(m)
-        for unit in reversed(units):
-            for again in recomputations[unit]:
-                user = recomputed(again, m)
-                parameters.bring(user)
-                activations.bring(user)
-                compute.recompute(again, m)
-            parameters.bring(TaskId(Kind.BACKWARD, unit, m))
-            activations.bring(TaskId(Kind.BACKWARD, unit, m))
-            compute.backward(unit, m)
-            if m + 1 == micro_batches:
-                updates.after_backward(unit)
-                if not clipping.clips:
-                    update(unit)
-            else:
-                updates.between(unit, m)
-                parameters.after_backward(unit)
+    for task in builder.passes:
+        if task.kind is Kind.LOSS:
+            compute.loss(task)
+            continue
+        parameters.bring(task)
+        if task.kind is Kind.FORWARD:
+            compute.forward(task)
+            parameters.after_forward(task)
+            activations.after_forward(task)
+            continue
+        activations.bring(task)
+        if task.kind is Kind.RECOMPUTE:
+            compute.recompute(task)
+            continue
+        compute.backward(task)
+        if task.micro_batch + 1 < micro_batches:
+            updates.between(task)
+            parameters.after_backward(task.unit)
+            continue
+        updates.after_backward(task)
+        if not clipping.clips:
+            update(task.unit)
     if clipping.clips:  # no update knows its gradients before all of them are there
         clipping.coefficient()
-        for unit in reversed(units):
+        for unit in reversed(range(len(plan.units))):
             update(unit)
     parameters.refresh_all()
     return builder, parameters.stays
@@ -217,7 +215,7 @@ def _apply(rules: tuple[Rule, ...], builder: Builder) -> None:
     builder.waits.author = 0
 
 
-def _check_rules(profile: Profile, plan: Plan, builder: Builder) -> None:
+def _check_rules(profile: Profile, plan: Plan, shards: Shards, builder: Builder) -> None:
     """Refuse what changes nothing, and what another rule says already.
 
     Clipping orders updates, too, which makes some rules idle. But a rule says what a system does, whatever it trains: it is
@@ -226,7 +224,7 @@ def _check_rules(profile: Profile, plan: Plan, builder: Builder) -> None:
     rules = plan.rules
     idle = _idle_rules(rules, builder)
     if idle and profile.workload.clips:
-        unclipped, _ = _ordered(replace(profile, workload=replace(profile.workload, clip_norm=None)), plan)
+        unclipped, _ = _ordered(replace(profile, workload=replace(profile.workload, clip_norm=None)), plan, shards)
         idle &= _idle_rules(rules, unclipped)
     for author, rule in enumerate(rules, start=1):
         if rule in rules[: author - 1]:

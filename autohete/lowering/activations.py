@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autohete.lowering.builder import Builder
-from autohete.lowering.compute import on_gpu
+from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.footprint import pinned_memory
 from autohete.plan import Activations, Plan
 from autohete.profile import Profile
@@ -21,14 +20,16 @@ class OffloadedActivations:
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
         self._builder, self._profile, self._plan = builder, profile, plan
+        self._leaves = [unit.kept.leaves for unit in plan.units]
 
-    def after_forward(self, unit: int, micro_batch: int) -> None:
+    def after_forward(self, forward: TaskId) -> None:
         """To the host."""
-        if not self._plan.units[unit].kept.leaves:
+        unit, micro_batch = forward.unit, forward.micro_batch
+        if not self._leaves[unit]:
             return
         b, value, size = self._builder, self._value(unit), self._bytes(unit)
         away = b.task(Kind.OFFLOAD_ACTIVATIONS, unit, D2H, self._profile.d2h_seconds(size), -1 - unit, micro_batch)
-        b.after(away, TaskId(Kind.FORWARD, unit, micro_batch))
+        b.after(away, forward)
         b.read(away, value, unit)
         b.make(away, self._on_host(value, unit, micro_batch), size)
         b.free(away, on_gpu(Value.INPUT, unit, micro_batch))
@@ -38,8 +39,7 @@ class OffloadedActivations:
     def bring(self, user: TaskId) -> None:
         """Back for the pass ``user``, if it is the first of backward that needs them."""
         unit, micro_batch = user.unit, user.micro_batch
-        kept = self._plan.units[unit].kept
-        if not kept.leaves or user != self._builder.first_backward(unit, micro_batch):
+        if not self._leaves[unit] or user != self._builder.first_backward(unit, micro_batch):
             return
         b, value, size = self._builder, self._value(unit), self._bytes(unit)
         fetch = b.task(
@@ -48,7 +48,7 @@ class OffloadedActivations:
         b.read(fetch, value, unit, HOST_MEMORY)
         b.make(fetch, on_gpu(value, unit, micro_batch, Kind.BACKWARD), size)
         b.free(fetch, self._on_host(value, unit, micro_batch))
-        b.beside(fetch, user, kept.ahead, TaskId(Kind.FORWARD, unit, micro_batch))
+        b.beside(fetch, user, self._plan.units[unit].kept.ahead, TaskId(Kind.FORWARD, unit, micro_batch))
 
     def _value(self, unit: int) -> Value:
         return Value.ACTIVATIONS if self._plan.units[unit].activations is Activations.KEEP else Value.INPUT

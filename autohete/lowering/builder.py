@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
 
 from autohete.errors import InputError
-from autohete.lowering.waits import Turn, Waits
+from autohete.lowering.waits import Waits
 from autohete.plan.rules import Life
 from autohete.schedule import (
     COPIES,
@@ -32,6 +32,10 @@ _LONGEST_TASK_SECONDS = 5e7
 
 #: Where a value is: what, of which unit, in which memory, of which micro-batch.
 Place = tuple[Value, int | None, str, int]
+
+#: What a task, by its place among the drafts, does at a place: whether it changes what is there, and whether it begins anew in
+#: memory of its own. A plain tuple, because there are more of these than of anything else.
+Access = tuple[int, bool, bool]
 
 #: What every micro-batch has of its own.
 _OF_MICRO_BATCHES = frozenset(
@@ -63,36 +67,46 @@ _PHASES = {
 }
 
 
+#: How many ids are kept from one lowering to the next: those of a search are the same again and again.
+_IDS = 2**15
+task_id = lru_cache(_IDS)(TaskId)
+
+
+@lru_cache(_IDS)
+def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | None = None, again: int = 0) -> BufferId:
+    """A buffer in the GPU's memory."""
+    return BufferId(value, GPU_MEMORY, unit, use, micro_batch, again)
+
+
 def _place(value: Value, unit: int | None, memory: str, micro_batch: int) -> Place:
     if memory == PINNED_MEMORY:  # who reads a value on the host need not know whether it is pinned
         memory = HOST_MEMORY
-    return value, unit, memory, micro_batch if value in _OF_MICRO_BATCHES else 0
+    return value, unit, memory, micro_batch if micro_batch and value in _OF_MICRO_BATCHES else 0
 
 
+@lru_cache(_IDS)
 def _place_of(buffer: BufferId) -> Place:
     """Of a value that micro-batches share, the buffer's tells only apart memory which they have in turn."""
     return _place(buffer.value, buffer.unit, buffer.memory, buffer.micro_batch)
 
 
-class _Access(NamedTuple):
-    """What a task does at a place: it only reads, it changes what is there, or it begins anew in memory of its own."""
-
-    task: int
-    writes: bool = False
-    begins: bool = False
-
-
 @dataclass(slots=True)
 class Draft:
-    """A task that still collects what it brings and ends."""
+    """A task that still collects what it brings and ends. When it is issued says a :class:`~autohete.lowering.waits.Turn`."""
 
     id: TaskId
     lane: str
     duration_ns: int
     priority: int
-    turn: Turn
-    allocates: list[Buffer] = field(default_factory=list)
-    frees: list[Free] = field(default_factory=list)
+    place: int
+    follows: int
+    allocates: tuple[Buffer, ...] = ()
+    frees: tuple[Free, ...] = ()
+
+    @property
+    def phase(self) -> int:
+        """That of its kind."""
+        return _PHASES.get(self.id.kind, 0)
 
 
 class Builder:
@@ -115,8 +129,10 @@ class Builder:
         self.waits = Waits()
         self.drafts: list[Draft] = []
         self._index: dict[TaskId, int] = {}
-        self._accesses: defaultdict[Place, list[_Access]] = defaultdict(list)
-        self._freed: list[tuple[int, Place]] = []
+        self._accesses: defaultdict[Place, list[Access]] = defaultdict(list)
+        #: Of each buffer who makes it, and who frees it, how many iterations later.
+        self._made: dict[BufferId, int] = {}
+        self._freed: dict[BufferId, tuple[int, int]] = {}
         #: Fetches that are as synchronous as the pass that they are for.
         self._synchronous: dict[TaskId, list[TaskId]] = {}
         #: Waits for passes of the iteration before, which are declared later.
@@ -130,7 +146,7 @@ class Builder:
 
     def task(self, kind: Kind, unit: int, lane: str, seconds: float, priority: int = 0, micro_batch: int = 0) -> TaskId:
         """Add a task."""
-        return self.add(TaskId(kind, unit, micro_batch), lane, seconds, priority)
+        return self.add(task_id(kind, unit, micro_batch), lane, seconds, priority)
 
     def add(self, task: TaskId, lane: str, seconds: float, priority: int = 0) -> TaskId:
         """Add a task; a pass waits for the pass before it."""
@@ -143,8 +159,7 @@ class Builder:
         place = self.place.get(task, -1)
         if place >= 0:
             self._passed = place
-        turn = Turn(place, self._passed, _PHASES.get(task.kind, 0))
-        self.drafts.append(Draft(task, lane, round(seconds * 1e9), priority, turn))
+        self.drafts.append(Draft(task, lane, round(seconds * 1e9), priority, place, self._passed))
         self.waits.add_task()
         if place > 0:
             self.after(task, self.passes[place - 1])
@@ -167,8 +182,6 @@ class Builder:
         """What the copies of a kind move, in the order in which it takes its places on the GPU, or on the host beside NVMe."""
         copy = COPIES[kind]
         near = (GPU_MEMORY,) if GPU_MEMORY in (copy.source, copy.target) else (HOST_MEMORY, PINNED_MEMORY)
-        made = {buffer.id: i for i, draft in enumerate(self.drafts) for buffer in draft.allocates}
-        freed = {free.id: (free.back, i) for i, draft in enumerate(self.drafts) for free in draft.frees}
         found: list[tuple[int, Life]] = []
         for i, draft in enumerate(self.drafts):
             if draft.id.kind is not kind:
@@ -176,15 +189,15 @@ class Builder:
             takes_away = copy.source in near
             moved = [each.id for each in (draft.frees if takes_away else draft.allocates) if each.id.memory in near]
             if moved:  # of several that move together, the last that begins and the last that ends
-                begin = max(self._last_writer(buffer, made[buffer], i) for buffer in moved) if takes_away else i
-                back, end = max(freed[buffer] for buffer in moved)
+                begin = max(self._last_writer(buffer, i) for buffer in moved) if takes_away else i
+                back, end = max(self._freed[buffer] for buffer in moved)
                 found.append((begin, Life(self.drafts[begin].id, self.drafts[end].id, back)))
         return [life for _, life in sorted(found, key=lambda item: item[0])]
 
-    def _last_writer(self, buffer: BufferId, maker: int, reader: int) -> int:
+    def _last_writer(self, buffer: BufferId, reader: int) -> int:
         """Who completes what ``reader`` finds: of a gradient that several passes add to, the last of them."""
-        writers = (access.task for access in self._accesses.get(_place_of(buffer), ()) if access.writes)
-        return max((task for task in writers if task < reader), default=maker)
+        writers = (task for task, writes, _ in self._accesses.get(_place_of(buffer), ()) if writes)
+        return max((task for task in writers if task < reader), default=self._made[buffer])
 
     def has_choice(self) -> bool:
         """Whether any lane but the GPU's has tasks of different urgency."""
@@ -212,41 +225,39 @@ class Builder:
         """``task`` needs what is there, as those before it in the order of declarations have left it, in this or the last
         iteration.
         """
-        self._access(task, _place(value, unit, memory, task.micro_batch))
+        self._accesses[_place(value, unit, memory, task.micro_batch)].append((self._index[task], False, False))
 
     def write(self, task: TaskId, value: Value, unit: int, memory: str = GPU_MEMORY) -> None:
         """``task`` changes what is there, when nobody needs what was there any more."""
-        self._access(task, _place(value, unit, memory, task.micro_batch), writes=True)
+        self._accesses[_place(value, unit, memory, task.micro_batch)].append((self._index[task], True, False))
 
     def make(self, task: TaskId, buffer: BufferId, size_bytes: int) -> None:
         """``task`` makes it anew, in memory that it allocates."""
-        self._access(task, _place_of(buffer), writes=True, begins=True)
+        self._accesses[_place_of(buffer)].append((self._index[task], True, True))
         self.allocate(task, buffer, size_bytes)
-
-    def _access(self, task: TaskId, place: Place, *, writes: bool = False, begins: bool = False) -> None:
-        self._accesses[place].append(_Access(self._index[task], writes, begins))
 
     def last_access(self, buffer: BufferId) -> TaskId:
         """Who was declared last of those that read or write the value of ``buffer``."""
-        return self.drafts[self._accesses[_place_of(buffer)][-1].task].id
+        return self.drafts[self._accesses[_place_of(buffer)][-1][0]].id
 
     def allocate(self, task: TaskId, buffer: BufferId, size_bytes: int) -> None:
         """Bytes from the start of ``task`` on."""
-        self.drafts[self._index[task]].allocates.append(Buffer(buffer, size_bytes))
+        index = self._made[buffer] = self._index[task]
+        self.drafts[index].allocates += (Buffer(buffer, size_bytes),)
 
     def free(self, task: TaskId, buffer: BufferId, back: int = 0) -> None:
         """Free when ``task`` ends, of this iteration or of the one before."""
         index = self._index[task]
-        self.drafts[index].frees.append(Free(buffer, back))
-        if buffer.unit is not None:
-            self._freed.append((index, _place_of(buffer)))
+        self._freed[buffer] = back, index
+        self.drafts[index].frees += (Free(buffer, back),)
 
     def workspace(self, task: TaskId, size_bytes: int) -> None:
         """Bytes while ``task`` runs."""
         if size_bytes:
-            buffer = BufferId(Value.WORKSPACE, GPU_MEMORY, task.unit, task.kind, task.micro_batch, task.again)
-            self.allocate(task, buffer, size_bytes)
-            self.drafts[self._index[task]].frees.append(Free(buffer))  # nobody else reads it
+            buffer = on_gpu(Value.WORKSPACE, task.unit, task.micro_batch, task.kind, task.again)
+            draft = self.drafts[self._index[task]]
+            draft.allocates += (Buffer(buffer, size_bytes),)
+            draft.frees += (Free(buffer),)  # nobody else reads it
 
     # --- order
 
@@ -294,11 +305,11 @@ class Builder:
         draft = self.drafts[self._index[task]]
         place = self._beside(user, distance, source)
         if place >= 0:
-            draft.turn = draft.turn._replace(follows=min(place, draft.turn.follows))
+            draft.follows = min(place, draft.follows)
 
     def hold_up(self, blocker: TaskId) -> None:
         """The next pass after the one that ``blocker`` follows, and what it fetches synchronously, waits for ``blocker``."""
-        place = self.drafts[self._index[blocker]].turn.follows + 1
+        place = self.drafts[self._index[blocker]].follows + 1
         if place < len(self.passes):
             for task in (self.passes[place], *self._synchronous.get(self.passes[place], ())):
                 self.after(task, blocker)
@@ -309,58 +320,62 @@ class Builder:
             self.waits.add(self._index[task], self._index[before], back)
         for accesses in self._accesses.values():
             self._order_accesses(accesses)
-        for freed_by, place in self._freed:
-            self._wait_for_readers(freed_by, self._accesses.get(place, []))
+        for buffer, (_, freed_by) in self._freed.items():
+            if there := self._accesses.get(_place_of(buffer)):
+                self._wait_for_readers(freed_by, there)
 
-    def _order_accesses(self, accesses: list[_Access]) -> None:
+    def _order_accesses(self, accesses: Sequence[Access]) -> None:
         """What is done at one place, iteration after iteration."""
-        count = len(accesses)
-        for place, access in enumerate(accesses):
-            if access.begins:
+        last = next((i for i in reversed(range(len(accesses))) if accesses[i][1]), None)
+        if last is None:
+            return
+        writer, back = accesses[last][0], 1
+        readers = [(task, 1) for task, _, _ in accesses[last + 1 :]]  # since then, with the iteration
+        for task, writes, begins in accesses:
+            if not writes:
+                if task != writer:
+                    self.waits.add(task, writer, back)
+                readers.append((task, 0))
                 continue
-            read = read_on_gpu = False
-            for distance in range(1, count):
-                before = accesses[(place - distance) % count]
-                if before.writes:
-                    if before.task != access.task and not (access.writes and read):
-                        self.waits.add(access.task, before.task, int(distance > place))
-                    break
-                if access.writes and before.task != access.task:
-                    on_gpu = self.drafts[before.task].lane == GPU
-                    if not (on_gpu and read_on_gpu):  # passes follow one another: the last of them is enough
-                        self.waits.add(access.task, before.task, int(distance > place))
-                    read, read_on_gpu = True, read_on_gpu or on_gpu
+            if not begins and not self._wait_for(task, readers) and task != writer:
+                self.waits.add(task, writer, back)
+            writer, back, readers = task, 0, []
 
-    def _wait_for_readers(self, task: int, accesses: list[_Access]) -> None:
+    def _wait_for(self, task: int, readers: Sequence[tuple[int, int]]) -> bool:
+        """``task`` waits for those who have read last; whether there are any but itself."""
+        found = read_on_gpu = False
+        for reader, back in reversed(readers):
+            if reader != task:
+                on_gpu = self.drafts[reader].lane == GPU
+                if not (on_gpu and read_on_gpu):  # passes follow one another: the last of them is enough
+                    self.waits.add(task, reader, back)
+                found, read_on_gpu = True, read_on_gpu or on_gpu
+        return found
+
+    def _wait_for_readers(self, task: int, accesses: Sequence[Access]) -> None:
         """Whoever else reads last what ``task`` frees."""
         count = len(accesses)
-        place = max((i for i, access in enumerate(accesses) if access.task == task), default=count)
+        place = next((i for i in reversed(range(count)) if accesses[i][0] == task), count)
         read_on_gpu = self.drafts[task].lane == GPU
         for distance in range(1, count + 1):
-            before = accesses[(place - distance) % count]
-            if before.begins or before.task == task:
+            before, writes, begins = accesses[(place - distance) % count]
+            if begins or before == task:
                 break
-            on_gpu = self.drafts[before.task].lane == GPU
-            if not before.writes and not (on_gpu and read_on_gpu):
-                self.waits.add(task, before.task, int(distance > place))
+            on_gpu = self.drafts[before].lane == GPU
+            if not writes and not (on_gpu and read_on_gpu):
+                self.waits.add(task, before, int(distance > place))
                 read_on_gpu = read_on_gpu or on_gpu
 
     def order(self) -> list[int]:
         """The tasks in issue order, by their places among the drafts; see :meth:`Waits.order`."""
-        return self.waits.order([draft.turn for draft in self.drafts])
+        return self.waits.order(self.drafts)
 
     def tasks(self, order: Sequence[int]) -> tuple[Task, ...]:
         """All tasks in this order, each with the waits that are needed."""
-        ids = [draft.id for draft in self.drafts]
-        return tuple(
-            Task(
-                (d := self.drafts[i]).id,
-                d.lane,
-                d.duration_ns,
-                tuple(Edge(ids[before], back) for before, back in self.waits.needed(i)),
-                d.priority if self.by_priority else 0,
-                tuple(d.allocates),
-                tuple(d.frees),
-            )
-            for i in order
-        )
+        found = []
+        for i in order:
+            d = self.drafts[i]
+            after = tuple([Edge(self.drafts[before].id, back) for before, back in self.waits.needed(i)])
+            priority = d.priority if self.by_priority else 0
+            found.append(Task(d.id, d.lane, d.duration_ns, after, priority, d.allocates, d.frees))
+        return tuple(found)

@@ -26,10 +26,11 @@ class Clipping:
         builder: collects them.
         profile: whether gradients are clipped, and how long that takes.
         plan: where gradients are.
+        shards: what several GPUs share.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
-        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, Shards(profile, plan)
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards) -> None:
+        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self.clips = profile.workload.clips
 
     def norm_on(self, unit: int) -> Processor | None:

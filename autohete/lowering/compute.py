@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autohete.errors import InputError
-from autohete.lowering.builder import Builder
+from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.shards import Shards
 from autohete.plan import Activations, Plan, Recomputation
 from autohete.profile import Profile, SelectiveProfile
-from autohete.schedule import GPU, GPU_MEMORY, BufferId, Kind, TaskId, Value
+from autohete.schedule import GPU, BufferId, Kind, TaskId, Value
 
 
 def passes_of(recomputations: Sequence[Sequence[Recomputation]], micro_batches: int) -> list[TaskId]:
@@ -22,17 +22,12 @@ def passes_of(recomputations: Sequence[Sequence[Recomputation]], micro_batches: 
     last = len(recomputations) - 1
     passes: list[TaskId] = []
     for m in range(micro_batches):
-        passes += (TaskId(Kind.FORWARD, unit, m) for unit in range(last + 1))
-        passes.append(TaskId(Kind.LOSS, last, m))
+        passes += (task_id(Kind.FORWARD, unit, m) for unit in range(last + 1))
+        passes.append(task_id(Kind.LOSS, last, m))
         for unit in range(last, -1, -1):
-            passes += (recomputed(again, m) for again in recomputations[unit])
-            passes.append(TaskId(Kind.BACKWARD, unit, m))
+            passes += (task_id(Kind.RECOMPUTE, one.unit, m, again=one.again) for one in recomputations[unit])
+            passes.append(task_id(Kind.BACKWARD, unit, m))
     return passes
-
-
-def recomputed(recomputation: Recomputation, micro_batch: int) -> TaskId:
-    """Its pass."""
-    return TaskId(Kind.RECOMPUTE, recomputation.unit, micro_batch, again=recomputation.again)
 
 
 class Compute:
@@ -42,29 +37,34 @@ class Compute:
         builder: collects them.
         profile: how long they last, and what they need.
         plan: whose activations are kept, recomputed or offloaded.
+        shards: how several GPUs share gradients.
+        recomputations: of each unit what is recomputed right before its backward.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
-        self._builder, self._profile, self._plan = builder, profile, plan
+    def __init__(
+        self,
+        builder: Builder,
+        profile: Profile,
+        plan: Plan,
+        shards: Shards,
+        recomputations: Sequence[Sequence[Recomputation]],
+    ) -> None:
+        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self._last = len(plan.units) - 1
         self._tied = profile.workload.tied_embeddings
-        self._shards = Shards(profile, plan)
+        self._recomputations = {(one.unit, one.again): one for some in recomputations for one in some}
+        #: Of each unit whether its input alone is kept for backward, and not on the GPU.
+        self._input_leaves = [unit.kept.leaves and unit.activations is Activations.RECOMPUTE for unit in plan.units]
         #: Of each unit its input, while it is on the GPU and has not been offloaded.
         self._inputs: dict[int, BufferId] = {}
 
-    def _pass(self, task: TaskId, seconds: float) -> TaskId:
+    def _pass(self, task: TaskId, seconds: float) -> None:
         self._builder.add(task, GPU, seconds)
         self._builder.read(task, Value.PARAMETERS, task.unit)
         if self._tied and task.unit == self._last:
             self._builder.read(task, Value.PARAMETERS, 0)
-        if self._input_leaves(task.unit):
+        if self._input_leaves[task.unit]:
             self._builder.read(task, Value.INPUT, task.unit)
-        return task
-
-    def _input_leaves(self, unit: int) -> bool:
-        """Whether the unit's input alone is kept for backward, and not on the GPU."""
-        plan = self._plan.units[unit]
-        return plan.activations is Activations.RECOMPUTE and plan.kept.leaves
 
     def _selective(self, unit: int) -> SelectiveProfile | None:
         """How the unit is recomputed selectively, if the plan says so."""
@@ -78,22 +78,21 @@ class Compute:
             )
         return found
 
-    def forward(self, unit: int, micro_batch: int) -> None:
+    def forward(self, task: TaskId) -> None:
         """Activations, or only the output."""
-        b, times = self._builder, self._profile.blocks[unit]
-        task = self._pass(TaskId(Kind.FORWARD, unit, micro_batch), times.forward_seconds)
+        b, unit = self._builder, task.unit
+        self._pass(task, self._profile.blocks[unit].forward_seconds)
         self._keep(task, self._plan.units[unit].activations)
         if unit < self._last:
             self._hand_on(task)
         else:
-            b.allocate(task, on_gpu(Value.LOGITS, unit, micro_batch), self._profile.loss.logits_bytes)
+            b.allocate(task, on_gpu(Value.LOGITS, unit, task.micro_batch), self._profile.loss.logits_bytes)
 
-    def recompute(self, recomputation: Recomputation, micro_batch: int) -> None:
+    def recompute(self, task: TaskId) -> None:
         """Forward again, for its activations, or for the input of the unit above."""
-        unit = recomputation.unit
+        unit, recomputation = task.unit, self._recomputations[task.unit, task.again]
         times, selective = self._profile.blocks[unit], self._selective(unit)
-        seconds = times.forward_seconds if selective is None else selective.seconds
-        task = self._pass(recomputed(recomputation, micro_batch), seconds)
+        self._pass(task, times.forward_seconds if selective is None else selective.seconds)
         if selective is not None:
             self._builder.read(task, Value.SELECTED_ACTIVATIONS, unit)
         # Its output is of no use a second time, but within a segment.
@@ -106,7 +105,7 @@ class Compute:
         above = task.unit + 1
         again = (task.kind, task.again) if task.kind is Kind.RECOMPUTE else (None, 0)
         self._inputs[above] = buffer = on_gpu(Value.INPUT, above, task.micro_batch, *again)
-        make = self._builder.make if self._input_leaves(above) else self._builder.allocate
+        make = self._builder.make if self._input_leaves[above] else self._builder.allocate
         make(task, buffer, self._profile.blocks[above].input_bytes)
 
     def _keep(self, task: TaskId, kept: Activations, unused_bytes: int = 0) -> None:
@@ -127,20 +126,21 @@ class Compute:
         if kept is Activations.DROP:
             b.free(task, self._inputs.pop(unit))
 
-    def loss(self, micro_batch: int) -> None:
+    def loss(self, task: TaskId) -> None:
         """The loss, and the gradient of its logits."""
         b, loss = self._builder, self._profile.loss
-        task = b.task(Kind.LOSS, self._last, GPU, loss.seconds, micro_batch=micro_batch)
-        b.allocate(task, on_gpu(Value.LOGITS_GRADIENT, self._last, micro_batch), loss.logits_bytes)
+        b.add(task, GPU, loss.seconds)
+        b.allocate(task, on_gpu(Value.LOGITS_GRADIENT, self._last, task.micro_batch), loss.logits_bytes)
         if not loss.keeps_logits:
-            b.free(task, on_gpu(Value.LOGITS, self._last, micro_batch))
+            b.free(task, on_gpu(Value.LOGITS, self._last, task.micro_batch))
         b.workspace(task, loss.workspace_bytes)
 
-    def backward(self, unit: int, micro_batch: int) -> None:
+    def backward(self, task: TaskId) -> None:
         """Gradients of the parameters and of the input."""
-        b, times, plan = self._builder, self._profile.blocks[unit], self._plan.units[unit]
+        b, unit, micro_batch = self._builder, task.unit, task.micro_batch
+        times, plan = self._profile.blocks[unit], self._plan.units[unit]
         fetched = plan.kept.leaves and plan.activations is Activations.KEEP  # the input is among what was fetched, then
-        task = self._pass(TaskId(Kind.BACKWARD, unit, micro_batch), times.backward_seconds)
+        self._pass(task, times.backward_seconds)
         b.read(task, Value.ACTIVATIONS, unit)
         if plan.activations is Activations.SELECTIVE:
             b.read(task, Value.SELECTED_ACTIVATIONS, unit)
@@ -185,8 +185,3 @@ class Compute:
             b.free(task, gradients)
         if plan.gradients_replace_parameters:
             b.write(task, Value.PARAMETERS, unit)
-
-
-def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | None = None, again: int = 0) -> BufferId:
-    """A buffer in the GPU's memory."""
-    return BufferId(value, GPU_MEMORY, unit, use, micro_batch, again)

@@ -31,11 +31,10 @@ from autohete.schedule import (
 LINK = "link"
 
 
-def slot_bytes(profile: Profile, plan: Plan) -> int:
+def slot_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
     """A place for the parameters of any unit that leaves, with room for its gradients where they are in slots; 0: no slots."""
     if plan.slots is None:
         return 0
-    shards = Shards(profile, plan)
     leaving = (times.parameters for i, times in enumerate(profile.blocks) if shards.comes_and_goes(i))
     return max(leaving, default=0) * profile.element_bytes * (2 if plan.slots.with_gradients else 1)
 
@@ -45,9 +44,9 @@ def pinned_memory(profile: Profile) -> str:
     return HOST_MEMORY if profile.hardware.host.pinned_bytes is None else PINNED_MEMORY
 
 
-def nvme_bytes(profile: Profile, plan: Plan) -> int:
+def nvme_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
     """What rests on NVMe: states, and gradients between their copy and the update."""
-    found, shards = 0, Shards(profile, plan)
+    found = 0
     for i, unit in enumerate(plan.units):
         if unit.reads_states:
             found += shards.updated(i) * profile.optimizer_bytes
@@ -56,9 +55,9 @@ def nvme_bytes(profile: Profile, plan: Plan) -> int:
     return found
 
 
-def resident_buffers(profile: Profile, plan: Plan, on_nvme: int) -> Iterator[Buffer]:
+def resident_buffers(profile: Profile, plan: Plan, shards: Shards, on_nvme: int) -> Iterator[Buffer]:
     """Buffers that live all the time, ``on_nvme`` bytes among them."""
-    element, optimizer, held, shards = profile.element_bytes, profile.optimizer_bytes, plan.footprint, Shards(profile, plan)
+    element, optimizer, held = profile.element_bytes, profile.optimizer_bytes, plan.footprint
     pinned = pinned_memory(profile)
     #: Bytes that are not of a unit.
     sizes = dict.fromkeys(_places(pinned), 0)
@@ -81,7 +80,7 @@ def resident_buffers(profile: Profile, plan: Plan, on_nvme: int) -> Iterator[Buf
             memory = pinned if unit.parameters.fetched.pinned else HOST_MEMORY
             sizes[Value.PARAMETERS, memory] += shards.kept(i) * held.host_parameter_bytes
     arrays = [sum(updated)] if held.host_pinned_together else updated
-    sizes[Value.PARAMETER_SLOTS, GPU_MEMORY] = slot_bytes(profile, plan) * (plan.slots.count if plan.slots else 0)
+    sizes[Value.PARAMETER_SLOTS, GPU_MEMORY] = slot_bytes(profile, plan, shards) * (plan.slots.count if plan.slots else 0)
     sizes[Value.POLICY_BUFFERS, GPU_MEMORY] = held.gpu_buffer_bytes
     sizes[Value.OPTIMIZER_STATES, NVME_MEMORY] = on_nvme
     sizes[Value.PINNED_STATES, pinned] = sum(

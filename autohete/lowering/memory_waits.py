@@ -241,5 +241,5 @@ class _Waits:
             others = [(u, b) for u, b in self.before[a] if (u, b) != (f, back)]
             if not any(b <= back and self.ended[back - b][u] >> f & 1 for u, b in others):
                 waits.setdefault(a, []).append(Edge(self.schedule.tasks[f].id, back))
-        tasks = [replace(task, after=(*task.after, *waits.get(i, ()))) for i, task in enumerate(self.schedule.tasks)]
+        tasks = [task._replace(after=(*task.after, *waits.get(i, ()))) for i, task in enumerate(self.schedule.tasks)]
         return replace(self.schedule, tasks=tuple(tasks)) if waits else self.schedule

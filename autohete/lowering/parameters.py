@@ -7,29 +7,29 @@ recomputed several times has its parameters on the GPU from the first of them on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from autohete.lowering.builder import Builder
-from autohete.lowering.compute import on_gpu
+from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
 from autohete.schedule import COLLECTIVE, D2H, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Value
 
 
-@dataclass(frozen=True, slots=True)
-class Stay:
+class Stay(NamedTuple):
     """Fetched parameters on the GPU.
 
     Args:
         fetch: what brought them.
         user: the pass that it brought them for.
+        buffer: where they are.
         back: 1 if that was in the iteration before.
         end: the task that frees them; None: they are still there.
     """
 
     fetch: TaskId
     user: TaskId
+    buffer: BufferId
     back: int = 0
     end: TaskId | None = None
 
@@ -41,35 +41,43 @@ class Parameters:
         builder: collects them.
         profile: how long they last.
         plan: the routes.
+        shards: what several GPUs share.
 
     Attributes:
         stays: of fetched parameters that have been freed.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
-        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, Shards(profile, plan)
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards) -> None:
+        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self.stays: list[Stay] = []
+        #: Units whose parameters stay between forward and backward, or backward and forward.
+        self._one_use = {
+            unit
+            for unit, one in enumerate(plan.units)
+            if one.parameters.stays_after_forward or one.parameters.stays_after_backward
+        }
         #: Who has released the parameters of a unit last.
         self._last_end: dict[int, TaskId] = {}
         last = builder.passes[-1].micro_batch
         #: Of units that leave, while they are on the GPU.
-        self._here = {
-            unit: Stay(TaskId(Kind.PREFETCH_BACKWARD, unit, last), builder.first_backward(unit, last), back=1)
-            for unit, one in enumerate(plan.units)
-            if one.parameters.leaves and one.parameters.stays_after_backward
-        }
+        self._here: dict[int, Stay] = {}
+        for unit, one in enumerate(plan.units):
+            if one.parameters.leaves and one.parameters.stays_after_backward:
+                fetch, user = TaskId(Kind.PREFETCH_BACKWARD, unit, last), builder.first_backward(unit, last)
+                self._here[unit] = Stay(fetch, user, self._buffer(user), back=1)
 
     def bring(self, user: TaskId) -> None:
         """Fetch, or gather from all GPUs, the parameters that the pass ``user`` needs, if they are not there."""
         unit = user.unit
         if not self._shards.comes_and_goes(unit) or unit in self._here:
             return
-        fetch = self._fetch(user) if self._plan.units[unit].parameters.leaves else None
+        buffer = self._buffer(user)
+        fetch = self._fetch(user, buffer) if self._plan.units[unit].parameters.leaves else None
         if self._shards.stage(unit) == 3:
-            fetch = self._gather(user, fetch)
+            fetch = self._gather(user, buffer, fetch)
         assert fetch is not None, "what comes and goes leaves the GPU or is shared"
         self._builder.after(fetch, self._last_end.get(unit))  # not a second copy of them
-        self._here[unit] = Stay(fetch, user)
+        self._here[unit] = Stay(fetch, user, buffer)
 
     def _ahead(self, user: TaskId) -> tuple[int, TaskId | None]:
         """How early they may come, and after which pass at the earliest."""
@@ -78,7 +86,7 @@ class Parameters:
             return route.ahead_in_forward, None
         return route.ahead_in_backward, TaskId(Kind.FORWARD, user.unit, user.micro_batch)
 
-    def _fetch(self, user: TaskId) -> TaskId:
+    def _fetch(self, user: TaskId, buffer: BufferId) -> TaskId:
         """From the host: all, or this GPU's part."""
         b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
         plan = self._plan.units[unit]
@@ -92,11 +100,11 @@ class Parameters:
         if self._shards.stage(unit) == 3:
             b.make(fetch, self._part_of(fetch), count * element)
         else:
-            b.make(fetch, self._buffer(fetch), count * element if self._plan.slots is None else 0)
+            b.make(fetch, buffer, count * element if self._plan.slots is None else 0)
         b.beside(fetch, user, *self._ahead(user))
         return fetch
 
-    def _gather(self, user: TaskId, fetch: TaskId | None) -> TaskId:
+    def _gather(self, user: TaskId, buffer: BufferId, fetch: TaskId | None) -> TaskId:
         """From all GPUs, when ``fetch`` has brought the part of each or where that rests on the GPU."""
         b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
         kind = Kind.GATHER_FORWARD if for_forward else Kind.GATHER_BACKWARD
@@ -104,7 +112,7 @@ class Parameters:
         seconds = self._profile.collective_seconds(size)
         gather = b.task(kind, unit, COLLECTIVE, seconds, unit if for_forward else b.backward_priority(unit), user.micro_batch)
         b.read(gather, Value.PARAMETER_SHARD, unit)
-        b.make(gather, self._buffer(gather), size if self._plan.slots is None else 0)
+        b.make(gather, buffer, size if self._plan.slots is None else 0)
         b.issue_beside(gather, user, *self._ahead(user))  # not behind reductions that it need not wait for
         if fetch is None:
             b.beside(gather, user, *self._ahead(user))
@@ -112,11 +120,13 @@ class Parameters:
             b.free(gather, self._part_of(fetch))
         return gather
 
-    def after_forward(self, unit: int, micro_batch: int) -> None:
+    def after_forward(self, forward: TaskId) -> None:
         """Home, if they move; released, if they do not stay."""
+        unit = forward.unit
         route = self._plan.units[unit].parameters
         if route.moves:
-            self._copy_home(Kind.WRITE_BACK_FORWARD, unit, micro_batch, priority=0)
+            home = self._copy_home(Kind.WRITE_BACK_FORWARD, unit, forward.micro_batch, priority=0)
+            self._builder.after(home, forward)
         if self._shards.comes_and_goes(unit) and not route.stays_after_forward:
             self._release(unit)
 
@@ -169,33 +179,27 @@ class Parameters:
         b.write(refresh, self._shards.parameters(unit), unit)
         return refresh
 
-    def _copy_home(self, kind: Kind, unit: int, micro_batch: int, priority: int) -> None:
+    def _copy_home(self, kind: Kind, unit: int, micro_batch: int, priority: int) -> TaskId:
         b, size = self._builder, self._profile.blocks[unit].parameters * self._profile.element_bytes
         copy = b.task(kind, unit, D2H, self._profile.d2h_seconds(size), priority, micro_batch)
-        if kind is Kind.WRITE_BACK_FORWARD:
-            b.after(copy, TaskId(Kind.FORWARD, unit, micro_batch))
         b.read(copy, Value.PARAMETERS, unit)
         b.write(copy, Value.PARAMETERS, unit, HOST_MEMORY)
+        return copy
 
     def _release(self, unit: int) -> None:
         """When their last user has ended."""
         b, stay = self._builder, self._here.pop(unit)
-        buffer = self._buffer(stay.fetch)
-        end = b.last_access(buffer)
-        b.free(end, buffer, stay.back)
+        end = b.last_access(stay.buffer)
+        b.free(end, stay.buffer, stay.back)
         self._last_end[unit] = end
-        self.stays.append(Stay(stay.fetch, stay.user, stay.back, end))
+        self.stays.append(Stay(stay.fetch, stay.user, stay.buffer, stay.back, end))
 
-    def _buffer(self, fetch: TaskId) -> BufferId:
-        """The use tells apart what is fetched twice in a micro-batch."""
-        route = self._plan.units[fetch.unit].parameters
-        use = Kind.FORWARD if fetch.kind in (Kind.PREFETCH_FORWARD, Kind.GATHER_FORWARD) else Kind.BACKWARD
-        return on_gpu(
-            Value.PARAMETERS,
-            fetch.unit,
-            fetch.micro_batch,
-            None if route.stays_after_forward or route.stays_after_backward else use,
-        )
+    def _buffer(self, user: TaskId) -> BufferId:
+        """For the pass ``user``; the use tells apart what is fetched twice in a micro-batch."""
+        unit = user.unit
+        if unit in self._one_use:
+            return on_gpu(Value.PARAMETERS, unit, user.micro_batch)
+        return on_gpu(Value.PARAMETERS, unit, user.micro_batch, Kind.FORWARD if user.kind is Kind.FORWARD else Kind.BACKWARD)
 
     def _part_of(self, fetch: TaskId) -> BufferId:
         """Of the parameters, on the way from the host to all GPUs."""

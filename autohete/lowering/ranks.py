@@ -70,8 +70,7 @@ class _Ranks:
         together = task.lane == COLLECTIVE
         ranks = range(self._gpus) if together else [rank]
         edges = [Edge(found, edge.back) for edge in task.after for found in self._tasks(edge.task, ranks)]
-        return replace(
-            task,
+        return task._replace(
             id=task.id._replace(rank=rank),
             lane=task.lane if together else _numbered(task.lane, rank),
             after=tuple(edges),

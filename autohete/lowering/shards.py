@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autohete.errors import InputError
-from autohete.plan import Plan, Processor
+from autohete.plan import Plan, Processor, UnitPlan
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Value
 
@@ -19,24 +19,35 @@ class Shards:
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.gpus = profile.hardware.gpus
         self._profile, self._plan = profile, plan
+        #: By unit: ZeRO stage, parameters that each GPU updates, those of them that the GPU itself does, parameters kept.
+        self._stages = [unit.zero_stage if self.gpus > 1 else 0 for unit in plan.units]
+        self._updated = [self._part(unit, from_stage=1) for unit in range(len(plan.units))]
+        self._on_gpu = list(map(_updated_on_gpu, plan.units, self._updated))
+        self._kept = [self._part(unit, from_stage=3) for unit in range(len(plan.units))]
+        self._comes_and_goes = [
+            unit.parameters.leaves or stage == 3 for unit, stage in zip(plan.units, self._stages, strict=True)
+        ]
+
+    def _part(self, unit: int, from_stage: int) -> int:
+        count = self._profile.blocks[unit].parameters
+        return self._profile.hardware.part_of(count) if self._stages[unit] >= from_stage else count
 
     def stage(self, unit: int) -> int:
         """The unit's ZeRO stage."""
-        return self._plan.units[unit].zero_stage if self.gpus > 1 else 0
+        return self._stages[unit]
 
     def updated(self, unit: int) -> int:
         """Parameters that each GPU, or its process, updates."""
-        return self._part(unit, 1)
+        return self._updated[unit]
 
     def kept(self, unit: int) -> int:
         """Parameters that each has between their uses."""
-        return self._part(unit, 3)
+        return self._kept[unit]
 
     def updated_on(self, unit: int, side: Processor) -> int:
         """Those of them that are updated on one side: on the GPU the first."""
-        plan, count = self._plan.units[unit], self.updated(unit)
-        on_gpu = count if plan.update_on is Processor.GPU else min(round(count * plan.gpu_share), max(count - 1, 0))
-        return on_gpu if side is Processor.GPU else count - on_gpu
+        on_gpu = self._on_gpu[unit]
+        return on_gpu if side is Processor.GPU else self._updated[unit] - on_gpu
 
     def updates_on(self, unit: int, side: Processor) -> bool:
         """Whether that side has an update to do; one of a unit without parameters does nothing."""
@@ -50,7 +61,7 @@ class Shards:
 
     def comes_and_goes(self, unit: int) -> bool:
         """Whether the whole parameters are on the GPU only for their uses."""
-        return self._plan.units[unit].parameters.leaves or self.stage(unit) == 3
+        return self._comes_and_goes[unit]
 
     def parameters(self, unit: int) -> Value:
         """What an update changes on the GPU: the parameters, or this GPU's part of them."""
@@ -59,10 +70,6 @@ class Shards:
     def gradients(self, unit: int) -> Value:
         """What an update takes from the GPU, likewise."""
         return Value.GRADIENT_SHARD if self.stage(unit) >= 2 else Value.GRADIENTS
-
-    def _part(self, unit: int, from_stage: int) -> int:
-        count = self._profile.blocks[unit].parameters
-        return self._profile.hardware.part_of(count) if self.stage(unit) >= from_stage else count
 
     def check(self) -> None:
         """Refuse what cannot be shared as planned.
@@ -94,3 +101,8 @@ class Shards:
                     f"gradients of unit {unit} lie where its parameters do, but each GPU keeps a part of them: give them "
                     "memory of their own, or zero_stage 1"
                 )
+
+
+def _updated_on_gpu(unit: UnitPlan, count: int) -> int:
+    """Of ``count`` parameters; the CPU has at least one where it updates."""
+    return count if unit.update_on is Processor.GPU else min(round(count * unit.gpu_share), max(count - 1, 0))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from autohete.lowering.builder import Builder
+from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.clipping import Clipping, scaling_seconds
-from autohete.lowering.compute import on_gpu
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
@@ -35,12 +34,13 @@ class Updates:
         builder: collects them.
         profile: how long they last.
         plan: who updates.
+        shards: what several GPUs share.
         clipping: what updates do with the gradients before.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan, clipping: Clipping) -> None:
-        self._builder, self._profile, self._plan = builder, profile, plan
-        self._clipping, self._shards, self._beside_gpu = clipping, Shards(profile, plan), plan.updates_beside_gpu
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, clipping: Clipping) -> None:
+        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
+        self._clipping, self._beside_gpu = clipping, plan.updates_beside_gpu
         units = list(enumerate(plan.units))[::-1]
         if clipping.clips and plan.delayed:  # only what is delayed is updated before the last backward
             units.sort(key=lambda unit: unit[1].update_on is Processor.GPU)
@@ -48,12 +48,12 @@ class Updates:
         self._fetched = [i for i, unit in units if unit.fetches_states]
         self._read = [i for i, unit in units if unit.reads_states]
 
-    def after_backward(self, unit: int) -> None:
+    def after_backward(self, backward: TaskId) -> None:
         """The gradients are complete: they go to where they are used, and their norm is taken on the way.
 
         A delayed update takes those that are there from the iteration before.
         """
-        last = self._builder.passes[-1].micro_batch
+        unit, last = backward.unit, backward.micro_batch
         self._reduce_gradients(unit, last)
         on_cpu, norm_on = self._plan.units[unit].update_on is Processor.CPU, self._clipping.norm_on(unit)
         if on_cpu and self._plan.delayed:
@@ -72,8 +72,9 @@ class Updates:
         if self._shards.updates_on(unit, Processor.CPU) and not self._plan.delayed:
             self._cpu_update(unit)
 
-    def between(self, unit: int, micro_batch: int) -> None:
+    def between(self, backward: TaskId) -> None:
         """A micro-batch that is not the last has found its gradients."""
+        unit, micro_batch = backward.unit, backward.micro_batch
         if self._plan.units[unit].accumulates_on_host or self._shards.stage(unit) >= 2:
             self._reduce_gradients(unit, micro_batch)
         if self._plan.units[unit].accumulates_on_host:

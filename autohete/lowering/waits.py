@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import Protocol
 
 from autohete.errors import InputError, RuleError
 from autohete.schedule import TaskId
@@ -13,19 +14,22 @@ from autohete.schedule import TaskId
 NEVER = -(2**40)
 
 
-class Turn(NamedTuple):
+class Turn(Protocol):
     """When a program would issue a task.
 
-    Args:
+    Attributes:
         place: of a pass, in the order of the passes; -1 for other tasks.
         follows: the place of the pass after which it was declared, or of the pass itself.
         phase: of several that follow the same pass: 0 for what passes need and leave, 1 for the optimizer's step, 2 for what
             brings its result back.
     """
 
-    place: int
-    follows: int
-    phase: int
+    @property
+    def place(self) -> int: ...
+    @property
+    def follows(self) -> int: ...
+    @property
+    def phase(self) -> int: ...
 
 
 class Waits:
@@ -41,18 +45,20 @@ class Waits:
         self.claims: set[tuple[int, int]] = set()
         #: Of some tasks one that is issued before them.
         self._issued_before: dict[int, int] = {}
-        #: Of each task: what it waits for, as 2 * task + back, and who asked first.
-        self._after: list[dict[int, int]] = []
-        #: Of each task what it waits for, without what follows from it; after :meth:`reduce`.
-        self._needed: list[list[int]] = []
+        #: Of each task what it waits for of its iteration, and who asked first; likewise of the iteration before, if anything.
+        self._same: list[dict[int, int]] = []
+        self._previous: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        #: Of each task as bits what of that does not follow from the rest; after :meth:`reduce`.
+        self._needed_same: list[int] = []
+        self._needed_previous: list[int] = []
 
     def add_task(self) -> None:
         """A task that waits for nothing."""
-        self._after.append({})
+        self._same.append({})
 
     def add(self, task: int, before: int, back: int) -> None:
         """``task`` waits for ``before``, so many iterations back."""
-        first = self._after[task].setdefault(2 * before + back, self.author)
+        first = (self._previous if back else self._same)[task].setdefault(before, self.author)
         if first != self.author:
             self.claims.add((self.author, first))
 
@@ -62,15 +68,27 @@ class Waits:
 
     def of(self, task: int) -> list[tuple[int, int]]:
         """What ``task`` waits for, and how many iterations back."""
-        return [(code >> 1, code & 1) for code in self._after[task]]
+        return [*((before, 0) for before in self._same[task]), *((before, 1) for before in self._previous.get(task, ()))]
 
     def needed(self, task: int) -> list[tuple[int, int]]:
         """The same, without what follows from the rest."""
-        return [(code >> 1, code & 1) for code in sorted(self._needed[task])]
+        same, previous = self._needed_same[task], self._needed_previous[task]
+        found = [(before, 0) for before in self._same[task] if same >> before & 1]
+        if previous:
+            found += [(before, 1) for before in self._previous[task] if previous >> before & 1]
+        found.sort()
+        return found
 
     def authors(self) -> set[int]:
-        """Who has asked for a wait that does not follow from others."""
-        return {after[code] for after, codes in zip(self._after, self._needed, strict=True) for code in codes}
+        """The rules that have asked for a wait that does not follow from others."""
+        both = ((enumerate(self._same), self._needed_same), (self._previous.items(), self._needed_previous))
+        return {
+            author
+            for asked, needed in both
+            for task, waits in asked
+            for before, author in waits.items()
+            if author and needed[task] >> before & 1
+        }
 
     def order(self, turns: Sequence[Turn]) -> list[int]:
         """All tasks, each issued after those of its iteration that it waits for.
@@ -84,12 +102,14 @@ class Waits:
         Raises:
             CycleError: tasks wait for each other.
         """
-        before = [[code >> 1 for code in after if not code & 1] for after in self._after]
+        if not any(same and max(same) > task for task, same in enumerate(self._same)) and not any(
+            u > task for task, u in self._issued_before.items()
+        ):
+            return list(range(len(self._same)))
+        before = [[*same] for same in self._same]
         for task, u in self._issued_before.items():
             if u not in before[task]:
                 before[task].append(u)
-        if all(u < task for task, some in enumerate(before) for u in some):
-            return list(range(len(before)))
         followers: list[list[int]] = [[] for _ in before]
         missing = [len(some) for some in before]
         for task, some in enumerate(before):
@@ -121,7 +141,7 @@ class Waits:
             task = next(u for u in before[task] if missing[u])
             if task in way:
                 way = [*way[way.index(task) :], task]
-                return [(a, b, self._after[a].get(2 * b, 0)) for a, b in zip(way, way[1:], strict=False)]
+                return [(a, b, self._same[a].get(b, 0)) for a, b in zip(way, way[1:], strict=False)]
             way.append(task)
 
     def reduce(self, order: Sequence[int]) -> None:
@@ -130,30 +150,24 @@ class Waits:
         Args:
             order: of :meth:`order`.
         """
-        count = len(self._after)
-        #: What has ended when a task begins, of this iteration and of the one before; and what its other waits say of that.
-        now, then = [0] * count, [0] * count
-        implied_now, implied_then = [0] * count, [0] * count
+        bits = [1 << task for task in range(len(self._same))]
+        #: What has ended when a task begins, of this iteration and of the one before.
+        now, then = [0] * len(bits), [0] * len(bits)
+        self._needed_same, self._needed_previous = [0] * len(bits), [0] * len(bits)
         for task in order:
             through = to = 0
-            for code in self._after[task]:
-                if not code & 1:
-                    through |= now[code >> 1]
-                    to |= 1 << (code >> 1)
-            implied_now[task], now[task] = through, through | to
+            for before in self._same[task]:
+                through |= now[before]
+                to |= bits[before]
+            now[task], self._needed_same[task] = through | to, to & ~through
         for task in order:
             through = to = 0
-            for code in self._after[task]:
-                if code & 1:
-                    through |= now[code >> 1]
-                    to |= 1 << (code >> 1)
-                else:
-                    through |= then[code >> 1]
-            implied_then[task], then[task] = through, through | to
-        self._needed = [
-            [code for code in after if not ((implied_then if code & 1 else implied_now)[task] >> (code >> 1)) & 1]
-            for task, after in enumerate(self._after)
-        ]
+            for before in self._same[task]:
+                through |= then[before]
+            for before in self._previous.get(task, ()):
+                through |= now[before]
+                to |= bits[before]
+            then[task], self._needed_previous[task] = through | to, to & ~through
 
     def latest(self, order: Sequence[int], places: dict[int, int], count: int) -> list[int]:
         """Of each task the last of some others that has surely ended when it does, itself included.
@@ -166,12 +180,12 @@ class Waits:
         Returns:
             a place for each task, :data:`NEVER` where it waits for none of them in this iteration or the one before.
         """
-        found = [NEVER] * len(self._after)
+        found = [NEVER] * len(self._same)
         for rounds in range(2):  # what a task waited for in the iteration before may have waited for another
             for task in order:
                 here = places.get(task, found[task] if rounds else NEVER)
-                for code in self._after[task]:
-                    here = max(here, found[code >> 1] - (count if code & 1 else 0))
+                for before, back in self.of(task):
+                    here = max(here, found[before] - back * count)
                 found[task] = here
         return found
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from autohete.errors import InputError, check_fields
+from autohete.errors import InputError
 from autohete.plan.routes import Activations, UnitPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Recomputation:
+class Recomputation(NamedTuple):
     """A unit is computed once more.
 
     Args:
@@ -24,9 +23,6 @@ class Recomputation:
     again: int
     keeps: Activations
     hands_on: bool
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:
@@ -58,7 +54,8 @@ def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:
                 f"unit {top} is recomputed right before its backward, which needs all, but again says {there[top]}: it has "
                 "more entries than units above need it recomputed; leave one out"
             )
-        _check_inputs(there[start : top + 1], start)
+        if start < top:
+            _check_inputs(there[start : top + 1], start)
     return found
 
 

@@ -48,8 +48,7 @@ class Free(NamedTuple):
         return f"{self.id}@-1" if self.back else str(self.id)
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One action on one lane.
 
     Args:

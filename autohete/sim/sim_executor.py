@@ -53,6 +53,7 @@ class _Run:
         same = [waits for waits, _ in graph.waits]
         both = [waits + back for waits, back in graph.waits]
         self.waits = same + both * (iterations - 1)
+        self.durations_ns = [task.duration_ns for task in graph.schedule.tasks]
         # Integers; SimPy's type for the present is float.
         self.ready: list[float] = [0] * len(self.waits)
         self.started: list[float] = [0] * len(self.waits)
@@ -84,7 +85,7 @@ class _Run:
 
     def choose(self) -> None:
         """Each idle lane takes what is next, if it is ready."""
-        waiting, now, tasks = [], self.env.now, self.graph.schedule.tasks
+        waiting, now = [], self.env.now
         for lane in self.idle:
             instance = lane.queue.pop()
             if instance is None:
@@ -92,7 +93,7 @@ class _Run:
                 continue
             lane.instance = instance
             self.started[instance] = now
-            duration_ns = tasks[instance % self.tasks].duration_ns
+            duration_ns = self.durations_ns[instance % self.tasks]
             if lane.shared:
                 self.links.begin(lane.name, duration_ns)
             else:
