@@ -256,7 +256,10 @@ def test_a_relaxed_value_is_no_higher_with_fewer_rows() -> None:
     """More memory never raises the bound."""
     profile = drawn_profile(3, 4)
     relaxed = family_of(profile).relaxation()
-    bounds = [replace(relaxed, gpu_budget_bytes=relaxed.gpu_budget_bytes * factor).bound() for factor in (1, 1.5, 4)]
+    bounds = [
+        replace(relaxed, budgets=replace(relaxed.budgets, gpu_bytes=relaxed.budgets.gpu_bytes * factor)).bound()
+        for factor in (1, 1.5, 4)
+    ]
     found = [bound for bound in bounds if bound is not None]
     assert len(found) >= 2
     assert all(more <= less * (1 + 1e-6) for less, more in zip(found, found[1:], strict=False))

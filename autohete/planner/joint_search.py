@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from autohete.plan import UnitPlan
 from autohete.plan.policy import Judgement, Verdict
+from autohete.planner.budgets import Objective
 from autohete.planner.choices import Assignment, Choices
-from autohete.planner.program import Objective
 from autohete.planner.relaxation import Places, Relaxation, Values, as_assignment
-from autohete.planner.search import tightened
 
 #: A plan this close to what no other can beat needs no further search.
 _PROVEN = 0.002
@@ -134,14 +133,8 @@ class JointSearch:
 
     def _score(self, assignment: Assignment) -> tuple[float, float]:
         """By what share a memory is exceeded, and then the time."""
-        found, budgets = self._judged[assignment], self._relaxed
-        used = [
-            found.gpu_peak_bytes / max(budgets.gpu_budget_bytes, 1),
-            found.host_peak_bytes / max(budgets.host_budget_bytes, 1),
-        ]
-        if budgets.pinned_budget_bytes is not None:
-            used.append(found.pinned_peak_bytes / max(budgets.pinned_budget_bytes, 1))
-        excess = max(*used, 1.0) - 1
+        found = self._judged[assignment]
+        excess = self._relaxed.budgets.excess(found)
         return excess, found.seconds if not excess else np.inf
 
     def _may_help(self, assignment: Assignment, lowest: Values, limit: float) -> bool:
@@ -173,15 +166,7 @@ class JointSearch:
             here = None if found is None else self._relaxed.choices.assignment(problem.choices.units(found))
             if here is None or self._seconds(here) < np.inf:
                 return
-            used = self._judged[here]
-            problem = replace(
-                problem,
-                gpu_budget_bytes=problem.gpu_budget_bytes - max(0, used.gpu_peak_bytes - self._relaxed.gpu_budget_bytes),
-                host_budget_bytes=problem.host_budget_bytes - max(0, used.host_peak_bytes - self._relaxed.host_budget_bytes),
-                pinned_budget_bytes=tightened(
-                    problem.pinned_budget_bytes, self._relaxed.pinned_budget_bytes, used.pinned_peak_bytes
-                ),
-            )
+            problem = replace(problem, budgets=problem.budgets.tightened(self._relaxed.budgets, self._judged[here]))
 
 
 class Changes:

@@ -19,8 +19,8 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from autohete.errors import check_fields
+from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.choices import Assignment, Choices
-from autohete.planner.program import Objective
 from autohete.planner.rows import Model, Numbers, Rows, stacked
 
 #: Places of choices: one for each unit, or those of both halves, of shape (units, 2).
@@ -44,7 +44,7 @@ class Relaxation:
     Args:
         choices: of each unit.
         model: its rows.
-        gpu_budget_bytes, host_budget_bytes, pinned_budget_bytes: capacities for tensors; pinned memory may have no limit.
+        budgets: what each memory has.
         stalls: share of the estimated stalls that is added to the time.
         pending: count also what typical timing adds to the memories. Without both, the program's value is a bound.
         objective: what to minimise; a memory that is minimised has no budget.
@@ -52,12 +52,10 @@ class Relaxation:
 
     choices: Choices
     model: Model
-    gpu_budget_bytes: float
-    host_budget_bytes: float
+    budgets: Budgets
     stalls: float = 0.0
     pending: bool = False
     objective: Objective = Objective.SECONDS
-    pinned_budget_bytes: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -101,16 +99,11 @@ class Relaxation:
             Objective.PINNED_BYTES: self.model.pinned_bytes.take(coming_and_going),
             Objective.HOST_BYTES: self.model.host_bytes.take(coming_and_going),
         }
-        least, budgets = rows[self.objective], self.budgets()
+        least, budgets = rows[self.objective], self.budgets.limits()
         limited = [memory for memory in rows if memory in budgets and memory is not self.objective]
         shares = stacked(rows[memory] * (1 / max(budgets[memory], 1.0)) for memory in limited)
         scale = max(float(least.of(((0, 0),) * len(self.choices.others)).max()), 1e-9)
         return Values(self.choices, least * (1 / scale), shares, scale)
-
-    def budgets(self) -> dict[Objective, float]:
-        """Of each memory that has one."""
-        found = {Objective.HOST_BYTES: self.host_budget_bytes, Objective.GPU_BYTES: self.gpu_budget_bytes}
-        return found if self.pinned_budget_bytes is None else {Objective.PINNED_BYTES: self.pinned_budget_bytes, **found}
 
 
 class Values:

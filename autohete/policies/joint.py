@@ -29,9 +29,9 @@ from autohete.lowering.memory_waits import least_bytes
 from autohete.plan import Format, Plan, Processor, without_refused_rules
 from autohete.plan.policy import Judge, Judgement, Verdict
 from autohete.plan.rules import ByPriority, Rule, Slots
+from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.choices import Assignment, Choices, all_choices
 from autohete.planner.joint_search import JointSearch
-from autohete.planner.program import Objective
 from autohete.planner.relaxation import Relaxation, as_assignment
 from autohete.planner.rows import Costs, Model
 from autohete.planner.search import infeasible
@@ -112,15 +112,8 @@ class Family:
 
     def relaxation(self) -> Relaxation:
         """The search's problem."""
-        hardware = self.profile.hardware
         model = Model(Costs(self.profile, self._template, self.choices))
-        return Relaxation(
-            self.choices,
-            model,
-            hardware.gpu_capacity_bytes,
-            hardware.host.memory_bytes,
-            pinned_budget_bytes=hardware.host.pinned_bytes,
-        )
+        return Relaxation(self.choices, model, Budgets.of(self.profile.hardware))
 
     def judged(self, assignment: Assignment) -> Judgement:
         """Time and memory of the plan of ``assignment``."""
@@ -154,7 +147,7 @@ class Family:
         GPU.
         """
         binds: tuple[Objective, float, float] | None = None
-        for objective, have in relaxed.budgets().items():
+        for objective, have in relaxed.budgets.limits().items():
             least = self._least(replace(relaxed, objective=objective))
             if least is None:
                 continue
@@ -169,7 +162,7 @@ class Family:
     def _least(self, problem: Relaxation) -> tuple[float, Plan] | None:
         """The plan that needs the least of one memory within the others' budgets, and how much; None if none is found."""
         best: tuple[float, Plan] | None = None
-        others = {memory: budget for memory, budget in problem.budgets().items() if memory is not problem.objective}
+        others = {memory: budget for memory, budget in problem.budgets.limits().items() if memory is not problem.objective}
 
         def measured(assignment: Assignment) -> tuple[float, bool]:
             """Bytes of the one memory, and whether the others suffice."""
