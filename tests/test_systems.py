@@ -246,7 +246,7 @@ def test_states_on_drives_need_drives() -> None:
 @given(st.data())
 @settings(max_examples=30)
 def test_what_surely_exceeds_the_gpu_does_not_fit(data: st.DataObject) -> None:
-    """A plan is not said to be too large for a GPU as large as its simulated peak, but for one smaller than what rests there."""
+    """A plan is not too large for a GPU as large as its simulated peak, and too large for one smaller than what rests there."""
     profile = data.draw(strategies.profiles(max_micro_batches=2))
     plan = data.draw(strategies.plans(profile))
     try:
