@@ -41,6 +41,9 @@ def unequal(units: int, seed: int) -> Profile:
     blocks = list(profile.blocks)
     for place in range(1, units + 1):
         factor, block = rng.uniform(0.3, 1.7), blocks[place]
+        part = block.selective
+        if part is not None:
+            part = replace(part, kept_bytes=round(part.kept_bytes * factor), seconds=part.seconds * factor)
         blocks[place] = replace(
             block,
             parameters=round(block.parameters * factor),
@@ -48,6 +51,7 @@ def unequal(units: int, seed: int) -> Profile:
             backward_seconds=block.backward_seconds * factor,
             gpu_update_seconds=block.gpu_update_seconds * factor,
             activation_bytes=round(block.kept_bytes * factor) + block.input_bytes,
+            selective=part,
         )
     return replace(profile, blocks=tuple(blocks))
 

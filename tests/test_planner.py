@@ -15,8 +15,8 @@ from autohete.errors import InfeasibleError
 from autohete.execution.trace import Trace
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, load_hardware
 from autohete.plan.policy import Judge, Verdict
+from autohete.planner.budgets import Objective
 from autohete.planner.plan_bounds import all_choices
-from autohete.planner.program import Objective
 from autohete.planner.steps import Counts
 from autohete.policies import parse_policy
 from autohete.policies.autohete import AutoHete

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import Nvme, load_hardware
@@ -12,12 +14,14 @@ from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
+from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import rounded_when_pinned
 from autohete.report.summary import answer
-from autohete.schedule import Kind, TaskId
+from autohete.schedule import GPU_MEMORY, Kind, TaskId
 from autohete.simulate import Simulation, judge_for, simulate_plan
+from autohete.testing import strategies
 from autohete.workload import Kernels, Precision, named_workload
 
 NODE = load_hardware("a100-40gb-epyc7713")
@@ -237,3 +241,25 @@ def test_states_on_drives_need_drives() -> None:
     enough = replace(small, nvme=Nvme(caught.value.needed_bytes, 1e9, 1e9, 0.0))
     planned_on = replace(profile_of(), hardware=enough)
     assert parse_policy("zero_infinity").plan(planned_on, judge_for(planned_on)).units[1].reads_states
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_what_surely_exceeds_the_gpu_does_not_fit(data: st.DataObject) -> None:
+    """A plan is not too large for a GPU as large as its simulated peak, and too large for one smaller than what rests there."""
+    profile = data.draw(strategies.profiles(max_micro_batches=2))
+    plan = data.draw(strategies.plans(profile))
+    try:
+        found = simulate_plan(profile, plan)
+    except (InfeasibleError, InputError):
+        return
+    reserved = profile.hardware.gpu.reserved_bytes
+    assert not surely_exceeds_gpu(_with_gpu(profile, found.gpu.peak_bytes + reserved), plan)
+    resting = sum(buffer.size_bytes for buffer in found.schedule.resident if buffer.memory == GPU_MEMORY)
+    if resting > 1 and not any(unit.gpu_share for unit in plan.units):
+        assert surely_exceeds_gpu(_with_gpu(profile, resting - 1 + reserved), plan)
+
+
+def _with_gpu(profile: Profile, memory_bytes: int) -> Profile:
+    gpu = replace(profile.hardware.gpu, memory_bytes=memory_bytes)
+    return replace(profile, hardware=replace(profile.hardware, gpu=gpu))

@@ -18,24 +18,24 @@ from numpy.typing import NDArray
 
 from autohete.plan import UnitPlan
 from autohete.plan.policy import Judgement, Verdict
+from autohete.planner.budgets import Objective
 from autohete.planner.choices import Assignment, Choices
-from autohete.planner.program import Objective
 from autohete.planner.relaxation import Places, Relaxation, Values, as_assignment
-from autohete.planner.search import tightened
 
 #: A plan this close to what no other can beat needs no further search.
 _PROVEN = 0.002
-#: Judgements to spend: they take as long as the model has units, so that all together take some seconds.
-_EFFORT_TIMES_UNITS, _LEAST_EFFORT, _MOST_EFFORT = 3000, 30, 80
+#: Judgements of a walk: they take as long as the model has units, so that all together take some seconds.
+_EFFORT_TIMES_UNITS, _LEAST_EFFORT, _MOST_EFFORT = 1000, 10, 40
 #: ... and none that no longer help: so many without a gain of more than this share are enough.
-_PATIENCE, _GAIN = 30, 0.0005
+_PATIENCE, _GAIN = 20, 0.0005
 #: Changes that are drawn for each judgement at most, when the rows rule most of them out.
 _DRAWS = 40
 #: So many assignments are all ranked.
 _FEW = 3000
-#: Where to start: shares of the estimated stalls, and how often with less memory when a start needs more than there is.
-_STALLS = (0.0, 0.3, 1.0)
-_TIGHTENINGS = 3
+#: Where to start: shares of the estimated stalls, of which large models try the first ones alone, and how many plans each share
+#: may cost when they need more memory than there is.
+_STALLS, _FEWER_STALLS, _LARGE = (1.5, 1.0, 0.3, 0.6), 2, 64
+_TRIES, _TIGHTENINGS = 3, 6
 #: Share of the stalls that is estimated where units give way.
 _USUAL_STALLS = 0.3
 #: A change may be slower by this share.
@@ -71,15 +71,21 @@ class JointSearch:
         self._judged: dict[Assignment, Judgement] = {}
         self.best: Found | None = None
 
+    @property
+    def seconds(self) -> float:
+        """Of the best so far; infinite if nothing has been found that fits."""
+        return np.inf if self.best is None else self.best.seconds
+
     def try_(self, assignment: Assignment) -> None:
         """Judge an assignment from which the search may start."""
         self._seconds(assignment)
 
     def start(self, *others: Relaxation) -> None:
         """Judge what the relaxation favours, and ``others`` with fewer choices; if none fits, what takes least of the GPU."""
-        for problem in (self._relaxed, *others):
+        large = len(self._relaxed.choices.others) > _LARGE
+        for problem in (*others, self._relaxed):
             taken: set[int] = set()
-            for stalls in _STALLS:
+            for stalls in _STALLS[:_FEWER_STALLS] if large else _STALLS:
                 self._start(replace(problem, stalls=stalls, pending=True), taken)
         if self.best is None:
             frugal = replace(self._relaxed, objective=Objective.GPU_BYTES).assignment()
@@ -114,41 +120,42 @@ class JointSearch:
                 effort -= 1
 
     def _walk(self) -> None:
-        drawn, lowest = Changes(self._relaxed), self._relaxed.values()
+        drawn = Changes(self._relaxed.choices)
         here = min(self._judged, key=self._score)
-        last, patience = self._score(here), _PATIENCE
+        values, last, patience = self._values_near(here), self._score(here), _PATIENCE
         for _ in range(self._effort):
             if self._done or not patience:
                 return
             limit = self._score(here)[1] * (1 + _SLACK)
-            found = next((one for one in drawn.around(here, _DRAWS) if self._may_help(one, lowest, limit)), None)
+            found = next((one for one in drawn.around(here, _DRAWS, values) if self._may_help(one, values, limit)), None)
             if found is None:
                 return
             self._seconds(found)
             excess, seconds = self._score(found)
             if excess < self._score(here)[0] or (excess == self._score(here)[0] and seconds <= limit):
-                here = found
+                here, values = found, self._values_near(found)
             patience -= 1
             if (excess, seconds) < (last[0], last[1] * (1 - _GAIN)):
                 last, patience = (excess, seconds), _PATIENCE
 
+    def _values_near(self, assignment: Assignment) -> Values:
+        """What makes assignments near one that was judged better; they exceed the rows of bytes by as much as that one does."""
+        budgets, lowest = self._relaxed.budgets, self._relaxed.bytes_of(assignment)
+        budgets = budgets.tightened(lowest, self._judged[assignment])
+        return replace(self._relaxed, stalls=_USUAL_STALLS, budgets=budgets).values()
+
     def _score(self, assignment: Assignment) -> tuple[float, float]:
         """By what share a memory is exceeded, and then the time."""
-        found, budgets = self._judged[assignment], self._relaxed
-        used = [
-            found.gpu_peak_bytes / max(budgets.gpu_budget_bytes, 1),
-            found.host_peak_bytes / max(budgets.host_budget_bytes, 1),
-        ]
-        if budgets.pinned_budget_bytes is not None:
-            used.append(found.pinned_peak_bytes / max(budgets.pinned_budget_bytes, 1))
-        excess = max(*used, 1.0) - 1
+        found = self._judged[assignment]
+        excess = self._relaxed.budgets.excess(found)
         return excess, found.seconds if not excess else np.inf
 
-    def _may_help(self, assignment: Assignment, lowest: Values, limit: float) -> bool:
-        if assignment in self._judged:
-            return False
-        rows = lowest.of(assignment)
-        return lowest.fits(rows) and lowest.seconds(rows) <= limit
+    def _may_help(self, assignment: Assignment, values: Values, limit: float) -> bool:
+        return (
+            assignment not in self._judged
+            and values.fits(values.of(assignment))
+            and float(self._relaxed.model.seconds.of(assignment).max()) <= limit
+        )
 
     @property
     def _done(self) -> bool:
@@ -166,45 +173,46 @@ class JointSearch:
         return found.seconds
 
     def _start(self, problem: Relaxation, taken: set[int]) -> None:
-        """The optimum with pending memory, asked for less while too much is used."""
+        """The optimum with pending memory; while that needs more than there is and is promising, units give way."""
+        found = None if self._done else problem.assignment(taken)
+        most = len(self._judged) + _TRIES
         for _ in range(_TIGHTENINGS):
-            found = None if self._done else problem.assignment(taken)
             # The same units among all choices.
             here = None if found is None else self._relaxed.choices.assignment(problem.choices.units(found))
-            if here is None or self._seconds(here) < np.inf:
+            if found is None or here is None or self._seconds(here) < np.inf or len(self._judged) == most:
                 return
             used = self._judged[here]
-            problem = replace(
-                problem,
-                gpu_budget_bytes=problem.gpu_budget_bytes - max(0, used.gpu_peak_bytes - self._relaxed.gpu_budget_bytes),
-                host_budget_bytes=problem.host_budget_bytes - max(0, used.host_peak_bytes - self._relaxed.host_budget_bytes),
-                pinned_budget_bytes=tightened(
-                    problem.pinned_budget_bytes, self._relaxed.pinned_budget_bytes, used.pinned_peak_bytes
-                ),
-            )
+            if used.seconds >= self.seconds:
+                return
+            problem = replace(problem, budgets=problem.budgets.tightened(self._relaxed.budgets, used))
+            found = problem.improved(found)
 
 
 class Changes:
     """Random changes of an assignment. The numbers are drawn from one fixed sequence.
 
     Args:
-        relaxed: the problem.
+        choices: of each unit.
     """
 
-    def __init__(self, relaxed: Relaxation) -> None:
+    def __init__(self, choices: Choices) -> None:
         self._random = random.Random(0)
-        self._values = replace(relaxed, stalls=_USUAL_STALLS).values()
-        self._targets = list(_targets(relaxed.choices))
-        choices = relaxed.choices
+        self._targets = list(_targets(choices))
         #: Of each unit, how many choices it has; what one has more than others comes last.
         self._counts = np.array([(len(a), len(o)) for a, o in zip(choices.activations, choices.others, strict=True)])
 
-    def around(self, assignment: Assignment, count: int) -> Iterator[Assignment]:
-        """So many changes: units change places, are made alike, or turn; others give way where memory asks for it."""
+    def around(self, assignment: Assignment, count: int, values: Values) -> Iterator[Assignment]:
+        """So many changes: units change places, are made alike, or turn; others give way where memory asks for it.
+
+        Args:
+            assignment: what is changed.
+            count: how often.
+            values: how units give way.
+        """
         for _ in range(count):
             here, changed = np.array(assignment), np.zeros(len(assignment), bool)
             self._random.choice((self._swap, self._run, self._turn, self._turn))(here, changed)
-            yield self._repaired(here, changed)
+            yield _repaired(values, here, changed)
 
     def _swap(self, here: Places, changed: NDArray[np.bool_]) -> None:
         """Two units between embedding and head change places."""
@@ -232,19 +240,20 @@ class Changes:
             for unit in self._random.sample(able, min(self._random.choice(_TOGETHER), len(able))):
                 here[unit, half], changed[unit] = wanted[unit], True
 
-    def _repaired(self, here: Places, changed: NDArray[np.bool_]) -> Assignment:
-        """The same, but units that have not ``changed`` give way until memory suffices."""
-        if self._values.fits(self._values.of(here)):
-            return as_assignment(here)
-        values = self._values.near(self._values.of(here), _NEAR)
-        rows = values.of(here)
-        for _ in range(2 * int(changed.sum()) + 2):
-            unit, half, choice = values.best(here, rows, ~changed)
-            if values.fits(rows) or here[unit, half] == choice:
-                break
-            rows = values.after(here, rows, unit, half, choice)
-            here[unit, half] = choice
+
+def _repaired(values: Values, here: Places, changed: NDArray[np.bool_]) -> Assignment:
+    """The same, but units that have not ``changed`` give way until memory suffices."""
+    if values.fits(values.of(here)):
         return as_assignment(here)
+    values = values.near(values.of(here), _NEAR)
+    rows = values.of(here)
+    for _ in range(2 * int(changed.sum()) + 2):
+        unit, half, choice = values.best(here, rows, ~changed)
+        if values.fits(rows) or here[unit, half] == choice:
+            break
+        rows = values.after(here, rows, unit, half, choice)
+        here[unit, half] = choice
+    return as_assignment(here)
 
 
 def _targets(choices: Choices) -> Iterator[tuple[int, Places]]:

@@ -10,26 +10,17 @@ The objective is the largest of lower bounds of the period, so its value is what
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
 from autohete.errors import check_fields, check_member
 from autohete.hardware import Hardware
+from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.plan_bounds import Choices, Numbers, TimeBounds, all_choices, below
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 
 #: Of plans that the bounds cannot tell apart, the one that moves and computes less is better in practice.
 _LOAD_WEIGHT = 5e-4
-
-
-class Objective(StrEnum):
-    """What to minimise: time under all memories, or one memory under the others, by its name."""
-
-    SECONDS = "seconds"
-    GPU_BYTES = "gpu"
-    HOST_BYTES = "host"
-    PINNED_BYTES = "pinned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +46,9 @@ class Program:
 
     Args:
         costs: seconds and bytes per block.
-        hardware: capacities and links.
+        hardware: links and shared bandwidth.
         priority: whether updates run smaller block first.
-        gpu_budget_bytes, host_budget_bytes, pinned_budget_bytes: capacities for tensors; pinned memory may have no limit.
+        budgets: what each memory has.
         pending: count also what typical timing adds to the GPU's memory: a gradient that still waits for its copy and the
             parameters fetched ahead. Without it the program is a relaxation: its value is what no plan can beat.
     """
@@ -65,10 +56,8 @@ class Program:
     costs: BlockCosts
     hardware: Hardware
     priority: bool
-    gpu_budget_bytes: float
-    host_budget_bytes: float
+    budgets: Budgets
     pending: bool = True
-    pinned_budget_bytes: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -114,15 +103,10 @@ class Program:
 
     def within_budgets(self, choices: Choices, objective: Objective = Objective.SECONDS) -> Choices:
         """Those of ``choices`` that fit."""
-        for memory, budget in self.budgets().items():
+        for memory, budget in self.budgets.limits().items():
             if objective is not memory:
                 choices = choices.take(self._bytes(choices, memory) <= budget)
         return choices
-
-    def budgets(self) -> dict[Objective, float]:
-        """Of each memory that has one; what is quick to count comes first."""
-        pinned = {} if self.pinned_budget_bytes is None else {Objective.PINNED_BYTES: self.pinned_budget_bytes}
-        return {**pinned, Objective.HOST_BYTES: self.host_budget_bytes, Objective.GPU_BYTES: self.gpu_budget_bytes}
 
     def _bytes(self, x: Choices, memory: Objective) -> Numbers:
         count = {

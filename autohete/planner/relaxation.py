@@ -19,20 +19,24 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from autohete.errors import check_fields
+from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.choices import Assignment, Choices
-from autohete.planner.program import Objective
 from autohete.planner.rows import Model, Numbers, Rows, stacked
 
 #: Places of choices: one for each unit, or those of both halves, of shape (units, 2).
 Places = NDArray[np.integer[Any]]
 #: A row is broken if it exceeds its limit by more than this share of it.
 _TOLERANCE = 1e-6
-#: How often broken rows are taken up, and how many at a time.
-_ROUNDS, _ROWS_PER_ROUND = 8, 24
+#: How often broken rows are taken up: for a bound, and where an assignment that all rows improve is made of the solution.
+_ROUNDS, _FEW_ROUNDS = 8, 2
+#: How many are taken up at a time: only the worst of so many neighbours, since rows of neighbouring units say nearly the same.
+_ROWS_PER_ROUND, _NEIGHBOURS = 24, 5
 #: Engines whose work tells apart what takes equally long: one that moves and computes less is better in practice.
 _LOADS, _LOAD_WEIGHT = 4, 5e-4
 #: Of bytes above the budget, as a share of it, in shares of the time: more than any time can make up for.
 _PENALTY = 100.0
+#: Rows of seconds, and of bytes, that are looked at while single choices change.
+_NEAR = 48
 #: Solvers are exact to about this share.
 _SOLVER = 1e-7
 
@@ -44,7 +48,7 @@ class Relaxation:
     Args:
         choices: of each unit.
         model: its rows.
-        gpu_budget_bytes, host_budget_bytes, pinned_budget_bytes: capacities for tensors; pinned memory may have no limit.
+        budgets: what each memory has.
         stalls: share of the estimated stalls that is added to the time.
         pending: count also what typical timing adds to the memories. Without both, the program's value is a bound.
         objective: what to minimise; a memory that is minimised has no budget.
@@ -52,12 +56,10 @@ class Relaxation:
 
     choices: Choices
     model: Model
-    gpu_budget_bytes: float
-    host_budget_bytes: float
+    budgets: Budgets
     stalls: float = 0.0
     pending: bool = False
     objective: Objective = Objective.SECONDS
-    pinned_budget_bytes: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -65,7 +67,7 @@ class Relaxation:
     def bound(self) -> float | None:
         """Seconds that no assignment within the budgets goes below; None if there is none."""
         program = _Program(self)
-        if program.shares() is None:
+        if program.shares(_ROUNDS) is None:
             return None
         return program.least_seconds()
 
@@ -73,24 +75,36 @@ class Relaxation:
         """Choices near the optimum; None if nothing fits by the rows.
 
         Args:
-            taken: rows that bound in problems like this one; those of this one are added.
+            taken: rows that bound in a problem like this one; replaced by those of this one.
         """
         program = _Program(self, taken or ())
-        shares = program.shares()
+        shares = program.shares(_FEW_ROUNDS)
         if taken is not None:
+            taken.clear()
             taken.update(program.taken)
         return None if shares is None else self.improved(program.rounded(shares))
 
     def improved(self, assignment: Assignment) -> Assignment:
-        """Changes one choice after another for the best one, as long as the value falls."""
+        """Changes one choice after another for the best one, as long as the value falls.
+
+        The best is looked for among the rows that come next to binding, in turns with all.
+        """
         values, here = self.values(), np.array(assignment)
-        rows, everywhere = values.of(here), np.ones(len(here), bool)
         while True:
-            unit, half, choice = values.best(here, rows, everywhere)
-            changed = values.after(here, rows, unit, half, choice)
-            if not values.value(changed) < values.value(rows) - _TOLERANCE:
+            rows = values.of(here)
+            changed = values.near(rows, _NEAR).improved(here)
+            if not values.value(values.of(changed)) < values.value(rows) - _TOLERANCE:
                 return as_assignment(here)
-            here[unit, half], rows = choice, changed
+            here = changed
+
+    def bytes_of(self, assignment: Assignment) -> Budgets:
+        """What ``assignment`` surely takes of each memory."""
+        model, pinned = self.model, self.budgets.pinned_bytes
+        return Budgets(
+            float(model.gpu_bytes.of(assignment).max()),
+            float(model.host_bytes.of(assignment)[0]),
+            None if pinned is None else float(model.pinned_bytes.of(assignment)[0]),
+        )
 
     def values(self) -> Values:
         """What makes one assignment better than another."""
@@ -101,16 +115,11 @@ class Relaxation:
             Objective.PINNED_BYTES: self.model.pinned_bytes.take(coming_and_going),
             Objective.HOST_BYTES: self.model.host_bytes.take(coming_and_going),
         }
-        least, budgets = rows[self.objective], self.budgets()
+        least, budgets = rows[self.objective], self.budgets.limits()
         limited = [memory for memory in rows if memory in budgets and memory is not self.objective]
         shares = stacked(rows[memory] * (1 / max(budgets[memory], 1.0)) for memory in limited)
         scale = max(float(least.of(((0, 0),) * len(self.choices.others)).max()), 1e-9)
         return Values(self.choices, least * (1 / scale), shares, scale)
-
-    def budgets(self) -> dict[Objective, float]:
-        """Of each memory that has one."""
-        found = {Objective.HOST_BYTES: self.host_budget_bytes, Objective.GPU_BYTES: self.gpu_budget_bytes}
-        return found if self.pinned_budget_bytes is None else {Objective.PINNED_BYTES: self.pinned_budget_bytes, **found}
 
 
 class Values:
@@ -158,6 +167,16 @@ class Values:
         value = seconds.max(axis=0) + _LOAD_WEIGHT * seconds[:_LOADS].sum(axis=0)
         return np.asarray(value + _PENALTY * np.maximum(used.max(axis=0) - 1, 0))
 
+    def improved(self, here: Places) -> Places:
+        """``here`` after changes that each lower the value."""
+        rows, here, everywhere = self.of(here), here.copy(), np.ones(len(here), bool)
+        while True:
+            unit, half, choice = self.best(here, rows, everywhere)
+            changed = self.after(here, rows, unit, half, choice)
+            if not self.value(changed) < self.value(rows) - _TOLERANCE:
+                return here
+            here[unit, half], rows = choice, changed
+
     def after(self, here: Places, rows: Numbers, unit: int, half: int, choice: int) -> Numbers:
         """The rows with another choice of one unit."""
         part = self._half(half)
@@ -193,7 +212,7 @@ class _Program:
         taken: rows to begin with, beside the loads.
 
     Attributes:
-        taken: the rows that were taken up.
+        taken: the rows that were taken up, without those that turned out not to bind.
     """
 
     def __init__(self, problem: Relaxation, taken: Iterable[int] = ()) -> None:
@@ -211,19 +230,20 @@ class _Program:
         group = np.concatenate([self._halves[0][0], units + self._halves[1][0]])
         entries = (np.ones(len(group)), (group, np.arange(len(group))))
         self._one_each = csr_array(entries, shape=(2 * units, len(group) + 1))
-        self.taken = {*range(min(6, self._times)), self._times, count - 1, *taken}
+        self._always = {*range(min(6, self._times)), self._times, count - 1}
+        self.taken = self._always.union(taken)
 
-    def shares(self) -> Numbers | None:
-        """The optimum of the rows that bind; None if the budgets are too small."""
-        for _ in range(_ROUNDS):
+    def shares(self, rounds: int) -> Numbers | None:
+        """The optimum of the rows that are taken up in so many rounds; None if the budgets are too small."""
+        for _ in range(rounds):
             found = self._solved(self._load)
             if found is None:
                 return None
             broken = self._matrix @ found - self._limits
-            worst = [int(row) for row in np.argsort(-broken)[:_ROWS_PER_ROUND] if broken[row] > _TOLERANCE]
+            worst = _worst(broken)
             if self.taken.issuperset(worst):
                 break
-            self.taken.update(worst)
+            self.taken = self._always.union(worst, (row for row in self.taken if broken[row] > -_TOLERANCE))
         return found
 
     def least_seconds(self) -> float:
@@ -244,7 +264,8 @@ class _Program:
             A_eq=self._one_each,
             b_eq=np.ones(self._one_each.shape[0]),
             bounds=bounds,
-            method="highs",
+            method="highs-ds",
+            options={"presolve": False},  # the rows are few and full: looking for what to leave out takes as long as to solve
         )
         return np.asarray(found.x) if found.status == 0 else None
 
@@ -261,6 +282,14 @@ class _Program:
             best.append({unit: choice for unit, (_, choice) in largest.items()})
             offset += len(units)
         return tuple((best[0][unit], best[1][unit]) for unit in range(len(best[0])))
+
+
+def _worst(broken: Numbers) -> list[int]:
+    """Rows that are broken most, none next to another."""
+    padded = np.pad(broken, _NEIGHBOURS // 2, constant_values=-np.inf)
+    most = np.lib.stride_tricks.sliding_window_view(padded, _NEIGHBOURS).max(axis=1)
+    peaks = np.flatnonzero((broken >= most) & (broken > _TOLERANCE))
+    return [int(row) for row in peaks[np.argsort(-broken[peaks], kind="stable")][:_ROWS_PER_ROUND]]
 
 
 def _places(every: tuple[tuple[object, ...], ...]) -> Iterator[tuple[int, int]]:

@@ -17,8 +17,9 @@ import numpy as np
 from autohete.errors import InfeasibleError
 from autohete.hardware import Hardware
 from autohete.plan.policy import Judgement, Verdict
+from autohete.planner.budgets import Objective
 from autohete.planner.plan_bounds import Choices
-from autohete.planner.program import Objective, Program
+from autohete.planner.program import Program
 from autohete.planner.steps import Counts
 from autohete.quantities import format_bytes
 
@@ -94,11 +95,6 @@ def infeasible(memory: str, have: float, needed: float, hardware: Hardware) -> I
     )
 
 
-def tightened(asked: float | None, budget: float | None, used: float) -> float | None:
-    """What to ask for next of a memory of which a plan that was to take ``asked`` has ``used``; None without a budget."""
-    return None if asked is None or budget is None else asked - max(0, used - budget)
-
-
 def _effort(program: Program) -> int:
     return max(_EFFORT, _EFFORT_TIMES_BLOCKS // program.costs.count)
 
@@ -114,12 +110,7 @@ def _starts(program: Program, search: _Search) -> Iterator[Counts]:
         found = search.judged[solution.counts]
         if found.verdict is Verdict.OK:
             break
-        tighter = replace(
-            tighter,
-            gpu_budget_bytes=tighter.gpu_budget_bytes - max(0, found.gpu_peak_bytes - program.gpu_budget_bytes),
-            host_budget_bytes=tighter.host_budget_bytes - max(0, found.host_peak_bytes - program.host_budget_bytes),
-            pinned_budget_bytes=tightened(tighter.pinned_budget_bytes, program.pinned_budget_bytes, found.pinned_peak_bytes),
-        )
+        tighter = replace(tighter, budgets=tighter.budgets.tightened(program.budgets, found))
     for budget in (tighter, search.relaxed):
         choices = budget.fitting()
         if len(choices):

@@ -24,7 +24,8 @@ from autohete.lowering.memory_waits import least_bytes
 from autohete.plan import Footprint, Format, Plan
 from autohete.plan.policy import Judge, Judgement
 from autohete.plan.rules import ByPriority, Rule, Slots
-from autohete.planner.program import Objective, Program
+from autohete.planner.budgets import Budgets, Objective
+from autohete.planner.program import Program
 from autohete.planner.search import best_counts, infeasible, least_memory
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 from autohete.planner.tuning import tune_prefetches
@@ -82,9 +83,7 @@ class AutoHete:
             costs=BlockCosts(profile, self._untuned(profile, Counts(0, 0, 0))),
             hardware=hardware,
             priority=self.priority,
-            gpu_budget_bytes=hardware.gpu_capacity_bytes,
-            host_budget_bytes=hardware.host.memory_bytes,
-            pinned_budget_bytes=hardware.host.pinned_bytes,
+            budgets=Budgets.of(hardware),
         )
 
     def plan_for(self, profile: Profile, counts: Counts) -> Plan:
@@ -126,7 +125,7 @@ class AutoHete:
         If a plan fits with more pinned memory, that binds; if one fits the GPU with a larger host, the host does; otherwise the
         GPU. What a plan needs does not depend on time, so that what is named here works though the next measurement is another.
         """
-        budgets = program.budgets()
+        budgets = program.budgets.limits()
 
         def measured(memory: Objective, counts: Counts) -> float | None:
             schedule = lower(profile, self._untuned(profile, counts))

@@ -15,7 +15,8 @@ A linear program over lower bounds of the time and of the memory chooses where t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -26,12 +27,12 @@ from autohete import policies
 from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering import lower
 from autohete.lowering.memory_waits import least_bytes
-from autohete.plan import Format, Plan, Processor, without_refused_rules
+from autohete.plan import Activations, Format, Plan, Processor, UnitPlan, without_refused_rules
 from autohete.plan.policy import Judge, Judgement, Verdict
 from autohete.plan.rules import ByPriority, Rule, Slots
+from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.choices import Assignment, Choices, all_choices
 from autohete.planner.joint_search import JointSearch
-from autohete.planner.program import Objective
 from autohete.planner.relaxation import Relaxation, as_assignment
 from autohete.planner.rows import Costs, Model
 from autohete.planner.search import infeasible
@@ -73,18 +74,21 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
     family = Family(profile, judge, choices)
     relaxed = family.relaxation()
     bound = relaxed.bound()
-    search = None if bound is None else JointSearch(relaxed, family.judged, bound)
-    if search is not None:  # rows do not say how badly copies of activations get in each other's way
-        search.start(Family(profile, judge, choices.where(lambda unit: not unit.kept.leaves)).relaxation())
-    shipped = [plan for plan in _shipped(profile, judge, _seconds(search)) if judge(plan).verdict is Verdict.OK]
-    candidates = list(shipped)
-    if search is not None:
-        for plan in shipped:
-            if (assignment := choices.assignment(plan.units)) is not None:
+    parts = [] if bound is None else list(_parts(family))
+    problems = [relaxed if part is family else part.relaxation() for part in parts]
+    searches = [JointSearch(problem, part.judged, bound or 0.0) for part, problem in zip(parts, problems, strict=True)]
+    for part, search in zip(parts, searches, strict=True):
+        search.start(part.where(_keeps_on_gpu).relaxation())
+    limit = searches[0].seconds if searches else math.inf
+    candidates = [plan for plan in _shipped(profile, judge, limit) if judge(plan).verdict is Verdict.OK]
+    # Each part begins with all that was found before, and does what it does as the last one: more choices are never worse.
+    for part, search in zip(parts, searches, strict=True):
+        for plan in candidates:
+            if (assignment := part.choices.assignment(plan.units)) is not None:
                 search.try_(assignment)
         search.go_on()
         if search.best is not None:
-            candidates.append(family.polished(search.best.assignment))
+            candidates += part.plans(search.best.assignment)
     if not candidates:
         return family.frugal(relaxed)
     found = min(candidates, key=lambda plan: judge(plan).seconds)
@@ -92,8 +96,17 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
     return replace(found, bound_seconds=min([*proven, *([] if bound is None else [bound])]))
 
 
-def _seconds(search: JointSearch | None) -> float:
-    return search.best.seconds if search is not None and search.best is not None else float("inf")
+def _parts(family: Family) -> Iterator[Family]:
+    """Some of the choices, then all: what recomputes selectively has so many neighbours that a search misses others."""
+    whole_units = family.where(lambda unit: unit.activations is not Activations.SELECTIVE)
+    if whole_units.choices != family.choices:
+        yield whole_units
+    yield family
+
+
+def _keeps_on_gpu(unit: UnitPlan) -> bool:
+    """The rows do not say how badly copies of activations get in each other's way."""
+    return not unit.kept.leaves
 
 
 class Family:
@@ -108,33 +121,40 @@ class Family:
     def __init__(self, profile: Profile, judge: Judge, choices: Choices) -> None:
         self.profile, self.choices, self._judge = profile, choices, judge
         self._template = replace(AutoHete().plan_for(profile, Counts(0, 0, 0)), policy="joint")
-        self._plans: dict[Assignment, Plan] = {}
+        self._known: dict[tuple[UnitPlan, ...], tuple[Plan, Judgement]] = {}
+
+    def where(self, allowed: Callable[[UnitPlan], bool]) -> Family:
+        """The plans of those choices that are ``allowed``; what one of both has judged the other knows."""
+        part = Family(self.profile, self._judge, self.choices.where(allowed))
+        part._known = self._known
+        return part
 
     def relaxation(self) -> Relaxation:
         """The search's problem."""
-        hardware = self.profile.hardware
         model = Model(Costs(self.profile, self._template, self.choices))
-        return Relaxation(
-            self.choices,
-            model,
-            hardware.gpu_capacity_bytes,
-            hardware.host.memory_bytes,
-            pinned_budget_bytes=hardware.host.pinned_bytes,
-        )
+        return Relaxation(self.choices, model, Budgets.of(self.profile.hardware))
 
     def judged(self, assignment: Assignment) -> Judgement:
         """Time and memory of the plan of ``assignment``."""
 
+        return self._tuned(assignment)[1]
+
+    def _tuned(self, assignment: Assignment) -> tuple[Plan, Judgement]:
         def tuned(plan: Plan) -> tuple[Plan, Judgement]:
             plan = replace(plan, units=tune_prefetches(self.profile, plan))
             return plan, self._judge(plan)
 
-        _, (self._plans[assignment], found) = without_refused_rules(self._untuned(assignment), tuned)
-        return found
+        plan = self._untuned(assignment)
+        if plan.units not in self._known:
+            _, self._known[plan.units] = without_refused_rules(plan, tuned)
+        return self._known[plan.units]
 
-    def polished(self, assignment: Assignment) -> Plan:
-        """The plan of ``assignment``, which was judged, with fewer rules or other distances where that is faster."""
-        best = self._plans[assignment]
+    def plans(self, assignment: Assignment) -> tuple[Plan, Plan]:
+        """The plan of ``assignment``, and one with fewer rules or other distances where that is faster."""
+        plan = self._tuned(assignment)[0]
+        return plan, self._polished(plan)
+
+    def _polished(self, best: Plan) -> Plan:
         for change in (_without_slots, _without_priority, _states_later, _states_earlier, _activations_earlier):
             changed = change(best)
             if changed == best:
@@ -154,7 +174,7 @@ class Family:
         GPU.
         """
         binds: tuple[Objective, float, float] | None = None
-        for objective, have in relaxed.budgets().items():
+        for objective, have in relaxed.budgets.limits().items():
             least = self._least(replace(relaxed, objective=objective))
             if least is None:
                 continue
@@ -169,7 +189,7 @@ class Family:
     def _least(self, problem: Relaxation) -> tuple[float, Plan] | None:
         """The plan that needs the least of one memory within the others' budgets, and how much; None if none is found."""
         best: tuple[float, Plan] | None = None
-        others = {memory: budget for memory, budget in problem.budgets().items() if memory is not problem.objective}
+        others = {memory: budget for memory, budget in problem.budgets.limits().items() if memory is not problem.objective}
 
         def measured(assignment: Assignment) -> tuple[float, bool]:
             """Bytes of the one memory, and whether the others suffice."""

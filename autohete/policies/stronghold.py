@@ -27,6 +27,7 @@ from autohete.plan.rules import Barrier, Window
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import check_one_gpu
+from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 
@@ -82,7 +83,8 @@ class StrongHold:
             return plan_for(min(self.window, len(profile.blocks) - 2))
 
         def too_wide(window: int) -> bool:  # memory grows with the window
-            return judge(plan_for(window)).verdict is not Verdict.OK
+            plan = plan_for(window)
+            return surely_exceeds_gpu(profile, plan) or judge(plan).verdict is not Verdict.OK
 
         best = plan_for(1)
         if too_wide(1):

@@ -33,6 +33,7 @@ from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import shared
+from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
 from autohete.quantities import rounded_when_pinned
 from autohete.schedule import Kind, Value
@@ -77,7 +78,8 @@ class TwinFlow:
                 return self._plan(profile, activations, end_of(on_gpu))
 
             def too_many(on_gpu: int) -> bool:  # memory grows with them
-                return judge(self._plan(profile, activations, end_of(on_gpu))).verdict is Verdict.GPU_OUT_OF_MEMORY
+                plan = self._plan(profile, activations, end_of(on_gpu))
+                return surely_exceeds_gpu(profile, plan) or judge(plan).verdict is Verdict.GPU_OUT_OF_MEMORY
 
             return self._plan(profile, activations, end_of(bisect_left(range(1, groups + 1), True, key=too_many)))
 
