@@ -85,16 +85,22 @@ def test_a_quarter_of_the_memory_is_enough() -> None:
     assert abs(found.predicted_peak_bytes / found.measured_peak_bytes - 1) < 0.03
 
 
-def test_a_block_is_updated_on_one_side() -> None:
-    """A plan in which both sides update a part of a block is refused, with what to leave out; the model stays as it was."""
-    model = model_for(MEDIUM)
-    before = [parameter.clone() for parameter in model.parameters()]
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_a_block_that_both_sides_update_is_given_back(precision: Precision) -> None:
+    """Sub-groups that end within a block train to the bit, and the model has the trained values of both sides."""
+    workload = replace(MEDIUM, precision=precision)
+    model = model_for(workload)
     policy = "twin_flow:ratio=50,sub_group_size=1000,bucket_size=1"
-    trainer = Trainer(model, policy=policy, gpu_memory="1GiB", profile=profile_for(MEDIUM))
-    with pytest.raises(InputError, match=r"GPU and CPU each update a part of block \d+, .* plan without gpu_share"):
-        trainer.prepare(batches(MEDIUM, 1)[0])
-    trainer.close()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with Trainer(model, policy=policy, gpu_memory="1GiB", profile=profile_for(workload)) as trainer:
+        prediction = trainer.prepare(batches(workload, 1)[0])
+        assert any(unit.gpu_share for unit in prediction.plan.units)
+        torch.manual_seed(2)
+        losses = [trainer.step(batch) for batch in batches(workload, STEPS)]
+        peak = trainer.comparison().measured_peak_bytes
+    expected_losses, expected = plain(precision)
+    assert losses == expected_losses
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(model.parameters(), expected, strict=True))
+    assert peak <= prediction.gpu.peak_bytes
 
 
 def test_the_named_limit_of_pinned_memory_works() -> None:

@@ -7,7 +7,8 @@ elements of a parameter are parameters joined and pieces cut: the kernel's resul
 parameter alone, because the CPU's kernel computes the last elements that fill no vector in another way.
 
 States may be of a part of a block, which may begin and end anywhere, also within a parameter. The group of 64 elements in which
-such a cut lies is then computed as a whole, with zeros for what is elsewhere, and the elements that are here are kept.
+such a cut lies is then computed as a whole, with zeros for what is elsewhere, and the elements that are here are kept. That
+takes at most 2 KiB while the kernel runs, which nobody counts.
 """
 
 from __future__ import annotations
