@@ -158,7 +158,8 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
     def block(index: int) -> BlockProfile:
         kept = draw(sizes)
         given = draw(st.integers(0, kept))
-        selective = st.builds(SelectiveProfile, st.integers(0, kept - given), seconds)
+        measured = st.none() | sizes
+        selective = st.builds(SelectiveProfile, st.integers(0, kept - given), seconds, measured, measured)
         return BlockProfile(
             role=workload.role(index),
             parameters=draw(st.one_of(st.integers(1, 9), st.integers(1, 10**7))),
