@@ -105,6 +105,15 @@ def test_the_smallest_budget_is_named_and_works(training: tuple[str, Path]) -> N
     assert losses(trains({**options, "--gpu-memory": f"{found[1]}B"})) == losses(training[0])
 
 
+def test_the_smallest_pinned_memory_is_named_and_works(training: tuple[str, Path]) -> None:
+    """So is a limit of pinned memory, to which the plan keeps."""
+    options = {**TINY, "--policy": "streamed_states", "--gpu-memory": "100%"}
+    refusal = refused("train", *words({**options, "--pinned-memory": "5KiB"}))
+    found = re.search(r"The smallest pinned memory that works is (\d+) B", refusal)
+    assert found
+    assert losses(trains({**options, "--pinned-memory": f"{found[1]}B"})) == losses(training[0])
+
+
 def test_a_paced_training_keeps_the_pace_of_the_hardware() -> None:
     """Paced, it says how much slower than the hardware it goes, and never runs ahead of the simulation."""
     said = trains({**TINY, "--mode": "paced", "--gpu-memory": "100%", "--policy": "resident", "--steps": "2"})
@@ -127,6 +136,7 @@ def test_a_paced_training_keeps_the_pace_of_the_hardware() -> None:
         ({"--gpu-memory": "0%"}, "is not a share of memory"),
         ({"--gpu-memory": "5KiB"}, "does not fit: .*The smallest gpu memory that works is "),
         ({"--host-memory": "5"}, "has no unit"),
+        ({"--pinned-memory": "5"}, "has no unit"),
         ({"--precision": "fp8"}, "precision"),
         ({"--policy": "zero"}, "unknown policy 'zero'"),
         ({"--hardware": "a100"}, "unknown hardware 'a100'"),

@@ -69,6 +69,8 @@ def needs(
         "zero_offload:paper,tile_overlap",
         "autohete",
         "autohete:priority=off",
+        "twin_flow:ratio=50,sub_group_size=1000,bucket_size=1",
+        "resident:checkpointing=selective",
     ],
 )
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])

@@ -15,7 +15,7 @@ from support.plans import with_gradients_replacing
 from support.reference import Outcome, slowed, train_by_schedule, train_plainly
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autohete.errors import AutoHeteError, InputError
+from autohete.errors import AutoHeteError, InputError, ScheduleError
 from autohete.execution.trace import check_trace
 from autohete.hardware import Interconnect, Nvme, load_hardware
 from autohete.lowering import lower
@@ -23,10 +23,21 @@ from autohete.plan import Activations, Plan, Processor, Rest, Route, UnitPlan
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.lanes import Action
-from autohete.schedule import COLLECTIVES, HOST_MEMORY, NVME_MEMORY, Kind, Schedule, Task, TaskId
+from autohete.schedule import (
+    COLLECTIVES,
+    GPU_MEMORY,
+    HOST_MEMORY,
+    NVME_MEMORY,
+    BufferId,
+    Kind,
+    Schedule,
+    Task,
+    TaskId,
+    Value,
+)
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
-from autohete.testing.strategies import plans
+from autohete.testing.strategies import plans, with_shared_updates
 from autohete.workload import Precision, Units, Workload
 
 STEPS = 3
@@ -159,6 +170,7 @@ def test_what_cannot_be_selected_is_refused() -> None:
         "zero_infinity",
         "mlp_offload:cached=2",
         "twin_flow:ratio=40",
+        "twin_flow:ratio=40,sub_group_size=999",
         "zero_offload:delayed_update",
     ],
 )
@@ -195,6 +207,63 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
     outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan).validate(), slowed(seed, 0.0005))
     assert outcome == plainly(workload, updated_on_cpu(plan) if plan.delayed else frozenset())
     assert check_trace(trace) == []
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_updates_on_both_sides_train_to_the_bit(data: st.DataObject) -> None:
+    """Wherever a block is cut into what the GPU and what the CPU updates: plain PyTorch's bits."""
+    workload = replace(
+        SMALL,
+        transformer_blocks=1,
+        precision=data.draw(st.sampled_from([Precision.FP32, Precision.BF16])),
+        tied_embeddings=data.draw(st.booleans()),
+        micro_batches=data.draw(st.sampled_from([1, 2])),
+        clip_norm=data.draw(st.sampled_from([None, CLIP_NORM])),
+    )
+    profile = profile_of(workload)
+    plan = data.draw(with_shared_updates(profile, data.draw(plans(profile))))
+    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan), slowed(0, 0.0005))
+    assert outcome == plainly(workload)
+    assert check_trace(trace) == []
+
+
+def with_states(size_bytes: int) -> Callable[[Schedule], Schedule]:
+    """Let the GPU have other bytes of the optimizer states of unit 2."""
+
+    def change(schedule: Schedule) -> Schedule:
+        states = BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, 2)
+        return replace(
+            schedule, resident=tuple(b._replace(size_bytes=size_bytes) if b.id == states else b for b in schedule.resident)
+        )
+
+    return change
+
+
+def with_task(kind: Kind, **other: Any) -> Callable[[Schedule], Schedule]:
+    """Change the task of ``kind`` of unit 2."""
+    return lambda schedule: replace(
+        schedule, tasks=tuple(replace(task, **other) if task.id == TaskId(kind, 2) else task for task in schedule.tasks)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_states(12), "gives the GPU 12 bytes of its optimizer states: give a positive multiple of 8"),
+        (with_states(10**9), r"less than the \d+ of the whole block"),
+        (with_task(Kind.REFRESH, id=TaskId(Kind.WRITE_BACK_FORWARD, 2)), "has a write-back of parameters after forward for it"),
+        (with_task(Kind.CPU_UPDATE, after=()), "its CPU update is delayed"),
+        (with_task(Kind.GRADIENT_NORM, lane="cpu"), "the norm of its gradients is computed on the host"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused(change: Callable[[Schedule], Schedule], message: str) -> None:
+    """A schedule in which both sides update a block says how much of it each has, and moves nothing that has to be whole."""
+    workload = replace(SMALL, clip_norm=CLIP_NORM)
+    units = [UnitPlan(update_on=Processor.CPU, gpu_share=0.5) if unit == 2 else UnitPlan() for unit in range(5)]
+    schedule = lower(profile_of(workload), Plan("by hand", tuple(units)))
+    with pytest.raises(ScheduleError, match=f"GPU and CPU each update a part of block 2, but .*{message}"):
+        train_by_schedule(workload, STEPS, change(schedule))
 
 
 @pytest.mark.parametrize("policy", ["zero_offload:delayed_update", "zero_offload:paper,tile_overlap,delayed_update"])

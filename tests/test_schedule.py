@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autohete.errors import ScheduleError
 from autohete.lowering import lower
+from autohete.plan import Processor
 from autohete.schedule import (
     KIND_MEANING,
     Buffer,
@@ -29,6 +30,7 @@ from autohete.schedule import (
     parse_schedule,
     parse_task_id,
 )
+from autohete.schedule.order import delayed_units
 from autohete.testing import strategies
 
 task_ids = st.builds(TaskId, st.sampled_from(Kind), *[st.integers(0, 10**6)] * 4)
@@ -80,6 +82,15 @@ def test_lowered_schedule_is_its_text(data: st.DataObject) -> None:
     profile = data.draw(strategies.profiles())
     schedule = lower(profile, data.draw(strategies.plans(profile)))
     assert parse_schedule(str(schedule)) == schedule
+
+
+@given(st.data())
+def test_delayed_units_are_those_of_a_delayed_plan(data: st.DataObject) -> None:
+    """Wherever the gradients of however many micro-batches are added up, only delayed updates are found to be delayed."""
+    profile = data.draw(strategies.profiles(max_micro_batches=3))
+    plan = data.draw(strategies.plans(profile))
+    on_cpu = {i for i, unit in enumerate(plan.units) if unit.update_on is Processor.CPU}
+    assert delayed_units(lower(profile, plan)) == (on_cpu if plan.delayed else set())
 
 
 def test_resource_that_nobody_uses_is_refused() -> None:

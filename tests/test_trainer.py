@@ -85,16 +85,22 @@ def test_a_quarter_of_the_memory_is_enough() -> None:
     assert abs(found.predicted_peak_bytes / found.measured_peak_bytes - 1) < 0.03
 
 
-def test_a_block_is_updated_on_one_side() -> None:
-    """A plan in which both sides update a part of a block is refused, with what to leave out; the model stays as it was."""
-    model = model_for(MEDIUM)
-    before = [parameter.clone() for parameter in model.parameters()]
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_a_block_that_both_sides_update_is_given_back(precision: Precision) -> None:
+    """Sub-groups that end within a block train to the bit, and the model has the trained values of both sides."""
+    workload = replace(MEDIUM, precision=precision)
+    model = model_for(workload)
     policy = "twin_flow:ratio=50,sub_group_size=1000,bucket_size=1"
-    trainer = Trainer(model, policy=policy, gpu_memory="1GiB", profile=profile_for(MEDIUM))
-    with pytest.raises(InputError, match=r"GPU and CPU each update a part of block \d+, .* plan without gpu_share"):
-        trainer.prepare(batches(MEDIUM, 1)[0])
-    trainer.close()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with Trainer(model, policy=policy, gpu_memory="1GiB", profile=profile_for(workload)) as trainer:
+        prediction = trainer.prepare(batches(workload, 1)[0])
+        assert any(unit.gpu_share for unit in prediction.plan.units)
+        torch.manual_seed(2)
+        losses = [trainer.step(batch) for batch in batches(workload, STEPS)]
+        peak = trainer.comparison().measured_peak_bytes
+    expected_losses, expected = plain(precision)
+    assert losses == expected_losses
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(model.parameters(), expected, strict=True))
+    assert peak <= prediction.gpu.peak_bytes
 
 
 def test_the_named_limit_of_pinned_memory_works() -> None:
@@ -169,13 +175,46 @@ def test_a_list_that_cannot_be_sublayers_is_refused() -> None:
         trainer.prepare(batches(MEDIUM, 1)[0])
 
 
-def test_a_measured_profile_does_not_know_selective_recomputation() -> None:
-    """A policy that asks for it is refused, with the unit and what to do instead."""
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_a_selective_recomputation_is_measured(precision: Precision) -> None:
+    """It trains to the bit, and in exactly the memory that the measured profile says, which is less than that of all."""
+    workload = replace(MEDIUM, precision=precision)
+    policy, profile = "resident:checkpointing=selective", profile_for(workload)
+    with Trainer(model_for(workload), policy=policy, gpu_memory="1GiB", profile=profile) as trainer:
+        torch.manual_seed(2)
+        losses = [trainer.step(batch) for batch in batches(workload, STEPS)]
+        parameters, found = trainer.parameters(), trainer.comparison()
+    expected_losses, expected = plain(precision)
+    assert losses == expected_losses
+    assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+    assert found.measured_peak_bytes == found.predicted_peak_bytes < trainer.resident_bytes
+
+
+class Overwriting(nn.Module):
+    """A block that changes the result of its linear layer in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.inner(x)
+        return x + hidden.relu_()
+
+
+def test_a_block_that_cannot_select_is_refused() -> None:
+    """Where a result that would be kept is changed in place, all else is measured, and a policy that selects is refused."""
+    model = Alternating()
+    model.layers = nn.ModuleList(Overwriting() for _ in range(4))
+    model.units = Units.BLOCK
+    batch, hardware = batches(MEDIUM, 1)[0], load_hardware("a100-40gb-epyc7713")
     with (
         pytest.raises(InputError, match=r"unit 1 \(transformer\) is to be recomputed selectively, but its profile"),
-        Trainer(model_for(MEDIUM), policy="resident:checkpointing=selective", profile=profile_for(MEDIUM)) as trainer,
+        Trainer(model, policy="resident:checkpointing=selective", hardware=hardware, blocks="layers") as trainer,
     ):
-        trainer.prepare(batches(MEDIUM, 1)[0])
+        trainer.prepare(batch)
+    with Trainer(model, policy="resident:checkpointing=full", hardware=hardware, blocks="layers") as trainer:
+        assert math.isfinite(trainer.step(batch))
 
 
 def test_the_named_smallest_budget_works() -> None:

@@ -24,7 +24,8 @@ from autohete.train.gpt import seeded_gpt
 from autohete.workload import Precision
 
 SMALL = replace(MEDIUM, transformer_blocks=2, precision=Precision.BF16)
-POLICIES = ["resident", "zero_offload:paper,tile_overlap", "stronghold:window=1", "autohete:priority=off"]
+SHARED = "twin_flow:ratio=50,sub_group_size=1000,bucket_size=1"
+POLICIES = ["resident", "zero_offload:paper,tile_overlap", "stronghold:window=1", "autohete:priority=off", SHARED]
 DELAYED = ["zero_offload:delayed_update", "zero_offload:paper,tile_overlap,delayed_update"]
 BEFORE, AFTER = 3, 2
 #: Losses, parameters, and what the caller's generators draw at the end.
@@ -115,7 +116,7 @@ def same(a: Result, b: Result) -> bool:
 
 @pytest.mark.parametrize("after_prepare", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("before", ["resident", "stronghold:window=1"])
+@pytest.mark.parametrize("before", ["resident", "stronghold:window=1", SHARED])
 def test_a_training_goes_on_under_any_policy(before: str, policy: str, after_prepare: bool) -> None:
     """Losses, parameters, buffers and random numbers are those of the training that was not interrupted."""
     assert same(resumed(policy, read(saved(before)), after_prepare), uninterrupted("resident"))

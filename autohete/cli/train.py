@@ -14,6 +14,7 @@ def train(
     device: Literal["emulated", "cuda"] = "emulated",
     gpu_memory: str = "25%",
     host_memory: str | None = None,
+    pinned_memory: str | None = None,
     steps: int = 60,
     data: str | None = None,
     tokenizer: str = "byte",
@@ -49,6 +50,9 @@ def train(
         Device memory budget, such as 64MiB; or a share of what fully resident training would need, such as 25%.
     host_memory:
         Budget for the model states on the host.
+    pinned_memory:
+        What of it may be page-locked, such as 64MiB; without it all of it. The emulated device pins nothing, but plans keep to
+        the limit.
     steps:
         Number of iterations.
     data:
@@ -121,6 +125,7 @@ def train(
         device=device,
         gpu_memory=gpu_memory,
         host_memory=host_memory,
+        pinned_memory=pinned_memory,
         steps=steps,
         lr=lr,
         clip_norm=clip_norm,

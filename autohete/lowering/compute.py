@@ -74,7 +74,7 @@ class Compute:
         if found is None:
             raise InputError(
                 f"unit {unit} ({self._profile.blocks[unit].role}) is to be recomputed selectively, but its profile does not "
-                "say how: keep or recompute it, or use an analytic profile of a unit that has something to select"
+                "say how: keep or recompute it; or if the profile is older than selective recomputation, measure it again"
             )
         return found
 
@@ -115,12 +115,13 @@ class Compute:
         selected_bytes = 0 if selective is None else selective.kept_bytes
         if kept is Activations.SELECTIVE:
             b.make(task, on_gpu(Value.SELECTED_ACTIVATIONS, unit, task.micro_batch), selected_bytes)
-            b.workspace(task, times.forward_workspace_bytes + times.kept_bytes - selected_bytes + unused_bytes)
+            b.workspace(task, times.selective_workspace_bytes[0] + unused_bytes)
         elif kept is Activations.KEEP:
             # Nobody hands the first unit its input over; what was selected is there already.
             size = times.activation_bytes if unit == 0 else times.kept_bytes - selected_bytes
             b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch), size)
-            b.workspace(task, times.forward_workspace_bytes + unused_bytes)
+            workspace = times.forward_workspace_bytes if selective is None else times.selective_workspace_bytes[1]
+            b.workspace(task, workspace + unused_bytes)
         else:
             b.workspace(task, times.checkpointed_workspace_bytes + unused_bytes)
         if kept is Activations.DROP:

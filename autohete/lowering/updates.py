@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.clipping import Clipping, scaling_seconds
 from autohete.lowering.footprint import pinned_memory
@@ -109,7 +107,8 @@ class Updates:
         self._takes_gradients(update)
         self._clipping.scale(update)
         b.write(update, self._shards.parameters(unit), unit)
-        b.workspace(update, math.ceil(times.gpu_update_workspace_bytes * share))
+        # That of a part is no smaller where a kernel works piece by piece.
+        b.workspace(update, times.gpu_update_workspace_bytes)
         if self._plan.units[unit].fetches_states:
             b.write(update, Value.OPTIMIZER_STATES, unit)
         self._bring_states_home(unit)

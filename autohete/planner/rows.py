@@ -130,6 +130,8 @@ class Costs:
         block = self.profile.blocks[unit]
         if one.activations is Activations.RECOMPUTE:
             return block.input_bytes + block.checkpointed_workspace_bytes
+        if one.activations is Activations.SELECTIVE:
+            return self.kept_bytes(unit, one) + block.selective_workspace_bytes[0]
         return block.activation_bytes + block.forward_workspace_bytes
 
     def recompute_seconds(self, unit: int, one: UnitPlan) -> float:

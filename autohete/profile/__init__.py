@@ -39,10 +39,14 @@ class SelectiveProfile:
     Args:
         kept_bytes: what that forward keeps for backward beside its input.
         seconds: GPU time of the recomputation of the rest.
+        measured_forward_workspace_bytes: what lives only during that forward, if it was measured.
+        measured_workspace_bytes: what lives only during the recomputation, beside its output, if it was measured.
     """
 
     kept_bytes: int
     seconds: float
+    measured_forward_workspace_bytes: int | None = None
+    measured_workspace_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -64,7 +68,7 @@ class BlockProfile:
         gpu_update_workspace_bytes: the same for the optimizer step on the GPU.
         measured_checkpointed_workspace_bytes: the same for a forward that keeps nothing but the input, if it was measured.
         cpu_update_seconds: optimizer step on the CPU where it was measured; None: by the bytes that the plan says it touches.
-        selective: how it is recomputed selectively; None: it cannot be, or nobody has measured it.
+        selective: how it is recomputed selectively; None: it cannot be, or that was not measured.
     """
 
     role: BlockRole
@@ -100,6 +104,18 @@ class BlockProfile:
         if self.measured_checkpointed_workspace_bytes is None:
             return self.forward_workspace_bytes + self.kept_bytes
         return self.measured_checkpointed_workspace_bytes
+
+    @property
+    def selective_workspace_bytes(self) -> tuple[int, int]:
+        """What lives only during a selective forward, and during its recomputation: no more than where all is kept."""
+        found = self.selective
+        if found is None:
+            return self.forward_workspace_bytes, self.forward_workspace_bytes
+        forward, again = found.measured_forward_workspace_bytes, found.measured_workspace_bytes
+        return (
+            self.forward_workspace_bytes + self.kept_bytes - found.kept_bytes if forward is None else forward,
+            self.forward_workspace_bytes if again is None else again,
+        )
 
 
 @dataclass(frozen=True, slots=True)

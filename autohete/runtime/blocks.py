@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from autohete.quantities import rounded_when_pinned
 from autohete.runtime.ledger import CudaMemory, DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
-from autohete.runtime.optimizer import AdamStates
+from autohete.runtime.optimizer import AdamStates, parts_of
 from autohete.runtime.partition import BlockCall
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
@@ -121,10 +121,12 @@ class Side:
     """A block's states on the device or on the host.
 
     Attributes:
-        parameters: flat, all parameters of the block one after another; ``views`` are the parameters in it.
+        parameters: flat, all parameters of the block one after another; ``views`` are the parameters in it. On the host those
+            from ``Block.cut`` on.
         gradients: of each parameter, None for one that has none; empty while the schedule gives them no room.
         iteration: whose gradients they are.
-        places: where gradients are copied to; empty where they stay in the tensors that autograd has made.
+        places: where gradients, or the parts of them that come, are copied to; empty where they stay in the tensors that
+            autograd has made.
         reserved: counts the gradients that stay there, as long as it lives.
         sums: gradients of the micro-batches before, and what counts them, while those of another are found.
         arrived: by micro-batch, gradients on the host that have not been added yet.
@@ -175,6 +177,9 @@ class Block:
     parameters: tuple[nn.Parameter, ...]
     #: Where it computes.
     torch_device: torch.device
+    #: So many of its elements, the first, are updated on the device while the host has and updates the rest; 0: one side
+    #: updates all.
+    cut: int = 0
     #: Of each parameter, and its elements; of all.
     shapes: list[torch.Size] = field(init=False)
     sizes: list[int] = field(init=False)
@@ -214,10 +219,12 @@ class Block:
         """The parameters' places in ``flat``."""
         return [place.view(shape) for place, shape in zip(torch.split(flat, self.sizes), self.shapes, strict=True)]
 
-    def view(self, flat: Tensor, place: int) -> Tensor:
-        """The place of one parameter in ``flat``."""
-        begin = sum(self.sizes[:place])
-        return flat[begin : begin + self.sizes[place]].view(self.shapes[place])
+    def overlap(self, flat: Tensor, begin: int, place: int) -> tuple[Tensor, slice]:
+        """What ``flat``, which has the block's elements from ``begin`` on, has of a parameter, and which of its elements."""
+        before = sum(self.sizes[:place]) - begin
+        (part,) = parts_of([self.sizes[place]], -before, len(flat) - before)
+        at = before + part.first
+        return flat[at : at + part.elements], slice(part.first, part.last)
 
     def bind(self) -> None:
         """Let the module compute with what is on the device; with NaN if nothing is."""

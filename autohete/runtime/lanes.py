@@ -232,10 +232,14 @@ class LaneThreads:
 
     def state(self) -> str:
         """Describe which steps the blocks' parameters are from, once nothing runs; empty if the schedule has no updates."""
-        updated, broken = (
-            {self._schedule.tasks[task].id.unit: step for task, step in steps.items()}
-            for steps in (self._updated, self._broken)
-        )
+        tasks = self._schedule.tasks
+        broken = {tasks[task].id.unit: step for task, step in self._broken.items()}
+        updated: dict[int, int] = {}
+        for task, step in self._updated.items():
+            block = tasks[task].id.unit
+            earlier = updated.setdefault(block, step)
+            if step != earlier:  # one of two sides, each of which updates a part
+                broken.setdefault(block, max(step, earlier))
         return _state(updated, broken)
 
     def abandon(self) -> None:
@@ -503,7 +507,7 @@ def _state(updated: dict[int, int], broken: dict[int, int]) -> str:
 
     Args:
         updated: the last step whose update of a block has ended; -1: none.
-        broken: a step whose update of a block failed midway.
+        broken: a step whose update of a block failed midway, or has ended on one of two sides.
     """
     if not updated:
         return ""

@@ -3,7 +3,12 @@
 ``torch.optim.AdamW(fused=True)`` calls the same kernel, but allocates its states lazily and refuses 16-bit gradients of fp32
 master weights. Here the states are one flat buffer each, made once, and the kernel takes all parameters of a block in one call.
 16-bit gradients are widened and new parameters narrowed piece by piece while they are in cache. Only at multiples of 64
-elements are parameters joined and pieces cut: the kernel's result is then the same to the bit as for each parameter alone.
+elements of a parameter are parameters joined and pieces cut: the kernel's result is then the same to the bit as for each
+parameter alone, because the CPU's kernel computes the last elements that fill no vector in another way.
+
+States may be of a part of a block, which may begin and end anywhere, also within a parameter. The group of 64 elements in which
+such a cut lies is then computed as a whole, with zeros for what is elsewhere, and the elements that are here are kept. That
+takes at most 2 KiB while the kernel runs, which nobody counts.
 """
 
 from __future__ import annotations
@@ -11,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +29,9 @@ from autohete.errors import InputError
 PIECES = {"cpu": 256 * 1024, "cuda": 16 * 1024 * 1024}
 #: What a saved state calls the moments, as PyTorch does, and the fp32 master weights.
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
-#: Elements: only at multiples of it are parameters joined and pieces cut.
+#: Bytes of fp32.
+_WIDE = 4
+#: Elements: only at multiples of it are parameters joined and pieces cut. A multiple of every vector's width.
 _JOINT = 64
 
 
@@ -65,28 +72,110 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def state_bytes(dtype: torch.dtype) -> int:
+    """Bytes of the states of a parameter's element: moments, and master weights where the parameters have 16 bits."""
+    return (2 if dtype is torch.float32 else 3) * _WIDE
+
+
+class Part(NamedTuple):
+    """Of the ``size`` elements of a parameter those from ``first`` on, ``last`` not included."""
+
+    first: int
+    last: int
+    size: int
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return self.last - self.first
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Those of ``tensor``, which is contiguous and has the parameter's elements; flat, without a copy."""
+        return tensor.view(-1)[self.first : self.last]
+
+
+def parts_of(sizes: Sequence[int], begin: int, end: int) -> list[Part]:
+    """What each of some parameters, which lie one after another, has of the elements from ``begin`` up to ``end``."""
+    found = []
+    for size, stop in zip(sizes, accumulate(sizes), strict=True):
+        first, last = (min(max(place - (stop - size), 0), size) for place in (begin, end))
+        found.append(Part(first, last, size))
+    return found
+
+
+class _Stretch(NamedTuple):
+    """Elements of a parameter that are next to each other, and given to the kernel as one tensor.
+
+    Args:
+        place: of the parameter.
+        begin, end: where they are in the flat states.
+        skipped: elements of the parameter's part before them.
+        lead, width: the group of ``width`` elements as a whole of which they are those after the first ``lead``; a width of 0:
+            they need no others for the kernel to compute them as with the rest of the parameter.
+    """
+
+    place: int
+    begin: int
+    end: int
+    skipped: int
+    lead: int
+    width: int
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """Those of the gradient of the parameter's part."""
+        return gradient[self.skipped : self.skipped + self.end - self.begin]
+
+    def widened(self, tensor: Tensor) -> Tensor:
+        """``tensor`` within its group, with zeros around it; ``tensor`` itself if it needs no others."""
+        if not self.width:
+            return tensor
+        group = tensor.new_zeros(self.width)
+        group[self.lead : self.lead + len(tensor)] = tensor
+        return group
+
+
+def _stretches(parts: Sequence[Part], joint: int) -> list[_Stretch]:
+    """All elements of ``parts``, cut where a part begins or ends within a group of ``joint`` elements."""
+    found: list[_Stretch] = []
+    for place, part in enumerate(parts):
+        after_first = min(-(-part.first // joint) * joint, part.last)
+        before_last = part.last if part.last == part.size else max(part.last // joint * joint, part.first)
+        cuts = sorted({part.first, after_first, before_last, part.last})
+        for first, last in zip(cuts, cuts[1:], strict=False):
+            lead = first % joint
+            is_whole = not lead and (last == part.size or last % joint == 0)
+            begin, width = found[-1].end if found else 0, 0 if is_whole else min(joint, part.size - (first - lead))
+            found.append(_Stretch(place, begin, begin + last - first, first - part.first, lead, width))
+    return found
+
+
 class AdamStates:
-    """Moments, step counts and, for 16-bit parameters, fp32 master weights of one block.
+    """Moments, step counts and, for 16-bit parameters, fp32 master weights of one block, or of a part of it.
 
     Args:
         adam: the settings.
-        parameters: flat, all parameters of the block one after another; (n,) in fp32 or a 16-bit type.
-        sizes: elements of each parameter.
+        parameters: flat, those of the block one after another; (n,) in fp32 or a 16-bit type.
+        sizes: elements of each parameter of the block.
+        begin: how many of the block's elements come before the first of ``parameters``.
+
+    Attributes:
+        parts: what is here of each parameter.
 
     In fp32 the parameters are their own master weights, wherever they are when :meth:`update` is called.
     """
 
-    def __init__(self, adam: Adam, parameters: Tensor, sizes: list[int]) -> None:
+    def __init__(self, adam: Adam, parameters: Tensor, sizes: Sequence[int], begin: int = 0) -> None:
         self.adam = adam
         self.moments = torch.zeros(2, parameters.numel(), dtype=torch.float32, device=parameters.device)
         self.master = None if parameters.dtype is torch.float32 else parameters.float()
-        self._sizes = sizes
-        self._pieces_of_moments = [torch.split(moment, sizes) for moment in self.moments]
-        self._spans = list(pairwise([0, *accumulate(sizes)]))
+        self.parts = parts_of(sizes, begin, begin + parameters.numel())
+        # A GPU's kernel computes all elements in the same way.
+        self._stretches = _stretches(self.parts, _JOINT if parameters.device.type == "cpu" else 1)
         self._steps = [0] * len(sizes)
         # No larger than the largest parameter: a small block's scratch would be larger than all else that a pass needs.
-        self._piece = min(PIECES[parameters.device.type], -(-max(sizes, default=0) // _JOINT) * _JOINT)
-        self._scratch_elements = 0 if self.master is None else min(self._piece, sum(sizes))
+        largest = max((part.elements for part in self.parts), default=0)
+        self._piece = min(PIECES[parameters.device.type], -(-largest // _JOINT) * _JOINT)
+        self._scratch_elements = 0 if self.master is None else min(self._piece, parameters.numel())
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -97,7 +186,6 @@ class AdamStates:
         """Work with other tensors from now on, which have the values of :attr:`tensors`: their copies in another memory."""
         self.moments = tensors[0]
         self.master = tensors[1] if len(tensors) > 1 else None
-        self._pieces_of_moments = [torch.split(moment, self._sizes) for moment in self.moments]
 
     def scratch(self) -> Tensor:
         """Room for a piece of gradients in fp32, which an update of 16-bit parameters needs."""
@@ -111,7 +199,7 @@ class AdamStates:
 
         Args:
             parameters: (n,), receives the result; may be the memory of ``gradients`` itself if these are in 16 bit.
-            gradients: of each parameter, contiguous, in the type of ``parameters``; None: it does not change, as in
+            gradients: of each parameter's part, contiguous, in the type of ``parameters``; None: it does not change, as in
                 ``torch.optim``.
             scratch: made by :meth:`scratch`.
             scale: multiplies the gradients, in fp32, before; those in fp32 are changed in place.
@@ -119,80 +207,94 @@ class AdamStates:
         found = {place: gradient.view(-1) for place, gradient in enumerate(gradients) if gradient is not None}
         for place in found:
             self._steps[place] += 1
+        changing = [(stretch, stretch.of(found[stretch.place])) for stretch in self._stretches if stretch.place in found]
         if self.master is None:
-            if found:
+            if changing:
                 if scale is not None:
-                    torch._foreach_mul_(list(found.values()), scale)
-                self._step(found, torch.split(parameters, self._sizes))
+                    torch._foreach_mul_([gradient for _, gradient in changing], scale)
+                self._step(changing, parameters)
             return
-        for places in self._runs(found):
-            count = self._count(self._steps[places[0]])
-            begin, end = self._spans[places[0]][0], self._spans[places[-1]][1]
+        for run in self._runs(changing):
+            first, count = run[0][0], self._count(self._steps[run[0][0].place])
+            begin, end = first.begin, run[-1][0].end
             for start in range(begin, end, self._piece):
                 stop = min(start + self._piece, end)
                 wide, weights = scratch[: stop - start], self.master[start:stop]
-                for place in places:
-                    first, last = self._spans[place]
-                    low, high = max(first, start), min(last, stop)
+                for stretch, gradient in run:
+                    low, high = max(stretch.begin, start), min(stretch.end, stop)
                     if low < high:
-                        wide[low - start : high - start].copy_(found[place][low - first : high - first])
+                        wide[low - start : high - start].copy_(gradient[low - stretch.begin : high - stretch.begin])
                 if scale is not None:
                     wide.mul_(scale)
-                self._kernel([weights], [wide], *([moment[start:stop]] for moment in self.moments), [count])
+                mean, square = (moment[start:stop] for moment in self.moments)
+                self._kernel([first], [weights], [wide], [mean], [square], [count])
                 parameters[start:stop].copy_(weights)
 
     def saved(self, place: int) -> dict[str, Any]:
-        """Copies of one parameter's step count, moments and master weights (if there are), each flat and on the CPU."""
-        span = slice(*self._spans[place])
+        """Copies of a parameter's step count, and of its part's moments and master weights (if there are), flat on the CPU."""
+        span = self._span(place)
         moments = {name: moment[span] for name, moment in zip(MOMENTS, self.moments, strict=True)}
         master = {} if self.master is None else {MASTER: self.master[span]}
         return {"step": self._steps[place]} | {name: tensor.to("cpu", copy=True) for name, tensor in (moments | master).items()}
 
     def load(self, place: int, saved: dict[str, Any]) -> None:
-        """Take over what :meth:`saved` gave, in any shape."""
-        span = slice(*self._spans[place])
+        """Take over a parameter's part of what :meth:`saved` gave for all of it, in any shape."""
+        span, part = self._span(place), self.parts[place]
         self._steps[place] = saved["step"]
         for name, moment in zip(MOMENTS, self.moments, strict=True):
-            moment[span].copy_(saved[name].reshape(-1))
+            moment[span].copy_(part.of(saved[name].reshape(-1)))
         if self.master is not None:
-            self.master[span].copy_(saved[MASTER].reshape(-1))
+            self.master[span].copy_(part.of(saved[MASTER].reshape(-1)))
 
-    def _step(self, gradients: dict[int, Tensor], parameters: Sequence[Tensor]) -> None:
+    def _span(self, place: int) -> slice:
+        """Where a parameter's part is in the flat states."""
+        begin = sum(part.elements for part in self.parts[:place])
+        return slice(begin, begin + self.parts[place].elements)
+
+    def _step(self, changing: Sequence[tuple[_Stretch, Tensor]], parameters: Tensor) -> None:
         """All parameters that have a gradient, in one call of the kernel."""
-        counts = {step: self._count(step) for step in {self._steps[place] for place in gradients}}
-        first, second = self._pieces_of_moments
-        self._kernel(
-            [parameters[place] for place in gradients],
-            list(gradients.values()),
-            [first[place] for place in gradients],
-            [second[place] for place in gradients],
-            [counts[self._steps[place]] for place in gradients],
+        stretches, gradients = [stretch for stretch, _ in changing], [gradient for _, gradient in changing]
+        counts = {step: self._count(step) for step in {self._steps[stretch.place] for stretch in stretches}}
+        weights, first, second = (
+            [flat[stretch.begin : stretch.end] for stretch in stretches] for flat in (parameters, *self.moments)
         )
+        self._kernel(stretches, weights, gradients, first, second, [counts[self._steps[s.place]] for s in stretches])
 
-    def _runs(self, places: Iterable[int]) -> list[list[int]]:
-        """Parameters next to each other that can be updated as one."""
-        runs: list[list[int]] = []
-        for place in places:
-            begin = self._spans[place][0]
+    def _runs(self, changing: Iterable[tuple[_Stretch, Tensor]]) -> list[list[tuple[_Stretch, Tensor]]]:
+        """Stretches next to each other that can be updated as one."""
+        runs: list[list[tuple[_Stretch, Tensor]]] = []
+        for stretch, gradient in changing:
             if (
                 runs
-                and self._spans[runs[-1][-1]][1] == begin
-                and self._steps[runs[-1][0]] == self._steps[place]
-                and (begin - self._spans[runs[-1][0]][0]) % _JOINT == 0
+                and runs[-1][-1][0].end == stretch.begin
+                and not (runs[-1][0][0].width or stretch.width)
+                and self._steps[runs[-1][0][0].place] == self._steps[stretch.place]
+                and (stretch.begin - runs[-1][0][0].begin) % _JOINT == 0
             ):
-                runs[-1].append(place)
+                runs[-1].append((stretch, gradient))
             else:
-                runs.append([place])
+                runs.append([(stretch, gradient)])
         return runs
 
     def _count(self, step: int) -> Tensor:
         """The CPU's kernel reads it on the host, the CUDA kernel on the device: four bytes that are no state."""
         return torch.full((), step, dtype=torch.float32, device=self.moments.device)
 
-    def _kernel(self, *lists: list[Tensor]) -> None:
-        """AdamW's kernel on weights, gradients, first and second moments, and step counts."""
-        adam = self.adam
-        weights, gradients, first, second, counts = lists
+    def _kernel(
+        self,
+        stretches: Sequence[_Stretch],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        first: list[Tensor],
+        second: list[Tensor],
+        counts: list[Tensor],
+    ) -> None:
+        """AdamW's kernel on weights, gradients, first and second moments, and step counts of ``stretches``."""
+        adam, changed = self.adam, (weights, first, second)
+        weights, gradients, first, second = (
+            [stretch.widened(tensor) for stretch, tensor in zip(stretches, each, strict=True)]
+            for each in (weights, gradients, first, second)
+        )
         torch._fused_adamw_(
             weights,
             gradients,
@@ -208,3 +310,7 @@ class AdamStates:
             amsgrad=False,
             maximize=False,
         )
+        for place, stretch in enumerate(stretches):
+            if stretch.width:
+                for here, found in zip(changed, (weights, first, second), strict=True):
+                    here[place].copy_(found[place][stretch.lead : stretch.lead + len(here[place])])

@@ -1,12 +1,13 @@
 """Where the model states of each block are, what copies and updates do with them, and how they are taken over and given back.
 
 A block's parameters are in one flat buffer on the device (none while they are offloaded), their copy on the host, master
-weights and moments on the side that updates them.
+weights and moments on the side that updates them. Where both sides update a part of a block, the device has the states of the
+first elements, and the host has the states, gradients and copy of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +19,32 @@ from autohete.runtime.blocks import Block, Memories, Side
 from autohete.runtime.files import Files
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.nonfinite import UpdateGate
-from autohete.runtime.optimizer import Adam, AdamStates
-from autohete.schedule import COPIES, CPU, GPU_MEMORY, HOST_MEMORY, KIND_MEANING, NVME_MEMORY, Kind, Schedule, Value
+from autohete.runtime.optimizer import Adam, AdamStates, Part, parts_of, state_bytes
+from autohete.schedule import (
+    COPIES,
+    CPU,
+    GPU_MEMORY,
+    HOST_MEMORY,
+    KIND_MEANING,
+    KIND_ORDER,
+    NVME_MEMORY,
+    Kind,
+    Schedule,
+    Value,
+)
 from autohete.schedule.order import delayed_units
 
 #: What a saved state calls a parameter's values, and the gradient that a delayed update has not applied yet.
 VALUES, GRADIENT = "values", "gradient"
 _PREFETCHES = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}
+_UPDATES = {Kind.GPU_UPDATE, Kind.CPU_UPDATE}
+#: What a block that both sides update has only in whole: parameters and states that leave, sums of gradients on the host.
+_OF_WHOLE_BLOCKS = {Kind.ACCUMULATE, *COPIES} - {
+    Kind.OFFLOAD_GRADIENTS,
+    Kind.REFRESH,
+    Kind.OFFLOAD_ACTIVATIONS,
+    Kind.FETCH_ACTIVATIONS,
+}
 
 
 class States:
@@ -73,6 +93,8 @@ class States:
         self._state_ways = [_way_of_states(kinds) for kinds in self.kinds]
         self._files = Files()
         self.blocks = [Block(parameters, memories.torch_device) for parameters in owned]
+        for i, block in enumerate(self.blocks):
+            block.cut = self._cut_of(i)
         self._slots: list[Tensor] | None = None
         self._buffers: list[Tensor] = []
 
@@ -103,11 +125,8 @@ class States:
 
     def values(self, i: int, place: int) -> Tensor:
         """The current values of a parameter of block ``i``, in its shape and type, copied to host memory of their own."""
-        flat = self._optimizer(i).master
-        # Where a gradient has taken the parameters' place, the master weights still know them.
-        found = self.blocks[i].view(self._newest(i) if flat is None else flat, place)
-        # A flat buffer of another type is rounded as the update has rounded it.
-        return found.detach().to("cpu", self.blocks[i].dtype, copy=True)
+        # Master weights are rounded as the update has rounded them.
+        return self._trained(i, place, self.blocks[i].dtype)
 
     def assign(self, i: int, place: int, values: Tensor) -> None:
         """Give a parameter of block ``i`` other ``values`` wherever it is; what does not change keeps its master weight."""
@@ -115,17 +134,19 @@ class States:
         changed = _bits(values) != _bits(self.values(i, place))
         if not changed.any():
             return
-        optimizer = self._optimizer(i)
-        for flat in (optimizer.master, block.host.parameters, block.device.parameters):
-            if flat is not None:
-                there = block.view(flat, place)
-                there.copy_(torch.where(changed.to(there.device), values.to(there.device, there.dtype), there))
+        for flat, begin in (*self._newest(i), *self._copies(i)):
+            there, part = block.overlap(flat, begin, place)
+            chosen, found = (whole.reshape(-1)[part].to(there.device) for whole in (changed, values))
+            there.copy_(torch.where(chosen, found.to(there.dtype), there))
         self.memories.settle()
 
     def saved(self, i: int, place: int) -> dict[str, Any]:
         """Copies of a parameter's values and optimizer states, in its shape; the gradient, too, if its update is delayed."""
         block = self.blocks[i]
-        found: dict[str, Any] = {VALUES: self.values(i, place), **self._optimizer(i).saved(place)}
+        found: dict[str, Any] = {VALUES: self.values(i, place)}
+        for side in self._updating_sides(i):
+            for name, value in _optimizer(side).saved(place).items():
+                found[name] = torch.cat([found[name], value]) if name in found and isinstance(value, Tensor) else value
         gradient = block.host.gradients[place] if self.delays(i) and block.host.gradients else None
         if gradient is not None:
             found[GRADIENT] = gradient.to("cpu", copy=True)
@@ -134,14 +155,16 @@ class States:
     def load(self, i: int, place: int, saved: dict[str, Any]) -> None:
         """Take over what :meth:`saved` gave."""
         block = self.blocks[i]
-        self._optimizer(i).load(place, saved)
-        for flat in (block.host.parameters, block.device.parameters):
-            if flat is not None:
-                block.view(flat, place).copy_(saved[VALUES])
+        for side in self._updating_sides(i):
+            _optimizer(side).load(place, saved)
+        for flat, begin in self._copies(i):
+            there, part = block.overlap(flat, begin, place)
+            there.copy_(saved[VALUES].reshape(-1)[part])
         if self.delays(i):
             host = block.host
             host.gradients = host.gradients or [None] * len(block.parameters)
-            host.gradients[place] = host.places[place].copy_(saved[GRADIENT]) if GRADIENT in saved else None
+            gradient = saved[GRADIENT].reshape(-1) if GRADIENT in saved else None
+            host.gradients[place] = None if gradient is None else host.places[place].copy_(gradient)
         self.memories.settle()
 
     def delays(self, i: int) -> bool:
@@ -153,11 +176,8 @@ class States:
 
         Call it when every update has ended.
         """
-        found: list[Tensor] = []
-        for i, block in enumerate(self.blocks):
-            master = self._optimizer(i).master
-            flat = self._newest(i) if master is None else master
-            found += [view.detach().clone() for view in block.views(flat)]
+        wide = torch.float32
+        found = [self._trained(i, place, wide) for i, block in enumerate(self.blocks) for place in range(len(block.parameters))]
         self.memories.settle()
         return found
 
@@ -194,39 +214,91 @@ class States:
 
     def _place_states(self, i: int, block: Block, flat: Tensor) -> None:
         kinds, memories = self.kinds[i], self.memories
-        on_cpu = Kind.CPU_UPDATE in kinds
-        home = self._state_ways[i][0]
-        states = AdamStates(self.adam, flat.to(memories.torch_device) if home == GPU_MEMORY else flat, block.sizes)
-        self._updating_side(i).optimizer = states
-        if home == NVME_MEMORY:
-            states.use([self._files.holding(tensor) for tensor in states.tensors])
-        else:
-            claim = memories.claim if home == GPU_MEMORY else memories.claim_host
-            for tensor in states.tensors:
-                claim(tensor, "optimizer_states")
-        if on_cpu:
-            block.host.places = block.views(memories.on_host(block.elements, block.dtype, "gradients"))
-        if on_cpu or kinds & _PREFETCHES:
-            block.host.parameters = memories.on_host(block.elements, block.dtype, "parameters").copy_(flat)
+        for side in self._updating_sides(i):
+            begin, end = (block.cut, block.elements) if side is block.host else (0, block.cut or block.elements)
+            home = HOST_MEMORY if block.cut and side is block.host else self._state_ways[i][0]
+            part = flat[begin:end]
+            states = AdamStates(self.adam, part.to(memories.torch_device) if home == GPU_MEMORY else part, block.sizes, begin)
+            side.optimizer = states
+            if home == NVME_MEMORY:
+                states.use([self._files.holding(tensor) for tensor in states.tensors])
+            else:
+                claim = memories.claim if home == GPU_MEMORY else memories.claim_host
+                for tensor in states.tensors:
+                    claim(tensor, "optimizer_states")
+        there = flat[block.cut :]
+        if Kind.CPU_UPDATE in kinds:
+            block.host.places = _split(memories.on_host(len(there), block.dtype, "gradients"), block)
+        if kinds & {Kind.CPU_UPDATE, *_PREFETCHES}:
+            block.host.parameters = memories.on_host(len(there), block.dtype, "parameters").copy_(there)
         if Kind.PREFETCH_FORWARD not in kinds:  # they never leave, or the first forward fetches nothing
             block.device.parameters = self._place_for(i).copy_(flat)
 
-    def _updating_side(self, i: int) -> Side:
-        return self.blocks[i].host if Kind.CPU_UPDATE in self.kinds[i] else self.blocks[i].device
+    def _cut_of(self, i: int) -> int:
+        """How many elements of block ``i`` the device updates, as the schedule says by the bytes of their states, if both sides
+        update a part; 0: one side updates all.
 
-    def _optimizer(self, i: int) -> AdamStates:
-        found = self._updating_side(i).optimizer
-        assert found is not None
+        Raises:
+            ScheduleError: the schedule does not say it, or moves what a block can only move as a whole.
+        """
+        kinds, block = self.kinds[i], self.blocks[i]
+        if not kinds >= _UPDATES:
+            return 0
+        told = f"GPU and CPU each update a part of block {i}"
+        if moved := sorted(kinds & _OF_WHOLE_BLOCKS, key=KIND_ORDER.__getitem__):
+            raise ScheduleError(
+                f"{told}, but the schedule has a {KIND_MEANING[moved[0]]} for it: let its parameters, states and sums of "
+                "gradients stay where they are used, or one side update all of it"
+            )
+        if i in self._delayed or i in self._norm_on_host:
+            why = "its CPU update is delayed" if i in self._delayed else "the norm of its gradients is computed on the host"
+            raise ScheduleError(f"{told}, but {why}: the host has only a part of the gradients; let one side update all of it")
+        states = (b for b in self.schedule.resident if (b.id.value, b.id.unit) == (Value.OPTIMIZER_STATES, i))
+        size, of_each = sum(b.size_bytes for b in states if b.memory == GPU_MEMORY), state_bytes(block.dtype)
+        if size % of_each or not 0 < size < block.elements * of_each:
+            raise ScheduleError(
+                f"{told}, but the schedule gives the GPU {size} bytes of its optimizer states: give a positive multiple of "
+                f"{of_each}, the bytes of an element, less than the {block.elements * of_each} of the whole block"
+            )
+        return size // of_each
+
+    def _updating_sides(self, i: int) -> list[Side]:
+        """The device before the host, which has the later elements."""
+        block, kinds = self.blocks[i], self.kinds[i]
+        if block.cut:
+            return [block.device, block.host]
+        return [block.host if Kind.CPU_UPDATE in kinds else block.device]
+
+    def _newest(self, i: int) -> list[tuple[Tensor, int]]:
+        """What of block ``i`` is up to date when every update has ended: flat tensors, each with its first element's place.
+
+        Master weights where there are some: a gradient may have taken the parameters' place.
+        """
+        block = self.blocks[i]
+        found = []
+        for side in self._updating_sides(i):
+            optimizer, begin = _optimizer(side), block.cut if side is block.host else 0
+            # The side that updates is right; what it updates on the device may have been written back and released.
+            here = block.host.parameters if side.parameters is None else side.parameters
+            flat = here if optimizer.master is None else optimizer.master
+            assert flat is not None
+            found.append((flat[: len(optimizer.moments[0])], begin))
         return found
 
-    def _newest(self, i: int) -> Tensor:
-        """The flat parameters of block ``i`` that are up to date when every update has ended."""
+    def _copies(self, i: int) -> list[tuple[Tensor, int]]:
+        """The flat parameters of block ``i`` in all memories, each with the place of its first element."""
         block = self.blocks[i]
-        # The side that updates is right; what it updates on the device may have been written back and released.
-        on_host = Kind.CPU_UPDATE in self.kinds[i] or block.device.parameters is None
-        flat = block.host.parameters if on_host else block.device.parameters
-        assert flat is not None
-        return flat
+        places = ((block.host.parameters, block.cut), (block.device.parameters, 0))
+        return [(flat, begin) for flat, begin in places if flat is not None]
+
+    def _trained(self, i: int, place: int, dtype: torch.dtype) -> Tensor:
+        """The newest values of a parameter of block ``i``, in its shape, copied to host memory of their own."""
+        block = self.blocks[i]
+        found = torch.empty(block.shapes[place], dtype=dtype, device="cpu")
+        for flat, begin in self._newest(i):
+            there, part = block.overlap(flat, begin, place)
+            found.view(-1)[part].copy_(there)
+        return found
 
     # --- room on the device
 
@@ -369,26 +441,31 @@ class States:
 
     def gpu_update(self, i: int) -> None:
         """AdamW on the device's states."""
-        self._update(i, self.blocks[i].device, self.memories.claim)
-        self._drop_gradients(self.blocks[i].device)
+        side = self.blocks[i].device
+        parts = _optimizer(side).parts
+        here = [None if gradient is None else part.of(gradient) for part, gradient in zip(parts, side.gradients, strict=True)]
+        self._update(i, side, here, self.memories.claim)
+        self._drop_gradients(side)
 
     def cpu_update(self, i: int) -> None:
         """AdamW on the host's states, and the new parameters into the host's copy."""
-        self._update(i, self.blocks[i].host, lambda scratch, group: scratch)
+        side = self.blocks[i].host
+        self._update(i, side, side.gradients, lambda scratch, group: scratch)
 
-    def _update(self, i: int, side: Side, claim: Callable[[Tensor, str], Tensor]) -> None:
-        assert side.parameters is not None
-        assert side.optimizer is not None
+    def _update(self, i: int, side: Side, gradients: Sequence[Tensor | None], claim: Callable[[Tensor, str], Tensor]) -> None:
+        optimizer, parameters = _optimizer(side), side.parameters
+        assert parameters is not None
         if len(side.resting) < len(self._state_ways[i]) - 1:
             raise ScheduleError(f"{self.memories.current.task} updates with states that the schedule has not fetched before it")
-        side.optimizer.adam = self.adam_at.get(self.memories.current.iteration, self.adam)
-        if all(gradient is None for gradient in side.gradients):  # of a delayed update in the first iteration, or skipped
+        optimizer.adam = self.adam_at.get(self.memories.current.iteration, self.adam)
+        if all(gradient is None for gradient in gradients):  # of a delayed update in the first iteration, or skipped
             return
+        mine = parameters[: optimizer.moments.shape[1]]
         if self.gate.admits(side.iteration, i):
-            scratch = claim(side.optimizer.scratch(), "workspace")
-            side.optimizer.update(side.parameters, side.gradients, scratch, self.clipping.coefficient(side.iteration))
-        elif side.optimizer.master is not None:
-            side.parameters.copy_(side.optimizer.master)  # whose place gradients may have taken
+            scratch = claim(optimizer.scratch(), "workspace")
+            optimizer.update(mine, gradients, scratch, self.clipping.coefficient(side.iteration))
+        elif optimizer.master is not None:
+            mine.copy_(optimizer.master)  # whose place gradients may have taken
 
     # --- copies
 
@@ -398,7 +475,8 @@ class States:
         there, here = block.side(source).parameters, block.side(target).parameters
         assert there is not None
         if here is not None:
-            here.copy_(there, non_blocking=True)
+            # Of a block that both sides update only the host's part is copied, and only to the device.
+            here[block.cut :].copy_(there, non_blocking=True)
             return
         assert target == GPU_MEMORY
         block.device.parameters = self._place_for(i).copy_(there, non_blocking=True)
@@ -410,8 +488,8 @@ class States:
         Raises:
             ScheduleError: they are not in ``source``.
         """
-        side = self._updating_side(i)
-        optimizer = self._optimizer(i)
+        (side,) = self._updating_sides(i)
+        optimizer = _optimizer(side)
         way, place = self._state_ways[i], len(side.resting)
         if way[place] != source:
             raise ScheduleError(
@@ -460,17 +538,35 @@ class States:
         block, micro_batch = self.blocks[i], self.memories.current.micro_batch
         there, here = block.side(source), block.side(target)
         beside = Kind.ACCUMULATE in self.kinds[i] and micro_batch > 0
-        places = block.views(self.memories.on_host(block.elements, block.dtype, "arrived_gradients")) if beside else here.places
+        places = here.places
+        if beside:
+            places = _split(self.memories.on_host(block.elements, block.dtype, "arrived_gradients"), block)
         copied = [
-            None if gradient is None else place.copy_(gradient, non_blocking=True)
-            for place, gradient in zip(places, there.gradients, strict=True)
+            None if gradient is None else place.copy_(part.of(gradient), non_blocking=True)
+            for place, part, gradient in zip(places, _parts_on_host(block), there.gradients, strict=True)
         ]
         if beside:
             here.arrived[micro_batch] = copied
         else:
             here.gradients = copied
         here.iteration = there.iteration
-        self._drop_gradients(there)
+        if not block.cut:  # else the update on the device takes them, too
+            self._drop_gradients(there)
+
+
+def _optimizer(side: Side) -> AdamStates:
+    assert side.optimizer is not None
+    return side.optimizer
+
+
+def _parts_on_host(block: Block) -> list[Part]:
+    """Of each parameter the elements whose gradients are on the host."""
+    return parts_of(block.sizes, block.cut, block.elements)
+
+
+def _split(flat: Tensor, block: Block) -> list[Tensor]:
+    """The places of these in ``flat``, each of them flat, too."""
+    return list(torch.split(flat, [part.elements for part in _parts_on_host(block)]))
 
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:

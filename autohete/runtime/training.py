@@ -21,9 +21,7 @@ from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
 from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
-from autohete.schedule import COLLECTIVES, GPU, Kind, Schedule
-
-_UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
+from autohete.schedule import COLLECTIVES, GPU, Schedule
 
 
 class Training:
@@ -73,12 +71,6 @@ class Training:
         if any(task.id.kind in COLLECTIVES for task in schedule.tasks):
             raise InputError(
                 "the schedule is for several GPUs, but one process trains on one: lower it for hardware with one GPU"
-            )
-        updated = {kind: {task.id.unit for task in schedule.tasks if task.id.kind is kind} for kind in _UPDATES}
-        if both := sorted(set.intersection(*updated.values())):
-            raise InputError(
-                f"GPU and CPU each update a part of block {both[0]}, but here one of them updates all of a block: plan without "
-                "gpu_share (twin_flow without sub_group_size)"
             )
         torch_device = torch_device or torch.device("cpu")
         if torch_device.type == "cpu":

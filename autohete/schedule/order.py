@@ -60,6 +60,6 @@ def delayed_units(schedule: Schedule) -> set[int]:
                 new = [task for task in before[rest.pop()] if task not in seen]
                 seen.update(new)
                 rest += new
-            if update._replace(kind=Kind.OFFLOAD_GRADIENTS) not in seen:
+            if not any(task.kind is Kind.OFFLOAD_GRADIENTS and task.unit == update.unit for task in seen):
                 found.add(update.unit)
     return found

@@ -158,7 +158,8 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
     def block(index: int) -> BlockProfile:
         kept = draw(sizes)
         given = draw(st.integers(0, kept))
-        selective = st.builds(SelectiveProfile, st.integers(0, kept - given), seconds)
+        measured = st.none() | sizes
+        selective = st.builds(SelectiveProfile, st.integers(0, kept - given), seconds, measured, measured)
         return BlockProfile(
             role=workload.role(index),
             parameters=draw(st.one_of(st.integers(1, 9), st.integers(1, 10**7))),
@@ -208,10 +209,7 @@ def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
 
 @st.composite
 def plans(draw: Draw, profile: Profile) -> Plan:
-    """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing.
-
-    Each unit is updated on one side; :func:`with_shared_updates` lets both update some of them, which the runtime cannot.
-    """
+    """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing."""
     accumulates = profile.workload.micro_batches > 1
     forwards = draw(_forwards(len(profile.blocks)))
     delayed = draw(st.booleans()) and not accumulates
@@ -227,7 +225,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
         unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
         if profile.hardware.gpus > 1:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
-        units[i] = unit
+        units[i] = unit if delayed else draw(_shared(unit, accumulates))
     for i, (first, *again) in enumerate(forwards):
         if first is Activations.KEEP and profile.blocks[i].selective is not None and draw(st.booleans()):
             units[i] = replace(units[i], activations=Activations.SELECTIVE)
@@ -265,8 +263,18 @@ def plans(draw: Draw, profile: Profile) -> Plan:
 
 
 @st.composite
+def _shared(draw: Draw, unit: UnitPlan, accumulates: bool) -> UnitPlan:
+    """Both sides update a part of it, if the other decisions allow that."""
+    stays = unit.parameters.home == GPU_MEMORY and unit.states == Rest() and not unit.gradients_replace_parameters
+    on_gpu = unit.norm_on is None and not (accumulates and unit.accumulates_on_host)
+    if not (unit.update_on is Processor.CPU and stays and on_gpu):
+        return unit
+    return replace(unit, gpu_share=draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.99])))
+
+
+@st.composite
 def with_shared_updates(draw: Draw, profile: Profile, plan: Plan) -> Plan:
-    """``plan`` in which GPU and CPU each update a part of some units."""
+    """``plan`` in which GPU and CPU each update a part of some units, whatever it says of them."""
     units, share = list(plan.units), draw(st.sampled_from([0.1, 0.5, 0.99]))
     for unit in draw(st.lists(st.integers(0, len(units) - 1), unique=True, min_size=1)):
         units[unit] = replace(

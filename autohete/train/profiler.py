@@ -25,7 +25,7 @@ from autohete.execution.trace import Clock
 from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.plan import Activations
-from autohete.profile import BlockProfile, LossProfile, Profile, analytic_profile
+from autohete.profile import BlockProfile, LossProfile, Profile, SelectiveProfile, analytic_profile
 from autohete.runtime.batch import Batch, Inputs, Loss, leading, padded
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import CudaMemory, Ledger
@@ -42,6 +42,8 @@ from autohete.workload import Units, Workload
 
 #: Number of timed iterations; one more before them warms up.
 _REPEATS = 5
+#: Of those that recompute selectively, of which only the recomputation is timed.
+_SELECTIVE_REPEATS = 3
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 _PRECISIONS = {dtype: precision for precision, dtype in DTYPES.items()}
 
@@ -118,6 +120,7 @@ def _with_handover(profile: Profile) -> Profile:
             backward_seconds=block.backward_seconds + here,
             gpu_update_seconds=block.gpu_update_seconds + here,
             cpu_update_seconds=(block.cpu_update_seconds or 0.0) + across,
+            selective=None if block.selective is None else replace(block.selective, seconds=block.selective.seconds + here),
         )
         for block in profile.blocks
     )
@@ -220,6 +223,7 @@ def _measure_all(
     passes = measured(_everything_on_device(workload, hardware, counts, Activations.KEEP), _REPEATS)
     checkpointed = measured(_everything_on_device(workload, hardware, counts, Activations.RECOMPUTE), 1)
     hosts = [_cpu_update_seconds(owned, adam) for owned in partition.owned]
+    selective = _selective(partial(measured, repeats=_SELECTIVE_REPEATS), workload, hardware, counts)
     last = len(counts) - 1
     blocks = []
     for i, count in enumerate(counts):
@@ -229,6 +233,7 @@ def _measure_all(
         # An output that backward keeps outlives its use as the input of the block above.
         twice = forward.handed_on if forward.keeps_output else 0
         alone = checkpointed[TaskId(Kind.FORWARD, i)]
+        selected = selective.get(i)
         blocks.append(
             BlockProfile(
                 role=workload.role(i),
@@ -243,10 +248,35 @@ def _measure_all(
                 gpu_update_workspace_bytes=max(0, update.peak - update.brought),
                 cpu_update_seconds=hosts[i],
                 measured_checkpointed_workspace_bytes=max(0, alone.peak - alone.brought - alone.handed_on),
+                # One that keeps more than all that backward needs saves nothing.
+                selective=selected if selected is not None and selected.kept_bytes <= kept + twice - given else None,
             )
         )
     found = passes[TaskId(Kind.LOSS, last)]
     return blocks, LossProfile(found.seconds, found.brought, max(0, found.peak - found.brought - found.handed_on))
+
+
+def _selective(
+    measured: Callable[[Schedule], dict[TaskId, _Pass]], workload: Workload, hardware: Hardware, counts: list[int]
+) -> dict[int, SelectiveProfile]:
+    """What selective forwards of the blocks keep, and what their recomputations take; of those for which it is possible."""
+    try:
+        passes = measured(_everything_on_device(workload, hardware, counts, Activations.SELECTIVE))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a block changes in place what would be kept
+        return {}
+    found = {}
+    for i in range(1, len(counts) - 1):
+        forward, again = (passes[TaskId(kind, i)] for kind in (Kind.FORWARD, Kind.RECOMPUTE))
+        if forward.kept > forward.brought:
+            found[i] = SelectiveProfile(
+                forward.kept - forward.brought,
+                again.seconds,
+                max(0, forward.peak - forward.kept - forward.handed_on),
+                max(0, again.peak - again.brought - again.kept - forward.handed_on),
+            )
+    return found
 
 
 def _measured(
@@ -317,7 +347,11 @@ class _Pass:
 def _everything_on_device(workload: Workload, hardware: Hardware, counts: list[int], activations: Activations) -> Schedule:
     """Return the schedule of fully resident training; its durations are meaningless."""
     analytic = analytic_profile(workload, hardware)
-    blocks = tuple(replace(block, parameters=count) for block, count in zip(analytic.blocks, counts, strict=True))
+    inner = range(1, len(counts) - 1)
+    blocks = tuple(
+        replace(block, parameters=count, selective=SelectiveProfile(0, 0.0) if i in inner else None)
+        for i, (block, count) in enumerate(zip(analytic.blocks, counts, strict=True))
+    )
     profile = replace(analytic, blocks=blocks)
     return lower(profile, everything_resident(profile, activations))
 
