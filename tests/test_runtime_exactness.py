@@ -243,7 +243,7 @@ def with_states(size_bytes: int) -> Callable[[Schedule], Schedule]:
 def with_task(kind: Kind, **other: Any) -> Callable[[Schedule], Schedule]:
     """Change the task of ``kind`` of unit 2."""
     return lambda schedule: replace(
-        schedule, tasks=tuple(replace(task, **other) if task.id == TaskId(kind, 2) else task for task in schedule.tasks)
+        schedule, tasks=tuple(task._replace(**other) if task.id == TaskId(kind, 2) else task for task in schedule.tasks)
     )
 
 

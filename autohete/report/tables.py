@@ -26,6 +26,7 @@ from autohete.schedule import CPU, GPU, HOST_MEMORY
 from autohete.simulate import Simulation
 from autohete.workload import WORKLOADS, Units, Workload
 from autohete.workload.config import model_names, read_model
+from autohete.workload.model import Experts
 
 #: Where readers find the columns that a table leaves out.
 IN_JSON = "--json has them"
@@ -177,7 +178,7 @@ def _print_decisions(out: Console, found: Simulation) -> None:
     plan, profile = found.plan, found.profile
     node, by_block = node_text(profile.hardware.name, profile.hardware.gpus), profile.workload.units is Units.BLOCK
     shown = table(
-        f"{profile.workload.name}{_units(profile.workload)} on {node}: {plan.policy}, plan {plan.counts}",
+        f"{profile.workload.name}{units_text(profile.workload)} on {node}: {plan.policy}, plan {plan.counts}",
         ["blocks" if by_block else "units", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
         left=4,
         elsewhere=IN_JSON,
@@ -208,7 +209,7 @@ def _batch(workload: Workload) -> str:
     return f"{times}{workload.batch_size} x {workload.sequence_length}"
 
 
-def _units(workload: Workload) -> str:
+def units_text(workload: Workload) -> str:
     """What is planned as one, where that is not a block."""
     return "" if workload.units is Units.BLOCK else f", units {workload.units}"
 
@@ -221,7 +222,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     """Print the comparison of policies, where their time goes, and what does not fit."""
     out = console()
     first = summaries[0]
-    shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens{_units(workload)}"
+    shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens{units_text(workload)}"
     title = f"{first.workload} ({shape}) on {node_text(first.hardware, first.gpus)}, {first.clock}"
     limited = first.pinned_capacity_bytes is not None
     memories = ["GPU peak", "host peak", *(["pinned peak"] if limited else [])]
@@ -265,7 +266,7 @@ def _assumed(workload: Workload) -> str:
     clipped = f", gradients clipped to {w.clip_norm:g}" if w.clip_norm else ""
     return (
         f"assumed: hidden {w.hidden_size}, {_blocks(w)}; vocabulary {w.vocabulary_size} ({tied}), "
-        f"{w.precision}, kernels {w.kernels}{_units(w)}, AdamW{clipped}; "
+        f"{w.precision}, kernels {w.kernels}{units_text(w)}, AdamW{clipped}; "
         "flags of policies as `autohete presets` lists them"
     )
 
@@ -345,11 +346,21 @@ def or_dash(value: float | None, write: Callable[[float], str]) -> str:
 def print_presets() -> None:
     """Print what can be named on the command line."""
     out = console()
-    models = table("workloads", ["name", "parameters", "hidden", "blocks", "heads", "vocabulary", "sequence", "batch"])
-    for w in (*WORKLOADS.values(), *map(read_model, model_names())):
-        numbers = (w.hidden_size, w.transformer_blocks, w.heads, w.vocabulary_size, w.sequence_length, w.batch_size)
-        models.add_row(w.name, f"{w.parameters / 1e9:.2f}B", *map(str, numbers))
+    columns = ["name", "parameters", "hidden", "blocks", "heads", "experts", "vocabulary"]
+    models = table("models (--model)", columns, give_way=["vocabulary", "hidden"])
+    for w in map(read_model, model_names()):
+        last = w.block(w.blocks - 2)  # of blocks that differ, the usual one is last
+        experts = last.feed_forward
+        routed = f"{experts.active} of {experts.count}" if isinstance(experts, Experts) else "-"
+        heads = str(last.mixer).partition(" ")[0]
+        sizes = (str(w.hidden_size), str(w.transformer_blocks), heads, routed, str(w.vocabulary_size))
+        models.add_row(w.name, f"{w.parameters / 1e9:.2f}B", *sizes)
     out.print(models)
+    paper = table("workloads of the paper (--workload)", ["name", "parameters", "hidden", "blocks", "heads", "vocabulary"])
+    for w in WORKLOADS.values():
+        numbers = (w.hidden_size, w.transformer_blocks, w.heads, w.vocabulary_size)
+        paper.add_row(w.name, f"{w.parameters / 1e9:.2f}B", *map(str, numbers))
+    out.print(paper)
     nodes = table("hardware", ["name", "what it is"], left=2)
     for name in preset_names():
         nodes.add_row(name, read_hardware(name).title)

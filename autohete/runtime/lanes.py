@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +29,7 @@ from autohete.errors import AutoHeteError, InputError, TaskError, check_member, 
 from autohete.execution.queues import lane_queues
 from autohete.execution.sharing import SharedWork, Sharing
 from autohete.execution.trace import Clock, Trace
+from autohete.runtime.closing import Closing
 from autohete.schedule import Kind, Schedule, Task, TaskId
 
 #: Function that performs a task, given the task and its iteration.
@@ -53,7 +53,7 @@ _NAP_SECONDS = 0.1
 _UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
 
 
-class LaneThreads:
+class LaneThreads(Closing):
     """Executes admitted iterations of ``schedule``.
 
     Args:
@@ -150,18 +150,6 @@ class LaneThreads:
         except BaseException:  # the system is out of threads
             self.close(drain=False)
             raise
-
-    def __enter__(self) -> LaneThreads:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except AutoHeteError as failure:
-            if error is None:
-                raise
-            if failure is not error:
-                error.add_note(str(failure))
 
     @property
     def admitted(self) -> int:

@@ -181,7 +181,7 @@ class Passes:
     def __init__(self, partition: Partition, states: States, loss: Loss, memories: Memories) -> None:
         self.partition, self.states, self.loss, self.memories = partition, states, loss, memories
         self.batches: dict[tuple[int, int], Batch] = {}
-        self.micro_batches = 1 + max((task.id.micro_batch for task in states.schedule.tasks), default=0)
+        self.micro_batches = states.schedule.micro_batches
         self.losses: dict[int, float] = {}
         self.skipped = states.gate.skipped
         self.skips_gradients = False

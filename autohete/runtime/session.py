@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 import torch
 
-from autohete.errors import AutoHeteError, check_member, check_switch
+from autohete.errors import check_member, check_switch
 from autohete.execution.trace import Clock
 from autohete.runtime.batch import Batch, Loss
+from autohete.runtime.closing import Closing
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger
 from autohete.runtime.optimizer import Adam
@@ -59,7 +58,7 @@ class Execution:
         return Clock.EMULATED if self.paced else Clock.MEASURED_CPU
 
 
-class Session:
+class Session(Closing):
     """Executes ``schedule`` on the model, iteration by iteration, until :meth:`close`.
 
     Args:
@@ -114,18 +113,6 @@ class Session:
             undo.callback(self.lanes.close)
             self.training.guard.wait = self.lanes.drain
             self._undo = undo.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except AutoHeteError as failure:
-            if error is None:
-                raise
-            if failure is not error:
-                error.add_note(str(failure))
 
     @property
     def device(self) -> Ledger | CudaMemory | None:

@@ -84,7 +84,7 @@ class TorchExecutor:
             claim.release()
 
     def _run(self, schedule: Schedule, iterations: int) -> Trace:
-        micro_batches = 1 + max((task.id.micro_batch for task in schedule.tasks), default=0)
+        micro_batches = schedule.micro_batches
         wanted = iterations * micro_batches
         model, given = self._partition.model, list(itertools.islice(self._batches, wanted))
         if len(given) < wanted:

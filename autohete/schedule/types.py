@@ -157,6 +157,11 @@ class Schedule:
 
         return "\n".join(lines(self)) + "\n"
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an iteration."""
+        return 1 + max((task.id.micro_batch for task in self.tasks), default=0)
+
     def within(self, memory: str) -> frozenset[str]:
         """``memory`` and its parts: a buffer in any of them occupies it."""
         return frozenset({memory, *(part.name for part in self.memories if part.part_of == memory)})

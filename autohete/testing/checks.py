@@ -191,7 +191,7 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
 
 def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
     """Updates that may take gradients that are unfinished, not yet copied, already freed, or overwritten by the next ones."""
-    paths, micro_batches = Paths(schedule), _micro_batches(schedule)
+    paths, micro_batches = Paths(schedule), schedule.micro_batches
     faults = [
         f"{task.id} frees {free.id}, but they do not replace the parameters"
         for task in schedule.tasks
@@ -304,7 +304,7 @@ def activation_faults(plan: Plan, schedule: Schedule) -> list[str]:
     paths, last = Paths(schedule), len(plan.units) - 1
     passes: list[TaskId] = []
     faults: list[str] = []
-    for m in range(_micro_batches(schedule)):
+    for m in range(schedule.micro_batches):
         passes += [*(TaskId(Kind.FORWARD, block, m) for block in range(last + 1)), TaskId(Kind.LOSS, last, m)]
         for block, recomputed in reversed([*enumerate(plan.recomputations())]):
             passes += [TaskId(Kind.RECOMPUTE, again.unit, m, again=again.again) for again in recomputed]
@@ -339,10 +339,6 @@ def _several_gpus(schedule: Schedule) -> bool:
 def _zero_stage(schedule: Schedule, decisions: UnitPlan) -> int:
     """What GPUs share of a unit, if there are several."""
     return decisions.zero_stage if _several_gpus(schedule) else 0
-
-
-def _micro_batches(schedule: Schedule) -> int:
-    return 1 + max((task.id.micro_batch for task in schedule.tasks), default=0)
 
 
 def memory_faults(schedule: Schedule) -> list[str]:

@@ -20,7 +20,7 @@ from autohete.errors import InputError, check_fields, check_whole
 from autohete.hardware import load_hardware
 from autohete.profile.file import read_profile, write_profile
 from autohete.quantities import format_bytes, format_seconds, parse_quantity
-from autohete.report.tables import console, table
+from autohete.report.tables import console, table, units_text
 from autohete.report.terminal import print_iteration
 from autohete.workload import Precision, Units, Workload
 
@@ -201,7 +201,7 @@ def train(
         times = f"{text_model.micro_batches} x " if text_model.micro_batches > 1 else ""
         out.print(
             f"{workload.name}: {workload.parameters / 1e6:.1f} M parameters, batch {times}{workload.batch_size} x "
-            f"{workload.sequence_length} tokens, {workload.precision}{_units(workload)}; text: "
+            f"{workload.sequence_length} tokens, {workload.precision}{units_text(workload)}; text: "
             f"{data.train_tokens:,} tokens to train on, {data.validation_tokens:,} held back",
             soft_wrap=True,
         )
@@ -222,11 +222,6 @@ def train(
         _print_end(out, trainer, losses, validation, steps * tokens / seconds)
         print_iteration(out, measured, max(0, min(measured.steady().first, measured.iterations - 2)))
         _write_files(out, trainer, measured, workload, trace, predicted_trace, gantt)
-
-
-def _units(workload: Workload) -> str:
-    """What is planned as one, where that is not a block."""
-    return "" if workload.units is Units.BLOCK else f", units {workload.units}"
 
 
 def _check_same(measured: Workload, trained: Workload) -> None:
