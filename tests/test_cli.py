@@ -70,6 +70,28 @@ def test_clipping_is_an_assumption_and_takes_time() -> None:
     assert "clip_norm is -1.0: give a finite number above 0" in refused("simulate", *SMALL, "--clip-norm", "-1.0")
 
 
+def test_the_default_comparison_leaves_out_what_cannot_accumulate() -> None:
+    """With several micro-batches all that is compared answers; PatrickStar by name is refused with a way out."""
+    answers = json.loads(autohete("simulate", *SMALL, "--micro-batches", "2", "--json").stdout)
+    assert [answer["policy"] for answer in answers] == ["resident", "zero_offload", "stronghold", "autohete"]
+    assert "patrickstar cannot accumulate" in refused("simulate", *SMALL, "--micro-batches", "2", "--policy", "patrickstar")
+
+
+def test_a_model_is_asked_for_by_name_or_by_its_file(tmp_path: Path) -> None:
+    """A bundled name and its own config.json give one answer; figures of the batch can be changed, those of blocks cannot."""
+    file = Path(__file__).parents[1] / "autohete" / "workload" / "models" / "llama-3.2-1b.json"
+    small = ["--batch-size", "1", "--sequence-length", "4096", "--policy", "zero_offload", "--json"]
+    named, read = (json.loads(autohete("simulate", "--model", model, *small).stdout) for model in ("llama-3.2-1b", str(file)))
+    assert named == read
+    assert named["assumptions"]["blocks"] == ["16 x (32/8 heads x 64, gated MLP 8192)"]
+    chunked = json.loads(autohete("simulate", "--model", "llama-3.2-1b", *small, "--chunked-loss").stdout)
+    assert chunked["gpu_peak_bytes"] < named["gpu_peak_bytes"]
+    assert "--hidden would change what the blocks of --model" in refused("simulate", "--model", "gpt2", "--hidden", "64")
+    assert "give one" in refused("simulate", "--model", "gpt2", "--workload", "gpt-2b")
+    assert "did you mean 'llama-3.2-1b'" in refused("simulate", "--model", "llama-3.2-1")
+    assert "cannot be read" in refused("simulate", "--model", str(tmp_path / "none.json"))
+
+
 def test_json_answers_the_promised_keys() -> None:
     """One policy gives one object with all keys and a busy share per lane between 0 and 1."""
     done = autohete("simulate", *SMALL, "--policy", "autohete", "--json")

@@ -11,6 +11,8 @@ import pytest
 from support.models import OF_FAMILY, built, config_of, layers_of, small_config
 
 from autohete.errors import InputError
+from autohete.hardware import load_hardware
+from autohete.profile import analytic_profile
 from autohete.workload import Units, Workload, named_workload
 from autohete.workload.config import model_names, parse_model, read_model
 from autohete.workload.families import FAMILIES
@@ -156,3 +158,20 @@ def test_more_tokens_than_learned_positions_are_refused() -> None:
     assert isinstance(replace(read_model("gpt2"), sequence_length=1024), Workload)
     with pytest.raises(InputError, match="1024 learned positions"):
         replace(read_model("gpt2"), sequence_length=1025)
+
+
+def test_chunks_of_the_loss_are_those_of_liger_kernel() -> None:
+    """170 times as many tokens as hidden units: 16,384 tokens in 170 parts, rounded up to a power of two."""
+    workload = replace(read_model("qwen2.5-0.5b"), batch_size=16, sequence_length=1024)
+    assert workload.loss_tokens == workload.tokens
+    assert replace(workload, chunked_loss=True).loss_tokens == 128
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_chunked_loss_bounds_the_logits(name: str) -> None:
+    """They take at most twice what the head's input takes, or those of one token."""
+    workload = replace(read_model(name), chunked_loss=True)
+    profile = analytic_profile(workload, load_hardware("h100-pcie5"))
+    token_bytes = profile.element_bytes * workload.vocabulary_size
+    assert profile.loss.logits_bytes <= max(token_bytes, 2 * profile.blocks[-1].input_bytes)
+    assert not profile.loss.keeps_logits

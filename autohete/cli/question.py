@@ -49,6 +49,8 @@ class Shape:
         (Hugging Face GPT-2, a kernel per operation) or eager_flash (the same with PyTorch's attention).
     units:
         What is planned as one: block, or sublayer (attention and MLP of each block apart).
+    chunked_loss:
+        Logits are made, used and dropped some tokens at a time, as Liger Kernel does.
     """
 
     hidden_size: Annotated[int | None, Parameter(name="--hidden")] = None
@@ -63,6 +65,7 @@ class Shape:
     tied_embeddings: bool | None = None
     kernels: Kernels | None = None
     units: Units | None = None
+    chunked_loss: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -32,7 +32,8 @@ def simulate(
     ----------
     policy:
         NAME[:flag,flag=value], or your own MODULE:CLASS[,flag=value]; repeat to compare. Default: the paper's systems; with
-        --gpus those that share a model; with --clip-norm without those that cannot clip (stronghold).
+        --gpus those that share a model; with --clip-norm without stronghold, which cannot clip; with --micro-batches
+        without patrickstar, which cannot accumulate.
     trace:
         Write the timeline for ui.perfetto.dev and `autohete compare` to this file (one policy).
     gantt:
@@ -42,13 +43,16 @@ def simulate(
     json_:
         Print JSON: one object, or a list for several policies.
     """
-    from autohete.policies import CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, parse_policy
+    from autohete.policies import CANNOT_ACCUMULATE, CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, parse_policy
     from autohete.report.summary import answer
 
     chosen = question.answerable()
     compared: tuple[str, ...] = COMPARED if question.gpus == 1 else COMPARED_BY_SEVERAL
-    if chosen.workload.clips:
-        compared = tuple(name for name in compared if name not in CANNOT_CLIP)
+    cannot = (
+        *(CANNOT_CLIP if chosen.workload.clips else ()),
+        *(CANNOT_ACCUMULATE if chosen.workload.micro_batches > 1 else ()),
+    )
+    compared = tuple(name for name in compared if name not in cannot)
     files = {"--trace": trace, "--gantt": gantt, "--memory": memory}
     outputs = {option: path for option, path in files.items() if path is not None}
     policies = [parse_policy(text) for text in policy or compared]

@@ -53,6 +53,8 @@ COMPARED = ("resident", "zero_offload", "patrickstar", "stronghold", "autohete")
 COMPARED_BY_SEVERAL = ("resident:zero_stage=3", "zero_offload", "fsdp2_offload", "twin_flow", "deep_optimizer_states")
 #: Those of them whose updates cannot wait for the norm of all gradients.
 CANNOT_CLIP = ("stronghold",)
+#: Those of them whose gradients take the place of the parameters.
+CANNOT_ACCUMULATE = ("patrickstar",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,11 @@ class PatrickStar:
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
         check_one_gpu("patrickstar", profile)
+        if profile.workload.micro_batches > 1 and profile.workload.precision is not Precision.FP32:
+            raise InputError(
+                "patrickstar cannot accumulate gradients: they take the place of the 16-bit parameters, which the next "
+                "micro-batch needs. Use one micro-batch, or another policy, such as autohete"
+            )
         return with_checkpointing(self.checkpointing, lambda activations: self._place(profile, activations, judge), judge)
 
     def _place(self, profile: Profile, activations: Activations, judge: Judge) -> Plan:

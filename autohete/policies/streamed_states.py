@@ -72,8 +72,9 @@ class StreamedStates:
         last = len(profile.blocks) - 1
         passes = 1 if activations is Activations.KEEP else 2  # that backward makes of a block
         # Gradients stay until the step, and weights do not: with both in one place the GPU holds as much as it does there. In
-        # fp32 the update needs the weights themselves.
-        in_one_place = self.weights and profile.workload.precision is not Precision.FP32
+        # fp32 the update needs the weights themselves, and with several micro-batches the next one does.
+        once = profile.workload.micro_batches == 1
+        in_one_place = self.weights and once and profile.workload.precision is not Precision.FP32
         resident = UnitPlan(states=Rest(HOST_MEMORY, ahead=_BUFFERS - 1))
         leaving = replace(
             resident,

@@ -402,9 +402,21 @@ class _Roofline:
 
     def loss(self) -> LossProfile:
         w, element, head = self.workload, self.element, self.kernels.head
+        if w.chunked_loss:
+            return self._chunked_loss()
         logits = w.tokens * w.vocabulary_size
         traffic, workspace = (
             (head.traffic_16bit, head.workspace_16bit) if element == 2 else (head.traffic_32bit, head.workspace_32bit)
         )
         seconds = self._pass_seconds(traffic * logits / self.bandwidth, head.kernels)
         return LossProfile(seconds, element * logits, round(workspace * logits), head.keeps_logits)
+
+    def _chunked_loss(self) -> LossProfile:
+        """Liger Kernel 0.6, ``ops/fused_linear_cross_entropy.py``: a kernel reads a chunk's logits twice and writes their
+        gradient in their place; every chunk adds to the gradient of the head's matrix.
+        """
+        w, element = self.workload, self.element
+        chunks = -(-w.tokens // w.loss_tokens)
+        traffic = 3 * element * w.tokens * w.vocabulary_size + 2 * element * chunks * w.vocabulary_size * w.hidden_size
+        seconds = self._pass_seconds(traffic / self.bandwidth, 4 * chunks)
+        return LossProfile(seconds, element * w.loss_tokens * w.vocabulary_size, 0)

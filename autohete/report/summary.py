@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
 
 from autohete.analysis.bounds import period_bounds
@@ -100,10 +101,19 @@ def proven_within(simulation: Simulation) -> float | None:
     return max(simulation.iteration_seconds / bound - 1, 0.0)
 
 
+def described_blocks(workload: Workload) -> list[str]:
+    """The blocks of a model in words; those that are alike are one entry, with their number."""
+    each = (workload.blocks - 2) // workload.transformer_blocks  # units of a block
+    alike = Counter(str(workload.block(unit)) for unit in range(1, workload.blocks - 1, each))
+    return [f"{count} x ({text})" for text, count in alike.items()]
+
+
 def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
     """Return the assumptions of an answer; figures that were not given have their defaults."""
+    figures = {field.name: getattr(workload, field.name) for field in fields(workload) if field.name != "architecture"}
     return {
-        **{field.name: getattr(workload, field.name) for field in fields(workload)},
+        **figures,
+        "blocks": described_blocks(workload),
         "optimizer": "adamw",
         "policy": {field.name: getattr(policy.system, field.name) for field in fields(policy.system)},
     }

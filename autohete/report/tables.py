@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
@@ -21,7 +20,7 @@ from autohete.plan import PlanCounts, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES
 from autohete.quantities import format_bytes, format_seconds
-from autohete.report.summary import Summary, node_text, runs_of_equal_roles, runs_of_equal_units
+from autohete.report.summary import Summary, described_blocks, node_text, runs_of_equal_roles, runs_of_equal_units
 from autohete.schedule import CPU, GPU, HOST_MEMORY
 from autohete.simulate import Simulation
 from autohete.workload import WORKLOADS, Units, Workload
@@ -263,20 +262,13 @@ def _assumed(workload: Workload) -> str:
     """Return the assumptions of the answer, given or default."""
     w = workload
     tied = "tied" if w.tied_embeddings else "untied"
+    chunked = ", chunked loss" if w.chunked_loss else ""
     clipped = f", gradients clipped to {w.clip_norm:g}" if w.clip_norm else ""
     return (
-        f"assumed: hidden {w.hidden_size}, {_blocks(w)}; vocabulary {w.vocabulary_size} ({tied}), "
-        f"{w.precision}, kernels {w.kernels}{units_text(w)}, AdamW{clipped}; "
+        f"assumed: hidden {w.hidden_size}, {'; '.join(described_blocks(w))}; vocabulary {w.vocabulary_size} ({tied}), "
+        f"{w.precision}, kernels {w.kernels}{units_text(w)}{chunked}, AdamW{clipped}; "
         "flags of policies as `autohete presets` lists them"
     )
-
-
-def _blocks(workload: Workload) -> str:
-    """The blocks of the model, those that are alike together."""
-    units = range(1, workload.blocks - 1)
-    alike = Counter(str(workload.block(unit)) for unit in units)
-    each = len(units) // workload.transformer_blocks  # units of a block
-    return "; ".join(f"{count // each} x ({text})" for text, count in alike.items())
 
 
 def _counts(plan: PlanCounts) -> str:

@@ -104,6 +104,7 @@ class Workload:
         clip_norm: gradients are scaled down before the update where their global norm is larger than this, as
             ``torch.nn.utils.clip_grad_norm_`` does; None: they are not clipped.
         units: see :class:`Units`.
+        chunked_loss: logits are made, used and dropped some tokens at a time, as Liger Kernel does.
         architecture: what its blocks are; None: all are GPT-2's, and positions are learned, as many as a sequence has tokens.
     """
 
@@ -120,6 +121,7 @@ class Workload:
     micro_batches: int = 1
     clip_norm: float | None = None
     units: Units = Units.BLOCK
+    chunked_loss: bool = False
     architecture: Architecture | None = None
 
     def __post_init__(self) -> None:
@@ -173,6 +175,16 @@ class Workload:
     def tokens(self) -> int:
         """Tokens that one GPU computes with at a time: those of one micro-batch."""
         return self.batch_size * self.sequence_length
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens whose logits are in memory at a time: all, or so many that the logits are about as large as the head's input
+        (Liger Kernel 0.6, ``ops/fused_linear_cross_entropy.py``).
+        """
+        if not self.chunked_loss:
+            return self.tokens
+        chunk = -(-self.tokens // -(-self.vocabulary_size // self.hidden_size))
+        return min(self.tokens, 1 << (chunk - 1).bit_length())
 
     @property
     def samples(self) -> int:
