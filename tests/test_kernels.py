@@ -22,6 +22,7 @@ from autohete.runtime.precision import DTYPES
 from autohete.testing import strategies
 from autohete.train.gpt import Block
 from autohete.workload import WORKLOADS, BlockRole, Kernels, Precision, Units, Workload
+from autohete.workload.decoder_kernels import TRANSFORMERS_HEAD
 from autohete.workload.kernels import IMPLEMENTATIONS, Head, Selection
 
 modeling_gpt2 = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
@@ -486,10 +487,20 @@ def counted_loss(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -
     return traffic / count, counter.peak_bytes / count, launched
 
 
+def loss_of_today(logits: Tensor, labels: Tensor) -> Tensor:
+    """That of the installed transformers for every model that predicts the next token."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    found: Tensor = ForCausalLMLoss(logits, labels, vocab_size=logits.shape[-1])
+    return found
+
+
 HUGGING_FACE, MEGATRON = IMPLEMENTATIONS[Kernels.EAGER].head, IMPLEMENTATIONS[Kernels.FUSED].head
 
 
-@pytest.mark.parametrize(("head", "loss"), [(HUGGING_FACE, hugging_face_loss), (MEGATRON, megatron_loss)])
+@pytest.mark.parametrize(
+    ("head", "loss"), [(HUGGING_FACE, hugging_face_loss), (MEGATRON, megatron_loss), (TRANSFORMERS_HEAD, loss_of_today)]
+)
 def test_the_loss_takes_what_the_table_says(head: Head, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Traffic and peak of the loss in 16 bit are within 10 % of the table: at the peak are logits, gradient and workspace."""
     traffic, peak, launched = counted_loss(loss, torch.bfloat16)
@@ -503,6 +514,9 @@ def test_the_loss_in_fp32_takes_what_the_table_says() -> None:
     traffic, peak, _ = counted_loss(hugging_face_loss, torch.float32)
     assert traffic == pytest.approx(HUGGING_FACE.traffic_32bit, rel=0.1)
     assert peak == pytest.approx(HUGGING_FACE.workspace_32bit + 2 * 4, rel=0.1)
+    traffic, peak, _ = counted_loss(loss_of_today, torch.float32)
+    assert traffic == pytest.approx(TRANSFORMERS_HEAD.traffic_32bit, rel=0.1)
+    assert peak == pytest.approx(TRANSFORMERS_HEAD.workspace_32bit + 2 * 4, rel=0.1)
     traffic, peak, _ = counted_loss(megatron_loss, torch.float32)
     assert traffic == pytest.approx(MEGATRON.traffic_32bit, rel=0.1)
     assert peak < 2 * 4

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.workload import BlockRole, Precision, Workload
-from autohete.workload.decoder_kernels import both_parts, decoder_part
+from autohete.workload.decoder_kernels import TRANSFORMERS_HEAD, both_parts, decoder_part
 from autohete.workload.kernels import IMPLEMENTATIONS, Part
 from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
 
@@ -341,11 +341,14 @@ class _Roofline:
         activations: float
         workspaces: tuple[float, float]
         if role is BlockRole.EMBEDDING:
-            # Gather (or scatter-add) of token and position rows, dropout.
-            activations = w.tokens * (8 + w.hidden_size)  # token ids and dropout mask
-            forward = self._pass_seconds(6 * hidden_bytes / self.bandwidth, 3)
+            # Gather (or scatter-add) of token rows; where positions are learned, of position rows, and dropout.
+            learned = w.architecture is None or w.architecture.positions > 0
+            activations = w.tokens * (8 + w.hidden_size * learned)  # token ids and dropout mask
+            gathered, scattered, kernels = (6, 5, 3) if learned else (2, 2, 1)
+            forward = self._pass_seconds(gathered * hidden_bytes / self.bandwidth, kernels)
             # The gradient of the whole table is written, however few tokens there are.
-            backward = self._pass_seconds((5 * hidden_bytes + 2 * element * parameters) / self.bandwidth, 3)
+            traffic = scattered * hidden_bytes + 2 * element * parameters
+            backward = self._pass_seconds(traffic / self.bandwidth, kernels)
             workspaces = (hidden_bytes, 0)
         elif role is BlockRole.HEAD:
             activations = 2 * hidden_bytes  # the norm's input and the projection's
@@ -401,9 +404,10 @@ class _Roofline:
         return SelectiveProfile(kept_bytes - round(saved), seconds)
 
     def loss(self) -> LossProfile:
-        w, element, head = self.workload, self.element, self.kernels.head
+        w, element = self.workload, self.element
         if w.chunked_loss:
             return self._chunked_loss()
+        head = TRANSFORMERS_HEAD if self.kernels.eager and w.architecture is not None else self.kernels.head
         logits = w.tokens * w.vocabulary_size
         traffic, workspace = (
             (head.traffic_16bit, head.workspace_16bit) if element == 2 else (head.traffic_32bit, head.workspace_32bit)
