@@ -7,8 +7,10 @@ size, ``s`` the sequence length.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+
+from autohete.errors import InputError, check_fields
 
 
 class Norm(StrEnum):
@@ -72,6 +74,13 @@ class Component(ABC):
     """
 
     __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for field in fields(self):  # type: ignore[arg-type]  # every component is a dataclass
+            value = getattr(self, field.name)
+            if type(value) is int and value < 1:
+                raise InputError(f"{field.name} is {value}: it must be at least 1")
 
     @abstractmethod
     def products(self, hidden_size: int) -> tuple[Product, ...]:
@@ -353,6 +362,9 @@ class Block:
     dropout: bool = False
     joint: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def __str__(self) -> str:
         return f"{self.mixer}, {self.feed_forward}"
 
@@ -374,6 +386,11 @@ class Architecture:
     blocks: tuple[Block, ...]
     final_norm: Norm
     positions: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.blocks:
+            raise InputError("blocks is empty: give at least one block")
 
 
 def gpt2_block(hidden_size: int, heads: int) -> Block:
