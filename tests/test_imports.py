@@ -46,10 +46,11 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": _TRACE | {"analysis", "workload"},
     # The pipeline, and what people meet.
     "simulate": _LOWERING | {"policies", "sim"},
+    "largest": _LOWERING | {"simulate"},
     "report": _SIMULATED,
     "report.write": {"errors"},
     "train": _SIMULATED | {"runtime", "report"},
-    "cli": _SIMULATED | {"train", "report"},
+    "cli": _SIMULATED | {"largest", "train", "report"},
     "cli.interrupt": set(),
     "__main__": {"cli"},
     "__init__": {"train"},

@@ -74,7 +74,7 @@ _PARTS = {Units.BLOCK: (BlockRole.TRANSFORMER,), Units.SUBLAYER: (BlockRole.ATTE
 
 
 #: Above these a shape is a typing mistake: the largest published models stay well below them.
-_LIMITS = {
+LIMITS = {
     "hidden_size": 1_000_000,
     "transformer_blocks": 256,
     "heads": 100_000,
@@ -125,7 +125,7 @@ class Workload:
     architecture: Architecture | None = None
 
     def __post_init__(self) -> None:
-        for field, limit in _LIMITS.items():
+        for field, limit in LIMITS.items():
             value = getattr(self, field)
             if type(value) is not int or not 1 <= value <= limit:
                 raise InputError(f"{field} is {value!r}: it must be a whole number between 1 and {limit:,}")

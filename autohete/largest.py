@@ -1,0 +1,78 @@
+"""The largest batch, sequence or model that fits under a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from autohete.errors import InfeasibleError, InputError, check_fields
+from autohete.hardware import Hardware
+from autohete.plan.policy import Policy, Verdict
+from autohete.profile import analytic_profile
+from autohete.simulate import simulate_policy
+from autohete.workload import LIMITS, Workload
+
+
+class Figure(StrEnum):
+    """What may grow: a figure of the workload, by its name there."""
+
+    BATCH = "batch_size"
+    SEQUENCE = "sequence_length"
+    BLOCKS = "transformer_blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest value of a figure.
+
+    Args:
+        workload: with that value; it fits, unless the value is 0.
+        figure: what has grown.
+        value: of it; 0 if not even 1 fits.
+        limit: why one more is too many.
+    """
+
+    workload: Workload
+    figure: Figure
+    value: int
+    limit: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def largest(workload: Workload, hardware: Hardware, policy: Policy, figure: Figure) -> Largest:
+    """The largest ``figure`` with which ``workload`` fits under ``policy``; one more does not.
+
+    Doubles the figure until it does not fit, and halves the interval. A policy that searches may fit again above; that is not
+    looked for.
+
+    Raises:
+        InputError: the policy cannot plan the workload at all.
+    """
+
+    def misfit(value: int) -> str:
+        """Why it does not fit; empty if it does."""
+        if value > LIMITS[figure]:
+            return f"{figure} is at most {LIMITS[figure]:,}"
+        try:
+            grown = replace(workload, **{figure: value})  # type: ignore[arg-type]
+        except InputError as error:  # such as more tokens than learned positions
+            return str(error)
+        try:
+            found = simulate_policy(analytic_profile(grown, hardware), policy)
+        except InfeasibleError as error:
+            return f"{error.constraint}-out-of-memory"
+        return "" if found.verdict is Verdict.OK else str(found.verdict)
+
+    fits, too_many = 0, 1
+    while not (limit := misfit(too_many)):
+        fits, too_many = too_many, 2 * too_many
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        reason = misfit(middle)
+        if reason:
+            too_many, limit = middle, reason
+        else:
+            fits = middle
+    return Largest(replace(workload, **{figure: max(fits, 1)}), figure, fits, limit)  # type: ignore[arg-type]
