@@ -51,6 +51,15 @@ def test_blocks_have_as_many_parameters_as_the_modules(family: str) -> None:
     assert [finer.unit_parameters(1 + 2 * i) + finer.unit_parameters(2 + 2 * i) for i in range(len(theirs))] == theirs
 
 
+@pytest.mark.parametrize("all_keys", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_can_be_read(family: str, all_keys: bool) -> None:
+    """Its own file of a model, with keys renamed and filled in, is that of the keys that it was made of."""
+    config = small_config(family)
+    written = json.loads(built(config, "meta").config.to_json_string(use_diff=not all_keys))
+    assert parse_model(written, family) == parse_model(config, family)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_pass_has_as_many_flops_as_pytorch_counts(family: str) -> None:
     """Within 1 %, a mixture of experts and linear attention included."""

@@ -39,6 +39,8 @@ from autohete.train.as_executed import everything_resident
 from autohete.train.microbenchmarks import forget_cache
 from autohete.train.worker import check_stop
 from autohete.workload import Units, Workload
+from autohete.workload.config import parse_model
+from autohete.workload.families import FAMILIES
 
 #: Number of timed iterations; one more before them warms up.
 _REPEATS = 5
@@ -65,6 +67,16 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
     if units is Units.SUBLAYER and modules % 2:
         raise InputError(f"a model of units {units} has attention and MLP by turns, but lists {modules} modules: set its units")
     heads = getattr(config, "num_attention_heads", getattr(partition.modules[0], "heads", 1))
+    known = _by_config(config, name, modules)
+    if known is not None:
+        return replace(
+            known,
+            vocabulary_size=found.logits.shape[-1],
+            sequence_length=ids.shape[1],
+            batch_size=ids.shape[0],
+            precision=_PRECISIONS[found.hidden.dtype],
+            tied_embeddings=any(id(parameter) in found.after for parameter in partition.owned[0]),
+        )
     return Workload(
         name=name,
         hidden_size=found.hidden.shape[-1],
@@ -77,6 +89,18 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
         tied_embeddings=any(id(parameter) in found.after for parameter in partition.owned[0]),
         units=units if isinstance(units, Units) else Units.BLOCK,
     )
+
+
+def _by_config(config: object, name: str, blocks: int) -> Workload | None:
+    """What a Hugging Face configuration says of a model with so many blocks; None if it is of no known family."""
+    keys = config.to_dict() if hasattr(config, "to_dict") else {}
+    if keys.get("model_type") not in FAMILIES:
+        return None
+    try:
+        found = parse_model(keys, name)
+    except InputError:  # a variant that is not known
+        return None
+    return found if found.transformer_blocks == blocks else None
 
 
 def measure(

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from autohete.errors import InputError
 from autohete.workload.model import (
@@ -197,7 +197,7 @@ class Mixtral(Mistral):
 class _Sliding(Llama):
     """Some blocks attend to a window, by ``layer_types`` or by ``use_sliding_window``."""
 
-    sliding_window: Size | None = None
+    sliding_window: Count | None = None  # 0, too, is none
     use_sliding_window: bool = True
     max_window_layers: Count = 0
     layer_types: LayerTypes | None = None
@@ -208,7 +208,7 @@ class _Sliding(Llama):
 
     def attention(self, layer: int) -> Attention:
         slides = self.slides(layer) if self.layer_types is None else _of(self.layer_types, layer) == "sliding_attention"
-        window = self.sliding_window if slides and self.use_sliding_window else None
+        window = self.sliding_window or None if slides and self.use_sliding_window else None
         return replace(super().attention(layer), window=window)
 
 
@@ -244,7 +244,7 @@ class _Sparse(Llama):
     """Some blocks have experts, others an MLP, as in Qwen's models."""
 
     moe_intermediate_size: Size
-    num_experts: Count
+    num_experts: Count = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: Size
     decoder_sparse_step: Size = 1
     mlp_only_layers: list[int] | None = None
