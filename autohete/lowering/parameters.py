@@ -1,5 +1,4 @@
-"""Movement of each unit's parameters: fetched, and gathered from all GPUs, for a use; released after it; copied home when they
-change.
+"""Movement of each unit's parameters: fetched, and gathered from all GPUs, for a use; released after it; copied home on change.
 
 What is fetched for a recomputation stays until the unit's backward, like the activations that the recomputation makes. A unit
 that is recomputed several times has its parameters on the GPU from the first recomputation on: one fetch per direction and

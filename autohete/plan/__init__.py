@@ -127,8 +127,7 @@ class Plan:
             needs no extra pass.
         footprint: additional memory that the system holds.
         delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics).
-        memory_waits: the plan fits only with additional waits, which cost time; :func:`autohete.simulate.simulate_plan` adds
-            them.
+        memory_waits: the plan fits only with extra waits, which cost time; :func:`autohete.simulate.simulate_plan` adds them.
         bound_seconds: lower bound of the iteration time over all plans that the policy could have chosen, proved by its
             planner. None: the policy does not search. Not part of equality: it rates the plan and does not define it.
     """

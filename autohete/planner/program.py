@@ -48,10 +48,10 @@ class Program:
     Args:
         costs: seconds and bytes per block.
         hardware: links and shared bandwidth.
-            priority: whether updates run lower block indices first.
-            budgets: capacity of each memory.
-            pending: also count what typical timing adds to the GPU's memory: a gradient that waits for its copy, and the
-                parameters fetched ahead. Without it the program is a relaxation: no plan can beat its value.
+        priority: whether updates run lower block indices first.
+        budgets: capacity of each memory.
+        pending: also count what typical timing adds to the GPU's memory: a gradient that waits for its copy, and the
+            parameters fetched ahead. Without it the program is a relaxation: no plan can beat its value.
     """
 
     costs: BlockCosts

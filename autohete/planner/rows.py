@@ -342,8 +342,7 @@ class Model:
         return self._sum(at_or_above + self._m - 1, self._recompute, passes) + self._sum(above, self._gpu_update)
 
     def _before_backward(self, gpu: Rows) -> Rows:
-        """GPU work with the passes between the last forward and the last backward of each unit replaced by the copies in
-        between.
+        """GPU work with the passes between the last forward and last backward of each unit replaced by the copies there.
 
         Nothing is fetched for backward before its own forward has ended, and no states before the last forward has ended.
         """

@@ -100,9 +100,7 @@ def _effort(program: Program) -> int:
 
 
 def _starts(program: Program, search: _Search) -> Iterator[Counts]:
-    """The program's optimum with pending memory, with smaller budgets while it exceeds the memory; then what estimates
-    favour.
-    """
+    """The program's optima with pending memory, with smaller budgets while they do not fit; then what estimates favour."""
     tighter = program
     for _ in range(_TIGHTENINGS):
         solution = tighter.solve()

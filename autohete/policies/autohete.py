@@ -61,7 +61,7 @@ class AutoHete:
         """See :class:`autohete.plan.policy.Policy`.
 
         Raises:
-                InfeasibleError: no plan fits. States the binding memory and the smallest budget that works.
+            InfeasibleError: no plan fits. States the binding memory and the smallest budget that works.
         """
         check_one_gpu("autohete", profile)
         program = self.program(profile)

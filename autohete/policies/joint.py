@@ -57,7 +57,7 @@ class Joint:
         """See :class:`autohete.plan.policy.Policy`.
 
         Raises:
-                InfeasibleError: no plan fits. States the binding memory and the smallest budget that works.
+            InfeasibleError: no plan fits. States the binding memory and the smallest budget that works.
         """
         check_one_gpu("joint", profile)
         return best_plan(profile, judge, every_choice(profile))

@@ -41,10 +41,10 @@ class L2L:
     """L2L.
 
     Args:
-            paper: follow the paper instead of the artifact.
-            host_stash: inputs of blocks rest on the host (in the paper).
-            update_on: the processor that updates. With ``gpu`` and ``paper``, the states of one unit at a time are fetched from
-                the host for its update; neither the abstract nor the artifact does this.
+        paper: follow the paper instead of the artifact.
+        host_stash: inputs of blocks rest on the host (in the paper).
+        update_on: the processor that updates. With ``gpu`` and ``paper``, the states of one unit at a time are fetched from
+            the host for its update; neither the abstract nor the artifact does this.
     """
 
     paper: bool = False

@@ -46,7 +46,7 @@ class OffloadActivations:
 
     Args:
         what: everything forward keeps (vDNN), or inputs (Unsloth).
-            streams: copies wait only for their data, and only passes that need the data wait for them (TRL).
+        streams: copies wait only for their data, and only passes that need the data wait for them (TRL).
     """
 
     what: What = What.INPUTS

@@ -44,7 +44,7 @@ class PatrickStar:
         gpu_share: share of the GPU's memory that may be used (``overall_gpu_mem_ratio``; 0.8 in the code, 0.9 in its
             benchmarks), in percent.
         hybrid_adam: use the margin for optimizer chunks.
-            async_move: moves overlap the pass before the one that needs them.
+        async_move: moves overlap the pass before the one that needs them.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST

@@ -23,7 +23,7 @@ class Resident:
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
-            zero_stage: what several GPUs shard: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well.
+        zero_stage: what several GPUs shard: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST

@@ -34,7 +34,7 @@ class Rotor:
     """Rotor.
 
     Args:
-            nested: a unit may be recomputed several times, as published. Off: at most once.
+        nested: a unit may be recomputed several times, as published. Off: at most once.
     """
 
     nested: bool = True

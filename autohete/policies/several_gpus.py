@@ -28,7 +28,7 @@ def check_one_gpu(policy: str, profile: Profile) -> None:
     """Refuse several GPUs.
 
     Raises:
-            InputError: the profile has several GPUs.
+        InputError: the profile has several GPUs.
     """
     if profile.hardware.gpus > 1:
         raise InputError(

@@ -30,7 +30,7 @@ class SqrtCheckpoint:
     """Checkpointing in segments of several blocks.
 
     Args:
-            segments: number of segments, at most the number of blocks. None: the square root of that number, rounded.
+        segments: number of segments, at most the number of blocks. None: the square root of that number, rounded.
         keep_last: the last segment keeps its activations.
     """
 

@@ -47,9 +47,9 @@ class StrongHold:
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
-            window: number of blocks in the window. None: the fastest that fits.
-            window_optimizer: the processor that updates what stays on the GPU. The artifact uses the GPU; ``best`` is the
-                faster that fits.
+        window: number of blocks in the window. None: the fastest that fits.
+        window_optimizer: the processor that updates what stays on the GPU. The artifact uses the GPU; ``best`` is the
+            faster that fits.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST

@@ -45,8 +45,8 @@ class TwinFlow:
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
-            ratio: percent of the parameters that the CPU updates. None: the smallest that fits the GPU's memory, as the blog
-                advises. The code's default is 100.
+        ratio: percent of the parameters that the CPU updates. None: the smallest that fits the GPU's memory, as the blog
+            advises. The code's default is 100.
         pin_memory: ``offload_optimizer.pin_memory``.
         bucket_size: ``reduce_bucket_size`` in millions of elements.
         sub_group_size: elements of a sub-group. None: a unit is a sub-group.

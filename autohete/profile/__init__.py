@@ -57,20 +57,18 @@ class BlockProfile:
     """One unit, such as a transformer block: times in seconds on an undisturbed engine, sizes in bytes.
 
     Args:
-            role: kind of unit.
-            parameters: number of parameters it owns.
-            forward_seconds, backward_seconds: GPU time of one pass. A recomputation takes the time of a forward.
-            gpu_update_seconds: optimizer step of this block on the GPU.
-            input_bytes: its input, which is all that stays when the block is checkpointed. The input's gradient has the same
-                size.
-            activation_bytes: what forward keeps for backward, including its input.
-            forward_workspace_bytes, backward_workspace_bytes: temporaries of the pass, without what it receives, keeps and
-                passes on.
-            gpu_update_workspace_bytes: the same for the optimizer step on the GPU.
-            measured_checkpointed_workspace_bytes: the same for a forward that keeps only the input, if measured.
-            cpu_update_seconds: optimizer step on the CPU, if measured. None: derived from the bytes that the plan says it
-                touches.
-            selective: its selective recomputation. None: not available or not measured.
+        role: kind of unit.
+        parameters: number of parameters it owns.
+        forward_seconds, backward_seconds: GPU time of one pass. A recomputation takes the time of a forward.
+        gpu_update_seconds: optimizer step of this block on the GPU.
+        input_bytes: its input, which is all that stays when the block is checkpointed. The input's gradient has the same size.
+        activation_bytes: what forward keeps for backward, including its input.
+        forward_workspace_bytes, backward_workspace_bytes: temporaries of the pass, without what it receives, keeps and
+            passes on.
+        gpu_update_workspace_bytes: the same for the optimizer step on the GPU.
+        measured_checkpointed_workspace_bytes: the same for a forward that keeps only the input, if measured.
+        cpu_update_seconds: optimizer step on the CPU, if measured. None: derived from the bytes that the plan says it touches.
+        selective: its selective recomputation. None: not available or not measured.
     """
 
     role: BlockRole
@@ -125,10 +123,10 @@ class LossProfile:
     """Cross-entropy between the head's forward and backward.
 
     Args:
-            seconds: GPU time, including its own backward.
-            logits_bytes: size of the logits, and of their gradient.
-            workspace_bytes: temporaries of the loss.
-            keeps_logits: the logits stay until backward has ended.
+        seconds: GPU time, including its own backward.
+        logits_bytes: size of the logits, and of their gradient.
+        workspace_bytes: temporaries of the loss.
+        keeps_logits: the logits stay until backward has ended.
     """
 
     seconds: float
@@ -290,9 +288,7 @@ class _Roofline:
         return seconds, _ATTENTION_BACKWARD * seconds
 
     def _product_seconds(self, product: Product) -> tuple[float, float]:
-        """Time of a product with weights, forward and backward. With experts, each matrix works on an equal share of the
-        rows.
-        """
+        """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows."""
         rows = self.workload.tokens * product.rows / product.matrices
         columns, inner, batch = product.columns, product.inner, product.matrices
         if rows < 1:  # some matrices are not used

@@ -28,8 +28,7 @@ def write_profile(path: str | Path, profile: Profile, hardware: dict[str, Any], 
     Args:
         path: a .json file.
         profile: times and sizes.
-            hardware: the hardware of the measurement, as the document of a hardware file: each figure with unit, source and
-                date.
+        hardware: the hardware of the measurement, as the document of a hardware file: each figure with unit, source and date.
         measured: date, machine and versions, as text.
 
     Raises:

@@ -198,11 +198,11 @@ class AdamStates:
         """Run one optimizer step.
 
         Args:
-                parameters: (n,), receives the result; may share the memory of ``gradients`` if these are in 16 bit.
-                gradients: one per parameter's part, contiguous, in the type of ``parameters``. None: the parameter does not
-                    change, as in ``torch.optim``.
-                scratch: a result of :meth:`scratch`.
-                scale: factor applied to the gradients first, in fp32; fp32 gradients are changed in place.
+            parameters: (n,), receives the result; may share the memory of ``gradients`` if these are in 16 bit.
+            gradients: one per parameter's part, contiguous, in the type of ``parameters``. None: the parameter does not
+                change, as in ``torch.optim``.
+            scratch: a result of :meth:`scratch`.
+            scale: factor applied to the gradients first, in fp32; fp32 gradients are changed in place.
         """
         found = {place: gradient.view(-1) for place, gradient in enumerate(gradients) if gradient is not None}
         for place in found:

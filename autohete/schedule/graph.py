@@ -23,7 +23,7 @@ class Graph:
     Attributes:
         lane: lane index of each task.
         successors: for each task the (task, back) pairs that wait for it.
-            waits: number of same-iteration edges and of back-reaching edges of each task.
+        waits: number of same-iteration edges and of back-reaching edges of each task.
     """
 
     def __init__(self, schedule: Schedule) -> None:

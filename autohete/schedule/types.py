@@ -138,11 +138,11 @@ class Schedule:
     """The tasks of one iteration.
 
     Args:
-            lanes: engines. The first one (the GPU) is the one whose passes count iterations.
-            tasks: in issue order; a fifo lane executes its tasks in this order.
-            memories: capacities against which occupancy is checked.
-            resident: buffers that live permanently.
-            flows, resources: shared bandwidth.
+        lanes: engines. The first one (the GPU) is the one whose passes count iterations.
+        tasks: in issue order; a fifo lane executes its tasks in this order.
+        memories: capacities against which occupancy is checked.
+        resident: buffers that live permanently.
+        flows, resources: shared bandwidth.
     """
 
     lanes: tuple[Lane, ...]

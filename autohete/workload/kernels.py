@@ -27,11 +27,10 @@ class Operation:
         kept_scores: tensors of scores kept for backward.
         kept_score_mask: bytes of mask kept per score.
         forward_kernels, backward_kernels: kernels launched, matrix products included.
-            forward_fp32, backward_fp32: accesses as above, to tensors that are fp32 in every precision.
-            kept_fp32: tensors of this kind kept for backward.
-            casts: tensors cast to fp32 or back, in forward and again in backward. None in fp32.
-            kept_casts, kept_score_casts: tensors (and tensors of scores) kept in fp32, in addition to what is kept without
-                casts.
+        forward_fp32, backward_fp32: accesses as above, to tensors that are fp32 in every precision.
+        kept_fp32: tensors of this kind kept for backward.
+        casts: tensors cast to fp32 or back, in forward and again in backward. None in fp32.
+        kept_casts, kept_score_casts: tensors (and tensors of scores) kept in fp32, in addition to what is kept without casts.
     """
 
     name: str
@@ -98,12 +97,12 @@ class Part:
     """The kernels of a transformer block, or of one of its sublayers.
 
     Args:
-            operations: its operations.
-            forward_workspace, backward_workspace: tensors of ``tokens x hidden`` elements that live only during the pass. The
-                workspace of a block is not the larger of its sublayers': while one of them is computed, the other keeps nothing
-                yet, or nothing more.
-            backward_score_workspace: tensors of scores that live only during backward.
-            selection: its selective recomputation. None: not supported.
+        operations: its operations.
+        forward_workspace, backward_workspace: tensors of ``tokens x hidden`` elements that live only during the pass. The
+            workspace of a block is not the larger of its sublayers': while one of them is computed, the other keeps nothing
+            yet, or nothing more.
+        backward_score_workspace: tensors of scores that live only during backward.
+        selection: its selective recomputation. None: not supported.
     """
 
     operations: tuple[Operation, ...]
@@ -122,12 +121,12 @@ class Implementation:
     """The kernels of one implementation.
 
     Args:
-            block: kernels of one transformer block.
-            attention, mlp: kernels of its sublayers; their operations together are the block's.
-            head: the loss.
-            flash: attention scores stay out of memory (FlashAttention).
-            instructions: instructions per lane and element access, which are the limit if memory is fast. 0: never the limit.
-            eager: one kernel per operation.
+        block: kernels of one transformer block.
+        attention, mlp: kernels of its sublayers; their operations together are the block's.
+        head: the loss.
+        flash: attention scores stay out of memory (FlashAttention).
+        instructions: instructions per lane and element access, which are the limit if memory is fast. 0: never the limit.
+        eager: one kernel per operation.
     """
 
     block: Part
