@@ -140,7 +140,7 @@ class Values:
         ]
 
     def near(self, rows: Numbers, count: int) -> Values:
-        """The same with fewer rows: the loads, and the ``count`` rows each of seconds and of bytes closest to binding."""
+        """Keep fewer rows: the loads, and ``count`` each of seconds and of bytes that are closest to binding in ``rows``."""
         seconds, shares = rows[: self.times], rows[self.times :]
         times = np.union1d(np.arange(min(_LOADS, self.times)), np.argsort(-seconds, kind="stable")[:count])
         places = np.sort(np.argsort(-shares, kind="stable")[:count]) + self.times
