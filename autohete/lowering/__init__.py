@@ -1,9 +1,9 @@
-"""From a plan to tasks: :func:`lower` is the only maker of tasks from plans.
+"""Lowering of plans to tasks. :func:`lower` is the only place that makes tasks from plans.
 
-Read :func:`_tasks` as an iteration passes: what a pass needs is brought, the pass computes, what it leaves behind goes where it
-rests (``compute.py``, ``parameters.py``, ``activations.py``, ``updates.py``). Each task says what it reads and writes; what
-waits for what follows from that (``builder.py``, ``waits.py``). What separates the published systems are rules, which only add
-order (``autohete/plan/rules.py``).
+:func:`_tasks` follows the course of an iteration: bring what a pass needs, compute the pass, and send what it leaves behind to
+where it rests (``compute.py``, ``parameters.py``, ``activations.py``, ``updates.py``). Each task declares what it reads and
+writes; the dependencies follow from that (``builder.py``, ``waits.py``). Published systems differ in their rules, which only
+add order (``autohete/plan/rules.py``).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ __all__ = ["least_parameter_slots", "lower"]
 
 
 def lower(profile: Profile, plan: Plan) -> Schedule:
-    """The schedule of ``plan`` for the workload and hardware of ``profile``.
+    """Return the schedule of ``plan`` for the workload and hardware of ``profile``.
 
     Raises:
-        InfeasibleError: more rests on NVMe than there is.
-        InputError: the plan is for another number of units, its gradients replace parameters that are still needed, its slots
-            are too few, several GPUs cannot share what they should, or one of its rules contradicts another or what data need,
-            changes nothing, or says what another says.
+        InfeasibleError: NVMe is too small for what rests there.
+        InputError: the plan is for another number of units, its gradients replace parameters that are still needed, it has too
+            few slots, several GPUs cannot shard what they should, or one of its rules contradicts another rule or the data
+            dependencies, changes nothing, or duplicates another rule.
     """
     if len(plan.units) != len(profile.blocks):
         raise InputError(f"the plan has {len(plan.units)} units, the profile {len(profile.blocks)}: plan for this workload")
@@ -79,7 +79,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     nvme = hardware.nvme if on_nvme else None
     flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=nvme is not None)
     lanes = (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if nvme else ()))
-    # GPUs must agree on the order of what they do together.
+    # GPUs must agree on the order of their collectives.
     together = (Lane(COLLECTIVE),) if hardware.gpus > 1 else ()
     memories = [Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)]
     if hardware.host.pinned_bytes is not None:
@@ -97,7 +97,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
 
 
 def _ordered(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[int]]:
-    """The tasks with the waits that data, rules and slots ask for, and their order."""
+    """Return the tasks with all waits from data, rules and slots, and their issue order."""
     builder, stays = _tasks(profile, plan, shards)
     builder.order_by_data()
     _apply(plan.rules, builder)
@@ -113,7 +113,7 @@ def _ordered(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, lis
 
 
 def _check_nvme(profile: Profile, needed: int) -> None:
-    """What rests there does not depend on time."""
+    """Refuse a plan that exceeds the NVMe capacity. What rests there does not depend on time."""
     nvme = profile.hardware.nvme
     have = nvme.capacity_bytes if nvme else 0
     if needed > have:
@@ -154,9 +154,9 @@ def _check_accumulation(plan: Plan) -> None:
 
 
 def least_parameter_slots(profile: Profile, plan: Plan) -> int:
-    """The fewest slots for parameters with which ``plan`` can be lowered; 0 if no unit's parameters leave the GPU.
+    """The fewest parameter slots with which ``plan`` can be lowered; 0 if no unit's parameters leave the GPU.
 
-    It depends on whether slots have room for gradients, but not on how many ``plan.slots`` has.
+    The result depends on whether slots have room for gradients, but not on the count in ``plan.slots``.
     """
     builder, stays = _tasks(profile, plan, Shards(profile, plan))
     builder.order_by_data()
@@ -165,7 +165,7 @@ def least_parameter_slots(profile: Profile, plan: Plan) -> int:
 
 
 def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[Stay]]:
-    """The tasks of an iteration as a program would issue them, and the stays of parameters that come and go."""
+    """Return the tasks of an iteration in program order, and the stays of parameters that come and go."""
     micro_batches = profile.workload.micro_batches
     recomputations = plan.recomputations()
     builder = Builder(passes_of(recomputations, micro_batches), gradients_back=int(plan.delayed))
@@ -199,7 +199,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
         updates.after_backward(task)
         if not clipping.clips:
             update(task.unit)
-    if clipping.clips:  # no update knows its gradients before all of them are there
+    if clipping.clips:  # no update can start before all gradients are complete
         clipping.coefficient()
         for unit in reversed(range(len(plan.units))):
             update(unit)
@@ -208,7 +208,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
 
 
 def _apply(rules: tuple[Rule, ...], builder: Builder) -> None:
-    """Which task comes first is known to the others when lanes know what is urgent."""
+    """Apply the rules. ``ByPriority`` comes first, because other rules depend on the lanes' discipline."""
     for author, rule in sorted(enumerate(rules, start=1), key=lambda item: not isinstance(item[1], ByPriority)):
         builder.waits.author = author
         rule.apply(builder)
@@ -216,10 +216,10 @@ def _apply(rules: tuple[Rule, ...], builder: Builder) -> None:
 
 
 def _check_rules(profile: Profile, plan: Plan, shards: Shards, builder: Builder) -> None:
-    """Refuse what changes nothing, and what another rule says already.
+    """Refuse rules that change nothing or duplicate another rule.
 
-    Clipping orders updates, too, which makes some rules idle. But a rule says what a system does, whatever it trains: it is
-    refused only if it changes nothing without clipping, either.
+    Clipping orders updates too, which makes some rules redundant. But a rule describes a system independently of the workload,
+    so it is refused only if it also changes nothing without clipping.
     """
     rules = plan.rules
     idle = _idle_rules(rules, builder)
@@ -242,7 +242,7 @@ def _check_rules(profile: Profile, plan: Plan, shards: Shards, builder: Builder)
 
 
 def _idle_rules(rules: tuple[Rule, ...], builder: Builder) -> set[int]:
-    """Those that have asked for nothing that does not follow without them, by their places counted from 1."""
+    """Return the rules that add no wait of their own, as indices counted from 1."""
     needed = builder.waits.authors()
     return {
         author

@@ -1,4 +1,4 @@
-"""The way of what backward needs and what does not rest on the GPU: to the host after forward, and back for backward."""
+"""Offloaded activations: copies of what backward needs to the host after forward, and back for backward."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autohete.schedule import D2H, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Val
 
 
 class OffloadedActivations:
-    """Adds the copies of activations, or of inputs where they are recomputed, to a builder.
+    """Adds the copies of activations, or of inputs if activations are recomputed, to a builder.
 
     Args:
-        builder: collects them.
-        profile: how long they last.
-        plan: says whose are offloaded.
+        builder: collects the tasks.
+        profile: their durations.
+        plan: the units whose activations are offloaded.
     """
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan) -> None:
@@ -23,7 +23,7 @@ class OffloadedActivations:
         self._leaves = [unit.kept.leaves for unit in plan.units]
 
     def after_forward(self, forward: TaskId) -> None:
-        """To the host."""
+        """Copy to the host."""
         unit, micro_batch = forward.unit, forward.micro_batch
         if not self._leaves[unit]:
             return
@@ -37,7 +37,7 @@ class OffloadedActivations:
             b.free(away, on_gpu(Value.ACTIVATIONS, unit, micro_batch))
 
     def bring(self, user: TaskId) -> None:
-        """Back for the pass ``user``, if it is the first of backward that needs them."""
+        """Copy back for the pass ``user``, if it is the first pass of backward that needs them."""
         unit, micro_batch = user.unit, user.micro_batch
         if not self._leaves[unit] or user != self._builder.first_backward(unit, micro_batch):
             return

@@ -1,4 +1,4 @@
-"""Collects the tasks of an iteration and what they read and write, and derives from that what waits for what."""
+"""Collects the tasks of an iteration with what they read and write, and derives the dependencies from that."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from autohete.schedule import (
     Value,
 )
 
-#: A year and a half. Some thousands of such tasks in a row still fit 64-bit nanoseconds.
+#: A year and a half. Thousands of such tasks in sequence still fit 64-bit nanoseconds.
 _LONGEST_TASK_SECONDS = 5e7
 
-#: Where a value is: what, of which unit, in which memory, of which micro-batch.
+#: Where a value is: the value, its unit, the memory and the micro-batch.
 Place = tuple[Value, int | None, str, int]
 
-#: What a task, by its place among the drafts, does at a place: whether it changes what is there, and whether it begins anew in
-#: memory of its own. A plain tuple, because there are more of these than of anything else.
+#: An access of a task (its index among the drafts) to a place: whether it writes, and whether it starts afresh in newly
+#: allocated memory. A plain tuple, because accesses are by far the most numerous objects.
 Access = tuple[int, bool, bool]
 
-#: What every micro-batch has of its own.
+#: Values that exist once per micro-batch.
 _OF_MICRO_BATCHES = frozenset(
     {
         Value.ACTIVATIONS,
@@ -52,8 +52,8 @@ _OF_MICRO_BATCHES = frozenset(
 )
 
 
-#: When updates wait for the whole backward, the last gradients leave before what moves for an update; refreshes come last,
-#: because on a fifo lane one that waits for its update must not hold up what is needed before.
+#: When updates wait for the whole backward, the last gradients are issued before the copies for an update. Refreshes come last:
+#: on a fifo lane, one that waits for its update must not block what is needed earlier.
 _PHASES = {
     Kind.GPU_UPDATE: 1,
     Kind.CPU_UPDATE: 1,
@@ -67,32 +67,32 @@ _PHASES = {
 }
 
 
-#: How many ids are kept from one lowering to the next: those of a search are the same again and again.
+#: Number of ids cached between lowerings. A search uses the same ids over and over.
 _IDS = 2**15
 task_id = lru_cache(_IDS)(TaskId)
 
 
 @lru_cache(_IDS)
 def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | None = None, again: int = 0) -> BufferId:
-    """A buffer in the GPU's memory."""
+    """Id of a buffer in the GPU's memory."""
     return BufferId(value, GPU_MEMORY, unit, use, micro_batch, again)
 
 
 def _place(value: Value, unit: int | None, memory: str, micro_batch: int) -> Place:
-    if memory == PINNED_MEMORY:  # who reads a value on the host need not know whether it is pinned
+    if memory == PINNED_MEMORY:  # readers of a value on the host need not know whether it is pinned
         memory = HOST_MEMORY
     return value, unit, memory, micro_batch if micro_batch and value in _OF_MICRO_BATCHES else 0
 
 
 @lru_cache(_IDS)
 def _place_of(buffer: BufferId) -> Place:
-    """Of a value that micro-batches share, the buffer's tells only apart memory which they have in turn."""
+    """The place of a buffer. For a value that micro-batches share, their buffers only distinguish successive memory."""
     return _place(buffer.value, buffer.unit, buffer.memory, buffer.micro_batch)
 
 
 @dataclass(slots=True)
 class Draft:
-    """A task that still collects what it brings and ends. When it is issued says a :class:`~autohete.lowering.waits.Turn`."""
+    """A task under construction. :class:`~autohete.lowering.waits.Turn` describes when it is issued."""
 
     id: TaskId
     lane: str
@@ -105,22 +105,22 @@ class Draft:
 
     @property
     def phase(self) -> int:
-        """That of its kind."""
+        """Phase of its kind."""
         return _PHASES.get(self.id.kind, 0)
 
 
 class Builder:
-    """The tasks of an iteration in the order in which a program would issue them.
+    """The tasks of an iteration in program order.
 
     Args:
-        passes: what the GPU computes, in order; they follow one another.
-        gradients_back: how many iterations ago the gradients were made that an update on the CPU takes.
+        passes: the GPU's passes in order; each waits for the one before.
+        gradients_back: age, in iterations, of the gradients that an update on the CPU uses.
 
     Attributes:
-        place: of each pass among them.
+        place: index of each pass among the passes.
         drafts: the tasks so far.
-        waits: what waits for what, by their places among the drafts.
-        by_priority: copies and CPU updates take the most urgent task that is ready.
+        waits: the dependencies, by index among the drafts.
+        by_priority: copies and CPU updates run the most urgent ready task first.
     """
 
     def __init__(self, passes: Sequence[TaskId], gradients_back: int = 0) -> None:
@@ -130,16 +130,16 @@ class Builder:
         self.drafts: list[Draft] = []
         self._index: dict[TaskId, int] = {}
         self._accesses: defaultdict[Place, list[Access]] = defaultdict(list)
-        #: Of each buffer who makes it, and who frees it, how many iterations later.
+        #: For each buffer, the task that makes it; and the one that frees it, with the number of iterations in between.
         self._made: dict[BufferId, int] = {}
         self._freed: dict[BufferId, tuple[int, int]] = {}
-        #: Fetches that are as synchronous as the pass that they are for.
+        #: Synchronous fetches of each pass.
         self._synchronous: dict[TaskId, list[TaskId]] = {}
-        #: Waits for passes of the iteration before, which are declared later.
+        #: Waits for passes of the previous iteration that are not declared yet.
         self._undeclared: list[tuple[TaskId, TaskId, int]] = []
-        self._passed = -1  # the place of the last pass so far
+        self._passed = -1  # index of the last pass so far
         needed = dict.fromkeys(task.unit for task in passes if task.kind in (Kind.RECOMPUTE, Kind.BACKWARD))
-        #: Of each unit, for what backward needs: before anything that the next forward needs, and the first needed first.
+        #: Priorities of copies for backward, by unit: before all copies for the next forward, in the order of use.
         self._backward_priority = {unit: place - len(needed) for place, unit in enumerate(needed)}
 
     # --- tasks
@@ -149,7 +149,7 @@ class Builder:
         return self.add(task_id(kind, unit, micro_batch), lane, seconds, priority)
 
     def add(self, task: TaskId, lane: str, seconds: float, priority: int = 0) -> TaskId:
-        """Add a task; a pass waits for the pass before it."""
+        """Add a task. A pass waits for the pass before it."""
         if not seconds < _LONGEST_TASK_SECONDS:
             raise InputError(
                 f"{task} ({KIND_MEANING[task.kind]}) would last {seconds:.3g} s: the workload is too large for this hardware, "
@@ -166,20 +166,20 @@ class Builder:
         return task
 
     def of(self, kind: Kind) -> list[TaskId]:
-        """The tasks of a kind, in issue order."""
+        """Return the tasks of a kind, in issue order."""
         return [draft.id for draft in self.drafts if draft.id.kind is kind]
 
     def find(self, kind: Kind, unit: int, micro_batch: int = 0) -> TaskId | None:
-        """The task, if there is one."""
+        """Return the task, or None if it does not exist."""
         task = TaskId(kind, unit, micro_batch)
         return task if task in self._index else None
 
     def lane(self, task: TaskId) -> str:
-        """Who does it."""
+        """Return the lane that runs the task."""
         return self.drafts[self._index[task]].lane
 
     def lives(self, kind: Kind) -> list[Life]:
-        """What the copies of a kind move, in the order in which it takes its places on the GPU, or on the host beside NVMe."""
+        """Lives of what the copies of a kind move, in the order in which they take places on the GPU; for NVMe, on the host."""
         copy = COPIES[kind]
         near = (GPU_MEMORY,) if GPU_MEMORY in (copy.source, copy.target) else (HOST_MEMORY, PINNED_MEMORY)
         found: list[tuple[int, Life]] = []
@@ -188,88 +188,86 @@ class Builder:
                 continue
             takes_away = copy.source in near
             moved = [each.id for each in (draft.frees if takes_away else draft.allocates) if each.id.memory in near]
-            if moved:  # of several that move together, the last that begins and the last that ends
+            if moved:  # if several move together: the last begin and the last end
                 begin = max(self._last_writer(buffer, i) for buffer in moved) if takes_away else i
                 back, end = max(self._freed[buffer] for buffer in moved)
                 found.append((begin, Life(self.drafts[begin].id, self.drafts[end].id, back)))
         return [life for _, life in sorted(found, key=lambda item: item[0])]
 
     def _last_writer(self, buffer: BufferId, reader: int) -> int:
-        """Who completes what ``reader`` finds: of a gradient that several passes add to, the last of them."""
+        """The task that completes what ``reader`` reads: for a gradient that several passes add to, the last of them."""
         writers = (task for task, writes, _ in self._accesses.get(_place_of(buffer), ()) if writes)
         return max((task for task in writers if task < reader), default=self._made[buffer])
 
     def has_choice(self) -> bool:
-        """Whether any lane but the GPU's has tasks of different urgency."""
+        """Whether any lane except the GPU's has tasks of different priorities."""
         urgencies: dict[str, set[int]] = {}
         for draft in self.drafts:
             urgencies.setdefault(draft.lane, set()).add(draft.priority)
         return any(len(found) > 1 for lane, found in urgencies.items() if lane != GPU)
 
     def first_backward(self, unit: int, micro_batch: int = 0) -> TaskId:
-        """The pass that needs the unit's parameters first in backward."""
+        """Return the first pass of backward that needs the unit's parameters."""
         recompute = TaskId(Kind.RECOMPUTE, unit, micro_batch)
         return recompute if recompute in self.place else TaskId(Kind.BACKWARD, unit, micro_batch)
 
     def backward_priority(self, unit: int) -> int:
-        """Of a copy that brings what backward needs of the unit."""
+        """Priority of a copy for the unit's backward."""
         return self._backward_priority[unit]
 
     def index(self, task: TaskId) -> int:
-        """Its place among the drafts."""
+        """Index of the task among the drafts."""
         return self._index[task]
 
     # --- values
 
     def read(self, task: TaskId, value: Value, unit: int, memory: str = GPU_MEMORY) -> None:
-        """``task`` needs what is there, as those before it in the order of declarations have left it, in this or the last
-        iteration.
-        """
+        """``task`` reads the value as left by the tasks declared before it, or else by the previous iteration."""
         self._accesses[_place(value, unit, memory, task.micro_batch)].append((self._index[task], False, False))
 
     def write(self, task: TaskId, value: Value, unit: int, memory: str = GPU_MEMORY) -> None:
-        """``task`` changes what is there, when nobody needs what was there any more."""
+        """``task`` changes the value in place, after all readers of the old one."""
         self._accesses[_place(value, unit, memory, task.micro_batch)].append((self._index[task], True, False))
 
     def make(self, task: TaskId, buffer: BufferId, size_bytes: int) -> None:
-        """``task`` makes it anew, in memory that it allocates."""
+        """``task`` makes the value afresh, in memory that it allocates."""
         self._accesses[_place_of(buffer)].append((self._index[task], True, True))
         self.allocate(task, buffer, size_bytes)
 
     def last_access(self, buffer: BufferId) -> TaskId:
-        """Who was declared last of those that read or write the value of ``buffer``."""
+        """The last declared task that reads or writes the value of ``buffer``."""
         return self.drafts[self._accesses[_place_of(buffer)][-1][0]].id
 
     def allocate(self, task: TaskId, buffer: BufferId, size_bytes: int) -> None:
-        """Bytes from the start of ``task`` on."""
+        """Allocate the buffer when ``task`` starts."""
         index = self._made[buffer] = self._index[task]
         self.drafts[index].allocates += (Buffer(buffer, size_bytes),)
 
     def free(self, task: TaskId, buffer: BufferId, back: int = 0) -> None:
-        """Free when ``task`` ends, of this iteration or of the one before."""
+        """Free the buffer when ``task`` ends. With ``back`` 1, the buffer is that of the previous iteration."""
         index = self._index[task]
         self._freed[buffer] = back, index
         self.drafts[index].frees += (Free(buffer, back),)
 
     def workspace(self, task: TaskId, size_bytes: int) -> None:
-        """Bytes while ``task`` runs."""
+        """Allocate ``size_bytes`` while ``task`` runs."""
         if size_bytes:
             buffer = on_gpu(Value.WORKSPACE, task.unit, task.micro_batch, task.kind, task.again)
             draft = self.drafts[self._index[task]]
             draft.allocates += (Buffer(buffer, size_bytes),)
-            draft.frees += (Free(buffer),)  # nobody else reads it
+            draft.frees += (Free(buffer),)  # no other task reads it
 
     # --- order
 
     def after(self, task: TaskId, before: TaskId | None, back: int = 0) -> None:
-        """``task`` waits for ``before`` of this iteration or of the one before; for nothing if there is no such task."""
+        """Make ``task`` wait for ``before`` of this iteration (``back=0``) or the previous one. None adds no wait."""
         if before in self._index:
             self.waits.add(self._index[task], self._index[before], back)
         elif before is not None:
             self._undeclared.append((task, before, back))
 
     def in_turn(self, tasks: Sequence[TaskId]) -> None:
-        """``tasks`` of one lane run in this order, whatever the lane's discipline; a fifo lane does so by itself."""
+        """Run ``tasks`` of one lane in this order, whatever its discipline. On a fifo lane the issue order suffices."""
         for before, task in zip(tasks, tasks[1:], strict=False):
             if self.by_priority:
                 self.after(task, before)
@@ -277,15 +275,15 @@ class Builder:
                 self.waits.issue(self._index[task], self._index[before])
 
     def take_most_urgent(self) -> None:
-        """Lanes of copies and of the CPU take the most urgent task that is ready."""
+        """Let the copy lanes and the CPU lane run the most urgent ready task first."""
         self.by_priority = True
 
     def starts_early(self, task: TaskId) -> bool:
-        """Whether all that it waits for is of the iteration before."""
+        """Whether the task waits only for tasks of the previous iteration."""
         return all(back for _, back in self.waits.of(self._index[task]))
 
     def beside(self, fetch: TaskId, user: TaskId, distance: int, source: TaskId | None = None) -> None:
-        """Let ``fetch`` start when all passes but the ``distance`` last before the pass ``user`` have ended.
+        """Let ``fetch`` start once all passes before ``user``, except the last ``distance``, have ended.
 
         Args:
             source: a pass that must have ended in any case: what forward still reads is not fetched a second time.
@@ -296,26 +294,26 @@ class Builder:
             self._synchronous.setdefault(user, []).append(fetch)
 
     def _beside(self, user: TaskId, distance: int, source: TaskId | None) -> int:
-        """The place of the pass that must have ended."""
+        """Index of the pass that must have ended."""
         place = self.place[user] - 1 - min(distance, len(self.passes) - 1)
         return place if source is None else max(place, self.place[source])
 
     def issue_beside(self, task: TaskId, user: TaskId, distance: int, source: TaskId | None = None) -> None:
-        """Issue ``task`` when :meth:`beside` would let it start, before what follows the passes from there on."""
+        """Issue ``task`` when :meth:`beside` would let it start, ahead of what follows the passes from there on."""
         draft = self.drafts[self._index[task]]
         place = self._beside(user, distance, source)
         if place >= 0:
             draft.follows = min(place, draft.follows)
 
     def hold_up(self, blocker: TaskId) -> None:
-        """The next pass after the one that ``blocker`` follows, and what it fetches synchronously, waits for ``blocker``."""
+        """Make the pass after the one that ``blocker`` follows, and its synchronous fetches, wait for ``blocker``."""
         place = self.drafts[self._index[blocker]].follows + 1
         if place < len(self.passes):
             for task in (self.passes[place], *self._synchronous.get(self.passes[place], ())):
                 self.after(task, blocker)
 
     def order_by_data(self) -> None:
-        """Let every task wait for what it reads, and before it overwrites or frees for whoever still reads."""
+        """Add the waits that data require: read after write, write after read, and free after the last access."""
         for task, before, back in self._undeclared:
             self.waits.add(self._index[task], self._index[before], back)
         for accesses in self._accesses.values():
@@ -325,12 +323,12 @@ class Builder:
                 self._wait_for_readers(freed_by, there)
 
     def _order_accesses(self, accesses: Sequence[Access]) -> None:
-        """What is done at one place, iteration after iteration."""
+        """Add the waits between the accesses to one place, across iterations."""
         last = next((i for i in reversed(range(len(accesses))) if accesses[i][1]), None)
         if last is None:
             return
         writer, back = accesses[last][0], 1
-        readers = [(task, 1) for task, _, _ in accesses[last + 1 :]]  # since then, with the iteration
+        readers = [(task, 1) for task, _, _ in accesses[last + 1 :]]  # since the last write, with their iteration
         for task, writes, begins in accesses:
             if not writes:
                 if task != writer:
@@ -342,18 +340,18 @@ class Builder:
             writer, back, readers = task, 0, []
 
     def _wait_for(self, task: int, readers: Sequence[tuple[int, int]]) -> bool:
-        """``task`` waits for those who have read last; whether there are any but itself."""
+        """Make ``task`` wait for the latest readers. Returns whether there are any other than itself."""
         found = read_on_gpu = False
         for reader, back in reversed(readers):
             if reader != task:
                 on_gpu = self.drafts[reader].lane == GPU
-                if not (on_gpu and read_on_gpu):  # passes follow one another: the last of them is enough
+                if not (on_gpu and read_on_gpu):  # passes are serial: waiting for the last one suffices
                     self.waits.add(task, reader, back)
                 found, read_on_gpu = True, read_on_gpu or on_gpu
         return found
 
     def _wait_for_readers(self, task: int, accesses: Sequence[Access]) -> None:
-        """Whoever else reads last what ``task`` frees."""
+        """Make ``task`` wait for the other latest readers of what it frees."""
         count = len(accesses)
         place = next((i for i in reversed(range(count)) if accesses[i][0] == task), count)
         read_on_gpu = self.drafts[task].lane == GPU
@@ -367,11 +365,11 @@ class Builder:
                 read_on_gpu = read_on_gpu or on_gpu
 
     def order(self) -> list[int]:
-        """The tasks in issue order, by their places among the drafts; see :meth:`Waits.order`."""
+        """Indices of the tasks among the drafts, in issue order; see :meth:`Waits.order`."""
         return self.waits.order(self.drafts)
 
     def tasks(self, order: Sequence[int]) -> tuple[Task, ...]:
-        """All tasks in this order, each with the waits that are needed."""
+        """All tasks in this order, each with its non-redundant waits."""
         found = []
         for i in order:
             d = self.drafts[i]

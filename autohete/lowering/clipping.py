@@ -1,9 +1,9 @@
-"""Clipping by global norm: a norm of each unit's gradients, one coefficient from all of them, and updates that scale by it.
+"""Clipping by global norm: a norm of each unit's gradients, one coefficient from all norms, and updates that scale by it.
 
-As ``torch.nn.utils.clip_grad_norm_`` does (torch 2.13, ``nn/utils/clip_grad.py``): gradients are read once for their norm, and
-read and written once when they are scaled. What the copies of single numbers between GPU and host take is their latency alone.
-They are not tasks: no lane is occupied by four bytes, and in a fifo lane they would wait for copies that they have nothing to
-do with. Several GPUs that share gradients add up their norms: an all-reduce of one number is a part of the coefficient's task.
+As in ``torch.nn.utils.clip_grad_norm_`` (torch 2.13, ``nn/utils/clip_grad.py``): gradients are read once for their norm, and
+read and written once when they are scaled. Copies of single numbers between GPU and host cost only their latency. They are not
+tasks: four bytes do not occupy a lane, and on a fifo lane they would wait for unrelated copies. Several GPUs that shard
+gradients sum their norms: an all-reduce of one number is part of the coefficient's task.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _KERNELS = 5
 
 
 class Clipping:
-    """Adds norms and the coefficient to a builder; where the workload does not clip, nothing.
+    """Adds norms and the coefficient to a builder. Adds nothing if the workload does not clip.
 
     Args:
-        builder: collects them.
-        profile: whether gradients are clipped, and how long that takes.
-        plan: where gradients are.
-        shards: what several GPUs share.
+        builder: collects the tasks.
+        profile: whether gradients are clipped, and the durations.
+        plan: the places of the gradients.
+        shards: how several GPUs shard them.
     """
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards) -> None:
@@ -34,10 +34,10 @@ class Clipping:
         self.clips = profile.workload.clips
 
     def norm_on(self, unit: int) -> Processor | None:
-        """Who computes the norm of the unit's gradients; None: nobody does.
+        """The processor that computes the norm of the unit's gradients. None: the workload does not clip.
 
         Raises:
-            InputError: the plan lets the GPU do so, where the gradients are never complete.
+            InputError: the plan assigns the norm to the GPU, where the gradients are never complete.
         """
         plan = self._plan.units[unit]
         if not self.clips:
@@ -51,7 +51,7 @@ class Clipping:
         return Processor.CPU if on_host else plan.norm_on or Processor.GPU
 
     def norm(self, unit: int) -> None:
-        """Of the unit's gradients, which are complete."""
+        """Add the norm of the unit's gradients, which are complete."""
         b, on_host = self._builder, self.norm_on(unit) is Processor.CPU
         side, memory = (Processor.CPU, HOST_MEMORY) if on_host else (Processor.GPU, GPU_MEMORY)
         size = _gradient_bytes(self._profile, self._plan, unit, side) * self._shards.share(unit)
@@ -60,16 +60,16 @@ class Clipping:
             seconds = self._profile.elementwise_seconds(size, beside_gpu=self._plan.updates_beside_gpu)
             norm = b.task(Kind.GRADIENT_NORM, unit, CPU, seconds, unit)
         else:
-            # Beside backward on the stream of the reductions, which it follows (DeepSpeed's ``reduction_stream``).
+            # Overlaps backward: it runs on the stream of the reductions, after them (DeepSpeed's ``reduction_stream``).
             lane = COLLECTIVE if self._shards.gpus > 1 else GPU
             norm = b.task(Kind.GRADIENT_NORM, unit, lane, self._profile.gpu_memory_seconds(size))
             if self._plan.gradients_in_parameters(unit):
                 b.read(norm, Value.PARAMETERS, unit)
-        b.write(norm, value, unit, memory)  # changes nothing, but who takes them away afterwards waits for it
+        b.write(norm, value, unit, memory)  # does not change them, but makes later takers wait for it
         b.write(norm, Value.GRADIENT_NORM, unit, memory)
 
     def coefficient(self) -> None:
-        """From all norms, on the side where updates are; it needs each of them."""
+        """Add the coefficient, computed from all norms on the processor that updates."""
         b, profile = self._builder, self._profile
         norms = [self.norm_on(unit) for unit in range(len(self._plan.units))]
         units = range(len(self._plan.units))
@@ -80,7 +80,7 @@ class Clipping:
             lane, seconds = CPU, from_gpu + to_gpu
         else:
             lane, seconds = GPU, _KERNELS * profile.hardware.gpu.kernel_overhead_seconds
-        if any(self._shards.stage(unit) for unit in range(len(norms))):  # each GPU knows the norms of its part
+        if any(self._shards.stage(unit) for unit in range(len(norms))):  # each GPU has the norms of its part only
             lane, seconds = COLLECTIVE, seconds + 2 * profile.collective_seconds(0)
         clip = b.task(Kind.CLIP, 0, lane, seconds, priority=-1 if lane == CPU else 0)
         for unit, norm_on in enumerate(norms):
@@ -94,7 +94,7 @@ class Clipping:
 
 
 def scaling_seconds(profile: Profile, plan: Plan, unit: int, updated_on: Processor) -> float:
-    """What clipping adds to the unit's update on either side."""
+    """Time that clipping adds to the unit's update on one processor."""
     on_cpu = updated_on is Processor.CPU
     if not profile.workload.clips or (on_cpu and plan.scales_gradients):
         return 0.0
@@ -105,6 +105,6 @@ def scaling_seconds(profile: Profile, plan: Plan, unit: int, updated_on: Process
 
 
 def _gradient_bytes(profile: Profile, plan: Plan, unit: int, side: Processor) -> int:
-    """As the GPU computes them; on the host as they arrive there, without what comes beside them."""
+    """Size of the gradients: on the GPU as computed; on the host as they arrive, without accompanying data."""
     count, element = profile.blocks[unit].parameters, profile.element_bytes
     return min(plan.units[unit].gradients.bytes_of(count, element), 4 * count) if side is Processor.CPU else count * element

@@ -1,4 +1,4 @@
-"""What the GPU computes: forward, loss, recomputation and backward, and what each of them reads, makes and leaves behind."""
+"""The passes of the GPU: forward, loss, recomputation and backward, with what each reads, makes and leaves behind."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def passes_of(recomputations: Sequence[Sequence[Recomputation]], micro_batches: 
     """The GPU's passes in order.
 
     Args:
-        recomputations: of each unit what is recomputed right before its backward.
-        micro_batches: how many.
+        recomputations: for each unit, what is recomputed right before its backward.
+        micro_batches: number of micro-batches.
     """
     last = len(recomputations) - 1
     passes: list[TaskId] = []
@@ -34,11 +34,11 @@ class Compute:
     """Adds the passes of ``plan`` to a builder.
 
     Args:
-        builder: collects them.
-        profile: how long they last, and what they need.
-        plan: whose activations are kept, recomputed or offloaded.
-        shards: how several GPUs share gradients.
-        recomputations: of each unit what is recomputed right before its backward.
+        builder: collects the tasks.
+        profile: their durations and sizes.
+        plan: whether activations are kept, recomputed or offloaded.
+        shards: how several GPUs shard gradients.
+        recomputations: for each unit, what is recomputed right before its backward.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Compute:
         self._last = len(plan.units) - 1
         self._tied = profile.workload.tied_embeddings
         self._recomputations = {(one.unit, one.again): one for some in recomputations for one in some}
-        #: Of each unit whether its input alone is kept for backward, and not on the GPU.
+        #: For each unit, whether only its input is kept for backward, and not on the GPU.
         self._input_leaves = [unit.kept.leaves and unit.activations is Activations.RECOMPUTE for unit in plan.units]
-        #: Of each unit its input, while it is on the GPU and has not been offloaded.
+        #: The input of each unit, while it is on the GPU and has not been offloaded.
         self._inputs: dict[int, BufferId] = {}
 
     def _pass(self, task: TaskId, seconds: float) -> None:
@@ -67,7 +67,7 @@ class Compute:
             self._builder.read(task, Value.INPUT, task.unit)
 
     def _selective(self, unit: int) -> SelectiveProfile | None:
-        """How the unit is recomputed selectively, if the plan says so."""
+        """The costs of the unit's selective recomputation, if the plan uses it."""
         if self._plan.units[unit].activations is not Activations.SELECTIVE:
             return None
         found = self._profile.blocks[unit].selective
@@ -79,7 +79,7 @@ class Compute:
         return found
 
     def forward(self, task: TaskId) -> None:
-        """Activations, or only the output."""
+        """Add a forward, which leaves the activations or only the output."""
         b, unit = self._builder, task.unit
         self._pass(task, self._profile.blocks[unit].forward_seconds)
         self._keep(task, self._plan.units[unit].activations)
@@ -89,19 +89,19 @@ class Compute:
             b.allocate(task, on_gpu(Value.LOGITS, unit, task.micro_batch), self._profile.loss.logits_bytes)
 
     def recompute(self, task: TaskId) -> None:
-        """Forward again, for its activations, or for the input of the unit above."""
+        """Add a recomputation, for the unit's activations or for the input of the unit above."""
         unit, recomputation = task.unit, self._recomputations[task.unit, task.again]
         times, selective = self._profile.blocks[unit], self._selective(unit)
         self._pass(task, times.forward_seconds if selective is None else selective.seconds)
         if selective is not None:
             self._builder.read(task, Value.SELECTED_ACTIVATIONS, unit)
-        # Its output is of no use a second time, but within a segment.
+        # Its output is not needed again, except within a segment.
         self._keep(task, recomputation.keeps, 0 if recomputation.hands_on else self._profile.blocks[unit + 1].input_bytes)
         if recomputation.hands_on:
             self._hand_on(task)
 
     def _hand_on(self, task: TaskId) -> None:
-        """The output, which is the input of the unit above."""
+        """Make the output, which is the input of the unit above."""
         above = task.unit + 1
         again = (task.kind, task.again) if task.kind is Kind.RECOMPUTE else (None, 0)
         self._inputs[above] = buffer = on_gpu(Value.INPUT, above, task.micro_batch, *again)
@@ -109,7 +109,7 @@ class Compute:
         make(task, buffer, self._profile.blocks[above].input_bytes)
 
     def _keep(self, task: TaskId, kept: Activations, unused_bytes: int = 0) -> None:
-        """What ``task`` leaves of the unit, and what lives only while it runs."""
+        """Allocate what ``task`` leaves of the unit, and what lives only while it runs."""
         b, unit, times = self._builder, task.unit, self._profile.blocks[task.unit]
         selective = self._selective(unit)
         selected_bytes = 0 if selective is None else selective.kept_bytes
@@ -117,7 +117,7 @@ class Compute:
             b.make(task, on_gpu(Value.SELECTED_ACTIVATIONS, unit, task.micro_batch), selected_bytes)
             b.workspace(task, times.selective_workspace_bytes[0] + unused_bytes)
         elif kept is Activations.KEEP:
-            # Nobody hands the first unit its input over; what was selected is there already.
+            # The first unit has no input from below. Selected activations already exist.
             size = times.activation_bytes if unit == 0 else times.kept_bytes - selected_bytes
             b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch), size)
             workspace = times.forward_workspace_bytes if selective is None else times.selective_workspace_bytes[1]
@@ -128,7 +128,7 @@ class Compute:
             b.free(task, self._inputs.pop(unit))
 
     def loss(self, task: TaskId) -> None:
-        """The loss, and the gradient of its logits."""
+        """Add the loss and the gradient of its logits."""
         b, loss = self._builder, self._profile.loss
         b.add(task, GPU, loss.seconds)
         b.allocate(task, on_gpu(Value.LOGITS_GRADIENT, self._last, task.micro_batch), loss.logits_bytes)
@@ -137,10 +137,10 @@ class Compute:
         b.workspace(task, loss.workspace_bytes)
 
     def backward(self, task: TaskId) -> None:
-        """Gradients of the parameters and of the input."""
+        """Add a backward: gradients of the parameters and of the input."""
         b, unit, micro_batch = self._builder, task.unit, task.micro_batch
         times, plan = self._profile.blocks[unit], self._plan.units[unit]
-        fetched = plan.kept.leaves and plan.activations is Activations.KEEP  # the input is among what was fetched, then
+        fetched = plan.kept.leaves and plan.activations is Activations.KEEP  # then the input is part of what was fetched
         self._pass(task, times.backward_seconds)
         b.read(task, Value.ACTIVATIONS, unit)
         if plan.activations is Activations.SELECTIVE:
@@ -162,14 +162,14 @@ class Compute:
         self._gradients(task)
 
     def _gradients(self, task: TaskId) -> None:
-        """Of the unit's parameters; those of a tied embedding begin to exist with the head's, and end with its own."""
+        """Gradients of the unit's parameters. Those of a tied embedding begin with the head's backward and end with its own."""
         tied = self._tied and task.unit in (0, self._last)
         for unit in sorted({0, task.unit}) if tied else [task.unit]:
             begins, complete = not (tied and not task.unit), not (tied and task.unit and not unit)
             self._gradients_of(task, unit, begins, complete)
 
     def _gradients_of(self, task: TaskId, unit: int, begins: bool, complete: bool) -> None:
-        """Each micro-batch has its own: the first one's live on, or on the GPU the others' are added to them."""
+        """Make or accumulate gradients: those of the first micro-batch stay, or on the GPU the others are added to them."""
         b, plan, gradients = self._builder, self._plan.units[unit], on_gpu(Value.GRADIENTS, unit, task.micro_batch)
         added_here = not plan.accumulates_on_host and self._shards.stage(unit) < 2
         if begins:

@@ -1,4 +1,4 @@
-"""What is there all the time: resident parameters and states, preallocated slots, buffers; and what lanes share."""
+"""What is permanently allocated (resident parameters and states, slots, buffers), and the bandwidth that lanes share."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from autohete.schedule import (
     Value,
 )
 
-#: Name of what the two directions of a link share.
+#: Name of the resource that the two directions of a link share.
 LINK = "link"
 
 
 def slot_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
-    """A place for the parameters of any unit that leaves, with room for its gradients where they are in slots; 0: no slots."""
+    """Size of a slot: parameters of any unit that leaves the GPU, plus its gradients if slots hold them; 0 without slots."""
     if plan.slots is None:
         return 0
     leaving = (times.parameters for i, times in enumerate(profile.blocks) if shards.comes_and_goes(i))
@@ -40,7 +40,7 @@ def slot_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
 
 
 def pinned_memory(profile: Profile) -> str:
-    """Where pinned buffers are: in a memory of its own only if it has a limit of its own."""
+    """The memory of pinned buffers: a separate one only if pinned memory has its own limit."""
     return HOST_MEMORY if profile.hardware.host.pinned_bytes is None else PINNED_MEMORY
 
 
@@ -56,10 +56,10 @@ def nvme_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
 
 
 def resident_buffers(profile: Profile, plan: Plan, shards: Shards, on_nvme: int) -> Iterator[Buffer]:
-    """Buffers that live all the time, ``on_nvme`` bytes among them."""
+    """Buffers that live permanently, including ``on_nvme`` bytes on NVMe."""
     element, optimizer, held = profile.element_bytes, profile.optimizer_bytes, plan.footprint
     pinned = pinned_memory(profile)
-    #: Bytes that are not of a unit.
+    #: Bytes that do not belong to a unit.
     sizes = dict.fromkeys(_places(pinned), 0)
     updated: list[int] = []
     for i, unit in enumerate(plan.units):
@@ -93,7 +93,7 @@ def resident_buffers(profile: Profile, plan: Plan, shards: Shards, on_nvme: int)
 
 
 def _places(pinned: str) -> list[tuple[Value, str]]:
-    """What is of no single unit and where, in the order in which schedules list it."""
+    """Values that belong to no single unit, with their memories, in the order in which schedules list them."""
     states, parameters, buffers = Value.OPTIMIZER_STATES, Value.PARAMETERS, Value.POLICY_BUFFERS
     return [
         (Value.PARAMETER_SLOTS, GPU_MEMORY),
@@ -112,12 +112,12 @@ def _places(pinned: str) -> list[tuple[Value, str]]:
 def shared_bandwidth(
     hardware: Hardware, *, updates_beside_gpu: bool, uses_nvme: bool
 ) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
-    """What the two directions of the link take from each other, and they and the CPU from host DRAM.
+    """Flows and limits of shared bandwidth: the two directions of the link, and host DRAM for them and the CPU.
 
     Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy, and an
-    access of a drive, moves each byte through DRAM once; the CPU's demand is the traffic of its optimizer, and its weight
-    makes it and the copies slow down alike when DRAM is full, as memory controllers serve what is asked. Where the CPU stands
-    for the device, every lane is a thread on its cores as well.
+    access of a drive, moves each byte through DRAM once. The CPU's demand is the traffic of its optimizer; its weight makes it
+    and the copies slow down by the same factor when DRAM is saturated, as memory controllers serve requests proportionally.
+    If the CPU stands in for the device, every lane is a thread on its cores as well.
     """
     h2d, d2h, cpu = hardware.h2d, hardware.d2h, hardware.cpu
     update = cpu.update_bandwidth * (cpu.concurrent_share if updates_beside_gpu else 1.0)

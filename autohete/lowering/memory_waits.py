@@ -1,14 +1,14 @@
 """Waits that make a schedule fit its memories under any timing.
 
 Take any order in which all tasks of a schedule can run, and let every allocation wait for whatever is freed before it in that
-order. Of the buffers that are held at any moment of any execution, one is the last to be allocated *in that order*: its task
-has started, so all that was freed before it in the order is free. What is held is a subset of what the order itself held
-then, and no execution holds more than the order does.
+order. Consider the buffers held at any moment of any execution. One of them is allocated last *in that order*. Its task has
+started, so everything that the order frees before it is free. What is held is therefore a subset of what the order itself
+held at that point, and no execution holds more than the order does.
 
-With the order of a steady trace such waits cost nothing: what is waited for has ended when the trace needs it, so every task
-still starts when it did. A schedule whose trace fits can therefore be made safe without losing time. Only the waits of
-allocations that would exceed the capacity without them are added. Where the trace does not fit, or does not repeat, the order
-of :func:`thrifty_order` is taken, which needs little memory and may cost time.
+With the order of a steady-state trace such waits cost nothing: what is waited for has ended when the trace needs it, so every
+task still starts at the same time. A schedule whose trace fits can therefore be made safe without losing time. Waits are added
+only for allocations that would exceed the capacity without them. If the trace does not fit, or does not repeat, the order of
+:func:`thrifty_order` is used, which needs little memory and may cost time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from autohete.execution.trace import Nanoseconds, Trace
 from autohete.schedule import GPU_MEMORY, Edge, Schedule, Task
 from autohete.schedule.order import order, topological
 
-#: Iterations over which waits are followed backwards: plans free nothing later than that.
+#: Iterations over which waits are followed backwards. Plans free nothing later than that.
 _DEPTH = 3
-#: Iterations of a thrifty order, and those of them that repeat for ever.
+#: Iterations of a thrifty order, and those of them that repeat forever.
 _ITERATIONS, _REPEATING = 6, range(2, 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guide:
-    """An order of all tasks to take waits from.
+    """An order of all tasks from which waits are taken.
 
     Args:
-        start, end: when each task starts and ends, shape (iterations, tasks), whole numbers of any unit.
-        rows: the iterations that repeat for ever; there is at least one before them.
+        start, end: start and end of each task, shape (iterations, tasks), integers of any unit.
+        rows: the iterations that repeat forever; at least one precedes them.
     """
 
     start: Nanoseconds
@@ -46,11 +46,11 @@ class Guide:
 
 
 def with_memory_waits(schedule: Schedule, trace: Trace) -> Schedule | None:
-    """``schedule`` with so many more waits that its worst case fits every memory; None if none are found that achieve it.
+    """Return ``schedule`` with enough waits that its worst case fits every memory. None if no such waits are found.
 
     Args:
-        schedule: valid; returned as it is if it fits already.
-        trace: an execution of it, long enough to show its steady state.
+        schedule: valid; returned unchanged if it already fits.
+        trace: an execution of it, long enough to reach its steady state.
     """
     if _fits(schedule):
         return schedule
@@ -64,11 +64,11 @@ def with_memory_waits(schedule: Schedule, trace: Trace) -> Schedule | None:
 def least_bytes(schedule: Schedule, memory: str) -> int:
     """Bytes of ``memory`` with which waits make ``schedule`` fit under any timing: what its thrifty order holds.
 
-    Of the GPU's memory no order is known that holds less; of others one may.
+    For the GPU's memory no order is known that holds less; for other memories one may exist.
     """
     guide, found = thrifty_order(schedule), lives(schedule, memory)
-    change = np.zeros(guide.start.size * 2, np.int64)  # after each start and end, which a thrifty order numbers
-    # As long as the places: some NumPy versions read past the end of values that they would have to repeat.
+    change = np.zeros(guide.start.size * 2, np.int64)  # change after each start and end, which a thrifty order numbers
+    # Same length as the indices: some NumPy versions read past the end of values that have to be repeated.
     sizes = np.tile(np.array(found.sizes, np.int64), len(guide.start))
     np.add.at(change, guide.start[:, found.allocates].ravel(), sizes)
     np.add.at(change, guide.end[:, found.frees].ravel(), -sizes)
@@ -82,16 +82,16 @@ def _fits(schedule: Schedule) -> bool:
 
 
 def _of_trace(trace: Trace) -> Guide:
-    """The order of the steady cycle of ``trace``."""
+    """The order of the steady-state cycle of ``trace``."""
     steady = trace.steady()
     last = min(steady.first + steady.cycle, trace.iterations - 1)
     return Guide(trace.start_ns, trace.end_ns, range(min(steady.first + 1, last), last + 1))
 
 
 def thrifty_order(schedule: Schedule) -> Guide:
-    """An order that needs little GPU memory: what allocates some runs when it is needed, all else as soon as it can.
+    """An order that needs little GPU memory: tasks that allocate it run when needed, all others as soon as possible.
 
-    The first lane's tasks are needed one after another, and so is what they wait for.
+    The tasks of the first lane are needed one after another, together with everything they wait for.
     """
     tasks = len(schedule.tasks)
     before: list[list[tuple[int, int]]] = [[] for _ in range(tasks)]
@@ -139,19 +139,19 @@ def thrifty_order(schedule: Schedule) -> Guide:
         for task in steps:
             need(now, task)
         for task in range(tasks):
-            need(now, task)  # what is left: no wait can say that it comes after a task of the next iteration
+            need(now, task)  # the rest: no wait can express that it follows a task of the next iteration
     start = np.array([[2 * place[i, task] for task in range(tasks)] for i in range(_ITERATIONS)], np.int64)
     return Guide(start, start + 1, _REPEATING)
 
 
 def _only_takes(task: Task) -> bool:
-    """Whether ``task`` takes memory of the GPU, or of others without freeing some of the GPU's."""
+    """Whether ``task`` allocates GPU memory, or other memory without freeing GPU memory."""
     takes = {buffer.memory for buffer in task.allocates if buffer.size_bytes}
     return GPU_MEMORY in takes or (bool(takes) and all(free.id.memory != GPU_MEMORY for free in task.frees))
 
 
 class _Waits:
-    """A schedule that collects waits along the order of a guide."""
+    """A schedule that collects waits following the order of a guide."""
 
     def __init__(self, schedule: Schedule, guide: Guide) -> None:
         self.schedule, self.guide = schedule, guide
@@ -165,7 +165,7 @@ class _Waits:
         self.ended = self._ended()
 
     def add(self) -> Schedule:
-        """The schedule with the waits that every memory needs, as far as the guide has them."""
+        """Return the schedule with the waits that every memory needs, as far as the guide has them."""
         for memory in self.schedule.memories:
             self._add(lives(self.schedule, memory.name), memory.capacity_bytes)
         return self._made()
@@ -191,17 +191,17 @@ class _Waits:
                 self.ended = self._ended()
 
     def _surely(self, found: Lives, a: int) -> int:
-        """What is held at most while ``a`` is the last in the guide's order to have allocated."""
+        """Upper bound of the bytes held while ``a`` is the last in the guide's order to have allocated."""
         late = self._late(a)[found.frees]
         return max(self._bytes(found, a, row, np.maximum(row + 1 - late, 0) * (late < _DEPTH)) for row in self.guide.rows)
 
     def _bytes(self, found: Lives, a: int, row: int, freed: NDArray[np.int64]) -> int:
-        """Bytes of what ``a`` of iteration ``row`` and all allocations before it in the guide have made and is not freed."""
+        """Bytes that ``a`` of iteration ``row`` and all allocations before it in the guide have made and that are not freed."""
         made = (self.start[:, found.allocates] <= self.start[row, a]).sum(axis=0) + found.backs
         return int((np.maximum(made - freed, 0) * found.sizes).sum()) + sum(size for _, size in found.resident)
 
     def _late(self, a: int) -> NDArray[np.int64]:
-        """For each task how many iterations before ``a`` its last instance is that has surely ended when ``a`` starts."""
+        """For each task, the age in iterations of its last instance that has ended, under any timing, when ``a`` starts."""
         tasks = len(self.schedule.tasks)
         known = np.zeros(tasks, np.int64)
         for level in self.ended:
@@ -210,7 +210,7 @@ class _Waits:
         return _DEPTH - known
 
     def _best(self, found: Lives, a: int) -> tuple[int, int] | None:
-        """Of the frees that ``a`` could wait for and does not, the one that has been over for the longest time."""
+        """Among the frees that ``a`` could wait for and does not, the one with the most slack."""
         guide, late = self.guide, self._late(a)
         best: tuple[int, int, int] | None = None
         for f in dict.fromkeys(found.frees):
@@ -223,7 +223,7 @@ class _Waits:
         return None if best is None else best[1:]
 
     def _ended(self) -> list[list[int]]:
-        """Per level and task a bit for each task whose instance of so many iterations before has ended when it starts."""
+        """Per level and task, a bit for each task whose instance ``level`` iterations earlier has ended at its start."""
         levels: list[list[int]] = []
         for level in range(_DEPTH):
             sets = list(levels[-1]) if levels else [0] * len(self.before)
@@ -235,7 +235,7 @@ class _Waits:
         return levels
 
     def _made(self) -> Schedule:
-        """The schedule with those of the added waits that no other implies."""
+        """Return the schedule with those of the added waits that no other wait implies."""
         waits: dict[int, list[Edge]] = {}
         for f, a, back in self.added:
             others = [(u, b) for u, b in self.before[a] if (u, b) != (f, back)]

@@ -1,8 +1,8 @@
-"""The way of each unit's parameters through an iteration: fetched, and gathered from all GPUs, for a use, released after it,
-brought home when they change.
+"""Movement of each unit's parameters: fetched, and gathered from all GPUs, for a use; released after it; copied home on change.
 
-What is fetched for a recomputation stays until the unit's backward, as the activations do that it makes. A unit that is
-recomputed several times has its parameters on the GPU from the first of them on: one fetch in each direction of an iteration.
+What is fetched for a recomputation stays until the unit's backward, like the activations that the recomputation makes. A unit
+that is recomputed several times has its parameters on the GPU from the first recomputation on: one fetch per direction and
+iteration.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from autohete.schedule import COLLECTIVE, D2H, H2D, HOST_MEMORY, BufferId, Kind,
 
 
 class Stay(NamedTuple):
-    """Fetched parameters on the GPU.
+    """A stay of fetched parameters on the GPU.
 
     Args:
-        fetch: what brought them.
+        fetch: the task that brought them.
         user: the pass that it brought them for.
-        buffer: where they are.
-        back: 1 if that was in the iteration before.
-        end: the task that frees them; None: they are still there.
+        buffer: their buffer.
+        back: 1 if the fetch was in the previous iteration.
+        end: the task that frees them. None: they are still there.
     """
 
     fetch: TaskId
@@ -38,13 +38,13 @@ class Parameters:
     """Adds the copies of parameters to a builder.
 
     Args:
-        builder: collects them.
-        profile: how long they last.
+        builder: collects the tasks.
+        profile: their durations.
         plan: the routes.
-        shards: what several GPUs share.
+        shards: what several GPUs shard.
 
     Attributes:
-        stays: of fetched parameters that have been freed.
+        stays: the stays of fetched parameters that have been freed.
     """
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards) -> None:
@@ -56,10 +56,10 @@ class Parameters:
             for unit, one in enumerate(plan.units)
             if one.parameters.stays_after_forward or one.parameters.stays_after_backward
         }
-        #: Who has released the parameters of a unit last.
+        #: The task that last released the parameters of a unit.
         self._last_end: dict[int, TaskId] = {}
         last = builder.passes[-1].micro_batch
-        #: Of units that leave, while they are on the GPU.
+        #: Stays of units that leave, while they are on the GPU.
         self._here: dict[int, Stay] = {}
         for unit, one in enumerate(plan.units):
             if one.parameters.leaves and one.parameters.stays_after_backward:
@@ -67,7 +67,7 @@ class Parameters:
                 self._here[unit] = Stay(fetch, user, self._buffer(user), back=1)
 
     def bring(self, user: TaskId) -> None:
-        """Fetch, or gather from all GPUs, the parameters that the pass ``user`` needs, if they are not there."""
+        """Fetch, or gather from all GPUs, the parameters that the pass ``user`` needs, if they are not on the GPU."""
         unit = user.unit
         if not self._shards.comes_and_goes(unit) or unit in self._here:
             return
@@ -76,23 +76,23 @@ class Parameters:
         if self._shards.stage(unit) == 3:
             fetch = self._gather(user, buffer, fetch)
         assert fetch is not None, "what comes and goes leaves the GPU or is shared"
-        self._builder.after(fetch, self._last_end.get(unit))  # not a second copy of them
+        self._builder.after(fetch, self._last_end.get(unit))  # never two copies at a time
         self._here[unit] = Stay(fetch, user, buffer)
 
     def _ahead(self, user: TaskId) -> tuple[int, TaskId | None]:
-        """How early they may come, and after which pass at the earliest."""
+        """How early the parameters may be fetched, and after which pass at the earliest."""
         route = self._plan.units[user.unit].parameters
         if user.kind is Kind.FORWARD:
             return route.ahead_in_forward, None
         return route.ahead_in_backward, TaskId(Kind.FORWARD, user.unit, user.micro_batch)
 
     def _fetch(self, user: TaskId, buffer: BufferId) -> TaskId:
-        """From the host: all, or this GPU's part."""
+        """Fetch the parameters from the host: all of them, or this GPU's part."""
         b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
         plan = self._plan.units[unit]
         kind = Kind.PREFETCH_FORWARD if for_forward else Kind.PREFETCH_BACKWARD
         count, element = self._shards.kept(unit), self._profile.element_bytes
-        # The 16-bit parameters that the GPU updates are what there is of them on the host.
+        # Of parameters that the GPU updates, the host has only a 16-bit copy.
         carried = plan.parameters.fetched.bytes_of(count, element) if plan.update_on is Processor.CPU else count * element
         seconds = self._profile.h2d_seconds(carried, pinned=plan.parameters.fetched.pinned)
         fetch = b.task(kind, unit, H2D, seconds, unit if for_forward else b.backward_priority(unit), user.micro_batch)
@@ -105,7 +105,7 @@ class Parameters:
         return fetch
 
     def _gather(self, user: TaskId, buffer: BufferId, fetch: TaskId | None) -> TaskId:
-        """From all GPUs, when ``fetch`` has brought the part of each or where that rests on the GPU."""
+        """Gather the parameters from all GPUs, after ``fetch`` has brought each part, or from parts that rest on the GPUs."""
         b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
         kind = Kind.GATHER_FORWARD if for_forward else Kind.GATHER_BACKWARD
         size = self._profile.blocks[unit].parameters * self._profile.element_bytes
@@ -113,7 +113,7 @@ class Parameters:
         gather = b.task(kind, unit, COLLECTIVE, seconds, unit if for_forward else b.backward_priority(unit), user.micro_batch)
         b.read(gather, Value.PARAMETER_SHARD, unit)
         b.make(gather, buffer, size if self._plan.slots is None else 0)
-        b.issue_beside(gather, user, *self._ahead(user))  # not behind reductions that it need not wait for
+        b.issue_beside(gather, user, *self._ahead(user))  # ahead of reductions that it need not wait for
         if fetch is None:
             b.beside(gather, user, *self._ahead(user))
         else:
@@ -121,7 +121,7 @@ class Parameters:
         return gather
 
     def after_forward(self, forward: TaskId) -> None:
-        """Home, if they move; released, if they do not stay."""
+        """Copy home if they move; release if they do not stay."""
         unit = forward.unit
         route = self._plan.units[unit].parameters
         if route.moves:
@@ -131,22 +131,22 @@ class Parameters:
             self._release(unit)
 
     def after_update(self, unit: int) -> None:
-        """Home, if the GPU has changed them; released, if they do not stay."""
+        """Copy home if the GPU has changed them; release if they do not stay."""
         plan = self._plan.units[unit]
-        # What is moved after every forward is not brought home before it, too.
+        # What moves home after every forward is not also copied home before it.
         moved_later = plan.parameters.stays_after_backward and plan.parameters.moves
         if plan.parameters.leaves and plan.update_on is Processor.GPU and not moved_later:
             self._copy_home(Kind.WRITE_BACK_BACKWARD, unit, 0, priority=unit)
         self.after_backward(unit)
 
     def after_backward(self, unit: int) -> None:
-        """Released, if they do not stay."""
+        """Release if they do not stay."""
         if self._shards.comes_and_goes(unit) and not self._plan.units[unit].parameters.stays_after_backward:
             self._release(unit)
 
     def refresh_all(self) -> None:
-        """What the CPU has updated, to the copies that stay on the GPU; others come with their next fetch. Then the parts that
-        each GPU has updated, to all.
+        """Copy what the CPU has updated to the copies that stay on the GPU; others come with their next fetch. Then gather the
+        parts that each GPU has updated.
         """
         b = self._builder
         refreshes = [self._refresh(unit) for unit in reversed(range(len(self._plan.units))) if self._plan.units[unit].refreshed]
@@ -187,7 +187,7 @@ class Parameters:
         return copy
 
     def _release(self, unit: int) -> None:
-        """When their last user has ended."""
+        """Free the parameters once their last user has ended."""
         b, stay = self._builder, self._here.pop(unit)
         end = b.last_access(stay.buffer)
         b.free(end, stay.buffer, stay.back)
@@ -195,13 +195,13 @@ class Parameters:
         self.stays.append(Stay(stay.fetch, stay.user, stay.buffer, stay.back, end))
 
     def _buffer(self, user: TaskId) -> BufferId:
-        """For the pass ``user``; the use tells apart what is fetched twice in a micro-batch."""
+        """The buffer for the pass ``user``. The use distinguishes what is fetched twice in a micro-batch."""
         unit = user.unit
         if unit in self._one_use:
             return on_gpu(Value.PARAMETERS, unit, user.micro_batch)
         return on_gpu(Value.PARAMETERS, unit, user.micro_batch, Kind.FORWARD if user.kind is Kind.FORWARD else Kind.BACKWARD)
 
     def _part_of(self, fetch: TaskId) -> BufferId:
-        """Of the parameters, on the way from the host to all GPUs."""
+        """The buffer of this GPU's part of the parameters, between the host and the gather."""
         use = Kind.FORWARD if fetch.kind is Kind.PREFETCH_FORWARD else Kind.BACKWARD
         return on_gpu(Value.PARAMETER_SHARD, fetch.unit, fetch.micro_batch, use)

@@ -1,8 +1,7 @@
-"""From one GPU's schedule to that of all.
+"""From one GPU's schedule to the schedule of all GPUs.
 
-A schedule for several GPUs is what one of them sees while the others do the same at the same time: it has an equal part of the
-host, and a lane for what they do together. :func:`every_rank` writes all of them out, for those who want to know what happens
-when they do not do the same.
+A schedule for several GPUs describes one of them while the others do the same at the same time: it has an equal part of the
+host, and a lane for collectives. :func:`every_rank` writes out all of them, to study what happens when they diverge.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from autohete.schedule import (
 
 
 def every_rank(schedule: Schedule, hardware: Hardware) -> Schedule:
-    """All GPUs' tasks: those of the GPU ``r`` have this rank, its lanes and memory are called ``gpu.r``, ``h2d.r`` and so on.
+    """Return the tasks of all GPUs. Tasks of GPU ``r`` have rank ``r``; its lanes and memory are ``gpu.r``, ``h2d.r`` etc.
 
-    What the GPUs do together is one task, of rank 0: it begins when all are ready, and all wait for its end. GPUs of one node
-    share its DRAM bandwidth and host memory, of which one has no less when the others are idle.
+    A collective is one task, of rank 0: it begins when all GPUs are ready, and all wait for its end. GPUs of one node share its
+    DRAM bandwidth and host memory; a GPU gets at least as much of them when the others are idle.
 
     Args:
-        schedule: what :func:`autohete.lowering.lower` made for ``hardware``.
-        hardware: says how many GPUs train together, and how many of them share a host.
+        schedule: the result of :func:`autohete.lowering.lower` for ``hardware``.
+        hardware: how many GPUs train together, and how many of them share a host.
 
     Raises:
         InputError: there is only one GPU.
@@ -66,7 +65,7 @@ class _Ranks:
         self._together = {task.id for task in schedule.tasks if task.lane == COLLECTIVE}
 
     def task(self, task: Task, rank: int) -> Task:
-        """Of one GPU; or of all, when they do it together."""
+        """The task on one GPU, or the single task of a collective."""
         together = task.lane == COLLECTIVE
         ranks = range(self._gpus) if together else [rank]
         edges = [Edge(found, edge.back) for edge in task.after for found in self._tasks(edge.task, ranks)]
@@ -89,7 +88,7 @@ class _Ranks:
         return buffer._replace(memory=_numbered(buffer.memory, number), rank=rank)
 
     def memories(self) -> list[Memory]:
-        """Each GPU's, and those of each node."""
+        """The memories of each GPU and of each node."""
         found = []
         for memory in self._schedule.memories:
             own = memory.name == GPU_MEMORY
@@ -100,7 +99,7 @@ class _Ranks:
         return found
 
     def resources(self) -> list[SharedResource]:
-        """Each GPU's link, and what each node's GPUs share."""
+        """Each GPU's link, and the shared resources of each node."""
         found = []
         for resource in self._schedule.resources:
             shared = 1 if resource.name == LINK else self._of_node

@@ -1,4 +1,4 @@
-"""What each of several GPUs has of a unit that they share (ZeRO, arXiv 1910.02054): one of as many parts as there are GPUs."""
+"""The part of a sharded unit that each GPU holds (ZeRO, arXiv 1910.02054): there are as many parts as GPUs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from autohete.schedule import HOST_MEMORY, Value
 
 
 class Shards:
-    """How many elements each GPU has. With one GPU, all.
+    """Number of elements per GPU. With one GPU, all.
 
     Args:
-        profile: says how many GPUs there are.
-        plan: says what they share.
+        profile: the number of GPUs.
+        plan: what they shard.
     """
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.gpus = profile.hardware.gpus
         self._profile, self._plan = profile, plan
-        #: By unit: ZeRO stage, parameters that each GPU updates, those of them that the GPU itself does, parameters kept.
+        #: By unit: ZeRO stage; parameters updated per GPU; those updated on the GPU itself; parameters kept.
         self._stages = [unit.zero_stage if self.gpus > 1 else 0 for unit in plan.units]
         self._updated = [self._part(unit, from_stage=1) for unit in range(len(plan.units))]
         self._on_gpu = list(map(_updated_on_gpu, plan.units, self._updated))
@@ -37,45 +37,45 @@ class Shards:
         return self._stages[unit]
 
     def updated(self, unit: int) -> int:
-        """Parameters that each GPU, or its process, updates."""
+        """Parameters that each GPU, or its process on the host, updates."""
         return self._updated[unit]
 
     def kept(self, unit: int) -> int:
-        """Parameters that each has between their uses."""
+        """Parameters that each GPU holds between uses."""
         return self._kept[unit]
 
     def updated_on(self, unit: int, side: Processor) -> int:
-        """Those of them that are updated on one side: on the GPU the first."""
+        """Updated parameters by processor; the GPU takes the first ones."""
         on_gpu = self._on_gpu[unit]
         return on_gpu if side is Processor.GPU else self._updated[unit] - on_gpu
 
     def updates_on(self, unit: int, side: Processor) -> bool:
-        """Whether that side has an update to do; one of a unit without parameters does nothing."""
+        """Whether that processor has an update to run. A unit without parameters needs none."""
         return self._plan.units[unit].update_on is side or self.updated_on(unit, side) > 0
 
     def share(self, unit: int, side: Processor | None = None) -> float:
-        """Of the work of an update, on one side or on both; a unit may have nothing to update."""
+        """Fraction of the work of an update, for one processor or both. A unit may have nothing to update."""
         whole = self._profile.blocks[unit].parameters
         count = self.updated(unit) if side is None else self.updated_on(unit, side)
         return 1.0 if count == whole and not self.stage(unit) else count / max(whole, 1)
 
     def comes_and_goes(self, unit: int) -> bool:
-        """Whether the whole parameters are on the GPU only for their uses."""
+        """Whether the full parameters are on the GPU only during their uses."""
         return self._comes_and_goes[unit]
 
     def parameters(self, unit: int) -> Value:
-        """What an update changes on the GPU: the parameters, or this GPU's part of them."""
+        """The value that an update changes on the GPU: the parameters, or this GPU's part of them."""
         return Value.PARAMETER_SHARD if self.stage(unit) == 3 else Value.PARAMETERS
 
     def gradients(self, unit: int) -> Value:
-        """What an update takes from the GPU, likewise."""
+        """The value that an update takes from the GPU: the gradients, or this GPU's part of them."""
         return Value.GRADIENT_SHARD if self.stage(unit) >= 2 else Value.GRADIENTS
 
     def check(self) -> None:
-        """Refuse what cannot be shared as planned.
+        """Refuse what cannot be sharded as planned.
 
         Raises:
-            InputError: which unit, why, and what to do.
+            InputError: states the unit, the reason and the cure.
         """
         tied = self._profile.workload.tied_embeddings
         for unit, plan in enumerate(self._plan.units):
@@ -104,5 +104,5 @@ class Shards:
 
 
 def _updated_on_gpu(unit: UnitPlan, count: int) -> int:
-    """Of ``count`` parameters; the CPU has at least one where it updates."""
+    """The number of ``count`` parameters that the GPU updates. The CPU has at least one if it updates."""
     return count if unit.update_on is Processor.GPU else min(round(count * unit.gpu_share), max(count - 1, 0))

@@ -1,4 +1,4 @@
-"""Preallocated places for parameters that come and go."""
+"""Preallocated slots for parameters that come and go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autohete.schedule import GPU, TaskId
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Fetched parameters on the GPU: what brings them, places of their first and last user, what ends them, where and when."""
+    """Fetched parameters on the GPU: the fetch, indices of first and last user, and the task that ends them with its lane."""
 
     fetch: TaskId
     begin: int
@@ -25,32 +25,32 @@ class Life:
 
 
 class Lives:
-    """Lives in the order of the passes. Each iteration has the same ones; places before it are negative."""
+    """Lives in the order of the passes. Each iteration has the same ones; indices of the previous iteration are negative."""
 
     def __init__(self, lives: list[Life], passes: int) -> None:
         self._passes = passes
         self._begins, self._stops = sorted(life.begin for life in lives), sorted(life.stop for life in lives)
         self._places = sorted(life.stop % passes for life in lives)
-        #: By their ends in two iterations, the last end first, and for each lane their indices in this list.
+        #: Lives of two iterations, latest end first; and for each lane their indices in this list.
         self._ends = sorted(lives, key=lambda life: (life.stop % passes, life.end), reverse=True) * 2
         self._of_lane: dict[str, list[int]] = {}
         for index, life in enumerate(self._ends):
             self._of_lane.setdefault(life.lane, []).append(index)
 
     def alive_at(self, place: int) -> int:
-        """How many blocks' parameters are on the GPU when the pass at ``place`` runs."""
-        begun = len(self._begins) + bisect_right(self._begins, place)  # of the iteration before, and of this one
+        """Number of units whose parameters are on the GPU when the pass at ``place`` runs."""
+        begun = len(self._begins) + bisect_right(self._begins, place)  # of the previous iteration, and of this one
         return begun - bisect_left(self._stops, place + self._passes) - bisect_left(self._stops, place)
 
     def over_before(self, place: int, spare: int, unordered: Collection[str]) -> list[tuple[int, Life]]:
-        """What must have ended before the pass at ``place``, all lives that are over by then but the ``spare`` last.
+        """The lives that must have ended before the pass at ``place``: all that are over by then, except the last ``spare``.
 
         Returns:
-            (place of its end, life), the last end first; of a lane that ends lives in order, which is any but the
-            ``unordered``, the last of them alone.
+            (index of its end, life), the latest end first. Of a lane that ends lives in order, which is any lane not in
+            ``unordered``, only the last one.
         """
         count = len(self._places)
-        first = count - bisect_left(self._places, place)  # the last end before ``place``; that of each life is among ``count``
+        first = count - bisect_left(self._places, place)  # the last end before ``place``; each life has one among ``count``
         found: list[int] = []
         for lane, indices in self._of_lane.items():
             begin, stop = bisect_left(indices, first + spare), bisect_left(indices, first + count)
@@ -62,12 +62,12 @@ class Lives:
 
 
 def lives_of(builder: Builder, stays: Iterable[Stay], order: Sequence[int]) -> list[Life]:
-    """Fetched parameters in the order of the passes: each lasts to the last pass that surely precedes what ends it.
+    """Fetched parameters in the order of the passes. Each lasts to the last pass that precedes its end under any timing.
 
     Args:
-        builder: has the tasks, and knows what waits for what.
-        stays: of fetched parameters.
-        order: of the tasks.
+        builder: the tasks and their dependencies.
+        stays: the stays of fetched parameters.
+        order: the issue order of the tasks.
     """
     count = len(builder.passes)
     places = {builder.index(task): place for place, task in enumerate(builder.passes)}
@@ -82,23 +82,23 @@ def lives_of(builder: Builder, stays: Iterable[Stay], order: Sequence[int]) -> l
 
 
 def share_slots(builder: Builder, all_lives: list[Life], slots: int) -> None:
-    """Let a fetch into preallocated slots wait until one is surely free.
+    """Make each fetch into preallocated slots wait until a slot is free under any timing.
 
-    In the order of the passes a life lasts from its first to its last user. Of the lives that are over by then when a fetch's
-    user runs, all must really have ended but as many as there are slots to spare.
+    In the order of the passes a life lasts from its first to its last user. When the user of a fetch runs, a number of lives
+    are over. All of them must actually have ended, except as many as there are spare slots.
 
     Args:
-        builder: has the tasks.
-        all_lives: of one iteration.
-        slots: how many there are.
+        builder: the tasks.
+        all_lives: the lives of one iteration.
+        slots: number of slots.
 
     Raises:
-        InputError: more parameters are there at a time.
+        InputError: more units than slots have parameters on the GPU at a time.
     """
     passes, fifo = len(builder.passes), not builder.by_priority  # fifo lanes end lives in the order in which they are issued
     lives = Lives(all_lives, passes)
     unordered = frozenset() if fifo else frozenset(life.lane for life in all_lives if life.lane != GPU)
-    known: dict[str, int] = {}  # per fifo lane the latest place whose life an earlier fetch has seen end
+    known: dict[str, int] = {}  # per fifo lane, the latest index whose life an earlier fetch waited for
     for life in sorted(all_lives, key=lambda life: life.begin):
         there = lives.alive_at(life.begin)
         if there > slots:
@@ -119,6 +119,6 @@ def share_slots(builder: Builder, all_lives: list[Life], slots: int) -> None:
 
 
 def least_slots(all_lives: list[Life], passes: int) -> int:
-    """How many lives there are at most at a time; 0 if there are none."""
+    """The maximum number of simultaneous lives; 0 if there are none."""
     lives = Lives(all_lives, passes)
     return max((lives.alive_at(life.begin) for life in all_lives), default=0)

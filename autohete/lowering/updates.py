@@ -1,4 +1,4 @@
-"""Who updates a unit, and the way of its gradients to there: over the GPUs, and to the host."""
+"""Updates of the units, and the movement of gradients to them: reduced over the GPUs, and copied to the host."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class Updates:
     """Adds the updates of ``plan``, and copies of gradients, to a builder.
 
     Args:
-        builder: collects them.
-        profile: how long they last.
-        plan: who updates.
-        shards: what several GPUs share.
-        clipping: what updates do with the gradients before.
+        builder: collects the tasks.
+        profile: their durations.
+        plan: the processors that update.
+        shards: what several GPUs shard.
+        clipping: adds norms, and the scaling of gradients.
     """
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, clipping: Clipping) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self._clipping, self._beside_gpu = clipping, plan.updates_beside_gpu
         units = list(enumerate(plan.units))[::-1]
-        if clipping.clips and plan.delayed:  # only what is delayed is updated before the last backward
+        if clipping.clips and plan.delayed:  # only delayed updates run before the last backward
             units.sort(key=lambda unit: unit[1].update_on is Processor.GPU)
-        #: Whose states come to the GPU, and whose come to the host from NVMe, in the order of the updates.
+        #: Units whose states are fetched to the GPU, and units whose states are read from NVMe, in update order.
         self._fetched = [i for i, unit in units if unit.fetches_states]
         self._read = [i for i, unit in units if unit.reads_states]
 
     def after_backward(self, backward: TaskId) -> None:
-        """The gradients are complete: they go to where they are used, and their norm is taken on the way.
+        """Send complete gradients to where they are used, and compute their norm on the way.
 
-        A delayed update takes those that are there from the iteration before.
+        A delayed update uses the gradients of the previous iteration.
         """
         unit, last = backward.unit, backward.micro_batch
         self._reduce_gradients(unit, last)
@@ -64,14 +64,14 @@ class Updates:
             self._clipping.norm(unit)
 
     def update(self, unit: int) -> None:
-        """With the gradients of this iteration."""
+        """Add the update with the gradients of this iteration."""
         if self._shards.updates_on(unit, Processor.GPU):
             self._gpu_update(unit)
         if self._shards.updates_on(unit, Processor.CPU) and not self._plan.delayed:
             self._cpu_update(unit)
 
     def between(self, backward: TaskId) -> None:
-        """A micro-batch that is not the last has found its gradients."""
+        """Handle the gradients of a micro-batch other than the last."""
         unit, micro_batch = backward.unit, backward.micro_batch
         if self._plan.units[unit].accumulates_on_host or self._shards.stage(unit) >= 2:
             self._reduce_gradients(unit, micro_batch)
@@ -79,7 +79,7 @@ class Updates:
             self._offload_gradients(unit, micro_batch)
 
     def _reduce_gradients(self, unit: int, micro_batch: int) -> None:
-        """Over the GPUs: each has the sums, or those of its part."""
+        """Reduce the gradients over the GPUs: each gets the full sums, or those of its part."""
         b, stage = self._builder, self._shards.stage(unit)
         if self._shards.gpus == 1:
             return
@@ -107,14 +107,14 @@ class Updates:
         self._takes_gradients(update)
         self._clipping.scale(update)
         b.write(update, self._shards.parameters(unit), unit)
-        # That of a part is no smaller where a kernel works piece by piece.
+        # A partial update needs no less workspace if the kernel works in pieces.
         b.workspace(update, times.gpu_update_workspace_bytes)
         if self._plan.units[unit].fetches_states:
             b.write(update, Value.OPTIMIZER_STATES, unit)
         self._bring_states_home(unit)
 
     def _bring_states(self, unit: int) -> None:
-        """From where they rest to where they are updated, in one hop or two."""
+        """Bring the states from where they rest to where they are updated, in one hop or two."""
         b, plan, size = self._builder, self._plan.units[unit], self._state_bytes(unit)
         if plan.reads_states:
             both = size + (self._gradient_bytes(unit) if plan.gradients_on_nvme else 0)
@@ -132,7 +132,7 @@ class Updates:
             self._in_turn(fetch, Kind.WRITE_BACK_STATES, self._fetched)
 
     def _in_turn(self, fetch: TaskId, leave: Kind, units: list[int]) -> None:
-        """No earlier than the unit's gradients are on their way, and when those have left whose place they take."""
+        """Start the fetch no earlier than the unit's gradients, and after the states whose place it takes have left."""
         ahead = self._plan.units[fetch.unit].states.ahead
         self._builder.beside(fetch, TaskId(Kind.BACKWARD, fetch.unit, self._builder.passes[-1].micro_batch), 1)
         place = units.index(fetch.unit) - 1 - ahead
@@ -156,7 +156,7 @@ class Updates:
         return self._shards.updated(unit) * self._profile.optimizer_bytes
 
     def _offload_gradients(self, unit: int, micro_batch: int) -> None:
-        """Into their place on the host; those of later micro-batches beside it, from where the CPU adds them."""
+        """Copy gradients to their place on the host. Those of later micro-batches go next to it, and the CPU adds them."""
         b, plan = self._builder, self._plan.units[unit]
         size = self._gradient_bytes(unit)
         seconds = self._profile.d2h_seconds(size, pinned=plan.gradients.pinned)
@@ -170,7 +170,7 @@ class Updates:
             return
         arrived = self._arrived(unit, micro_batch)
         b.make(copy, arrived, size)
-        # Adding reads both and writes one.
+        # Adding reads two values and writes one.
         seconds = self._profile.elementwise_seconds(3 * size, beside_gpu=True)
         add = b.task(Kind.ACCUMULATE, unit, CPU, seconds, unit, micro_batch)
         b.read(add, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
@@ -208,8 +208,8 @@ class Updates:
         self._bring_states_home(unit)
 
     def _takes_gradients(self, task: TaskId) -> None:
-        """``task`` reads the unit's gradients on the GPU, which may lie where its parameters do; the last one frees them. That
-        is the update on the GPU of a part of them.
+        """``task`` reads the unit's gradients on the GPU, possibly in the memory of its parameters. The last reader frees them;
+        with a shared update, that is the update on the GPU.
         """
         b, unit = self._builder, self._plan.units[task.unit]
         value = self._shards.gradients(task.unit)
@@ -225,7 +225,7 @@ class Updates:
         return BufferId(Value.OPTIMIZER_STATES, pinned_memory(self._profile), unit)
 
     def _gradients_on_host(self, unit: int) -> BufferId:
-        """Those that have come with the states."""
+        """The gradients that were read together with the states."""
         return BufferId(Value.GRADIENTS, pinned_memory(self._profile), unit)
 
     def _arrived(self, unit: int, micro_batch: int) -> BufferId:

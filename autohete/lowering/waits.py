@@ -1,4 +1,4 @@
-"""What waits for what, by numbers of tasks: who asked for it, which waits follow from others, and an order that keeps them."""
+"""Dependencies between tasks by number: who added them, which are redundant, and an order that satisfies them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Protocol
 from autohete.errors import InputError, RuleError
 from autohete.schedule import TaskId
 
-#: Before any iteration that a task may have waited for.
+#: Earlier than any iteration that a task may have waited for.
 NEVER = -(2**40)
 
 
 class Turn(Protocol):
-    """When a program would issue a task.
+    """Position of a task in the issue order.
 
     Attributes:
-        place: of a pass, in the order of the passes; -1 for other tasks.
-        follows: the place of the pass after which it was declared, or of the pass itself.
-        phase: of several that follow the same pass: 0 for what passes need and leave, 1 for the optimizer's step, 2 for what
-            brings its result back.
+        place: index of a pass among the passes; -1 for other tasks.
+        follows: index of the pass after which the task was declared, or of the pass itself.
+        phase: order among tasks that follow the same pass: 0 for what passes need and leave, 1 for the optimizer's step, 2 for
+            what copies its result back.
     """
 
     @property
@@ -33,45 +33,45 @@ class Turn(Protocol):
 
 
 class Waits:
-    """The waits of the tasks of an iteration, numbered as they were declared; each for a task and a number of iterations back.
+    """The waits of the tasks of an iteration, in declaration order; each is for a task and a number of iterations back.
 
     Attributes:
-        author: who adds waits now: 0 the data, else a rule, by its place counted from 1.
-        claims: (rule, rule or data): the second had asked before for what the first asks.
+        author: who adds waits now: 0 for data, otherwise a rule by its index counted from 1.
+        claims: (rule, rule or data): the second had already asked for what the first asks for.
     """
 
     def __init__(self) -> None:
         self.author = 0
         self.claims: set[tuple[int, int]] = set()
-        #: Of some tasks one that is issued before them.
+        #: For some tasks, a task that is issued before them.
         self._issued_before: dict[int, int] = {}
-        #: Of each task what it waits for of its iteration, and who asked first; likewise of the iteration before, if anything.
+        #: For each task, its waits within the iteration with the first author; and those on the previous iteration, if any.
         self._same: list[dict[int, int]] = []
         self._previous: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        #: Of each task as bits what of that does not follow from the rest; after :meth:`reduce`.
+        #: For each task, the non-redundant waits as bits; set by :meth:`reduce`.
         self._needed_same: list[int] = []
         self._needed_previous: list[int] = []
 
     def add_task(self) -> None:
-        """A task that waits for nothing."""
+        """Add a task without waits."""
         self._same.append({})
 
     def add(self, task: int, before: int, back: int) -> None:
-        """``task`` waits for ``before``, so many iterations back."""
+        """Make ``task`` wait for ``before``, ``back`` iterations back."""
         first = (self._previous if back else self._same)[task].setdefault(before, self.author)
         if first != self.author:
             self.claims.add((self.author, first))
 
     def issue(self, task: int, before: int) -> None:
-        """Issue ``task`` later than ``before``, for which it need not wait by itself: they are on one fifo lane."""
+        """Issue ``task`` later than ``before``. No wait is needed, because both are on one fifo lane."""
         self._issued_before[task] = before
 
     def of(self, task: int) -> list[tuple[int, int]]:
-        """What ``task`` waits for, and how many iterations back."""
+        """The waits of ``task``, as (task, iterations back)."""
         return [*((before, 0) for before in self._same[task]), *((before, 1) for before in self._previous.get(task, ()))]
 
     def needed(self, task: int) -> list[tuple[int, int]]:
-        """The same, without what follows from the rest."""
+        """The same, without redundant waits."""
         same, previous = self._needed_same[task], self._needed_previous[task]
         found = [(before, 0) for before in self._same[task] if same >> before & 1]
         if previous:
@@ -80,7 +80,7 @@ class Waits:
         return found
 
     def authors(self) -> set[int]:
-        """The rules that have asked for a wait that does not follow from others."""
+        """The authors that added a wait which does not follow from others."""
         both = ((enumerate(self._same), self._needed_same), (self._previous.items(), self._needed_previous))
         return {
             author
@@ -91,13 +91,12 @@ class Waits:
         }
 
     def order(self, turns: Sequence[Turn]) -> list[int]:
-        """All tasks, each issued after those of its iteration that it waits for.
+        """Return all tasks, each after those of its iteration that it waits for.
 
-        Of several that may be next: what has to follow the earlier pass, as data and rules say; then by phase; then the first
-        declared.
+        Candidates are sorted by the pass they have to follow, as data and rules say; then by phase; then by declaration.
 
         Args:
-            turns: of each task.
+            turns: the position of each task.
 
         Raises:
             CycleError: tasks wait for each other.
@@ -115,7 +114,7 @@ class Waits:
         for task, some in enumerate(before):
             for u in some:
                 followers[u].append(task)
-        #: The last pass that each has to follow, as far as is known.
+        #: The last pass that each task has to follow, as far as known.
         passed = [turn.follows for turn in turns]
         ready = [(passed[task], turns[task].phase, task) for task, count in enumerate(missing) if not count]
         heapify(ready)
@@ -134,7 +133,7 @@ class Waits:
         return found
 
     def _cycle(self, before: list[list[int]], missing: list[int]) -> list[tuple[int, int, int]]:
-        """(task, what it waits for, who asked) around a cycle, which is among the tasks of which something is missing."""
+        """(task, what it waits for, author) around a cycle. The cycle is among the tasks with unmet waits."""
         task = next(task for task, count in enumerate(missing) if count)
         way = [task]
         while True:
@@ -145,13 +144,13 @@ class Waits:
             way.append(task)
 
     def reduce(self, order: Sequence[int]) -> None:
-        """Find which waits do not follow from others; sets of tasks are bits of integers.
+        """Find the waits that do not follow from others. Sets of tasks are the bits of integers.
 
         Args:
-            order: of :meth:`order`.
+            order: the result of :meth:`order`.
         """
         bits = [1 << task for task in range(len(self._same))]
-        #: What has ended when a task begins, of this iteration and of the one before.
+        #: Tasks that have ended when a task begins, of this iteration and of the previous one.
         now, then = [0] * len(bits), [0] * len(bits)
         self._needed_same, self._needed_previous = [0] * len(bits), [0] * len(bits)
         for task in order:
@@ -170,18 +169,18 @@ class Waits:
             then[task], self._needed_previous[task] = through | to, to & ~through
 
     def latest(self, order: Sequence[int], places: dict[int, int], count: int) -> list[int]:
-        """Of each task the last of some others that has surely ended when it does, itself included.
+        """For each task, the last of the given tasks that has ended under any timing when it ends, itself included.
 
         Args:
-            order: of :meth:`order`.
-            places: those others, which follow one another, and the place of each.
-            count: how many they are; places in the iteration before are that much lower.
+            order: the result of :meth:`order`.
+            places: the given tasks, which follow one another, with the index of each.
+            count: their number; indices in the previous iteration are lower by it.
 
         Returns:
-            a place for each task, :data:`NEVER` where it waits for none of them in this iteration or the one before.
+            an index for each task; :data:`NEVER` if it waits for none of them in this iteration or the previous one.
         """
         found = [NEVER] * len(self._same)
-        for rounds in range(2):  # what a task waited for in the iteration before may have waited for another
+        for rounds in range(2):  # what a task waited for in the previous iteration may itself have waited
             for task in order:
                 here = places.get(task, found[task] if rounds else NEVER)
                 for before, back in self.of(task):
@@ -191,7 +190,7 @@ class Waits:
 
 
 class CycleError(Exception):
-    """Tasks wait for each other; ``waits`` are (task, what it waits for, who asked) around the cycle."""
+    """Tasks wait for each other; ``waits`` are (task, what it waits for, author) around the cycle."""
 
     def __init__(self, waits: list[tuple[int, int, int]]) -> None:
         super().__init__(waits)
@@ -199,7 +198,7 @@ class CycleError(Exception):
 
 
 def explained(error: CycleError, names: Sequence[TaskId], rules: Sequence[object]) -> InputError:
-    """The same for people: the tasks by name, and the rules that cannot all hold."""
+    """Convert the error to a message that names the tasks and the rules that cannot all hold."""
     asked = [rules[author - 1] for _, _, author in error.waits if author]
     steps = ", ".join(
         f"{names[task]} waits for {names[before]} ({rules[author - 1] if author else 'data'})"

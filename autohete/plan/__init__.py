@@ -1,6 +1,6 @@
-"""What was decided: a policy's answer, as data. :func:`autohete.lowering.lower` alone turns it into tasks.
+"""A policy's decisions as data. Only :func:`autohete.lowering.lower` turns them into tasks.
 
-Routes (``routes.py``) say where values rest and how they travel, rules (``rules.py``) add order to that.
+Routes (``routes.py``) say where values rest and how they travel. Rules (``rules.py``) add order to the resulting tasks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _check_size(name: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlanCounts:
-    """A plan in three counts and a total; as text ``24c 10p 26o of 26``."""
+    """A plan in three counts and a total. As text: ``24c 10p 26o of 26``."""
 
     checkpointed_blocks: int
     offloaded_parameter_blocks: int
@@ -57,11 +57,11 @@ class PlanCounts:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlots:
-    """Fetched parameters live in preallocated slots, each as large as the largest unit that leaves the GPU.
+    """Preallocated slots for fetched parameters, each as large as the largest unit that leaves the GPU.
 
     Args:
-        count: how many slots.
-        with_gradients: a slot has room for the unit's gradient, too.
+        count: number of slots.
+        with_gradients: each slot also has room for the unit's gradient.
     """
 
     count: int
@@ -75,17 +75,17 @@ class ParameterSlots:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a system holds beside the values on their routes, and how much its copies on the host take.
+    """Memory that a system holds in addition to the values on their routes, and the size of its copies on the host.
 
     Args:
-        gpu_buffer_bytes: GPU memory that it holds all the time (buckets, caches).
+        gpu_buffer_bytes: GPU memory that is held permanently (buckets, caches).
         host_buffer_bytes: other host memory.
         host_optimizer_bytes: pageable host bytes per parameter updated on the CPU (states, gradient, staging).
         host_pinned_bytes: pinned arrays for what the CPU updates, bytes per parameter of each. PyTorch rounds a pinned
             allocation up to a power of two: one for each unit, or with ``host_pinned_together`` one for all units.
         host_parameter_bytes: host bytes per parameter whose home is the host.
-        one_host_copy: what the CPU updates is the host's copy of such parameters itself: none of their own is counted.
-        pinned: what else is in pinned memory: ``OPTIMIZER_STATES`` for ``host_optimizer_bytes``, ``POLICY_BUFFERS`` for
+        one_host_copy: the CPU updates the host copy of these parameters in place, so no separate copy is counted.
+        pinned: which other memory is pinned: ``OPTIMIZER_STATES`` for ``host_optimizer_bytes``, ``POLICY_BUFFERS`` for
             ``host_buffer_bytes``.
     """
 
@@ -119,17 +119,17 @@ class Plan:
     Args:
         policy: name and flags, as given.
         units: one entry per unit, embedding first, head last.
-        rules: what order the system adds to what data need; each changes something, and no two say the same.
-        slots: where fetched parameters live; None: each is allocated when its fetch starts.
+        rules: order that the system adds to the data dependencies. Each rule must change something; no two may overlap.
+        slots: where fetched parameters live. None: each is allocated when its fetch starts.
         update_bytes: DRAM traffic per parameter of the Adam kernel on the CPU.
         elementwise_bytes: DRAM traffic per parameter of the elementwise kernels of a CPU update: unscaling, casts.
-        scales_gradients: a CPU update multiplies its gradients by a number in any case, as in unscaling them; clipping then
-            takes no pass of its own.
-        footprint: what memory it takes beside.
-        delayed: a CPU update takes the gradients of the iteration before (stale; changes the mathematics).
-        memory_waits: the plan fits only with more waits, at a cost in time; :func:`autohete.simulate.simulate_plan` adds them.
-        bound_seconds: no plan that the policy could have chosen has a shorter iteration, as its planner proved; None: it does
-            not search. Says how good the plan is, not what it is: plans are equal without it.
+        scales_gradients: a CPU update always multiplies its gradients by a factor (for example to unscale them), so clipping
+            needs no extra pass.
+        footprint: additional memory that the system holds.
+        delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics).
+        memory_waits: the plan fits only with extra waits, which cost time; :func:`autohete.simulate.simulate_plan` adds them.
+        bound_seconds: lower bound of the iteration time over all plans that the policy could have chosen, proved by its
+            planner. None: the policy does not search. Not part of equality: it rates the plan and does not define it.
     """
 
     policy: str
@@ -168,21 +168,21 @@ class Plan:
         return self.slots is not None and self.slots.with_gradients and self.units[unit].parameters.leaves
 
     def gradients_in_parameters(self, unit: int) -> bool:
-        """Whether the gradients of ``unit`` on the GPU live and end with the memory of its parameters."""
+        """Whether the gradients of ``unit`` on the GPU use, and are freed with, the memory of its parameters."""
         return self.in_slot(unit) or self.units[unit].gradients_replace_parameters
 
     @property
     def updates_beside_gpu(self) -> bool:
-        """Whether the CPU updates unit by unit while the GPU trains, instead of all at once while it waits."""
+        """Whether the CPU updates units while the GPU trains, rather than all at once while the GPU waits."""
         return self.delayed or not any(isinstance(rule, UpdatesAfterBackward | SerialUpdates) for rule in self.rules)
 
     @property
     def has_barrier(self) -> bool:
-        """Whether no work crosses the end of an iteration."""
+        """Whether the iteration ends with a barrier that no work crosses."""
         return any(isinstance(rule, Barrier) for rule in self.rules)
 
     def recomputations(self) -> list[list[Recomputation]]:
-        """Of each unit what is recomputed right before its backward, in order."""
+        """For each unit, the recomputations right before its backward, in order."""
         return recomputations(self.units)
 
     @property
@@ -197,23 +197,24 @@ class Plan:
 
     @property
     def offloaded_optimizer_blocks(self) -> int:
-        """Units that the CPU updates, or a part of them."""
+        """Units that the CPU updates, fully or in part."""
         return sum(unit.update_on is Processor.CPU for unit in self.units)
 
     @property
     def counts(self) -> PlanCounts:
-        """The three counts, for tables and files."""
+        """The three counts, for display in tables and files."""
         return PlanCounts(
             self.checkpointed_blocks, self.offloaded_parameter_blocks, self.offloaded_optimizer_blocks, len(self.units)
         )
 
 
 def without_refused_rules(plan: Plan, attempt: Callable[[Plan], T]) -> tuple[Plan, T]:
-    """``plan`` without the rules for which ``attempt`` refuses it, and what that gives for the rest.
+    """Remove the rules that ``attempt`` refuses. Returns the remaining plan and the result of ``attempt`` for it.
 
     Args:
         plan: may have rules that change nothing in it.
-        attempt: such as :func:`autohete.lowering.lower`; raises :class:`~autohete.errors.RuleError` for one rule at a time.
+        attempt: a function such as :func:`autohete.lowering.lower` that raises :class:`~autohete.errors.RuleError` for one
+            rule at a time.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The seam of decisions: a policy turns a profile into a plan, and touches nothing."""
+"""The policy interface: a policy turns a profile into a plan and has no side effects."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a plan comes to.
+    """The simulated time and memory of a plan.
 
     Args:
         verdict: whether it fits.
-        seconds: steady iteration time.
+        seconds: steady-state iteration time.
         gpu_peak_bytes, host_peak_bytes: peak occupancy.
-        pinned_peak_bytes: of pinned memory, where that has a limit.
+        pinned_peak_bytes: peak of pinned memory, where pinned memory is limited.
     """
 
     verdict: Verdict
@@ -43,29 +43,29 @@ class Judgement:
         check_fields(self)
 
 
-#: Tries a plan without running it: lowers and simulates. Given to a policy, so that policies import no executor.
+#: Evaluates a plan by lowering and simulating it. Passed to a policy, so that policies import no executor.
 Judge = Callable[[Plan], Judgement]
 
 
 class Policy(Protocol):
-    """A system's way of deciding. Deterministic: the same profile and judge give the same plan."""
+    """How a system decides. Deterministic: the same profile and judge give the same plan."""
 
     @property
     def name(self) -> str:
-        """Name and flags in the form in which :func:`autohete.policies.parse_policy` reads them."""
+        """Name and flags in the form that :func:`autohete.policies.parse_policy` reads."""
         ...
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """Decide for ``profile.workload`` on ``profile.hardware``.
+        """Return the plan for ``profile.workload`` on ``profile.hardware``.
 
-        A policy that searches raises :class:`~autohete.errors.InfeasibleError` when nothing fits; one with fixed rules
-        returns its plan all the same, and the judgement says that memory is exceeded.
+        A policy that searches raises :class:`~autohete.errors.InfeasibleError` when nothing fits. A policy with fixed decisions
+        returns its plan anyway; the judgement then reports that memory is exceeded.
         """
         ...
 
 
 def better(plans: Iterable[Plan], judge: Judge) -> Plan:
-    """The fastest plan that fits; if none fits, the one that exceeds the GPU's memory least."""
+    """Return the fastest plan that fits, or if none fits, the one with the lowest GPU peak."""
     judged = [(judge(plan), plan) for plan in plans]
     fitting = [(judgement.seconds, i) for i, (judgement, _) in enumerate(judged) if judgement.verdict is Verdict.OK]
     if fitting:

@@ -1,4 +1,4 @@
-"""Which units are computed again before the backward of which, as their plans say by what each of their forwards keeps."""
+"""Which units are recomputed before which backward, derived from what each forward of a unit keeps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autohete.plan.routes import Activations, UnitPlan
 
 
 class Recomputation(NamedTuple):
-    """A unit is computed once more.
+    """One recomputation of a unit.
 
     Args:
-        unit: which.
-        again: which of its recomputations, from 0.
-        keeps: what it keeps; only before the unit's backward, or that of a unit above which needs it, all.
+        unit: index of the unit.
+        again: index of this recomputation among those of the unit, from 0.
+        keeps: what it keeps. It keeps everything only right before the backward of the unit, or of a unit above that needs it.
         hands_on: its output is the input of the unit above, which is recomputed next.
     """
 
@@ -26,13 +26,13 @@ class Recomputation(NamedTuple):
 
 
 def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:
-    """Of each unit what is recomputed right before its backward, in order.
+    """Return, for each unit, the recomputations right before its backward, in order.
 
-    Backward goes from the last unit down. Where it meets a unit whose last forward has not kept its activations, units are
-    computed again, from the next one at or below it whose input is there up to itself.
+    Backward runs from the last unit down. When it reaches a unit whose most recent forward did not keep its activations, units
+    are recomputed in order, from the nearest unit at or below it whose input is available up to the unit itself.
 
     Raises:
-        InputError: a unit whose input nothing would make again, or one that is recomputed less often than it says.
+        InputError: the input of a unit cannot be recomputed, or a unit is recomputed less often than it says.
     """
     forwards = [unit.forwards for unit in units]
     done = [1] * len(units)
@@ -60,7 +60,7 @@ def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:
 
 
 def _check_inputs(kept: Sequence[Activations], first: int) -> None:
-    """Refuse units that drop their input above one that is not computed again."""
+    """Refuse a unit that drops its input although the unit below is not recomputed."""
     for below, (lower, upper) in enumerate(zip(kept, kept[1:], strict=False), first):
         if lower in (Activations.KEEP, Activations.SELECTIVE) and upper is Activations.DROP:
             raise InputError(

@@ -1,4 +1,4 @@
-"""How a unit's values travel: where each rests between its uses, how early it is fetched, and in which format it is carried."""
+"""Routes: where the values of a unit rest between uses, how early they are fetched, and in which format they are copied."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_MEMORY
 
 
 class Activations(StrEnum):
-    """What a forward keeps for backward: all that it needs; what takes long to compute, and the rest is computed again from it
-    (selective recomputation); the input alone, from which all is computed again; or nothing, and the input comes from the
-    recomputation of the unit below.
+    """What a forward keeps for backward: everything backward needs; only what is slow to compute, with the rest recomputed from
+    it (selective recomputation); only the input, from which everything is recomputed; or nothing, in which case the input
+    comes from the recomputation of the unit below.
     """
 
     KEEP = "keep"
@@ -23,7 +23,7 @@ class Activations(StrEnum):
 
 
 class Processor(StrEnum):
-    """Who updates a unit's parameters."""
+    """The processor that updates a unit's parameters."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -31,13 +31,13 @@ class Processor(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a copy carries elements.
+    """Format of the elements in a copy.
 
     Args:
-        element_bytes: bytes of each on the way; None: as the GPU computes with them.
-        pinned: the host's end is in pinned memory, of which there may be less; pageable memory is slower.
-        staged: it lands in a buffer on the GPU, from which it is cast. The staged copies of an iteration share one buffer,
-            which is there until the last of them has ended.
+        element_bytes: bytes per element during the copy. None: the size the GPU computes with.
+        pinned: the host side is pinned memory, which may be limited. Copies from pageable memory are slower.
+        staged: the copy lands in a staging buffer on the GPU and is cast from there. The staged copies of an iteration share
+            one buffer, which is freed when the last of them has ended.
     """
 
     element_bytes: int | None = None
@@ -50,18 +50,18 @@ class Format:
             raise InputError(f"element_bytes is {self.element_bytes}: give 0 to 64 bytes, or None for those of the precision")
 
     def bytes_of(self, elements: int, computed_bytes: int) -> int:
-        """Bytes on the way, of elements that take ``computed_bytes`` each where the GPU computes with them."""
+        """Bytes copied for ``elements`` that take ``computed_bytes`` each where the GPU computes with them."""
         return elements * (computed_bytes if self.element_bytes is None else self.element_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Where a value rests between two uses: on the host in pinned memory, where it also passes on its way to NVMe.
+    """Where a value rests between two uses: the GPU, pinned host memory, or NVMe, which it reaches through pinned memory.
 
     Args:
-        home: ``gpu``, ``host`` or ``nvme``; there it is sent after a use, and fetched from for the next.
-        ahead: how early it may be fetched. What backward needs: beside so many GPU passes before the unit's own; 0:
-            synchronous. Optimizer states: while so many other units have theirs on the way.
+        home: ``gpu``, ``host`` or ``nvme``. The value is sent there after a use and fetched from there for the next.
+        ahead: how early it may be fetched. For what backward needs: how many GPU passes before the unit's own the fetch may
+            overlap; 0: synchronous. For optimizer states: how many other units may have theirs in flight.
     """
 
     home: str = GPU_MEMORY
@@ -76,25 +76,25 @@ class Rest:
 
     @property
     def leaves(self) -> bool:
-        """Whether it is ever away from the GPU."""
+        """Whether the value ever leaves the GPU."""
         return self.home != GPU_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where parameters rest between their uses, and how they come to the GPU.
+    """Where parameters rest between uses, and how they reach the GPU.
 
-    A use away from ``home`` fetches them, a change away from home is copied back, and what is away from home is released after
-    its use unless it stays.
+    A use away from ``home`` fetches them, and a change away from ``home`` is copied back. A copy away from ``home`` is released
+    after its use unless it stays.
 
     Args:
         home: ``gpu`` or ``host``.
         stays_after_forward: fetched parameters stay on the GPU from forward to backward.
         stays_after_backward: they stay from backward to the next forward.
-        moves: they go home after forward though they have not changed (systems that *move* instead of copy).
-        ahead_in_forward: the fetch for forward may run beside this many GPU passes before the unit's own; 0: synchronous.
-        ahead_in_backward: likewise for backward.
-        fetched: how a fetch carries them.
+        moves: they are copied home after forward although they have not changed (systems that *move* instead of copy).
+        ahead_in_forward: how many GPU passes before the unit's own the fetch for forward may overlap; 0: synchronous.
+        ahead_in_backward: the same for backward.
+        fetched: format of a fetch.
     """
 
     home: str = GPU_MEMORY
@@ -118,7 +118,7 @@ class Route:
 
     @property
     def leaves(self) -> bool:
-        """Whether they are ever away from the GPU."""
+        """Whether the parameters ever leave the GPU."""
         return self.home != GPU_MEMORY and not (self.stays_after_forward and self.stays_after_backward)
 
 
@@ -127,26 +127,27 @@ class UnitPlan:
     """The decisions for one unit.
 
     Args:
-        activations: keep all that backward needs, or recompute it from the input, or with ``selective`` from what the profile
-            says is kept; with ``drop`` the unit is within a segment that begins below it, and its input is recomputed, too.
-        parameters: where they rest and how they come.
-        update_on: who updates.
-        gradients: how they cross to the host, where the CPU updates.
-        refresh: how updated parameters cross to a copy that stays on the GPU.
-        gradients_replace_parameters: a finished gradient takes the place of the 16-bit parameters on the GPU.
-        kept: where that rests which forward keeps: activations, or with recomputation the input.
-        states: where the optimizer states rest. Those that the CPU updates rest on the host unless it says ``nvme``.
-        accumulate_on: where the gradients of several micro-batches are added up; None: where they are used. On the host each
-            micro-batch's are copied there; on the GPU they stay until the last has been added.
-        gradients_on_nvme: gradients for an update on the CPU wait on NVMe, from where they come with the states.
-        again: what each recomputation but the last keeps, which keeps all, where segments lie within segments: the unit is
-            recomputed once more than there are.
-        zero_stage: what several GPUs share instead of each having all of it (ZeRO): from 1 on the optimizer states, from 2 on
-            the gradients, with 3 the parameters.
-        norm_on: who computes the norm of the gradients, where they are clipped; None: the GPU, but for gradients that are
-            accumulated on the host, which are complete there alone.
-        gpu_share: the GPU updates the first so many of the elements, as a share of those that the CPU updates otherwise; their
-            states stay on the GPU. The gradients stay there until both have taken theirs.
+        activations: keep everything backward needs; recompute it from the input; with ``selective``, recompute it from what the
+            profile lists as kept; with ``drop``, the unit is inside a segment that begins below it, and its input is recomputed
+            as well.
+        parameters: where they rest and how they are fetched.
+        update_on: the processor that updates.
+        gradients: format of the gradient copy to the host, if the CPU updates.
+        refresh: format of the copy of updated parameters to a copy that stays on the GPU.
+        gradients_replace_parameters: a finished gradient overwrites the 16-bit parameters on the GPU.
+        kept: where the values that forward keeps rest: activations, or with recomputation the input.
+        states: where the optimizer states rest. States that the CPU updates rest on the host unless this says ``nvme``.
+        accumulate_on: where the gradients of several micro-batches are accumulated. None: where they are used. On the host, the
+            gradients of each micro-batch are copied there; on the GPU, they stay until the last micro-batch has been added.
+        gradients_on_nvme: gradients for an update on the CPU wait on NVMe and are read back with the states.
+        again: for segments within segments, what each recomputation except the last keeps; the last keeps everything. The unit
+            is recomputed one more time than there are entries.
+        zero_stage: what several GPUs shard instead of replicating (ZeRO): from 1 on the optimizer states, from 2 on the
+            gradients, with 3 the parameters.
+        norm_on: the processor that computes the norm of the gradients when they are clipped. None: the GPU, except for
+            gradients that are accumulated on the host, which are complete only there.
+        gpu_share: fraction of the elements that the GPU updates, taken from the front; the CPU updates the rest. The states of
+            this fraction stay on the GPU. The gradients stay on the GPU until both processors have taken their part.
     """
 
     activations: Activations = Activations.KEEP
@@ -222,19 +223,19 @@ class UnitPlan:
 
     @property
     def forwards(self) -> tuple[Activations, ...]:
-        """What each forward of the unit keeps; the last keeps all."""
+        """What each forward of the unit keeps; the last keeps everything."""
         return (
             (Activations.KEEP,) if self.activations is Activations.KEEP else (self.activations, *self.again, Activations.KEEP)
         )
 
     @property
     def reads_states(self) -> bool:
-        """Whether the optimizer states come from NVMe for each update."""
+        """Whether the optimizer states are read from NVMe for each update."""
         return self.states.home == NVME_MEMORY
 
     @property
     def fetches_states(self) -> bool:
-        """Whether the optimizer states come to the GPU for each update."""
+        """Whether the optimizer states are fetched to the GPU for each update."""
         return self.states.leaves and self.update_on is Processor.GPU
 
     @property
@@ -244,6 +245,6 @@ class UnitPlan:
 
     @property
     def refreshed(self) -> bool:
-        """Whether the GPU has a copy of parameters that the CPU updates; others come with their next fetch."""
+        """Whether the GPU has a copy of parameters that the CPU updates; otherwise they come with the next fetch."""
         stays = not self.parameters.leaves or self.parameters.stays_after_backward
         return self.update_on is Processor.CPU and stays

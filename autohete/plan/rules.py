@@ -1,7 +1,7 @@
-"""What separates the published systems: rules, each of which only adds order to the tasks of an iteration.
+"""Rules: what distinguishes the published systems. A rule only adds order to the tasks of an iteration.
 
-So a rule can make a schedule slower, never wrong. Which tasks there are, and what they wait for because of their data, is not
-a rule's business.
+A rule can therefore make a schedule slower, but never wrong. It decides neither which tasks exist nor what they wait for
+because of their data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENDS = (
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A place in memory that is taken when ``begin`` starts and free when ``end`` has ended, ``back`` iterations later."""
+    """A place in memory: taken when ``begin`` starts, free once ``end`` has ended, ``back`` iterations later."""
 
     begin: TaskId
     end: TaskId
@@ -36,11 +36,11 @@ class Life:
 
 
 class Tasks(Protocol):
-    """The tasks of an iteration as a rule sees them: it may ask, and add order.
+    """The tasks of an iteration as a rule sees them: a rule can query them and add order.
 
     Attributes:
-        passes: what the GPU computes, in order.
-        gradients_back: how many iterations ago the gradients were made that an update on the CPU takes.
+        passes: the GPU's passes, in order.
+        gradients_back: age, in iterations, of the gradients that an update on the CPU uses.
     """
 
     @property
@@ -49,54 +49,54 @@ class Tasks(Protocol):
     def gradients_back(self) -> int: ...
 
     def of(self, kind: Kind) -> list[TaskId]:
-        """The tasks of a kind, in issue order."""
+        """Return the tasks of a kind, in issue order."""
 
     def find(self, kind: Kind, unit: int, micro_batch: int = 0) -> TaskId | None:
-        """The task, if there is one."""
+        """Return the task, or None if it does not exist."""
 
     def lane(self, task: TaskId) -> str:
-        """Who does it."""
+        """Return the lane that runs the task."""
 
     def first_backward(self, unit: int, micro_batch: int = 0) -> TaskId:
-        """The pass that needs the unit's parameters first in backward."""
+        """Return the first pass of backward that needs the unit's parameters."""
 
     def lives(self, kind: Kind) -> list[Life]:
-        """What the copies of a kind move, in the order in which it takes its places near the GPU."""
+        """Return the lives of what the copies of a kind move, in the order in which they take their places on the GPU side."""
 
     def starts_early(self, task: TaskId) -> bool:
-        """Whether all that it waits for is of the iteration before."""
+        """Whether the task waits only for tasks of the previous iteration."""
 
     def after(self, task: TaskId, before: TaskId | None, back: int = 0) -> None:
-        """``task`` waits for ``before`` of this iteration or of the one before; for nothing if there is no such task."""
+        """Make ``task`` wait for ``before`` of this iteration (``back=0``) or the previous one. None adds no wait."""
 
     def in_turn(self, tasks: Sequence[TaskId]) -> None:
-        """``tasks`` of one lane run in this order, whatever the lane's discipline."""
+        """Run ``tasks`` of one lane in this order, whatever the lane's discipline."""
 
     def hold_up(self, blocker: TaskId) -> None:
-        """The next pass after the one that ``blocker`` follows, and what it fetches synchronously, waits for ``blocker``."""
+        """Make the pass after the one that ``blocker`` follows, and its synchronous fetches, wait for ``blocker``."""
 
     def take_most_urgent(self) -> None:
-        """Lanes of copies and of the CPU take the most urgent task that is ready."""
+        """Let the copy lanes and the CPU lane run the most urgent ready task first."""
 
 
 class Rule(ABC):
-    """Adds order. A frozen dataclass; its text is how it is named in messages."""
+    """Adds order to tasks. A frozen dataclass; messages refer to it by its text."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        """Its name and arguments, kinds by their mnemonics: ``Slots(kind=G, count=2)``."""
+        """Name and arguments, with kinds as mnemonics: ``Slots(kind=G, count=2)``."""
         values = (f"{field.name}={getattr(self, field.name)}" for field in fields(self))  # type: ignore[arg-type]
         return f"{type(self).__name__}({', '.join(values)})"
 
     @abstractmethod
     def apply(self, tasks: Tasks) -> None:
-        """Let tasks wait."""
+        """Add this rule's waits to ``tasks``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByPriority(Rule):
-    """Copies and CPU updates take the most urgent ready unit instead of the first come (AutoHete)."""
+    """Copies and CPU updates run the most urgent ready unit first, rather than in arrival order (AutoHete)."""
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
@@ -109,7 +109,7 @@ class BlockingCopies(Rule):
 
     Args:
         kind: a copy that follows a pass, such as ``Kind.OFFLOAD_GRADIENTS``.
-        units: whose; None: of all units.
+        units: units to which the rule applies. None: all.
     """
 
     kind: Kind
@@ -127,8 +127,8 @@ class BlockingCopies(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Window(Rule):
-    """Units share ``size`` places: a forward waits for the write-back, a backward for the update, of the unit whose place it
-    takes (StrongHold).
+    """Units share ``size`` places. A forward waits for the write-back, and a backward for the update, of the unit whose place
+    it takes (StrongHold).
     """
 
     size: int
@@ -149,13 +149,13 @@ class Window(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Slots(Rule):
-    """What the copies of a kind move has ``count`` places on the GPU, or on the host for copies to and from NVMe. A task that
-    takes a place waits until the one taken ``count`` times before it is free.
+    """What the copies of a kind move shares ``count`` places: on the GPU, or on the host for copies to and from NVMe. A task
+    that takes a place waits until the place taken ``count`` takes earlier is free.
 
     Args:
-        kind: a copy. Of ``Kind.OFFLOAD_GRADIENTS`` backward takes the places, and the copy frees them; of
-            ``Kind.FETCH_ACTIVATIONS`` the copy takes them, and backward frees them.
-        count: how many.
+        kind: a copy. For ``Kind.OFFLOAD_GRADIENTS``, backward takes a place and the copy frees it; for
+            ``Kind.FETCH_ACTIVATIONS``, the copy takes a place and backward frees it.
+        count: number of places.
     """
 
     kind: Kind
@@ -180,10 +180,11 @@ class Slots(Rule):
 
 @dataclass(frozen=True, slots=True)
 class SerialUpdates(Rule):
-    """After backward, the update of one unit and its refresh end before the next unit's begin (PatrickStar).
+    """After backward, units are updated one at a time: update and refresh of a unit end before those of the next begin
+    (PatrickStar).
 
     Args:
-        with_copies: the units whose gradient is copied as a part of that, instead of during backward.
+        with_copies: units whose gradient copy is part of this sequence rather than running during backward.
     """
 
     with_copies: tuple[int, ...] = ()
@@ -201,8 +202,8 @@ class SerialUpdates(Rule):
 
 @dataclass(frozen=True, slots=True)
 class UpdatesAfterBackward(Rule):
-    """CPU updates, and norms that the CPU computes, begin one after another when every gradient is on the host (clipping,
-    overflow check); reads of their states from NVMe when the last backward has ended and every gradient is where it waits.
+    """CPU updates and CPU gradient norms begin, one after another, once every gradient is on the host (clipping, overflow
+    check). Reads of states from NVMe begin once the last backward has ended and every gradient is where it waits.
     """
 
     def apply(self, tasks: Tasks) -> None:
@@ -225,7 +226,7 @@ class UpdatesAfterBackward(Rule):
 
 @dataclass(frozen=True, slots=True)
 class GpuUpdatesAfterBackward(Rule):
-    """GPU updates, and fetches of the states that they need, wait for the last backward."""
+    """GPU updates, and fetches of the states they need, wait for the last backward."""
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
@@ -245,7 +246,7 @@ class RefreshAfterBackward(Rule):
 
 @dataclass(frozen=True, slots=True)
 class RefreshAfterUpdates(Rule):
-    """Refreshes begin, one after another, when the last CPU update has ended."""
+    """Refreshes run one after another, once the last CPU update has ended."""
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
@@ -263,7 +264,7 @@ class Barrier(Rule):
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
         ends = [task for kind in _ENDS for task in tasks.of(kind)]
-        # A fetch that does not wait for a pass of its own iteration must not slip past the barrier.
+        # A fetch without a wait on a pass of its own iteration must not slip past the barrier.
         fetches = [*tasks.of(Kind.PREFETCH_FORWARD), *tasks.of(Kind.GATHER_FORWARD)]
         early = [fetch for fetch in fetches if tasks.starts_early(fetch)]
         for task in (tasks.passes[0], *early):

@@ -1,1 +1,1 @@
-"""Choosing a plan by search: the integer program, and the prefetch tuning after it."""
+"""Search for a plan: the integer program and the prefetch tuning that follows it."""

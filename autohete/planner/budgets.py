@@ -1,4 +1,4 @@
-"""How much of each memory a plan may take, and what a planner minimises under that."""
+"""Memory budgets of a plan, and the objective that a planner minimises within them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autohete.plan.policy import Judgement
 
 
 class Objective(StrEnum):
-    """What to minimise: time under all memories, or one memory under the others, by its name."""
+    """What to minimise: time within all memory budgets, or the named memory within the budgets of the others."""
 
     SECONDS = "seconds"
     GPU_BYTES = "gpu"
@@ -21,11 +21,11 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes for tensors in each memory.
+    """Bytes available for tensors in each memory.
 
     Args:
         gpu_bytes, host_bytes: capacities.
-        pinned_bytes: of what the host has; None: no limit of its own.
+        pinned_bytes: pinned part of the host memory. None: no separate limit.
     """
 
     gpu_bytes: float
@@ -37,21 +37,21 @@ class Budgets:
 
     @classmethod
     def of(cls, hardware: Hardware) -> Budgets:
-        """All that ``hardware`` has."""
+        """The full capacity of ``hardware``."""
         return cls(hardware.gpu_capacity_bytes, hardware.host.memory_bytes, hardware.host.pinned_bytes)
 
     def limits(self) -> dict[Objective, float]:
-        """Of each memory that has one; what is quick to count comes first."""
+        """The budget of each limited memory, cheapest to evaluate first."""
         pinned = {} if self.pinned_bytes is None else {Objective.PINNED_BYTES: self.pinned_bytes}
         return {**pinned, Objective.HOST_BYTES: self.host_bytes, Objective.GPU_BYTES: self.gpu_bytes}
 
     def excess(self, used: Judgement) -> float:
-        """The share by which a plan exceeds the memory that it exceeds most; 0 if it fits."""
+        """The largest relative excess over a budget among the memories; 0 if the plan fits."""
         peaks = _peaks(used)
         return max(0.0, *(peaks[memory] / max(budget, 1) - 1 for memory, budget in self.limits().items()))
 
     def tightened(self, capacity: Budgets, used: Judgement) -> Budgets:
-        """What to ask for next, when a plan that was to keep to these budgets has ``used`` more than ``capacity``."""
+        """Budgets for the next attempt, after a plan made for these budgets ``used`` more than ``capacity``."""
         peaks = _peaks(used)
         over = {memory: max(0.0, peaks[memory] - budget) for memory, budget in capacity.limits().items()}
         less = replace(

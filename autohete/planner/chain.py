@@ -1,16 +1,16 @@
 """Optimal checkpointing of a chain: which units keep their activations, their input or nothing, within a memory budget.
 
-The dynamic program of Beaumont et al. (2019, hal-02352969, "Optimal checkpointing for heterogeneous chains"). Of all ways to
-compute the units ``first`` to ``last`` forward and backward from the input of ``first``, which stays until its backward, it
-takes the quickest of
+The dynamic program of Beaumont et al. (2019, hal-02352969, "Optimal checkpointing for heterogeneous chains"). It computes the
+units ``first`` to ``last`` forward and backward from the input of ``first``, which stays until its backward. It takes the
+fastest of these ways:
 
-- ``first`` keeps its activations; then the units above it; then backward of ``first``;
-- ``first`` keeps its input and the units from there to ``split`` nothing; then those from ``split`` on, which may again be
-  recomputed; then those below ``split``, from the input of ``first`` again.
+- ``first`` keeps its activations; then the units above it; then backward of ``first``.
+- ``first`` keeps its input, and the units from there to ``split`` keep nothing; then the units from ``split`` on, which may
+  be recomputed again; then the units below ``split``, starting again from the input of ``first``.
 
-How a part of the chain is best computed depends on the rest by the memory that is left for it. So for each part the program
-finds all ways that no other beats both in memory and in time. The published one has a table over 500 sizes of memory, and
-rounds all sizes up to one of them; this one is exact, because in a chain of like units few ways remain.
+The rest of the chain affects the best way for a part only through the memory that it leaves. For each part the program
+therefore finds all ways that no other way beats in both memory and time. The published program uses a table over 500 memory
+sizes and rounds all sizes up to one of them. This one is exact: a chain of similar units leaves few such ways.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from autohete.plan import Activations
 
-#: Ways that are kept of a part of a chain, in steps of memory; a search among more could take hours.
+#: Maximum number of ways kept per part of a chain, spread over memory. A search among more could take hours.
 _MOST_WAYS = 2000
 
 Numbers = NDArray[np.int64]
@@ -32,15 +32,15 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A unit, in bytes and nanoseconds.
+    """Costs of a unit, in bytes and nanoseconds.
 
     Args:
-        forward_ns: how long forward takes, and recomputation.
-        input_bytes, output_bytes: what is handed over to it, and on from it.
-        gradient_bytes: of its output, from the backward above to its own.
-        kept_bytes: what it keeps beside its input when it keeps its activations.
-        keeping_bytes, dropping_bytes: what lives only during a forward that keeps them, and one that does not.
-        backward_bytes: what lives during backward beside input, activations and the gradient of the output.
+        forward_ns: time of a forward or a recomputation.
+        input_bytes, output_bytes: size of its input and of its output.
+        gradient_bytes: size of the gradient of its output, which lives from the backward above to its own.
+        kept_bytes: what it keeps in addition to its input when it keeps its activations.
+        keeping_bytes, dropping_bytes: temporaries of a forward that keeps the activations, and of one that does not.
+        backward_bytes: temporaries of backward, excluding input, activations and the gradient of the output.
         left_bytes: what backward leaves until the last backward has ended.
         keeps: forward always keeps the activations.
     """
@@ -59,12 +59,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ways:
-    """Of a part of a chain, ascending in memory and descending in time.
+    """The ways to compute a part of a chain, sorted by ascending memory and descending time.
 
     Attributes:
-        memory: bytes, without what backward of units above it has left.
+        memory: bytes, without what backward of the units above has left.
         time: nanoseconds of all forwards.
-        split: where the units begin that come before ``first``'s recomputation; -1: ``first`` keeps its activations.
+        split: index at which the units start that run before the recomputation of ``first``; -1: ``first`` keeps its
+            activations.
     """
 
     memory: Numbers
@@ -72,7 +73,7 @@ class _Ways:
     split: Numbers
 
     def within(self, memory: Numbers) -> Numbers:
-        """The least time within so much memory, which suffices for one of them."""
+        """The least time within ``memory`` bytes, which must suffice for at least one way."""
         return self.time[np.searchsorted(self.memory, memory, side="right") - 1]
 
 
@@ -80,13 +81,13 @@ class Chain:
     """The dynamic program for ``stages`` within ``memory_bytes``.
 
     Args:
-        stages: the units, the last of which makes the loss.
-        memory_bytes: for all that a stage lists.
-        nested: recomputed units may be recomputed again; else they keep their activations then.
+        stages: the units; the last one computes the loss.
+        memory_bytes: budget for everything that a stage lists.
+        nested: recomputed units may be recomputed again. Otherwise they keep their activations on the first recomputation.
 
     Attributes:
-        least_bytes: the least memory that suffices for any way.
-        exact: no way was left out, so that none of those that fit is quicker than the one that is found.
+        least_bytes: the smallest memory that suffices for any way.
+        exact: no way was discarded, so the result is the fastest one that fits.
     """
 
     def __init__(self, stages: Sequence[Stage], memory_bytes: int, *, nested: bool = True) -> None:
@@ -95,7 +96,7 @@ class Chain:
         self._numbers = tuple(numbers[stage] for stage in stages)
         self._left = list(accumulate((stage.left_bytes for stage in stages), initial=0))
         self._forward = list(accumulate((stage.forward_ns for stage in stages), initial=0))
-        #: Parts of like units are alike; splits count from the part's first unit.
+        #: Parts with equal units share one entry; splits are relative to the part's first unit.
         self._found: dict[tuple[tuple[int, ...], bool], _Ways] = {}
         self._last = len(stages) - 1
         self.exact = True
@@ -106,7 +107,7 @@ class Chain:
         self.least_bytes = int(self._ways(0, self._last, nested=True).memory[0])
 
     def forwards(self) -> list[list[Activations]]:
-        """What each forward of each unit keeps; if the memory does not suffice, with the least that does."""
+        """What each forward of each unit keeps. If the memory does not suffice, assumes the smallest memory that does."""
         found: list[list[Activations]] = [[] for _ in self._stages]
         #: (first, last, memory, may be recomputed again), the next on top.
         parts = [(0, self._last, max(self._memory, self.least_bytes), True)]
@@ -134,7 +135,7 @@ class Chain:
         return self._found[key]
 
     def _search(self, first: int, last: int, nested: bool) -> _Ways:
-        """Of the ways of its parts, shorter ones first."""
+        """Find the ways of a part from the ways of its shorter parts."""
         stage, output_gradient = self._stages[first], self._stages[last].gradient_bytes
         kept = stage.input_bytes + stage.kept_bytes
         forward = kept + stage.keeping_bytes + stage.output_bytes + output_gradient
@@ -157,7 +158,7 @@ class Chain:
         return self._unbeaten(candidates, first)
 
     def _split(self, first: int, split: int, last: int, passing: int) -> tuple[Numbers, Numbers, int]:
-        """``first`` keeps its input until the units from ``split`` on are done."""
+        """Combine ways: ``first`` keeps its input until the units from ``split`` on are done."""
         above, below = self._ways(split, last, nested=True), self._ways(first, split - 1, nested=self._nested)
         needed_above = above.memory + self._stages[first].input_bytes
         needed_below = below.memory + self._left[last + 1] - self._left[split]
@@ -168,7 +169,7 @@ class Chain:
         return memory, time + (self._forward[split] - self._forward[first]), split
 
     def _unbeaten(self, candidates: list[tuple[Numbers, Numbers, int]], first: int) -> _Ways:
-        """Those that no other beats in memory and time, within the budget but for the first."""
+        """The candidates that no other beats in both memory and time and that fit the budget; always the smallest one."""
         memory = np.concatenate([memory for memory, _, _ in candidates])
         time = np.concatenate([time for _, time, _ in candidates])
         split = np.concatenate([np.full(len(m), s - first if s >= 0 else s, np.int64) for m, _, s in candidates])

@@ -1,7 +1,7 @@
-"""What may be decided for each unit by itself: activations, parameters, and who updates with states from where.
+"""What may be decided per unit: its activations, its parameters, and who updates it with states from where.
 
-A choice of one unit is a pair: a :class:`~autohete.plan.UnitPlan` with its activations alone, and one with the rest. Times add
-up over both, and so do bytes, but for what parameters and updates have to do with each other.
+A choice for a unit is a pair of :class:`~autohete.plan.UnitPlan`: one that decides the activations and one that decides the
+rest. Times and bytes of the two add up, except where parameters and updates interact.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from autohete.plan import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 
-#: For each unit the places of its two choices in their lists.
+#: For each unit, the indices of its two choices in their lists.
 Assignment = tuple[tuple[int, int], ...]
 
 KEEP = UnitPlan()
 RECOMPUTE = UnitPlan(Activations.RECOMPUTE)
 SELECTIVE = UnitPlan(Activations.SELECTIVE)
-#: What backward needs comes while the unit above is computed, which takes two passes where that is recomputed.
+#: What backward needs arrives while the unit above is computed, which takes two passes if that unit is recomputed.
 OFFLOAD = UnitPlan(kept=Rest(HOST_MEMORY, ahead=1))
 OFFLOAD_INPUT = UnitPlan(Activations.RECOMPUTE, kept=Rest(HOST_MEMORY, ahead=2))
 
 RESIDENT = Route()
 FETCHED = Route(HOST_MEMORY)
-#: Fetched once, for forward: what the last units do, whose backward follows soon.
+#: Fetched once, for forward: suits the last units, whose backward follows soon.
 STAYS_AFTER_FORWARD = Route(HOST_MEMORY, stays_after_forward=True)
-#: Fetched once, for backward: what the first units do, whose next forward follows soon.
+#: Fetched once, for backward: suits the first units, whose next forward follows soon.
 STAYS_AFTER_BACKWARD = Route(HOST_MEMORY, stays_after_backward=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of every unit.
+    """The available choices of every unit.
 
     Args:
-        activations: of each unit.
-        others: of each unit, its parameters and updates.
+        activations: for each unit, the choices for its activations.
+        others: for each unit, the choices for its parameters and updates.
     """
 
     activations: tuple[tuple[UnitPlan, ...], ...]
     others: tuple[tuple[UnitPlan, ...], ...]
 
     def units(self, assignment: Assignment) -> tuple[UnitPlan, ...]:
-        """The decisions of ``assignment``."""
+        """The unit plans of ``assignment``."""
         return tuple(
             replace(others[o], activations=activations[a].activations, kept=activations[a].kept)
             for activations, others, (a, o) in zip(self.activations, self.others, assignment, strict=True)
         )
 
     def where(self, allowed: Callable[[UnitPlan], bool]) -> Choices:
-        """Those that are ``allowed``; of each unit that must be some."""
+        """The choices for which ``allowed`` is true. Every unit must retain at least one."""
         return Choices(*(tuple(tuple(filter(allowed, some)) for some in every) for every in (self.activations, self.others)))
 
     def assignment(self, units: tuple[UnitPlan, ...]) -> Assignment | None:
-        """The choices of which ``units`` are made, whatever their distances; None if they are made of others."""
+        """The choices that make up ``units``, ignoring prefetch distances. None if they are not among these choices."""
         found = []
         for activations, others, unit in zip(self.activations, self.others, units, strict=True):
             kept = next((place for place, one in enumerate(activations) if _kept_alike(one, unit)), None)
@@ -67,17 +67,17 @@ class Choices:
 
 
 def _kept_alike(one: UnitPlan, other: UnitPlan) -> bool:
-    """Whether activations are decided alike, but for distances."""
+    """Whether the decisions on activations are equal, ignoring distances."""
     return one.activations is other.activations and one.kept.home == other.kept.home
 
 
 def _rest_alike(one: UnitPlan, other: UnitPlan) -> bool:
-    """Whether all but activations is decided alike, but for distances."""
+    """Whether all other decisions are equal, ignoring distances."""
     return _places(one) == _places(other) and _rest_without_distances(one) == _rest_without_distances(other)
 
 
 def _places(unit: UnitPlan) -> tuple[object, ...]:
-    """What most choices differ in."""
+    """The fields in which most choices differ."""
     route = unit.parameters
     return unit.update_on, unit.states.home, route.home, route.stays_after_forward, route.stays_after_backward
 
@@ -89,18 +89,18 @@ def _rest_without_distances(unit: UnitPlan) -> UnitPlan:
 
 
 def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
-    """Every choice there is for ``profile``; embedding and head keep their activations.
+    """Every choice available for ``profile``. Embedding and head keep their activations.
 
     Args:
-        profile: says which units there are.
-        upload: how what the CPU updates crosses to the GPU.
-        gradients: how they cross to the host.
+        profile: defines the units.
+        upload: format in which what the CPU updates is copied to the GPU.
+        gradients: format in which their gradients are copied to the host.
     """
     last = len(profile.blocks) - 1
     on_gpu = UnitPlan(gradients=gradients, refresh=upload)
     on_cpu = replace(on_gpu, update_on=Processor.CPU)
     updates = [on_gpu, replace(on_gpu, states=Rest(HOST_MEMORY)), on_cpu]
-    if profile.workload.micro_batches > 1:  # sums of gradients on the host, or on the GPU
+    if profile.workload.micro_batches > 1:  # accumulate gradients on the host, or on the GPU
         updates.append(replace(on_cpu, accumulate_on=Processor.GPU))
     routes = [RESIDENT, FETCHED, STAYS_AFTER_FORWARD, STAYS_AFTER_BACKWARD]
 

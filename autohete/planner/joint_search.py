@@ -1,8 +1,9 @@
-"""From the relaxation of a joint problem to its best plan: the rows know bounds, the judge knows time and memory.
+"""Search from the relaxation of a joint problem to its best plan. Rows give bounds, the judge gives time and memory.
 
-The search starts where the relaxation is best by its bounds and by estimates, and where other systems are. From the best of
-these it goes on by small random changes of some units, and takes each that is no slower: of many assignments that take equally
-long some have faster ones around them. What the rows rule out is not simulated. The same input draws the same numbers.
+The search starts from the optima of the relaxation, by its bounds and by estimates, and from the plans of other systems. From
+the best of these it applies small random changes to some units and accepts any change that is not slower: among many
+assignments of equal time, some have faster neighbours. Assignments that the rows rule out are not simulated. The random
+numbers are reproducible: the same input draws the same ones.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from autohete.planner.budgets import Objective
 from autohete.planner.choices import Assignment, Choices
 from autohete.planner.relaxation import Places, Relaxation, Values, as_assignment
 
-#: A plan this close to what no other can beat needs no further search.
+#: A plan within this share of the lower bound needs no further search.
 _PROVEN = 0.002
-#: Judgements of a walk: they take as long as the model has units, so that all together take some seconds.
+#: Judgements per walk. Each takes time proportional to the number of units, so that a walk takes a few seconds in total.
 _EFFORT_TIMES_UNITS, _LEAST_EFFORT, _MOST_EFFORT = 1000, 10, 40
-#: ... and none that no longer help: so many without a gain of more than this share are enough.
+#: A walk ends after this many judgements without a gain of more than this share.
 _PATIENCE, _GAIN = 20, 0.0005
-#: Changes that are drawn for each judgement at most, when the rows rule most of them out.
+#: Maximum number of changes drawn per judgement when the rows rule most of them out.
 _DRAWS = 40
-#: So many assignments are all ranked.
+#: Up to this many assignments, all are ranked.
 _FEW = 3000
-#: Where to start: shares of the estimated stalls, of which large models try the first ones alone, and how many plans each share
-#: may cost when they need more memory than there is.
+#: Starting points: shares of the estimated stalls, of which large models try only the first ones, and the number of plans to
+#: spend on each share while they exceed the memory.
 _STALLS, _FEWER_STALLS, _LARGE = (1.5, 1.0, 0.3, 0.6), 2, 64
 _TRIES, _TIGHTENINGS = 3, 6
-#: Share of the stalls that is estimated where units give way.
+#: Share of the stalls that is assumed while units are changed to save memory.
 _USUAL_STALLS = 0.3
 #: A change may be slower by this share.
 _SLACK = 0.002
-#: How many units change together.
+#: How many units change at once.
 _TOGETHER = (1, 1, 2, 4)
 _RUN = (1, 1, 2, 4, 8)
-#: Rows of seconds, and of bytes, that are looked at while units give way.
+#: Number of rows of seconds, and of bytes, evaluated while units are changed to save memory.
 _NEAR = 24
 
 
@@ -61,7 +62,7 @@ class JointSearch:
     Args:
         relaxed: the problem; its rows are bounds.
         judge: time and memory of an assignment.
-        bound_seconds: what no assignment goes below.
+        bound_seconds: lower bound for all assignments.
     """
 
     def __init__(self, relaxed: Relaxation, judge: Callable[[Assignment], Judgement], bound_seconds: float) -> None:
@@ -73,15 +74,17 @@ class JointSearch:
 
     @property
     def seconds(self) -> float:
-        """Of the best so far; infinite if nothing has been found that fits."""
+        """Time of the best plan so far; infinite if none fits yet."""
         return np.inf if self.best is None else self.best.seconds
 
     def try_(self, assignment: Assignment) -> None:
-        """Judge an assignment from which the search may start."""
+        """Judge an assignment as a possible start of the search."""
         self._seconds(assignment)
 
     def start(self, *others: Relaxation) -> None:
-        """Judge what the relaxation favours, and ``others`` with fewer choices; if none fits, what takes least of the GPU."""
+        """Judge the optima of the relaxation and of ``others``, which have fewer choices. If none fits, judge the one that uses
+        the least GPU memory.
+        """
         large = len(self._relaxed.choices.others) > _LARGE
         for problem in (*others, self._relaxed):
             taken: set[int] = set()
@@ -93,9 +96,9 @@ class JointSearch:
                 self._seconds(frugal)
 
     def go_on(self) -> None:
-        """Walk from the best so far, until the effort is spent or no other can be faster by as much as matters.
+        """Walk from the best assignment so far until the effort is spent or no significant gain is possible.
 
-        Where there are few assignments, all are ranked instead.
+        If there are few assignments, rank all of them instead.
         """
         if math.prod(map(len, (*self._relaxed.choices.activations, *self._relaxed.choices.others))) <= _FEW:
             self._rank_all()
@@ -139,13 +142,13 @@ class JointSearch:
                 last, patience = (excess, seconds), _PATIENCE
 
     def _values_near(self, assignment: Assignment) -> Values:
-        """What makes assignments near one that was judged better; they exceed the rows of bytes by as much as that one does."""
+        """Values for assignments near a judged one, with budgets adjusted by its simulated memory excess."""
         budgets, lowest = self._relaxed.budgets, self._relaxed.bytes_of(assignment)
         budgets = budgets.tightened(lowest, self._judged[assignment])
         return replace(self._relaxed, stalls=_USUAL_STALLS, budgets=budgets).values()
 
     def _score(self, assignment: Assignment) -> tuple[float, float]:
-        """By what share a memory is exceeded, and then the time."""
+        """The relative excess over a memory budget, then the time."""
         found = self._judged[assignment]
         excess = self._relaxed.budgets.excess(found)
         return excess, found.seconds if not excess else np.inf
@@ -162,7 +165,7 @@ class JointSearch:
         return self.best is not None and self.best.seconds <= self._bound * (1 + _PROVEN)
 
     def _seconds(self, assignment: Assignment) -> float:
-        """Time of a plan that fits; infinite if it does not."""
+        """Time of the assignment's plan; infinite if it does not fit."""
         if assignment not in self._judged:
             self._judged[assignment] = self._judge(assignment)
         found = self._judged[assignment]
@@ -173,11 +176,11 @@ class JointSearch:
         return found.seconds
 
     def _start(self, problem: Relaxation, taken: set[int]) -> None:
-        """The optimum with pending memory; while that needs more than there is and is promising, units give way."""
+        """Judge the optimum with pending memory. While it is promising but exceeds the memory, change units to save memory."""
         found = None if self._done else problem.assignment(taken)
         most = len(self._judged) + _TRIES
         for _ in range(_TIGHTENINGS):
-            # The same units among all choices.
+            # Translate to the full set of choices.
             here = None if found is None else self._relaxed.choices.assignment(problem.choices.units(found))
             if found is None or here is None or self._seconds(here) < np.inf or len(self._judged) == most:
                 return
@@ -189,25 +192,25 @@ class JointSearch:
 
 
 class Changes:
-    """Random changes of an assignment. The numbers are drawn from one fixed sequence.
+    """Random changes of an assignment, drawn from one fixed sequence.
 
     Args:
-        choices: of each unit.
+        choices: the available choices of every unit.
     """
 
     def __init__(self, choices: Choices) -> None:
         self._random = random.Random(0)
         self._targets = list(_targets(choices))
-        #: Of each unit, how many choices it has; what one has more than others comes last.
+        #: Number of choices of each unit; choices that only some units have come last.
         self._counts = np.array([(len(a), len(o)) for a, o in zip(choices.activations, choices.others, strict=True)])
 
     def around(self, assignment: Assignment, count: int, values: Values) -> Iterator[Assignment]:
-        """So many changes: units change places, are made alike, or turn; others give way where memory asks for it.
+        """Yield ``count`` changes: units are swapped, made equal, or switched; other units give way where memory requires it.
 
         Args:
-            assignment: what is changed.
-            count: how often.
-            values: how units give way.
+            assignment: the assignment to change.
+            count: number of changes.
+            values: decides how units give way.
         """
         for _ in range(count):
             here, changed = np.array(assignment), np.zeros(len(assignment), bool)
@@ -215,7 +218,7 @@ class Changes:
             yield _repaired(values, here, changed)
 
     def _swap(self, here: Places, changed: NDArray[np.bool_]) -> None:
-        """Two units between embedding and head change places."""
+        """Swap two units between embedding and head."""
         if len(here) < 4:
             return
         two = self._random.sample(range(1, len(here) - 1), 2)
@@ -223,7 +226,7 @@ class Changes:
             here[two], changed[two] = here[two[::-1]], True
 
     def _run(self, here: Places, changed: NDArray[np.bool_]) -> None:
-        """The units above or below one are made like it."""
+        """Copy the choices of one unit to the units above or below it."""
         unit, length = self._random.randrange(1, len(here) - 1), self._random.choice(_RUN)
         others = range(unit + 1, unit + length + 1) if self._random.random() < 0.5 else range(unit - length, unit)
         for other in others:
@@ -231,7 +234,7 @@ class Changes:
                 here[other], changed[other] = here[unit], True
 
     def _turn(self, here: Places, changed: NDArray[np.bool_]) -> None:
-        """Some units turn to another way of one thing; or some to one, some to another."""
+        """Switch one decision of some units to another option; or do so for two decisions."""
         for _ in range(self._random.choice((1, 1, 2))):
             half, to = self._random.choice(self._targets)
             now = here[:, half]
@@ -242,7 +245,7 @@ class Changes:
 
 
 def _repaired(values: Values, here: Places, changed: NDArray[np.bool_]) -> Assignment:
-    """The same, but units that have not ``changed`` give way until memory suffices."""
+    """Change units that are not in ``changed`` until memory suffices."""
     if values.fits(values.of(here)):
         return as_assignment(here)
     values = values.near(values.of(here), _NEAR)
@@ -257,7 +260,7 @@ def _repaired(values: Values, here: Places, changed: NDArray[np.bool_]) -> Assig
 
 
 def _targets(choices: Choices) -> Iterator[tuple[int, Places]]:
-    """For each half and each way in which a unit can be there: from which choice to which, -1 for none."""
+    """For each half and each option of a decision: a table from old choice to new choice, -1 if there is none."""
     for half, every in enumerate((choices.activations, choices.others)):
         ways = _WAYS[half]
         for way in ways:
@@ -282,5 +285,5 @@ def _update(one: UnitPlan) -> Hashable:
     return one.update_on, one.states.home, one.accumulate_on
 
 
-#: What of a choice of each half changes by itself.
+#: The decisions within each half that change independently.
 _WAYS: tuple[tuple[Callable[[UnitPlan], Hashable], ...], ...] = ((_activations,), (_parameters, _update))

@@ -1,7 +1,7 @@
 """Lower bounds of the iteration time for many choices of the three integers at once.
 
-Sums over "the first k" or "the last k" blocks are prefix sums, so a bound is an array expression over the choices. Each is
-imposed by an engine, which has to do its work, or by a cycle of waits; none depends on timing, so no plan is faster.
+Sums over "the first k" or "the last k" blocks are prefix sums, so a bound is an array expression over the choices. Each bound
+comes from an engine's total work or from a cycle of waits. None depends on timing, so no plan is faster.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 Numbers = NDArray[np.float64]
 Integers = NDArray[np.integer[Any]]
 
-#: Durations are rounded to nanoseconds: a cycle of up to so many tasks per block may be half a nanosecond shorter for each.
+#: Durations are rounded to nanoseconds: in a cycle of up to this many tasks per block, each may be half a nanosecond shorter.
 _TASKS_PER_BLOCK = 10
-#: Elements of an array over choices and blocks.
+#: Maximum number of elements of an array over choices and blocks.
 _CHUNK = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """Some choices of the three integers: arrays of equal shape."""
+    """Choices of the three integers: arrays of equal shape."""
 
     checkpointed: Integers
     offloaded: Integers
@@ -39,11 +39,11 @@ class Choices:
         return Counts(int(self.checkpointed[place]), int(self.offloaded[place]), int(self.cpu_updated[place]))
 
     def take(self, places: Integers | NDArray[np.bool_] | slice) -> Choices:
-        """The choices at some places."""
+        """The choices at the given indices."""
         return Choices(self.checkpointed[places], self.offloaded[places], self.cpu_updated[places])
 
     def columns(self) -> Choices:
-        """The same with an axis over blocks behind."""
+        """The same choices with a trailing axis over blocks."""
         return Choices(self.checkpointed[:, None], self.offloaded[:, None], self.cpu_updated[:, None])
 
 
@@ -55,13 +55,13 @@ def all_choices(blocks: int) -> Choices:
 
 
 def below(values: list[float] | list[int]) -> Numbers:
-    """Element ``k`` is the sum over the blocks under ``k``, for k from 0 to the number of blocks."""
+    """Prefix sums: element ``k`` is the sum over the blocks below ``k``, for k from 0 to the number of blocks."""
     return np.concatenate([[0.0], np.cumsum(np.array(values, float))])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """What copies and CPU have to do for the blocks under a place, in undisturbed seconds."""
+    """The work of copies and CPU for the blocks below an index, in seconds without contention."""
 
     down: Numbers
     up: Numbers
@@ -74,7 +74,7 @@ class TimeBounds:
     Args:
         costs: seconds per block.
         hardware: links and shared bandwidth.
-        priority: whether copies and updates run smaller block first.
+        priority: whether copies and updates run lower block indices first.
     """
 
     def __init__(self, costs: BlockCosts, hardware: Hardware, priority: bool) -> None:
@@ -82,30 +82,30 @@ class TimeBounds:
         self.n = costs.count
         self.forward, self.backward = below(costs.forward), below(costs.backward)
         self.recompute, self.gpu_update = below(costs.recompute), below(costs.gpu_update)
-        #: Of the updates on the GPU those that precede the backward of a block below.
+        #: GPU updates that precede the backward of a block below.
         self.early_update = 0 * self.gpu_update if costs.updates_last else self.gpu_update
         self.cpu_update = below(costs.cpu_update)
         self.down, self.up, self.fetch = below(costs.gradients), below(costs.parameters), below(costs.fetches)
-        either = np.minimum(costs.parameters, costs.fetches)  # whoever updates
+        either = np.minimum(costs.parameters, costs.fetches)  # valid for both processors
         self.least_fetch = below(list(either))
-        # Least of the blocks up to each: what a chain through any of them surely takes.
+        # Minimum over the blocks up to each: a lower bound for a chain through any of them.
         self.least_down = np.minimum.accumulate(np.array(costs.gradients))
         self.least_up = np.minimum.accumulate(either)
         self.least_update = np.minimum.accumulate(np.array(costs.cpu_update))
         self.rounding = 0.5e-9 * _TASKS_PER_BLOCK * self.n
 
     def loads(self, x: Choices) -> Numbers:
-        """The work of the busiest engine or shared resource: the cheap part of :meth:`seconds`."""
+        """The work of the busiest engine or shared resource. Cheaper than :meth:`seconds`."""
         work = self._work(x, np.array(self.n))
         return np.maximum(self._gpu(x), self._slowest(work)) - self.rounding
 
     def total_load(self, x: Choices) -> Numbers:
-        """The work of all engines together."""
+        """The total work of all engines."""
         work = self._work(x, np.array(self.n))
         return self._gpu(x) + work.down + work.up + work.cpu
 
     def alone(self, x: Choices) -> Numbers:
-        """The time if each prefetch overlaps only the pass before its own and each gradient only the next one: an estimate."""
+        """Estimated time if each prefetch overlaps only the pass before its own, and each gradient copy only the next pass."""
         costs, stalls = self.costs, []
         fetch, passes = np.array(costs.parameters), (np.array(costs.forward), np.array(costs.backward))
         for during in passes:
@@ -115,7 +115,7 @@ class TimeBounds:
         return np.asarray(self._gpu(x) + waiting, float)
 
     def seconds(self, x: Choices) -> Numbers:
-        """No plan of each choice has a shorter iteration."""
+        """Lower bound of the iteration time of each choice."""
         size = max(_CHUNK // self.n, 1)
         parts = [self._cycles(x.take(slice(i, i + size))) for i in range(0, len(x), size)]
         return np.maximum(self.loads(x), np.concatenate(parts) if parts else np.empty(0))
@@ -128,15 +128,15 @@ class TimeBounds:
         return np.asarray(fixed + recomputed + self.gpu_update[self.n - x.cpu_updated], float)
 
     def _work(self, x: Choices, under: Integers) -> _Work:
-        """What belongs to the blocks below ``under``.
+        """The work for the blocks below ``under``.
 
-        Down: gradients of the blocks that the CPU updates, write-backs of the offloaded ones that it does not. Up: prefetches
-        (those of the next forward; all of backward's too if ``under`` is the whole model), and the refresh of what is
+        Down: gradients of the blocks that the CPU updates, and write-backs of the offloaded blocks that it does not update. Up:
+        prefetches (for the next forward; if ``under`` is the whole model, for backward as well), and refreshes of what is
         updated on the CPU and stays on the GPU.
         """
-        first = self.n - x.cpu_updated  # of the blocks that the CPU updates
+        first = self.n - x.cpu_updated  # first block that the CPU updates
         gpu_offloaded = np.minimum(x.offloaded, first - 1)
-        refreshed = np.maximum(first, x.offloaded + 1)  # ... and of those that are refreshed, but for the embedding
+        refreshed = np.maximum(first, x.offloaded + 1)  # first refreshed block, except the embedding
         end = np.minimum
 
         def above(prefix: Numbers, start: Integers) -> Numbers:
@@ -154,7 +154,7 @@ class TimeBounds:
         return _Work(down, up, above(self.cpu_update, first))
 
     def _slowest(self, work: _Work) -> Numbers:
-        """The time that copies and CPU need for ``work``, each at full rate and all together within what they share."""
+        """The time for ``work``: each engine at full rate, and all together within their shared capacity."""
         h2d, d2h, cpu = self.hardware.h2d, self.hardware.d2h, self.hardware.cpu
         update = cpu.update_bandwidth * cpu.concurrent_share
         link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
@@ -166,7 +166,7 @@ class TimeBounds:
     # --- cycles
 
     def _cycles(self, choices: Choices) -> Numbers:
-        """The longest of some families of cycles, each with a row per block m."""
+        """The longest cycle among several families, each with a row per block m."""
         x, m = choices.columns(), np.arange(self.n)[None, :]
         gpu = self._gpu(choices)
         above = self._gpu_from(x, m) + self._gradient_wait(x, m)
@@ -176,7 +176,7 @@ class TimeBounds:
         return np.asarray(found.max(axis=1) - self.rounding, float)
 
     def _gpu_from(self, x: Choices, m: Integers) -> Numbers:
-        """What the GPU does from forward of block m to backward of block m."""
+        """GPU work from forward of block m to backward of block m."""
         first = self.n - x.cpu_updated
         passes = (self.forward[-1] - self.forward[m]) + (self.backward[-1] - self.backward[m]) + self.costs.loss.seconds
         last = x.checkpointed + 1
@@ -185,12 +185,12 @@ class TimeBounds:
         return np.asarray(passes + recomputed + updated, float)
 
     def _until_forward(self, x: Choices, m: Integers) -> Numbers:
-        """From the end of backward of block m to the next forward of a block up to m.
+        """Time from the end of backward of block m to the next forward of a block up to m.
 
-        Gradients, write-backs, updates, refreshes and prefetches of all blocks up to m come after that backward, since theirs
-        does, and before forward of their own block, hence before that of block m. The last to be done still has the way on
-        from its engine before it: from a copy down at least a copy up; the first has the way to its engine behind it. In
-        issue order updates run from the last block down, so the next forward waits at the *first* block the CPU updates.
+        Gradients, write-backs, updates, refreshes and prefetches of all blocks up to m follow their own backward, hence that of
+        block m, and precede their own forward, hence that of block m. After the last task on an engine, the rest of its chain
+        still follows: after a copy down, at least a copy up. Before the first task, the start of its chain has run. In issue
+        order updates run from the last block down, so the next forward waits for the *first* block that the CPU updates.
         """
         first = self.n - x.cpu_updated
         work = self._work(x, np.broadcast_to(m + 1, (1, self.n)))
@@ -207,9 +207,9 @@ class TimeBounds:
         return np.maximum(np.maximum(down, up), np.maximum(cpu, self._slowest(work)))
 
     def _updated_last(self, x: Choices, m: Integers) -> Numbers:
-        """From forward of block m to the next one where no update precedes the last backward.
+        """Time from forward of block m to the next one if no update precedes the last backward.
 
-        The CPU then updates all of its blocks up to m, and one of them comes up after that.
+        The CPU then updates all its blocks up to m after it, and a copy up of one of them follows.
         """
         passes = self.forward[-1] - self.forward[m] + self.backward[-1] + self.costs.loss.seconds
         recomputed = self.recompute[x.checkpointed + 1] - self.recompute[1]
@@ -217,20 +217,20 @@ class TimeBounds:
         return np.asarray(np.where(updated > 0, passes + recomputed + updated + self.least_up[m], 0.0), float)
 
     def _gradient_wait(self, x: Choices, m: Integers) -> Numbers:
-        """What gradients that wait for their copy add to backward of the blocks above m.
+        """Time that gradients waiting for their copy add to backward of the blocks above m.
 
-        Backward of block a - slots, if its gradient is copied, too, waits for the gradient of block a. From the end of backward
-        of a block b the gradients of blocks b down to a are copied one after another, before backward goes on at a - slots.
+        Backward of block a - slots, if its gradient is copied too, waits for the gradient of block a. From the end of backward
+        of a block b, the gradients of blocks b down to a are copied one after another before backward continues at a - slots.
         """
         first = self.n - x.cpu_updated
         recompute = np.minimum(np.arange(self.n + 1), x.checkpointed + 1)
-        begun = self.backward + self.recompute[recompute] - self.recompute[np.minimum(recompute, 1)]  # of the blocks under each
+        begun = self.backward + self.recompute[recompute] - self.recompute[np.minimum(recompute, 1)]  # of the blocks below each
         copied = np.where(np.arange(self.n) >= first, self.down[1:] - begun[:, :-1], -np.inf)
         best = np.maximum.accumulate(copied[:, ::-1], axis=1)[:, ::-1]  # the best b at or above each a
         gain = np.full((x.checkpointed.shape[0], self.n), 0.0)
         a = np.arange(GRADIENT_SLOTS, self.n)
         target = a - GRADIENT_SLOTS
-        # Done before backward of the target starts: its recomputation, and GPU updates down to the block above it.
+        # These precede backward of the target: its recomputation, and the GPU updates down to the block above it.
         updates = self.early_update[np.maximum(first, target + 1)] - self.early_update[target + 1]
         redone = np.where(target >= 1, self.recompute[target + 1] - self.recompute[target], 0.0)
         redone = np.where(target <= x.checkpointed, redone, 0.0)
@@ -239,10 +239,10 @@ class TimeBounds:
         return np.asarray(above[np.arange(len(above))[:, None], m], float)
 
     def _fetched_for_backward(self, x: Choices, m: Integers) -> Numbers:
-        """What prefetches for backward add to the GPU's work: from forward of block m on, all of the offloaded ones from m up.
+        """Time that prefetches for backward add to the GPU's work, for all offloaded blocks from m up.
 
-        Parameters are not fetched for backward before their own forward has ended, and backward of m or of a block above it
-        waits for the last of them.
+        Parameters are not fetched for backward before their own forward has ended. Backward of m or of a block above it waits
+        for the last of these fetches.
         """
         fetched = np.maximum(self.least_fetch[x.offloaded + 1] - self.least_fetch[m], 0.0)
         backward = self.backward[m + 1] - self.backward[m]

@@ -1,9 +1,9 @@
-"""AutoHete's integer program: three integers that minimise the iteration time under the GPU's and the host's memory.
+"""AutoHete's integer program: three integers that minimise the iteration time within the GPU and host memory.
 
-Three integers over n blocks have about n^3 values, few enough to look at all of them, so the program is solved exactly, and
-a search that goes on from there has a lower bound for every choice.
+Three integers over n blocks have about n^3 values. These are few enough to enumerate, so the program is solved exactly, and a
+search that continues from its solution has a lower bound for every choice.
 
-The objective is the largest of lower bounds of the period, so its value is what no plan can beat; see
+The objective is the largest of several lower bounds of the period, so no plan can beat its value; see
 :class:`autohete.planner.plan_bounds.TimeBounds`.
 """
 
@@ -19,14 +19,15 @@ from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.plan_bounds import Choices, Numbers, TimeBounds, all_choices, below
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 
-#: Of plans that the bounds cannot tell apart, the one that moves and computes less is better in practice.
+#: Among plans that the bounds cannot distinguish, one that moves and computes less is better in practice.
 _LOAD_WEIGHT = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The program's answer: the counts, and the least value of the objective (for seconds, of several near it one of
-    little work)."""
+    """The program's answer: the counts and the least objective value (for seconds, the counts are those with little work among
+    several near the optimum).
+    """
 
     counts: Counts
     value: float
@@ -34,7 +35,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking:
-    """Choices in the order of their values, the lowest first."""
+    """Choices sorted by ascending objective value."""
 
     choices: Choices
     values: Numbers
@@ -47,10 +48,10 @@ class Program:
     Args:
         costs: seconds and bytes per block.
         hardware: links and shared bandwidth.
-        priority: whether updates run smaller block first.
-        budgets: what each memory has.
-        pending: count also what typical timing adds to the GPU's memory: a gradient that still waits for its copy and the
-            parameters fetched ahead. Without it the program is a relaxation: its value is what no plan can beat.
+        priority: whether updates run lower block indices first.
+        budgets: capacity of each memory.
+        pending: also count what typical timing adds to the GPU's memory: a gradient that waits for its copy, and the
+            parameters fetched ahead. Without it the program is a relaxation: no plan can beat its value.
     """
 
     costs: BlockCosts
@@ -64,7 +65,7 @@ class Program:
 
     @property
     def times(self) -> TimeBounds:
-        """Lower bounds of the iteration time of any choices."""
+        """Lower bounds of the iteration time for any choices."""
         return TimeBounds(self.costs, self.hardware, self.priority)
 
     def solve(self, objective: Objective = Objective.SECONDS) -> Solution | None:
@@ -73,7 +74,7 @@ class Program:
         limit, weight = np.inf, 0.0
         if objective is Objective.SECONDS:
             weight = _LOAD_WEIGHT
-            # Any value limits what has to be looked at: here that of the choice whose busiest engine has least to do.
+            # Any value bounds the enumeration. Use that of the choice whose busiest engine has the least work.
             fitting, times = self.fitting(), self.times
             if not len(fitting):
                 return None
@@ -86,7 +87,7 @@ class Program:
         return Solution(ranking.choices[place], float(ranking.values[0]))
 
     def ranked(self, objective: Objective = Objective.SECONDS, limit: float = np.inf) -> Ranking:
-        """All choices that fit and whose objective is at most ``limit``; of equal ones that with the least work comes first."""
+        """All choices that fit with an objective of at most ``limit``, best first; ties are broken by the least work."""
         choices, times = self.fitting(objective), self.times
         if objective is Objective.SECONDS:
             choices = choices.take(times.loads(choices) <= limit)
@@ -98,11 +99,11 @@ class Program:
         return Ranking(choices.take(order), values[order])
 
     def fitting(self, objective: Objective = Objective.SECONDS) -> Choices:
-        """The choices within all budgets; a memory that is to be minimised has none."""
+        """The choices within all budgets. A memory that is minimised has no budget."""
         return self.within_budgets(all_choices(self.costs.count), objective)
 
     def within_budgets(self, choices: Choices, objective: Objective = Objective.SECONDS) -> Choices:
-        """Those of ``choices`` that fit."""
+        """The elements of ``choices`` that fit."""
         for memory, budget in self.budgets.limits().items():
             if objective is not memory:
                 choices = choices.take(self._bytes(choices, memory) <= budget)
@@ -121,7 +122,7 @@ class Program:
         return self._on_host(x, self.costs.host_updated, self.costs.host_offloaded)
 
     def pinned_bytes(self, x: Choices) -> Numbers:
-        """What of it is pinned."""
+        """Pinned host memory of each choice."""
         return self._on_host(x, self.costs.pinned_updated, self.costs.pinned_offloaded)
 
     def _on_host(self, x: Choices, updated_bytes: list[int], offloaded_bytes: list[int]) -> Numbers:
@@ -132,22 +133,22 @@ class Program:
         return np.asarray(found, float)
 
     def gpu_bytes(self, x: Choices) -> Numbers:
-        """GPU memory of each choice at the loss or at a backward, whichever is more: surely, and if asked for, pending."""
+        """GPU memory of each choice at the loss or at a backward, whichever is higher. Includes pending bytes if asked for."""
         costs, n = self.costs, self.costs.count
         weights, states = below(costs.weights), below(costs.states)
         kept, recomputed = below(costs.activations), below([a - b for a, b in zip(costs.activations, costs.input, strict=True)])
         c, p, block = np.arange(n - 1)[:, None], np.arange(n - 1)[:, None], np.arange(n + 1)[None, :]
-        # What the blocks below each keep for backward: rows over the first integer.
+        # What the blocks below each block keep for backward; rows are over the first integer.
         alive = kept[block] - np.maximum(recomputed[np.minimum(c + 1, block)] - recomputed[1], 0)
         alive[:, 0] = 0
-        extra = np.zeros((n - 1, n + 1))  # rows over the second integer, columns over backwards, last the loss
+        extra = np.zeros((n - 1, n + 1))  # rows: second integer; columns: backwards, then the loss
         size = np.array([*costs.weights, 0])
         fetched = (block >= 1) & (block <= p)
         extra += np.where(fetched, size[block], 0)
-        if self.pending:  # the one below is fetched beside it
+        if self.pending:  # the block below is fetched during its backward
             extra += np.where((block >= 2) & (block - 1 <= p) & (block < n), size[np.maximum(block - 1, 0)], 0)
         backward = np.array(costs.activations) + np.array(costs.workspace) + np.array(costs.weights)
-        backward[1:] += costs.input[1:]  # the gradient that it hands on, and that it was given
+        backward[1:] += costs.input[1:]  # the gradients of its input and of its output
         backward[:-1] += costs.input[1:]
         backward[-1] += costs.loss.logits_bytes
         if costs.loss.keeps_logits:
@@ -156,6 +157,6 @@ class Program:
         extra += np.append(backward, 2 * costs.loss.logits_bytes + costs.loss.workspace_bytes)
         peak = np.array([(row + extra).max(axis=1) for row in alive]) + weights[-1] - (weights[p[:, 0] + 1] - weights[1])
         found = peak[x.checkpointed, x.offloaded] + states[n - x.cpu_updated]
-        if self.pending:  # gradients that wait for their copy
+        if self.pending:  # gradients waiting for their copy
             found = found + np.where(x.cpu_updated > 1, (GRADIENT_SLOTS - 1) * max(costs.weights[1:-1]), 0)
         return np.asarray(found, float)

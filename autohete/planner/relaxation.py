@@ -1,10 +1,10 @@
-"""The linear program over the rows of a problem, and assignments that come near its optimum.
+"""The linear program over the rows of a problem, and assignments near its optimum.
 
-The program shares every unit out among its choices so that the longest row of seconds is shortest and no row of bytes exceeds
-its budget. Of a thousand rows few bind: it begins with the loads of engines and takes up the rows that its solution breaks.
-With fewer rows its value is no higher, so every value is a bound.
+The program distributes every unit fractionally over its choices, minimising the longest row of seconds such that no row of
+bytes exceeds its budget. Only few of a thousand rows bind. The program starts with the loads of the engines and adds the rows
+that its solution violates. With fewer rows its value is never higher, so every value is a bound.
 
-An assignment follows by rounding; then single choices are changed as long as that makes the rows better.
+Rounding gives an assignment. Single choices are then changed as long as that improves the rows.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.choices import Assignment, Choices
 from autohete.planner.rows import Model, Numbers, Rows, stacked
 
-#: Places of choices: one for each unit, or those of both halves, of shape (units, 2).
+#: Indices of choices: one per unit, or those of both halves, of shape (units, 2).
 Places = NDArray[np.integer[Any]]
-#: A row is broken if it exceeds its limit by more than this share of it.
+#: A row is violated if it exceeds its limit by more than this share of it.
 _TOLERANCE = 1e-6
-#: How often broken rows are taken up: for a bound, and where an assignment that all rows improve is made of the solution.
+#: Rounds of adding violated rows: for a bound, and for a solution that is only rounded and then improved under all rows.
 _ROUNDS, _FEW_ROUNDS = 8, 2
-#: How many are taken up at a time: only the worst of so many neighbours, since rows of neighbouring units say nearly the same.
+#: Rows added per round: only the worst of each neighbourhood, since rows of neighbouring units are nearly redundant.
 _ROWS_PER_ROUND, _NEIGHBOURS = 24, 5
-#: Engines whose work tells apart what takes equally long: one that moves and computes less is better in practice.
+#: Number of engine loads used as tie-breakers: a plan that moves and computes less is better in practice.
 _LOADS, _LOAD_WEIGHT = 4, 5e-4
-#: Of bytes above the budget, as a share of it, in shares of the time: more than any time can make up for.
+#: Penalty for bytes above the budget: per share of the budget, in shares of the time. No time can outweigh it.
 _PENALTY = 100.0
-#: Rows of seconds, and of bytes, that are looked at while single choices change.
+#: Number of rows of seconds, and of bytes, evaluated while single choices change.
 _NEAR = 48
-#: Solvers are exact to about this share.
+#: Solvers are exact to about this relative tolerance.
 _SOLVER = 1e-7
 
 
@@ -46,12 +46,12 @@ class Relaxation:
     """The program of one problem.
 
     Args:
-        choices: of each unit.
+        choices: the available choices of every unit.
         model: its rows.
-        budgets: what each memory has.
+        budgets: capacity of each memory.
         stalls: share of the estimated stalls that is added to the time.
-        pending: count also what typical timing adds to the memories. Without both, the program's value is a bound.
-        objective: what to minimise; a memory that is minimised has no budget.
+        pending: also count what typical timing adds to the memories. Without stalls and pending, the value is a bound.
+        objective: what to minimise. A memory that is minimised has no budget.
     """
 
     choices: Choices
@@ -65,17 +65,17 @@ class Relaxation:
         check_fields(self)
 
     def bound(self) -> float | None:
-        """Seconds that no assignment within the budgets goes below; None if there is none."""
+        """A lower bound in seconds for all assignments within the budgets. None if there are none."""
         program = _Program(self)
         if program.shares(_ROUNDS) is None:
             return None
         return program.least_seconds()
 
     def assignment(self, taken: set[int] | None = None) -> Assignment | None:
-        """Choices near the optimum; None if nothing fits by the rows.
+        """An assignment near the optimum. None if by the rows nothing fits.
 
         Args:
-            taken: rows that bound in a problem like this one; replaced by those of this one.
+            taken: binding rows of a similar problem, used as a start. Replaced in place by those of this problem.
         """
         program = _Program(self, taken or ())
         shares = program.shares(_FEW_ROUNDS)
@@ -85,9 +85,9 @@ class Relaxation:
         return None if shares is None else self.improved(program.rounded(shares))
 
     def improved(self, assignment: Assignment) -> Assignment:
-        """Changes one choice after another for the best one, as long as the value falls.
+        """Make the best single change repeatedly, as long as the value decreases.
 
-        The best is looked for among the rows that come next to binding, in turns with all.
+        Searches alternate between the rows closest to binding and all rows.
         """
         values, here = self.values(), np.array(assignment)
         while True:
@@ -98,7 +98,7 @@ class Relaxation:
             here = changed
 
     def bytes_of(self, assignment: Assignment) -> Budgets:
-        """What ``assignment`` surely takes of each memory."""
+        """Lower bound of what ``assignment`` takes of each memory."""
         model, pinned = self.model, self.budgets.pinned_bytes
         return Budgets(
             float(model.gpu_bytes.of(assignment).max()),
@@ -107,7 +107,7 @@ class Relaxation:
         )
 
     def values(self) -> Values:
-        """What makes one assignment better than another."""
+        """The values by which assignments are compared."""
         coming_and_going = [int(self.pending or self.objective is not Objective.SECONDS)]
         rows = {
             Objective.SECONDS: self.model.seconds + self.model.stalls * self.stalls,
@@ -123,12 +123,12 @@ class Relaxation:
 
 
 class Values:
-    """Rows of what is minimised, seconds in general, and rows of bytes, as shares of a typical value and of the budgets.
+    """Rows of the minimised quantity (usually seconds) and rows of bytes, as shares of a typical value and of the budgets.
 
     Args:
-        choices: of each unit.
+        choices: the available choices of every unit.
         seconds, shares: the rows.
-        scale: of what the first are shares.
+        scale: the typical value that ``seconds`` are shares of.
     """
 
     def __init__(self, choices: Choices, seconds: Rows, shares: Rows, scale: float) -> None:
@@ -140,18 +140,18 @@ class Values:
         ]
 
     def near(self, rows: Numbers, count: int) -> Values:
-        """The same with fewer rows: the loads, and of seconds and of bytes so many that come next to binding in ``rows``."""
+        """Keep fewer rows: the loads, and ``count`` each of seconds and of bytes that are closest to binding in ``rows``."""
         seconds, shares = rows[: self.times], rows[self.times :]
         times = np.union1d(np.arange(min(_LOADS, self.times)), np.argsort(-seconds, kind="stable")[:count])
         places = np.sort(np.argsort(-shares, kind="stable")[:count]) + self.times
         return Values(self._choices, self.rows.take(times), self.rows.take(places), self.scale)
 
     def of(self, assignment: Assignment | Places) -> Numbers:
-        """The rows of ``assignment``."""
+        """Evaluate the rows for ``assignment``."""
         return self.rows.of(assignment)
 
     def seconds(self, rows: Numbers) -> float:
-        """The longest of the rows of seconds."""
+        """The longest row of seconds."""
         return float(rows[: self.times].max()) * self.scale
 
     def fits(self, rows: Numbers) -> bool:
@@ -159,7 +159,7 @@ class Values:
         return bool(rows[self.times :].max() <= 1)
 
     def value(self, rows: Numbers) -> float:
-        """Of one assignment: its longest row of seconds, a little for its work, much for bytes that are too many."""
+        """Value of one assignment: its longest row of seconds, a small term for its work, a large one for excess bytes."""
         return float(self._value(rows[:, None])[0])
 
     def _value(self, rows: Numbers) -> Numbers:
@@ -168,7 +168,7 @@ class Values:
         return np.asarray(value + _PENALTY * np.maximum(used.max(axis=0) - 1, 0))
 
     def improved(self, here: Places) -> Places:
-        """``here`` after changes that each lower the value."""
+        """Apply changes to ``here`` that each decrease the value."""
         rows, here, everywhere = self.of(here), here.copy(), np.ones(len(here), bool)
         while True:
             unit, half, choice = self.best(here, rows, everywhere)
@@ -178,12 +178,12 @@ class Values:
             here[unit, half], rows = choice, changed
 
     def after(self, here: Places, rows: Numbers, unit: int, half: int, choice: int) -> Numbers:
-        """The rows with another choice of one unit."""
+        """The rows after changing one choice of one unit."""
         part = self._half(half)
         return np.asarray(rows + part[:, unit, choice] - part[:, unit, here[unit, half]])
 
     def best(self, here: Places, rows: Numbers, allowed: NDArray[np.bool_]) -> tuple[int, int, int]:
-        """The best change of one choice of one unit that is ``allowed``: unit, half and choice."""
+        """The best change of a single choice of an ``allowed`` unit, as (unit, half, choice)."""
         found: list[tuple[float, int, int, int]] = []
         units = np.arange(len(here))
         for half, valid in enumerate(self._valid):
@@ -200,25 +200,25 @@ class Values:
 
 
 def as_assignment(array: Places) -> Assignment:
-    """An array of shape (units, 2) as pairs."""
+    """Convert an array of shape (units, 2) to pairs."""
     return tuple((int(a), int(o)) for a, o in array)
 
 
 class _Program:
-    """A linear program that takes up rows as they are broken.
+    """A linear program that adds rows as its solutions violate them.
 
     Args:
-        problem: what is asked.
-        taken: rows to begin with, beside the loads.
+        problem: the problem to solve.
+        taken: rows to start with, in addition to the loads.
 
     Attributes:
-        taken: the rows that were taken up, without those that turned out not to bind.
+        taken: the rows added so far, without those that turned out not to bind.
     """
 
     def __init__(self, problem: Relaxation, taken: Iterable[int] = ()) -> None:
         values, choices = problem.values(), problem.choices
         rows, self._times, self._scale = values.rows, values.times, values.scale
-        #: Of each variable its unit and choice; those of activations come first, the last variable is the time.
+        #: Unit and choice of each variable. Those of activations come first; the last variable is the time.
         self._halves = [np.array(list(_places(every))).T for every in (choices.activations, choices.others)]
         columns = [part[:, of[0], of[1]] for part, of in zip((rows.activations, rows.others), self._halves, strict=True)]
         count = len(rows.fixed)
@@ -234,7 +234,7 @@ class _Program:
         self.taken = self._always.union(taken)
 
     def shares(self, rounds: int) -> Numbers | None:
-        """The optimum of the rows that are taken up in so many rounds; None if the budgets are too small."""
+        """The optimum after at most ``rounds`` rounds of adding rows. None if the budgets are too small."""
         for _ in range(rounds):
             found = self._solved(self._load)
             if found is None:
@@ -247,7 +247,7 @@ class _Program:
         return found
 
     def least_seconds(self) -> float:
-        """The least time under the rows that were taken up."""
+        """The least time under the rows added so far."""
         cost = np.zeros(self._matrix.shape[1])
         cost[-1] = 1
         found = self._solved(cost)
@@ -265,12 +265,12 @@ class _Program:
             b_eq=np.ones(self._one_each.shape[0]),
             bounds=bounds,
             method="highs-ds",
-            options={"presolve": False},  # the rows are few and full: looking for what to leave out takes as long as to solve
+            options={"presolve": False},  # the rows are few and dense: presolving costs as much as solving
         )
         return np.asarray(found.x) if found.status == 0 else None
 
     def rounded(self, shares: Numbers) -> Assignment:
-        """For each unit the choices with the largest shares."""
+        """For each unit, the choices with the largest shares."""
         best: list[dict[int, int]] = []
         offset = 0
         for units, choices in self._halves:
@@ -285,7 +285,7 @@ class _Program:
 
 
 def _worst(broken: Numbers) -> list[int]:
-    """Rows that are broken most, none next to another."""
+    """The most violated rows, no two of them neighbours."""
     padded = np.pad(broken, _NEIGHBOURS // 2, constant_values=-np.inf)
     most = np.lib.stride_tricks.sliding_window_view(padded, _NEIGHBOURS).max(axis=1)
     peaks = np.flatnonzero((broken >= most) & (broken > _TOLERANCE))

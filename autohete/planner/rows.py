@@ -1,10 +1,11 @@
-"""What each choice of each unit adds to what the engines do and to what the memories hold, as rows of numbers.
+"""What each choice of each unit adds to the work of the engines and to the contents of the memories, as rows of numbers.
 
-A row of seconds is a lower bound of the iteration time: an engine has to do its work, and a cycle of waits takes as long as its
-tasks. A row of bytes is what a memory surely holds at a pass. Neither depends on timing, and both are sums over units, so they
-are the rows of a linear program. :class:`autohete.planner.plan_bounds.TimeBounds` has the same for three integers.
+A row of seconds is a lower bound of the iteration time: an engine's total work, or a cycle of waits, which takes at least the
+sum of its tasks. A row of bytes is a lower bound of what a memory holds at a pass. Neither depends on timing. Both are sums
+over units, so they are the rows of a linear program. :class:`autohete.planner.plan_bounds.TimeBounds` does the same for three
+integers.
 
-They hold for plans whose rules are among ``Slots`` and ``ByPriority``, which leave GPU updates where they are: between
+The rows hold for plans whose rules are among ``Slots`` and ``ByPriority``. These rules leave GPU updates in place: between
 the backward of their unit and that of the unit below.
 """
 
@@ -24,13 +25,13 @@ from autohete.quantities import rounded_when_pinned
 
 Numbers = NDArray[np.float64]
 
-#: Durations are rounded to nanoseconds: so many tasks of a unit and micro-batch may each be half a nanosecond shorter.
+#: Durations are rounded to nanoseconds: up to this many tasks per unit and micro-batch may each be half a nanosecond shorter.
 _TASKS_PER_UNIT = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """Numbers for each choice of each unit: of activations and of the rest, each of shape (units, choices)."""
+    """Numbers for each choice of each unit: for activations and for the rest, each of shape (units, choices)."""
 
     activations: Numbers
     others: Numbers
@@ -44,10 +45,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Sums over units: a row is ``fixed`` and what the choice of each unit adds.
+    """Sums over units: each row is ``fixed`` plus what the choice of each unit adds.
 
     Args:
-        fixed: of each row.
+        fixed: constant term of each row.
         activations, others: what the choices add, each of shape (rows, units, choices).
     """
 
@@ -62,18 +63,18 @@ class Rows:
         return Rows(self.fixed * factor, self.activations * factor, self.others * factor)
 
     def of(self, assignment: Assignment | NDArray[np.integer[Any]]) -> Numbers:
-        """The rows of ``assignment``, or of an array of shape (units, 2)."""
+        """Evaluate the rows for ``assignment``, given as pairs or as an array of shape (units, 2)."""
         units, (a, o) = np.arange(len(assignment)), np.array(assignment).T
         return np.asarray(self.fixed + self.activations[:, units, a].sum(axis=1) + self.others[:, units, o].sum(axis=1))
 
     def take(self, rows: Iterable[int]) -> Rows:
-        """Some of them."""
+        """The rows at the given indices."""
         places = np.array(list(rows), int)
         return Rows(self.fixed[places], self.activations[places], self.others[places])
 
 
 def stacked(parts: Iterable[Rows]) -> Rows:
-    """The rows of all ``parts``."""
+    """Concatenate the rows of all ``parts``."""
     every = list(parts)
     return Rows(
         np.concatenate([part.fixed for part in every]),
@@ -87,8 +88,8 @@ class Costs:
 
     Args:
         profile: times and sizes.
-        plan: any plan of the policy: how it updates and what it keeps beside.
-        choices: of each unit.
+        plan: any plan of the policy; defines its updates and its footprint.
+        choices: the available choices of every unit.
     """
 
     def __init__(self, profile: Profile, plan: Plan, choices: Choices) -> None:
@@ -97,7 +98,7 @@ class Costs:
         self.weights = np.array([block.parameters * profile.element_bytes for block in profile.blocks], float)
 
     def table(self, of: Callable[[int, UnitPlan], float], *, others: bool) -> Table:
-        """``of`` each choice of activations, or of the rest, and nothing for the other half; padded to the same number."""
+        """``of`` for each choice of one half, padded with zeros to equal length; zero for the other half."""
 
         def array(choices: tuple[tuple[UnitPlan, ...], ...], wanted: bool) -> Numbers:
             found = np.zeros((self.n, max(map(len, choices))))
@@ -111,22 +112,22 @@ class Costs:
     # --- activations
 
     def kept_bytes(self, unit: int, one: UnitPlan) -> int:
-        """What forward leaves for backward, wherever that is."""
+        """What forward leaves for backward, in any memory."""
         block = self.profile.blocks[unit]
         if one.activations is Activations.SELECTIVE and block.selective is not None:
             return block.input_bytes + block.selective.kept_bytes
         return block.input_bytes if one.activations is Activations.RECOMPUTE else block.activation_bytes
 
     def away_bytes(self, unit: int, one: UnitPlan) -> int:
-        """... if it is on the host."""
+        """The same, if it is on the host."""
         return self.kept_bytes(unit, one) if one.kept.leaves else 0
 
     def here_bytes(self, unit: int, one: UnitPlan) -> int:
-        """... if it is on the GPU."""
+        """The same, if it is on the GPU."""
         return 0 if one.kept.leaves else self.kept_bytes(unit, one)
 
     def forward_bytes(self, unit: int, one: UnitPlan) -> int:
-        """What its forward takes beside the output."""
+        """What its forward takes in addition to the output."""
         block = self.profile.blocks[unit]
         if one.activations is Activations.RECOMPUTE:
             return block.input_bytes + block.checkpointed_workspace_bytes
@@ -135,24 +136,24 @@ class Costs:
         return block.activation_bytes + block.forward_workspace_bytes
 
     def recompute_seconds(self, unit: int, one: UnitPlan) -> float:
-        """Of one micro-batch."""
+        """Recomputation time per micro-batch."""
         block = self.profile.blocks[unit]
         if one.activations is Activations.SELECTIVE and block.selective is not None:
             return block.selective.seconds
         return block.forward_seconds if one.activations is Activations.RECOMPUTE else 0.0
 
     def returned_seconds(self, unit: int, one: UnitPlan) -> float:
-        """Copy of what backward needs to the GPU, of one micro-batch."""
+        """Time to copy what backward needs to the GPU, per micro-batch."""
         return self.profile.h2d_seconds(self.away_bytes(unit, one)) if one.kept.leaves else 0.0
 
     def sent_seconds(self, unit: int, one: UnitPlan) -> float:
-        """Copy of it to the host, of one micro-batch."""
+        """Time to copy it to the host, per micro-batch."""
         return self.profile.d2h_seconds(self.away_bytes(unit, one)) if one.kept.leaves else 0.0
 
     # --- parameters
 
     def fetch_seconds(self, unit: int, one: UnitPlan) -> float:
-        """One fetch of its parameters."""
+        """Time of one fetch of its parameters."""
         if not one.parameters.leaves:
             return 0.0
         count, element = self.profile.blocks[unit].parameters, self.profile.element_bytes
@@ -162,11 +163,11 @@ class Costs:
         return self.profile.h2d_seconds(carried, pinned=one.parameters.fetched.pinned)
 
     def forward_fetch_seconds(self, unit: int, one: UnitPlan) -> float:
-        """The fetch for forward, if there is one."""
+        """Time of the fetch for forward; 0 if there is none."""
         return 0.0 if one.parameters.stays_after_backward else self.fetch_seconds(unit, one)
 
     def backward_fetch_seconds(self, unit: int, one: UnitPlan) -> float:
-        """The fetch for backward, if there is one."""
+        """Time of the fetch for backward; 0 if there is none."""
         return 0.0 if one.parameters.stays_after_forward else self.fetch_seconds(unit, one)
 
     def leaving_bytes(self, unit: int, one: UnitPlan) -> float:
@@ -174,66 +175,66 @@ class Costs:
         return self.weights[unit] if one.parameters.leaves else 0.0
 
     def stays_after_forward_bytes(self, unit: int, one: UnitPlan) -> float:
-        """Those of them that stay up to backward."""
+        """Parameters that leave the GPU but stay from forward to backward."""
         return self.weights[unit] if one.parameters.leaves and one.parameters.stays_after_forward else 0.0
 
     def stays_after_backward_bytes(self, unit: int, one: UnitPlan) -> float:
-        """Those of them that stay up to the next forward."""
+        """Parameters that leave the GPU but stay from backward to the next forward."""
         return self.weights[unit] if one.parameters.leaves and one.parameters.stays_after_backward else 0.0
 
     # --- updates
 
     def gpu_update_seconds(self, unit: int, one: UnitPlan) -> float:
-        """Of the GPU."""
+        """Time of an update on the GPU."""
         return self.profile.blocks[unit].gpu_update_seconds if one.update_on is Processor.GPU else 0.0
 
     def cpu_update_seconds(self, unit: int, one: UnitPlan) -> float:
-        """Of the CPU, beside the GPU."""
+        """Time of an update on the CPU that overlaps work of the GPU."""
         if one.update_on is Processor.GPU:
             return 0.0
         return self.profile.cpu_update_seconds(unit, self.plan.update_bytes, self.plan.elementwise_bytes, beside_gpu=True)
 
     def gradient_bytes(self, unit: int, one: UnitPlan) -> int:
-        """On their way to the CPU."""
+        """Size of the gradients copied to the CPU."""
         if one.update_on is Processor.GPU:
             return 0
         return one.gradients.bytes_of(self.profile.blocks[unit].parameters, self.profile.element_bytes)
 
     def sums_seconds(self, unit: int, one: UnitPlan) -> float:
-        """What the CPU needs to add up the gradients of micro-batches."""
+        """CPU time to accumulate the gradients of the micro-batches."""
         if not one.accumulates_on_host:
             return 0.0
         one_sum = self.profile.elementwise_seconds(3 * self.gradient_bytes(unit, one), beside_gpu=True)
         return (self.micro_batches - 1) * one_sum
 
     def gradient_seconds(self, unit: int, one: UnitPlan) -> float:
-        """One copy of its gradients."""
+        """Time of one copy of its gradients."""
         size = self.gradient_bytes(unit, one)
         return self.profile.d2h_seconds(size, pinned=one.gradients.pinned) if one.update_on is Processor.CPU else 0.0
 
     def home_seconds(self, unit: int, one: UnitPlan) -> float:
-        """Copy of parameters that the GPU has updated to the host."""
+        """Time to copy parameters that the GPU has updated to the host."""
         if not one.parameters.leaves or one.update_on is Processor.CPU:
             return 0.0
         return self.profile.d2h_seconds(self.weights[unit])
 
     def refresh_seconds(self, unit: int, one: UnitPlan) -> float:
-        """Copy of parameters that the CPU has updated to those that stay on the GPU."""
+        """Time to copy parameters that the CPU has updated to those that stay on the GPU."""
         if not one.refreshed:
             return 0.0
         size = one.refresh.bytes_of(self.profile.blocks[unit].parameters, self.profile.element_bytes)
         return self.profile.h2d_seconds(size, pinned=one.refresh.pinned)
 
     def state_bytes(self, unit: int, one: UnitPlan) -> int:
-        """States that come to the GPU."""
+        """Optimizer states that are fetched to the GPU."""
         return self.profile.blocks[unit].parameters * self.profile.optimizer_bytes if one.fetches_states else 0
 
     def state_fetch_seconds(self, unit: int, one: UnitPlan) -> float:
-        """Their copy to the GPU."""
+        """Time to copy the states to the GPU."""
         return self.profile.h2d_seconds(self.state_bytes(unit, one)) if one.fetches_states else 0.0
 
     def state_home_seconds(self, unit: int, one: UnitPlan) -> float:
-        """Their copy back."""
+        """Time to copy the states back."""
         return self.profile.d2h_seconds(self.state_bytes(unit, one)) if one.fetches_states else 0.0
 
     def resident_bytes(self, unit: int, one: UnitPlan) -> float:
@@ -248,7 +249,7 @@ class Costs:
         return self.pinned_bytes(unit, one) + (pageable if one.update_on is Processor.CPU else 0)
 
     def pinned_bytes(self, unit: int, one: UnitPlan) -> float:
-        """What of that is pinned: all that copies read and write, which run at the rate of pinned memory."""
+        """The pinned part of it: everything that copies read and write, since these run at the rate of pinned memory."""
         count, held = self.profile.blocks[unit].parameters, self.plan.footprint
         found = held.host_parameter_bytes * count if one.parameters.leaves else 0
         if one.update_on is Processor.CPU:
@@ -268,9 +269,10 @@ class Model:
 
     Attributes:
         seconds: lower bounds of the iteration time; the first is the work of the GPU.
-        stalls: what waits add to these where a copy overlaps only the passes next to it: an estimate.
-        gpu_bytes: what the GPU surely holds at a pass; ``pending``: what typical timing adds to each.
-        host_bytes, pinned_bytes: what the host surely holds, and with what comes and goes; and what of it is pinned.
+        stalls: estimated waits to add to them if a copy overlaps only the adjacent passes.
+        gpu_bytes: lower bound of what the GPU holds at a pass; ``pending``: what typical timing adds to each.
+        host_bytes: lower bound of what the host holds, and the same with everything in transit.
+        pinned_bytes: the pinned part of ``host_bytes``.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -304,7 +306,7 @@ class Model:
         everything = np.ones((1, self._n))
         gpu = self._gpu_work()
         loads = [gpu, *(self._sum(everything, one) for one in self._engines(up, down, cpu))]
-        # From the last backward of unit m to its next forward: all that follows a backward up to m and precedes its forward.
+        # From the last backward of unit m to its next forward: what follows a backward up to m and precedes its forward.
         under = (self._units[None, :] <= self._units[:, None]).astype(float)
         between = self._engines(forward_fetch + refresh, gradients + home, updates)
         base = self._gpu_from()
@@ -333,16 +335,16 @@ class Model:
         return self._sum(everything, self._recompute * self._m + self._gpu_update, np.array([passes]))
 
     def _gpu_from(self) -> Rows:
-        """What the GPU does from the first forward of each unit to its last backward."""
+        """GPU work from the first forward of each unit to its last backward."""
         at_or_above = (self._units[None, :] >= self._units[:, None]).astype(float)
         above = (self._units[None, :] > self._units[:, None]).astype(float)
         passes = (at_or_above + self._m - 1) @ (self._forward + self._backward) + self._m * self._profile.loss.seconds
         return self._sum(at_or_above + self._m - 1, self._recompute, passes) + self._sum(above, self._gpu_update)
 
     def _before_backward(self, gpu: Rows) -> Rows:
-        """What copies that lie between the last forward of each unit and its last backward add to the work of the GPU.
+        """GPU work with the passes between the last forward and last backward of each unit replaced by the copies there.
 
-        Nothing is fetched for backward before its own forward has ended, and states not before the last forward has.
+        Nothing is fetched for backward before its own forward has ended, and no states before the last forward has ended.
         """
         at_or_above = (self._units[None, :] >= self._units[:, None]).astype(float)
         above = (self._units[None, :] > self._units[:, None]).astype(float)
@@ -353,7 +355,7 @@ class Model:
         return every + beside * -1.0 + fetched
 
     def _engines(self, up: Table, down: Table, cpu: Table) -> list[Table]:
-        """Time of copies up, down and CPU, each at full rate, and of all together within what they share."""
+        """Time of the copies up, the copies down and the CPU, each at full rate, and of all within their shared capacity."""
         hardware = self._profile.hardware
         h2d, d2h = hardware.h2d, hardware.d2h
         update = hardware.cpu.update_bandwidth * hardware.cpu.concurrent_share
@@ -363,7 +365,7 @@ class Model:
         return [up, down, cpu, copied * (1 / link), (copied + cpu * update) * (1 / dram)]
 
     def _stall(self, gradients: Table) -> Table:
-        """What the GPU waits for each unit if nothing but the passes next to a copy hide it."""
+        """Time that the GPU waits for each unit if only the adjacent passes hide a copy."""
         forward, backward = self._forward[:, None], self._backward[:, None]
         passes = self._costs.table(lambda i, _: self._forward[i] + self._backward[i], others=True).others
 
@@ -378,7 +380,7 @@ class Model:
     # --- memory
 
     def _all_gpu_bytes(self) -> tuple[Rows, Rows]:
-        """At the loss, at each forward, at each backward and at each update."""
+        """Bytes at the loss, at each forward, at each backward and at each update."""
         costs, table, blocks, loss = self._costs, self._costs.table, self._profile.blocks, self._profile.loss
         units, n = self._units, self._n
         at, below, above = (
@@ -404,7 +406,7 @@ class Model:
         keeps = loss.logits_bytes * float(loss.keeps_logits) * (units > 0)
         at_update = there + self._sum(at, leaving + streamed, gradient + handed + keeps) + self._sum(below, summed)
         sure = stacked([at_loss, at_forward, at_backward, at_update])
-        # What is fetched for the next pass, and what waits for its copy.
+        # Bytes fetched for the next pass, and bytes waiting for their copy.
         next_down = (units[None, :] == units[:, None] - 1).astype(float)
         next_up = (units[None, :] == units[:, None] + 1).astype(float)
         away = table(costs.away_bytes, others=False)
@@ -422,14 +424,14 @@ class Model:
         return sure, pending
 
     def _on_host(self, resting: Callable[[int, UnitPlan], float]) -> Rows:
-        """What surely is there, and with all that comes and goes."""
+        """Lower bound of what the host holds, and the same with everything in transit."""
         everything = np.ones((1, self._n))
         rests = self._sum(everything, self._costs.table(resting, others=True))
         passes = self._sum(everything, self._costs.table(self._costs.away_bytes, others=False) * self._m)
         return stacked([rests, rests + passes])
 
     def _sum(self, weights: Numbers, table: Table, fixed: Numbers | None = None) -> Rows:
-        """Rows that add the units of ``table`` with ``weights``, of shape (rows, units)."""
+        """Rows that sum the units of ``table`` with ``weights``, of shape (rows, units)."""
         return Rows(
             np.zeros(len(weights)) if fixed is None else np.asarray(fixed, float),
             weights[:, :, None] * table.activations[None],

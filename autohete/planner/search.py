@@ -1,8 +1,8 @@
-"""From the program's optimum to the best plan: the program knows bounds, the judge knows time and memory.
+"""Search from the program's optimum to the best plan. The program gives bounds, the judge gives time and memory.
 
 The search starts where the program is best by its bounds and by estimates, walks downhill in all three integers with
-shrinking steps, and spends the effort that is left on the choices with the lowest bounds. Bounds and judgements together
-say how far from proven the answer is.
+decreasing step sizes, and spends the remaining effort on the choices with the lowest bounds. Bounds and judgements together
+give the optimality gap of the answer.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from autohete.planner.program import Program
 from autohete.planner.steps import Counts
 from autohete.quantities import format_bytes
 
-#: A plan this close to what no other can beat needs no further search.
+#: A plan within this share of the lower bound needs no further search.
 _PROVEN = 0.005
-#: Judgements to spend: so many, and in small models, where they are cheap, so many divided by the number of blocks.
+#: Number of judgements to spend. Small models, where they are cheap, get the second number divided by the number of blocks.
 _EFFORT, _EFFORT_TIMES_BLOCKS = 45, 2200
-#: Where to start, and in which order to look around: shares of the way from the bound to the time with little overlap.
+#: Where to start and in which order to explore: shares of the way from the bound to the time with little overlap.
 _PESSIMISM = (0.0, 0.1, 0.3, 1.0)
 _USUAL_PESSIMISM = 0.3
-#: Walks downhill, each from another start.
+#: Walks downhill, each from a different start.
 _WALKS = 2
 _STEPS = (8, 4, 2, 1)
 _DIRECTIONS = np.array([step for step in product((-1, 0, 1), repeat=3) if any(step)])
-#: How often the program is asked again with less memory when its plan turns out to need more than there is.
+#: How often the program is solved again with less memory when its plan exceeds the memory.
 _TIGHTENINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best choice, its iteration time, and the time that no choice goes below."""
+    """The best choice, its iteration time, and a lower bound for all choices."""
 
     counts: Counts
     seconds: float
@@ -48,7 +48,7 @@ class Found:
 
 
 def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> Found | None:
-    """The best plan of ``program`` as ``judge`` finds it; None if nothing was found that fits."""
+    """The best plan of ``program`` according to ``judge``. None if no plan that fits was found."""
     relaxed = replace(program, pending=False)
     first = relaxed.solve()
     if first is None:
@@ -59,7 +59,7 @@ def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> Found
         if search.done:
             break
         search.seconds(start)
-    # Equal times are one plateau: a walk from another of its places would look around it once more.
+    # Equal times form one plateau. Starting from another point of it would explore the same neighbourhood again.
     plateaus = {search.seconds(counts): counts for counts in reversed(search.best_first())}
     for time in sorted(plateaus)[:_WALKS]:
         search.walk(plateaus[time])
@@ -83,7 +83,7 @@ def least_memory(
 
 
 def infeasible(memory: str, have: float, needed: float, hardware: Hardware) -> InfeasibleError:
-    """An error that names the memory that binds, and the smallest that works."""
+    """Return an error that names the binding memory and the smallest size that works."""
     reserved = hardware.gpu.reserved_bytes if memory == "gpu" else 0
     beside = f" beside the {format_bytes(reserved)} that are reserved" if reserved > 1 else ""
     return InfeasibleError(
@@ -100,7 +100,7 @@ def _effort(program: Program) -> int:
 
 
 def _starts(program: Program, search: _Search) -> Iterator[Counts]:
-    """The program's optimum with pending memory, asked for less while too much is used; then what estimates favour."""
+    """The program's optima with pending memory, with smaller budgets while they do not fit; then what estimates favour."""
     tighter = program
     for _ in range(_TIGHTENINGS):
         solution = tighter.solve()
@@ -120,12 +120,12 @@ def _starts(program: Program, search: _Search) -> Iterator[Counts]:
 
 
 class _Search:
-    """What has been judged so far, and the best of it.
+    """The choices judged so far, and the best of them.
 
     Args:
         relaxed: the program whose values are bounds.
         judge: time and memory of a choice.
-        lowest: what no choice goes below.
+        lowest: lower bound for all choices.
     """
 
     def __init__(self, relaxed: Program, judge: Callable[[Counts], Judgement], lowest: float) -> None:
@@ -137,11 +137,11 @@ class _Search:
 
     @property
     def done(self) -> bool:
-        """Whether the effort is spent, or no other choice can be faster by as much as matters."""
+        """Whether the effort is spent, or no significant gain is possible."""
         return self.effort <= 0 or self.best <= self.lowest * (1 + _PROVEN)
 
     def seconds(self, counts: Counts) -> float:
-        """Time of a plan that fits; infinite if it does not."""
+        """Time of the choice's plan; infinite if it does not fit."""
         if counts not in self.judged:
             self.effort -= 1
             self.judged[counts] = self.judge(counts)
@@ -152,11 +152,11 @@ class _Search:
         return found.seconds
 
     def best_first(self) -> list[Counts]:
-        """What was judged and fits, the fastest first."""
+        """The judged choices that fit, the fastest first."""
         return sorted((c for c, found in self.judged.items() if found.verdict is Verdict.OK), key=self.seconds)
 
     def walk(self, start: Counts) -> None:
-        """Go on to a faster choice as long as there is one around, near or far."""
+        """Move to a faster choice as long as there is one nearby, at any step size."""
         here, time = start, self.seconds(start)
         for step in _STEPS:
             moved = True
@@ -170,7 +170,7 @@ class _Search:
                         break
 
     def around(self, counts: Counts, step: int, limit: float) -> list[Counts]:
-        """Choices ``step`` away that could take less than ``limit``, the most promising first."""
+        """Choices ``step`` away whose time could be below ``limit``, the most promising first."""
         blocks = self.relaxed.costs.count
         here = np.array([counts.checkpointed, counts.offloaded, counts.cpu_updated])
         places = np.unique(np.clip(here + step * _DIRECTIONS, 0, [blocks - 2, blocks - 2, blocks]), axis=0)
@@ -180,7 +180,7 @@ class _Search:
         return [choices[int(i)] for i in np.argsort(estimates, kind="stable") if lowest[i] < limit]
 
     def finish(self) -> Found | None:
-        """Spend the rest of the effort on the choices with the lowest bounds."""
+        """Spend the remaining effort on the choices with the lowest bounds."""
         ranking = self.relaxed.ranked(limit=self.best)
         for place in range(len(ranking.choices)):
             counts = ranking.choices[place]

@@ -1,4 +1,4 @@
-"""AutoHete's three integers, and what each block costs under them: what program, search and policy share."""
+"""AutoHete's three integers and the resulting costs of each block, shared by program, search and policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autohete.profile import Profile
 from autohete.quantities import rounded_when_pinned
 from autohete.schedule import HOST_MEMORY
 
-#: Gradients that may wait on the GPU for their copy, the one being made included.
+#: Gradients that may be on the GPU while they wait for their copy, including the one being computed.
 GRADIENT_SLOTS = 2
 
 
@@ -19,9 +19,9 @@ class Counts:
     """AutoHete's three integers, over blocks in model order.
 
     Args:
-        checkpointed: the first so many transformer blocks recompute their activations.
-        offloaded: the first so many transformer blocks have their parameters offloaded.
-        cpu_updated: the last so many of all blocks have their optimizer on the CPU.
+        checkpointed: number of transformer blocks, from the first, that recompute their activations.
+        offloaded: number of transformer blocks, from the first, whose parameters are offloaded.
+        cpu_updated: number of blocks of any kind, from the last, that have their optimizer on the CPU.
     """
 
     checkpointed: int
@@ -30,11 +30,11 @@ class Counts:
 
     @property
     def moves_several(self) -> bool:
-        """Whether any engine beside the GPU has more than one thing to do, and so a choice."""
+        """Whether any engine other than the GPU has more than one task, so that the order matters."""
         return self.offloaded > 0 or self.cpu_updated > 1
 
     def units(self, total: int, gradients: Format, upload: Format) -> tuple[UnitPlan, ...]:
-        """The decisions for each of ``total`` units, and the formats in which gradients and what the CPU updates cross."""
+        """The plans of ``total`` units, with the formats in which gradients and what the CPU updates are copied."""
         plans = []
         for unit in range(total):
             inner = 0 < unit < total - 1
@@ -51,19 +51,19 @@ class Counts:
 
 
 class BlockCosts:
-    """Seconds and bytes per block as the plan's choices switch them on.
+    """Seconds and bytes per block for each decision of a plan.
 
     Args:
         profile: times and sizes.
-        plan: any plan of the policy: in which formats it moves, updates and keeps things.
+        plan: any plan of the policy; defines its formats, its updates and its footprint.
 
     Attributes, each a list over blocks:
         forward, backward, recompute, gpu_update, cpu_update: passes and updates; ``updates_last``: none precedes a backward.
         parameters: H2D, fetch or refresh of what the CPU updates; fetches: fetch of what the GPU updates.
-        gradients: D2H; a write-back of parameters takes as long.
+        gradients: D2H; a write-back of parameters takes the same time.
         weights, states, input, activations, workspace: bytes on the GPU.
-        host_updated, host_offloaded: host memory where the CPU updates, and of offloaded parameters.
-        pinned_updated, pinned_offloaded: what of it is pinned.
+        host_updated, host_offloaded: host memory of what the CPU updates, and of offloaded parameters.
+        pinned_updated, pinned_offloaded: the pinned part of it.
     """
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
@@ -100,8 +100,8 @@ class BlockCosts:
             count * held.host_optimizer_bytes + pinned for count, pinned in zip(counts, self.pinned_updated, strict=True)
         ]
         self.host_offloaded = self.pinned_offloaded = [count * held.host_parameter_bytes for count in counts]
-        #: Offloaded parameters that the CPU updates are counted with what it updates.
+        #: Offloaded parameters that the CPU updates are counted as part of what it updates.
         self.one_host_copy = held.one_host_copy
         self.loss = profile.loss
-        #: The gradient of a tied embedding begins to exist with the head's backward.
+        #: The gradient of a tied embedding exists from the head's backward on.
         self.long_gradient = self.weights[0] if profile.workload.tied_embeddings else 0

@@ -1,9 +1,9 @@
-"""Prefetch tuning: after the program, prefetches move earlier where GPU memory is surely free.
+"""Prefetch tuning: after the program, prefetches move earlier where GPU memory is guaranteed to be free.
 
-"Surely" means by the order of the waits within an iteration: the walk adds a prefetch's bytes to what each step may hold that
-it would newly be alive in, and stops where that exceeds the capacity, or where the passes beside it already hide the copy.
-What all steps together can hold at most, whatever the timing, is :func:`autohete.analysis.worst_case.worst_case`.
-The steps of an iteration form a ring: a prefetch for an early forward may begin in the backward before it.
+The guarantee follows from the order of the waits within an iteration. Tuning adds a prefetch's bytes to every step in which it
+would newly be alive. It stops when a step would exceed the capacity, or when the overlapped passes already hide the copy. The
+worst case over all steps, whatever the timing, is :func:`autohete.analysis.worst_case.worst_case`.
+The steps of an iteration form a ring: a prefetch for an early forward may begin in the previous iteration's backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
 def tune_prefetches(profile: Profile, plan: Plan) -> tuple[UnitPlan, ...]:
-    """The plan's units with prefetch distances as large as memory surely allows and as time asks for."""
+    """The plan's units with prefetch distances as large as memory allows and time requires."""
     if not plan.offloaded_parameter_blocks:
         return plan.units
     return _Tuning(profile, plan).units()
@@ -37,7 +37,7 @@ class _Tuning:
         self.used = bytes_at_steps(schedule, self.steps)
 
     def units(self) -> tuple[UnitPlan, ...]:
-        """Backward first, from the last unit down, as the copies happen; then forward, from the first unit up."""
+        """Tune backward from the last unit down, in the order of the copies; then forward from the first unit up."""
         units = list(self.plan.units)
         offloaded = [i for i, unit in enumerate(units) if unit.parameters.home == HOST_MEMORY]
         for i in reversed(offloaded):
@@ -54,9 +54,9 @@ class _Tuning:
         return tuple(units)
 
     def widened(self, block: int, start: int, distance: int, floor: int) -> int:
-        """The distance of a prefetch whose user is step ``start`` and that may run in steps from ``floor`` on."""
+        """The distance of a prefetch that is used at step ``start`` and may run in steps from ``floor`` on."""
         size = self.profile.blocks[block].parameters * self.profile.element_bytes
-        # Twice: the copy before it may still occupy the link.
+        # Twice the copy time: the previous copy may still occupy the link.
         wanted = 2 * max(self.seconds.get(TaskId(kind, block), 0.0) for kind in _PREFETCHES)
         hidden = sum(self.seconds[self.steps[i]] for i in range(start - distance, start))
         while hidden < wanted:
@@ -72,8 +72,8 @@ class _Tuning:
 def bytes_at_steps(schedule: Schedule, steps: list[TaskId]) -> list[int]:
     """Bytes of GPU memory at each step if everything is freed as late as the edges within the iteration allow.
 
-    A buffer is alive from the first step during which its allocating task may run to the last step that may pass before
-    its freeing task has ended.
+    A buffer is alive from the first step during which its allocating task may run to the last step that may run before its
+    freeing task has ended.
     """
     life = _Lifetimes(schedule, steps)
     count = len(steps)
@@ -91,10 +91,10 @@ def bytes_at_steps(schedule: Schedule, steps: list[TaskId]) -> list[int]:
             if buffer.memory == GPU_MEMORY:
                 end, back = freed_by[buffer.id]
                 stop = life.stop(end) + back * count
-                if begin < 0:  # it starts in the iteration before
+                if begin < 0:  # it starts in the previous iteration
                     alive(begin + count, count, buffer.size_bytes)
                 alive(max(begin, 0), min(stop, count), buffer.size_bytes)
-                if stop > count:  # it reaches into the next iteration
+                if stop > count:  # it extends into the next iteration
                     alive(0, stop - count, buffer.size_bytes)
     used, total = [], 0
     for step in range(count):
@@ -104,7 +104,7 @@ def bytes_at_steps(schedule: Schedule, steps: list[TaskId]) -> list[int]:
 
 
 class _Lifetimes:
-    """Between which steps a task can run, by its edges alone."""
+    """The steps between which a task can run, according to its edges alone."""
 
     def __init__(self, schedule: Schedule, steps: list[TaskId]) -> None:
         self.count = len(steps)
@@ -121,11 +121,11 @@ class _Lifetimes:
                     stack += [edge.task for edge in self.tasks[before].after if not edge.back]
 
     def earliest(self, task: Task) -> int:
-        """The step during which ``task`` can start at the earliest; negative: in the iteration before."""
+        """The earliest step during which ``task`` can start. Negative: in the previous iteration."""
         if task.id in self.place:
             return self.place[task.id]
         if task.id not in self.first:
-            # States that share room wait for each other from iteration to iteration: what is open may start as early as can be.
+            # States that share slots wait for each other across iterations. A task being resolved gets the earliest start.
             begin = self.first[task.id] = -self.count + 1
             for edge in task.after:
                 before = self.place[edge.task] + 1 if edge.task in self.place else self.earliest(self.tasks[edge.task])

@@ -1,7 +1,8 @@
 """Policies by name: ``zero_offload``, ``zero_offload:paper,tile_overlap``, ``my.module:MyPolicy,flag=value``.
 
-A published system is a module of this folder with a dataclass ``SYSTEM``: its name is the module's, its fields are the flags.
-Other packages add theirs by an entry point of the group ``autohete.policies``; any other is named by its module and class.
+A published system is a module of this package with a dataclass ``SYSTEM``: the module name is its name, the fields are its
+flags. Other packages register theirs with an entry point of the group ``autohete.policies``. Any other policy is named by its
+module and class.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from autohete.plan import Plan
 from autohete.plan.policy import Judge
 from autohete.profile import Profile
 
-#: Group of entry points by which other packages name their policies.
+#: Entry point group in which other packages register their policies.
 ENTRY_POINTS = "autohete.policies"
 
 
 class System(typing.Protocol):
-    """A dataclass that plans; its fields are flags: switches, choices (enumerations) or whole numbers."""
+    """A dataclass that plans. Its fields are flags: switches, choices (enumerations) or whole numbers."""
 
     __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field[typing.Any]]]
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.plan.policy.Policy`; whatever the plan calls itself, it gets the name that was asked for."""
+        """See :class:`autohete.plan.policy.Policy`. The plan is renamed to the name that was asked for."""
         ...
 
 
@@ -45,13 +46,13 @@ def _shipped() -> Iterator[tuple[str, type[System]]]:
             yield module.name, system
 
 
-#: The systems of this folder.
+#: The systems of this package.
 POLICIES: dict[str, type[System]] = dict(_shipped())
-#: What is compared if nothing else is asked for: the systems that the AutoHete paper compares, and ordinary training.
+#: Compared by default: the systems that the AutoHete paper compares, and ordinary training.
 COMPARED = ("resident", "zero_offload", "patrickstar", "stronghold", "autohete")
-#: The same where several GPUs share a model.
+#: Compared by default if several GPUs share a model.
 COMPARED_BY_SEVERAL = ("resident:zero_stage=3", "zero_offload", "fsdp2_offload", "twin_flow", "deep_optimizer_states")
-#: Those of them whose updates cannot wait for the norm of all gradients.
+#: Compared systems whose updates cannot wait for the norm of all gradients.
 CANNOT_CLIP = ("stronghold",)
 #: Those of them whose gradients take the place of the parameters.
 CANNOT_ACCUMULATE = ("patrickstar",)
@@ -65,7 +66,7 @@ class NamedPolicy:
     system: System
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """The system's plan, under the name that was asked for."""
+        """The system's plan, renamed to the name that was asked for."""
         return dataclasses.replace(self.system.plan(profile, judge), policy=self.name)
 
 
@@ -73,7 +74,7 @@ def parse_policy(text: str) -> NamedPolicy:
     """Read ``NAME[:flag,flag=value]`` or ``MODULE:CLASS[,flag,flag=value]``.
 
     Raises:
-        InputError: no such policy, no such flag, or a value the flag does not take.
+        InputError: unknown policy, unknown flag, or invalid value for a flag.
     """
     name, _, rest = text.strip().partition(":")
     flags = [item.strip() for item in rest.split(",") if item.strip()]
@@ -98,7 +99,7 @@ def parse_policy(text: str) -> NamedPolicy:
 
 
 def _imported(module: str, name: str) -> type[System]:
-    """A class of an installed module, or of one in the current folder."""
+    """Import a class from an installed module or from one in the current directory."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)
@@ -106,7 +107,7 @@ def _imported(module: str, name: str) -> type[System]:
         found = getattr(importlib.import_module(module), name, None)
     except AutoHeteError:
         raise
-    except Exception as error:  # whatever a module of somebody else raises
+    except Exception as error:  # a third-party module may raise anything
         raise InputError(
             f"the policy's module {module!r} cannot be imported: {type(error).__name__}: {error}. Looked among the installed "
             f"packages and in {here}"

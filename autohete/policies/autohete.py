@@ -2,15 +2,15 @@
 
 There is no public code; this follows the paper.
 
-- The *first* blocks are checkpointed, the *first* have their parameters offloaded, the *last* have their optimizer on the
-  CPU: their gradients come first in backward, their refresh hides under the next forward.
-- After the program, backward prefetches move earlier where GPU memory is surely free.
-- Priority scheduling: finished gradients are copied, and blocks updated, smaller block first; forward of the next iteration
-  starts when its own block is updated, with no barrier on the rest.
+- The *first* blocks are checkpointed, the *first* have their parameters offloaded, and the *last* have their optimizer on the
+  CPU: their gradients come first in backward, and their refresh is hidden by the next forward.
+- After the program, backward prefetches move earlier where GPU memory is guaranteed to be free.
+- Priority scheduling: gradients are copied, and blocks updated, in order of the smallest block index. Forward of the next
+  iteration starts as soon as its own block is updated; there is no barrier on the rest.
 
 Not published, and decided here: forward prefetches are tuned like backward ones; embedding and head keep their parameters
-on the GPU and count as the first and last block for the optimizer; the CPU step casts separately from its Adam kernel, as
-DeepSpeed's does.
+on the GPU and count as the first and last block for the optimizer; the CPU step casts separately from its Adam kernel, as in
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class AutoHete:
     """AutoHete.
 
     Args:
-        priority: copies and updates take the smaller block first; off: each lane in issue order, like a CUDA stream.
-        prefetch_tuning: move prefetches earlier where memory surely allows.
+        priority: copies and updates run the lowest block index first. Off: each lane runs in issue order, like a CUDA stream.
+        prefetch_tuning: move prefetches earlier where memory is guaranteed to be free.
         fused_casts: CPU Adam reads 16-bit gradients and writes 16-bit parameters itself.
-        fp32_upload: CPU Adam reads 16-bit gradients; the fp32 master goes up, the GPU casts, and there is no 16-bit copy on the
-            host. So does the offloading of ColossalAI (``auto_parallel/offload``), which this system probably comes from.
+        fp32_upload: CPU Adam reads 16-bit gradients; the fp32 master is uploaded, the GPU casts, and the host has no 16-bit
+            copy. The offloading of ColossalAI (``auto_parallel/offload``), probably the origin of this system, does the same.
     """
 
     priority: bool = True
@@ -61,7 +61,7 @@ class AutoHete:
         """See :class:`autohete.plan.policy.Policy`.
 
         Raises:
-            InfeasibleError: no plan fits; says which memory binds and the smallest budget that works.
+            InfeasibleError: no plan fits. States the binding memory and the smallest budget that works.
         """
         check_one_gpu("autohete", profile)
         program = self.program(profile)
@@ -87,14 +87,14 @@ class AutoHete:
         )
 
     def plan_for(self, profile: Profile, counts: Counts) -> Plan:
-        """The plan of given counts, with its prefetches tuned."""
+        """The plan for the given counts, with tuned prefetches."""
         plan = self._untuned(profile, counts)
         if not self.prefetch_tuning:
             return plan
         return replace(plan, units=tune_prefetches(profile, plan))
 
     def _untuned(self, profile: Profile, counts: Counts) -> Plan:
-        """The plan of given counts; each prefetch runs beside the pass before its own."""
+        """The plan for the given counts. Each prefetch overlaps the pass before its own."""
         element = profile.element_bytes
         upload = 4 if self.fp32_upload else element
         kernel_bytes, elementwise_bytes = self._traffic(profile)
@@ -110,7 +110,7 @@ class AutoHete:
             rules=tuple(rules),
             update_bytes=kernel_bytes,
             elementwise_bytes=elementwise_bytes,
-            # Pinned are the gradient, and what goes up: the updated parameter's staging buffer, or the fp32 master itself.
+            # Pinned: the gradient, and what is uploaded: the updated parameter's staging buffer, or the fp32 master itself.
             footprint=Footprint(
                 host_optimizer_bytes=profile.optimizer_bytes - (4 if self.fp32_upload and traffic.is_mixed(profile) else 0),
                 host_pinned_bytes=(element, upload),
@@ -120,10 +120,11 @@ class AutoHete:
         )
 
     def _frugal(self, profile: Profile, program: Program) -> Counts:
-        """The plan that needs the least memory if copies wait for room; raises if that is more than there is.
+        """Return the plan that needs the least memory if copies wait for space. Raises if it still exceeds the memory.
 
-        If a plan fits with more pinned memory, that binds; if one fits the GPU with a larger host, the host does; otherwise the
-        GPU. What a plan needs does not depend on time, so that what is named here works though the next measurement is another.
+        If a plan fits with more pinned memory, pinned memory binds; if one fits the GPU with a larger host, the host binds;
+        otherwise the GPU. The memory of a plan does not depend on time, so the size named here works even if the next
+        measurement differs.
         """
         budgets = program.budgets.limits()
 

@@ -1,20 +1,20 @@
-"""Capuchin (Peng et al., ASPLOS 2020): swap or recompute, decided per tensor by what it costs. No public code; after the paper.
+"""Capuchin (Peng et al., ASPLOS 2020): swap or recompute, decided per tensor by cost. No public code; this follows the paper.
 
-Parameters, gradients and optimizer states stay on the GPU. A first iteration measures when tensors are accessed; then:
+Parameters, gradients and optimizer states stay on the GPU. A first iteration measures when tensors are accessed. Then:
 
-- Swapping comes first, because a copy can hide. A tensor's *free time* is what is left between its last use in forward and its
-  first in backward when a copy to the host and one back have been taken off. Tensors with the most of it are swapped first,
-  as long as their copies, of which only one is under way at a time in each direction, hide.
-- A fetch is triggered by the tensor access that leaves it just enough time (*in-trigger*): here by the end of a pass, and of
-  forward at the earliest, up to which memory fills.
-- When no more copies hide, tensors are recomputed, first those that save most memory per second of recomputation.
+- Swapping comes first, because a copy can be hidden. A tensor's *free time* is the time between its last use in forward and
+  its first in backward, less a copy to the host and one back. Tensors with the most free time are swapped first, as long as
+  their copies are hidden. Only one copy per direction runs at a time.
+- A fetch is triggered by the tensor access that leaves it just enough time (*in-trigger*). Here the trigger is the end of a
+  pass, at the earliest the end of forward, up to which memory fills.
+- When no more copies can be hidden, tensors are recomputed, first those that save most memory per second of recomputation.
 - It stops when the rest fits.
 - The GPU waits for a copy to the host only when it runs out of memory ("decoupled computation and swapping").
 
-The paper decides for single tensors, this for transformer blocks: all that a block keeps, or all but its input. Where a copy
-does not hide, the paper weighs what it costs against recomputation; here the block is recomputed. Updates follow backward, as
-clipping needs it. Not published, and decided here: where all that does not suffice, what is swapped is recomputed instead,
-the last chosen first, for a block that comes back takes memory while the one above it still has its own.
+The paper decides per tensor. This implementation decides per transformer block: everything a block keeps, or everything but
+its input. Where a copy is not hidden, the paper weighs its cost against recomputation; here the block is recomputed. Updates
+follow backward, as clipping requires. Not published, and decided here: if this does not suffice, swapped blocks are recomputed
+instead, the last chosen first, because a fetched block occupies memory while the one above it still has its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autohete.schedule import HOST_MEMORY
 
 
 class Method(StrEnum):
-    """What may be done with a block: both, or one of them, as in the paper's breakdown."""
+    """Which techniques may be used: both, or only one of them, as in the paper's breakdown."""
 
     BOTH = "both"
     SWAP = "swap"
@@ -45,7 +45,7 @@ class Capuchin:
     """Capuchin.
 
     Args:
-        method: swap and recompute, or one of them alone.
+        method: swap and recompute, or only one of them.
     """
 
     method: Method = Method.BOTH
@@ -54,7 +54,7 @@ class Capuchin:
         check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.plan.policy.Policy`; where nothing fits, that which saves most."""
+        """See :class:`autohete.plan.policy.Policy`. If nothing fits, returns the plan with the lowest GPU peak."""
         timeline, blocks = _Timeline(profile), range(1, len(profile.blocks) - 1)
         swapped = [] if self.method is Method.RECOMPUTE else timeline.swapped(only_hidden=self.method is Method.BOTH)
         decisions = [(block, UnitPlan(kept=Rest(HOST_MEMORY, ahead))) for block, ahead in swapped]
@@ -78,13 +78,13 @@ class Capuchin:
 
 
 def _saved_per_second(profile: Profile, block: int) -> float:
-    """The paper's MSPS."""
+    """Memory saved per second of recomputation; MSPS in the paper."""
     times = profile.blocks[block]
     return times.kept_bytes / times.forward_seconds if times.forward_seconds else float("inf")
 
 
 class _Timeline:
-    """An iteration in which nothing moves, and the copies of what is swapped in it."""
+    """The timeline of an iteration without copies, and the copies for swapping that are placed in it."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile, self._last = profile, len(profile.blocks) - 1
@@ -93,15 +93,15 @@ class _Timeline:
         self._ends = list(accumulate([*forward, profile.loss.seconds, *backward]))
 
     def _made(self, block: int) -> float:
-        """When forward of ``block`` has ended."""
+        """Time at which forward of ``block`` ends."""
         return self._ends[block]
 
     def _needed(self, block: int) -> float:
-        """When backward of ``block`` begins."""
+        """Time at which backward of ``block`` begins."""
         return self._ends[self._place(block) - 1]
 
     def _place(self, block: int) -> int:
-        """Of backward among the passes."""
+        """Index of backward of ``block`` among the passes."""
         return 2 * self._last + 2 - block
 
     def _free_seconds(self, block: int) -> float:
@@ -110,7 +110,7 @@ class _Timeline:
         return self._needed(block) - self._made(block) - both
 
     def swapped(self, *, only_hidden: bool) -> list[tuple[int, int]]:
-        """Blocks in the order in which they are chosen, and how many passes ahead each is fetched."""
+        """Blocks in the order in which they are chosen, with the number of passes ahead at which each is fetched."""
         found: list[int] = []
         starts: dict[int, float] = {}
         for block in sorted(range(1, self._last), key=lambda block: (-self._free_seconds(block), block)):
@@ -122,7 +122,7 @@ class _Timeline:
         return [(block, self._ahead(block, starts.get(block, 0.0))) for block in found]
 
     def _fetches(self, blocks: list[int]) -> dict[int, float] | None:
-        """The latest starts with which fetches of ``blocks`` end in time; None if not all copies to the host do before them."""
+        """Latest fetch starts of ``blocks`` such that each ends in time. None if the copies to the host do not end before."""
         profile = self._profile
         sent, away = 0.0, {}
         for block in blocks:
@@ -130,7 +130,7 @@ class _Timeline:
             away[block] = sent
         starts: dict[int, float] = {}
         start = float("inf")
-        for block in blocks:  # what is needed last first
+        for block in blocks:  # the last needed first
             start = min(start, self._needed(block)) - profile.h2d_seconds(profile.blocks[block].activation_bytes)
             if start < max(away[block], self._ends[self._last]):
                 return None
@@ -138,8 +138,8 @@ class _Timeline:
         return starts
 
     def _ahead(self, block: int, start: float) -> int:
-        """Passes before backward of ``block`` that a fetch runs beside which begins by ``start``, but after forward."""
-        ended = max(bisect_right(self._ends, start), self._last + 1)  # so many passes have
+        """Number of passes before backward of ``block`` that a fetch overlaps if it begins by ``start``, but after forward."""
+        ended = max(bisect_right(self._ends, start), self._last + 1)  # number of passes that have ended
         return self._place(block) - ended
 
 

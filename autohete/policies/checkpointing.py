@@ -1,4 +1,4 @@
-"""Full or no activation checkpointing, and the better of both, as published comparisons run their baselines."""
+"""Full or no activation checkpointing, or the better of the two, as published comparisons run their baselines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Checkpointing(StrEnum):
 
 
 def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], Plan], judge: Judge) -> Plan:
-    """The plan of ``plan_for`` under ``choice``; for ``BEST`` the faster that fits."""
+    """The plan of ``plan_for`` under ``choice``. For ``BEST``, the faster one that fits."""
     check_member("choice", choice, Checkpointing)
     if choice is Checkpointing.FULL:
         return plan_for(Activations.RECOMPUTE)

@@ -1,24 +1,23 @@
-"""Deep Optimizer States (Maurya et al. 2024, arXiv 2410.21316): updates on CPU and GPU in turn, as the code runs them: github
-DataStates/DeepSpeed, branch ``deep-optimizer-states`` at d18d6f81, ``deepspeed/runtime/zero/stage3.py``.
+"""Deep Optimizer States (Maurya et al. 2024, arXiv 2410.21316): updates alternate between CPU and GPU. Modelled after the code:
+github DataStates/DeepSpeed, branch ``deep-optimizer-states`` at d18d6f81, ``deepspeed/runtime/zero/stage3.py``.
 
-Optimizer states are on the host, in sub-groups, of which every k-th is updated on the GPU. A sub-group is a unit here.
+Optimizer states are on the host, in sub-groups. Every k-th sub-group is updated on the GPU. A sub-group is a unit here.
 
 - ``get_opt_update_device``: the last of every ``prefetch_optimizer_gap`` sub-groups is the GPU's.
-- Gradients of the GPU's sub-groups stay there. Others go to fp32 buffers on the host, with ``part_grads_async`` without waiting
-  (``partition_grads``); PyTorch casts on the GPU for such a copy, so 4 bytes cross. A copy that is waited for crosses in 16
-  bit and is cast on the CPU.
-- The step begins when the GPU has ended (``step``). ``opt_transfers``: fp32 parameter and both moments of a sub-group come
-  while the CPU updates others; the GPU updates when they are there, and they leave while the CPU is at the next. There is one
-  buffer for them, so that the next fetch waits for that.
-- On the CPU: unscaling in place, then CPUAdam. A thread of its own casts to 16 bit and copies that to a pinned buffer
-  (``downsample_fp32_fp16``), which goes to the GPU beside the next updates. The step ends with all copies.
-- Gradients, states and parameters have streams of their own, so that a copy waits only for what it needs: lanes take what is
-  ready.
-- All arrays are pinned; CPUAdam has moments of its own beside the pinned ones, which are allocated for every sub-group.
+- Gradients of the GPU's sub-groups stay there. The others are copied to fp32 buffers on the host, asynchronously with
+  ``part_grads_async`` (``partition_grads``). PyTorch casts on the GPU for such a copy, so 4 bytes are copied. A blocking copy
+  carries 16 bit and is cast on the CPU.
+- The step begins when the GPU has finished (``step``). ``opt_transfers``: fp32 parameter and both moments of a sub-group are
+  fetched while the CPU updates others. The GPU updates when they have arrived, and they are copied back while the CPU updates
+  the next sub-group. They share one buffer, so the next fetch waits for the copy back.
+- On the CPU: unscaling in place, then CPUAdam. A separate thread casts to 16 bit and copies the result to a pinned buffer
+  (``downsample_fp32_fp16``), whose upload overlaps the next updates. The step ends with all copies.
+- Gradients, states and parameters have separate streams, so a copy waits only for what it needs: lanes run whatever is ready.
+- All arrays are pinned. CPUAdam has its own moments in addition to the pinned ones, which are allocated for every sub-group.
 
-Not modelled: that the GPU's update waits for those of the CPU before it, and refreshes for the others of their gap. Sub-groups
-are counted in the order of updates, which here is that of backward. The paper chooses the stride by a performance model of
-which the code has no trace; without ``stride`` it is what keeps CPU and link equally busy.
+Not modelled: the GPU's update waits for the CPU updates before it, and refreshes wait for the others of their gap. Sub-groups
+are counted in the order of updates, which here is the order of backward. The paper chooses the stride with a performance model
+that the code does not contain; without ``stride``, the stride here keeps CPU and link equally busy.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class DeepOptimizerStates:
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
-        stride: every so many units one is updated on the GPU (``prefetch_optimizer_gap``); without it, as many as keep the CPU
-            busy while that one's states come and go.
-        async_gradients: gradients are copied beside backward (``part_grads_async``, off in the code unless it is asked for).
+        stride: one of every ``stride`` units is updated on the GPU (``prefetch_optimizer_gap``). None: as many as keep the
+            CPU busy while the states of that unit are fetched, updated and copied back.
+        async_gradients: gradient copies overlap backward (``part_grads_async``, off by default in the code).
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -81,7 +80,7 @@ class DeepOptimizerStates:
         gpu = UnitPlan(states=Rest(HOST_MEMORY, ahead=0))
         units = [gpu if unit in on_gpu else cpu for unit in range(count)]
         units[1:-1] = [replace(unit, activations=activations) for unit in units[1:-1]]
-        parts = [profile.hardware.part_of(block.parameters) for block in profile.blocks]  # each GPU's of every sub-group
+        parts = [profile.hardware.part_of(block.parameters) for block in profile.blocks]  # one GPU's part of every sub-group
         largest = max((parts[unit] for unit in on_gpu), default=0)
         unused = 4 * sum(parts[unit] for unit in on_gpu)  # gradients that stay on the GPU
         staged = 2 * max(parts) * (min(stride, count) - 1) if mixed else 0
@@ -99,7 +98,7 @@ class DeepOptimizerStates:
             elementwise_bytes=elementwise_bytes,
             scales_gradients=True,
             footprint=Footprint(
-                # The buffers for states are there all the time.
+                # The buffers for states are permanently allocated.
                 gpu_buffer_bytes=largest * profile.optimizer_bytes,
                 # fp32 parameter, gradient and moments; the CPU's own moments.
                 host_pinned_bytes=(4, 4, 4, 4),
@@ -111,7 +110,7 @@ class DeepOptimizerStates:
 
 
 def _balanced(profile: Profile, elementwise_bytes: int) -> int:
-    """The stride at which the CPU updates the others while the states of one transformer block come, are updated and leave."""
+    """The stride at which the CPU updates the others while the states of one block are fetched, updated and copied back."""
     block, gpus = 1, profile.hardware.gpus
     times = profile.blocks[block]
     states = profile.hardware.part_of(times.parameters) * profile.optimizer_bytes

@@ -1,25 +1,25 @@
 """PyTorch's FSDP2, ``fully_shard`` with ``CPUOffloadPolicy``.
 
-Read in ``torch/distributed/fsdp/_fully_shard/`` of torch 2.13.0:
+Based on ``torch/distributed/fsdp/_fully_shard/`` of torch 2.13.0:
 
-- Parameters rest on the host in fp32. A unit's are copied in fp32 and cast on the GPU, tensor by tensor
-  (``_fsdp_param.py:834``, ``all_gather_inputs``), for forward and again for backward, and released after each use.
-- With one GPU there is nothing to gather, and the copy is made when it is waited for, on the compute stream, whatever is
-  prefetched (``_fsdp_param_group.py:392`` and ``:437``, pull 160135 of August 2025): nothing overlaps with it. Up to 2.8, as
-  with several GPUs still, it has a stream of its own. In forward it waits for the parameters of the unit before the last; in
-  backward the unit below comes beside the one that is computed (``_backward_prefetch``).
+- Parameters rest on the host in fp32. Those of a unit are copied in fp32 and cast on the GPU, tensor by tensor
+  (``_fsdp_param.py:834``, ``all_gather_inputs``), once for forward and once for backward, and released after each use.
+- With one GPU there is nothing to gather. The copy is issued when it is waited for, on the compute stream, even if prefetching
+  is configured (``_fsdp_param_group.py:392`` and ``:437``, pull 160135 of August 2025): nothing overlaps it. Up to 2.8, and
+  still with several GPUs, it has a separate stream. In forward it waits for the parameters of the unit before the last; in
+  backward the copy for the unit below overlaps the unit being computed (``_backward_prefetch``).
 - Gradients are cast to fp32 on the GPU and copied on the reduce-scatter stream (``_fsdp_collectives.py:711-741``). Backward
-  waits for the reduction of the unit above, and so for the copy of the unit above that (``_fsdp_param_group.py:647``): three
-  units' gradients are there at most. Without pinned memory each copy holds up the thread that launches backward.
-- The user's optimizer steps on the CPU when all gradients are there (``finalize_backward``). ``torch.optim.AdamW`` takes
-  neither the fused nor the foreach kernel on the CPU unless it is told to (``optim/optimizer.py:161``): its loop over tensors
-  passes over the data eight times. Clipping comes before that, by ``torch.nn.utils.clip_grad_norm_`` over gradients that are on
-  the host: a pass that reads them, and one that scales them.
+  waits for the reduction of the unit above, and so for the copy of the unit above that (``_fsdp_param_group.py:647``): at most
+  three units' gradients exist at a time. Without pinned memory each copy blocks the thread that launches backward.
+- The user's optimizer steps on the CPU after all gradients have arrived (``finalize_backward``). On the CPU
+  ``torch.optim.AdamW`` uses neither the fused nor the foreach kernel by default (``optim/optimizer.py:161``): its loop over
+  tensors passes over the data eight times. Clipping precedes the step: ``torch.nn.utils.clip_grad_norm_`` over gradients on
+  the host, one pass that reads them and one that scales them.
 
-Embedding, each block, and head with the last norm are units of their own, and the last is not released after forward, as in
+Embedding, each block, and head with the last norm are separate units, and the last is not released after forward, as in
 pytorch/torchtitan at 018740b7 (``models/llama3/infra/parallelize.py``, ``apply_fsdp``). With tied embeddings the first and the
-last are one unit (torchtitan pull 2522), which is on the GPU from the start of forward to the end of backward: it is planned as
-resident and refreshed after the updates, which takes as long.
+last are one unit (torchtitan pull 2522), which is on the GPU from the start of forward to the end of backward. It is planned
+as resident and refreshed after the updates, which takes the same time.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
 #: ``_single_tensor_adam`` in fp32: decay of the weights 8, ``lerp_`` 12, ``mul_`` 8, ``addcmul_`` 12, ``sqrt`` 8, division 8,
-#: ``add_`` 8, ``addcdiv_`` 16 bytes per parameter. That ``sqrt`` and division take new memory each time is not counted.
+#: ``add_`` 8, ``addcdiv_`` 16 bytes per parameter. The new allocations of ``sqrt`` and division are not counted.
 _LOOP = 80
 #: ``torch._fused_adamw_`` reads parameter, gradient and both moments (16) and writes all but the gradient (12).
 _FUSED = 28
 
 
 class Torch(StrEnum):
-    """Versions between which copies of parameters on one GPU changed."""
+    """Versions that differ in how parameters are copied on one GPU."""
 
     V2_8 = "2.8"  # up to 2.8
     V2026 = "2026"  # 2.9 and later
@@ -59,7 +59,7 @@ class Fsdp2Offload:
         checkpointing: full, selective, none, or the better of full and none.
         torch: the version whose behaviour is modelled.
         pin_memory: ``CPUOffloadPolicy.pin_memory``.
-        fused: the optimizer is made with ``fused=True``.
+        fused: the optimizer is created with ``fused=True``.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -120,10 +120,10 @@ class Fsdp2Offload:
         return self.torch is Torch.V2026 and profile.hardware.gpus == 1
 
     def _ahead(self, profile: Profile, activations_above: Activations) -> tuple[int, int]:
-        """How many passes before its own a unit's parameters may come, in forward and in backward."""
+        """How many passes before its own a unit's parameters may be fetched, in forward and in backward."""
         if self._copies_when_needed(profile):
             return 0, 0
-        if not self.pin_memory:  # the thread that launches is held up: before backward of the unit above, but after its forward
+        if not self.pin_memory:  # the launching thread blocks: before backward of the unit above, but after its forward
             return 1, 0
         return 2, 1 if activations_above is Activations.KEEP else 2
 
@@ -134,14 +134,14 @@ class Fsdp2Offload:
         return (Slots(Kind.OFFLOAD_GRADIENTS, slots),) if last >= slots else ()
 
     def _buffer_bytes(self, profile: Profile) -> int:
-        """What copies of the largest unit take on the GPU beside its parameters and its gradients."""
+        """GPU buffers for copies of the largest unit, in addition to its parameters and its gradients."""
         element, workload = profile.element_bytes, profile.workload
         master = 4 if traffic.is_mixed(profile) else 0
         unit = max(block.parameters for block in profile.blocks)
         tensor = min(unit, workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size))
-        # Up: fp32 and its cast, of a tensor; or of a unit, and gathered.
+        # Up: fp32 and its cast, for one tensor; or for one unit, plus the gathered copy.
         fetched = tensor * (element + master) if self._copies_when_needed(profile) else unit * (2 * element + master)
-        return fetched + unit * (element + master)  # down: what is reduced, and in fp32
+        return fetched + unit * (element + master)  # down: the reduced gradient, and its fp32 cast
 
 
 SYSTEM = Fsdp2Offload

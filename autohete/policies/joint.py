@@ -1,16 +1,16 @@
-"""One decision for parameters, optimizer states, gradients and activations of every unit, which no published system makes.
+"""One joint decision for parameters, optimizer states, gradients and activations of every unit. No published system makes it.
 
-- Each unit by itself keeps, recomputes or offloads its activations, recomputes them selectively where the profile says how, or
-  recomputes them from an input that rests on the host; has its parameters on the GPU, or on the host with a copy that stays
-  between two passes or does not; and is updated by the CPU, or by the GPU with states that stay there or stream from the host.
-  Of several micro-batches the CPU's gradients are added up on the host or on the GPU. DeepSpeed and Megatron-LM forbid most of
-  these mixtures.
-- Copies, casts, updates and rules are AutoHete's (``autohete.py``), so that what is gained over it is gained by decisions.
-- What the shipped systems would do with their default flags is tried, too, and taken where it is faster: with that system's
-  rules, formats and footprint. So this is never slower than any of them.
+- Each unit keeps, recomputes or offloads its activations, recomputes them selectively where the profile supports it, or
+  recomputes them from an input that rests on the host. Its parameters are on the GPU, or on the host with or without a copy
+  that stays between two passes. It is updated by the CPU, or by the GPU with states that stay there or stream from the host.
+  With several micro-batches, gradients for the CPU are accumulated on the host or on the GPU. DeepSpeed and Megatron-LM forbid
+  most of these combinations.
+- Copies, casts, updates and rules are AutoHete's (``autohete.py``), so any gain over it comes from the decisions.
+- The plans of the shipped systems with their default flags are tried as well, with that system's rules, formats and footprint,
+  and used if faster. So this is never slower than any of them.
 
-A linear program over lower bounds of the time and of the memory chooses where to begin; simulations go on from there
-(``autohete/planner/joint.py``).
+A linear program over lower bounds of the time and of the memory chooses the start; simulations continue from there
+(``autohete/planner/joint_search.py``).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
 from autohete.schedule import Kind, Schedule
 
-#: Systems that never move parameters, gradients or states: without room for those they are not asked.
+#: Systems that never move parameters, gradients or states. They are skipped if these do not fit.
 _STATES_ON_GPU = ("resident", "offload_activations", "capuchin", "sqrt_checkpoint", "rotor")
-#: How many plans that fit are tried to begin with, and how many around the best of them, to find what needs least memory.
+#: To find the plan with the least memory: how many fitting plans to start with, and how many to try around the best of them.
 _CORNERS, _MEASUREMENTS = 6, 24
 
 
@@ -57,20 +57,20 @@ class Joint:
         """See :class:`autohete.plan.policy.Policy`.
 
         Raises:
-            InfeasibleError: no plan fits; says which memory binds and the smallest budget that works.
+            InfeasibleError: no plan fits. States the binding memory and the smallest budget that works.
         """
         check_one_gpu("joint", profile)
         return best_plan(profile, judge, every_choice(profile))
 
 
 def every_choice(profile: Profile) -> Choices:
-    """What may be decided for each unit; gradients and what the CPU updates cross as the GPU computes with them."""
+    """The choices for each unit. Gradients and updated parameters are copied in the format the GPU computes with."""
     element = Format(profile.element_bytes)
     return all_choices(profile, upload=element, gradients=element)
 
 
 def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
-    """The best plan of ``choices``, or of the shipped systems if one of those is faster; errors as of :meth:`Joint.plan`."""
+    """The best plan of ``choices``, or of a shipped system if that is faster. Raises the errors of :meth:`Joint.plan`."""
     family = Family(profile, judge, choices)
     relaxed = family.relaxation()
     bound = relaxed.bound()
@@ -81,7 +81,7 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
         search.start(part.where(_keeps_on_gpu).relaxation())
     limit = searches[0].seconds if searches else math.inf
     candidates = [plan for plan in _shipped(profile, judge, limit) if judge(plan).verdict is Verdict.OK]
-    # Each part begins with all that was found before, and does what it does as the last one: more choices are never worse.
+    # Each part starts from all earlier results and runs the same search as the last part would: more choices never hurt.
     for part, search in zip(parts, searches, strict=True):
         for plan in candidates:
             if (assignment := part.choices.assignment(plan.units)) is not None:
@@ -97,7 +97,7 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
 
 
 def _parts(family: Family) -> Iterator[Family]:
-    """Some of the choices, then all: what recomputes selectively has so many neighbours that a search misses others."""
+    """A subset of the choices, then all. Selective recomputation adds so many neighbours that a search misses others."""
     whole_units = family.where(lambda unit: unit.activations is not Activations.SELECTIVE)
     if whole_units.choices != family.choices:
         yield whole_units
@@ -105,17 +105,17 @@ def _parts(family: Family) -> Iterator[Family]:
 
 
 def _keeps_on_gpu(unit: UnitPlan) -> bool:
-    """The rows do not say how badly copies of activations get in each other's way."""
+    """Exclude offloaded activations: the rows do not capture how strongly their copies contend with each other."""
     return not unit.kept.leaves
 
 
 class Family:
-    """The plans of given choices for each unit.
+    """The plans made of the given choices for each unit.
 
     Args:
         profile: times and sizes.
-        judge: tries plans.
-        choices: of each unit.
+        judge: evaluates plans.
+        choices: the available choices of every unit.
     """
 
     def __init__(self, profile: Profile, judge: Judge, choices: Choices) -> None:
@@ -124,13 +124,13 @@ class Family:
         self._known: dict[tuple[UnitPlan, ...], tuple[Plan, Judgement]] = {}
 
     def where(self, allowed: Callable[[UnitPlan], bool]) -> Family:
-        """The plans of those choices that are ``allowed``; what one of both has judged the other knows."""
+        """The family of the choices that are ``allowed``. The two families share their judgements."""
         part = Family(self.profile, self._judge, self.choices.where(allowed))
         part._known = self._known
         return part
 
     def relaxation(self) -> Relaxation:
-        """The search's problem."""
+        """The relaxed problem for the search."""
         model = Model(Costs(self.profile, self._template, self.choices))
         return Relaxation(self.choices, model, Budgets.of(self.profile.hardware))
 
@@ -150,7 +150,7 @@ class Family:
         return self._known[plan.units]
 
     def plans(self, assignment: Assignment) -> tuple[Plan, Plan]:
-        """The plan of ``assignment``, and one with fewer rules or other distances where that is faster."""
+        """The plan of ``assignment``, and a variant with fewer rules or other distances if that is faster."""
         plan = self._tuned(assignment)[0]
         return plan, self._polished(plan)
 
@@ -168,10 +168,10 @@ class Family:
         return best
 
     def frugal(self, relaxed: Relaxation) -> Plan:
-        """The plan that needs the least memory if copies wait for room; raises if that is more than there is.
+        """Return the plan that needs the least memory if copies wait for space. Raises if it still exceeds the memory.
 
-        If a plan fits with more pinned memory, that binds; if one fits the GPU with a larger host, the host does; otherwise the
-        GPU.
+        If a plan fits with more pinned memory, pinned memory binds; if one fits the GPU with a larger host, the host binds;
+        otherwise the GPU.
         """
         binds: tuple[Objective, float, float] | None = None
         for objective, have in relaxed.budgets.limits().items():
@@ -187,12 +187,12 @@ class Family:
         raise infeasible(memory, have, needed, self.profile.hardware)
 
     def _least(self, problem: Relaxation) -> tuple[float, Plan] | None:
-        """The plan that needs the least of one memory within the others' budgets, and how much; None if none is found."""
+        """The plan that needs the least of one memory within the others' budgets, with its bytes. None if none is found."""
         best: tuple[float, Plan] | None = None
         others = {memory: budget for memory, budget in problem.budgets.limits().items() if memory is not problem.objective}
 
         def measured(assignment: Assignment) -> tuple[float, bool]:
-            """Bytes of the one memory, and whether the others suffice."""
+            """Bytes of the one memory, and whether the plan fits the others."""
             nonlocal best
             plan, schedule = self._lowered(assignment)
             needed = least_bytes(schedule, problem.objective)
@@ -205,7 +205,7 @@ class Family:
         corners = sorted(_corners(self.choices), key=lambda corner: values.value(values.of(corner)))
         relaxed = problem.assignment()
         fitting: list[tuple[float, Assignment]] = []
-        for corner in corners if relaxed is None else [relaxed, *corners]:  # what comes first needs least, if it fits
+        for corner in corners if relaxed is None else [relaxed, *corners]:  # the first one that fits needs the least
             needed, fits = measured(corner)
             if fits:
                 fitting.append((needed, corner))
@@ -228,7 +228,7 @@ class Family:
         return best
 
     def _untuned(self, assignment: Assignment) -> Plan:
-        """Each fetch runs beside the pass before its own."""
+        """The plan without tuned prefetches: each fetch overlaps the pass before its own."""
         units, rules = self.choices.units(assignment), list[Rule]()
         if sum(unit.update_on is Processor.CPU for unit in units) > GRADIENT_SLOTS:
             rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS))
@@ -241,7 +241,7 @@ class Family:
 
 
 def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
-    """What the shipped systems plan with their default flags, but for those that cannot be faster than ``best``."""
+    """Plans of the shipped systems with their default flags, except those that cannot be faster than ``best``."""
     states = sum(block.parameters for block in profile.blocks) * (profile.element_bytes + profile.optimizer_bytes)
     for name, system in policies.POLICIES.items():
         if system is Joint or (name in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
@@ -253,14 +253,14 @@ def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
         try:
             plan = system().plan(profile, judge)
             judge(plan)
-        except (InfeasibleError, InputError):  # not for this memory, these micro-batches, or a node without drives
+        except (InfeasibleError, InputError):  # not applicable: memory, micro-batches, or no drives
             continue
         if not plan.delayed:
             yield plan
 
 
 def _corners(choices: Choices) -> Iterator[Assignment]:
-    """Every unit with its n-th choices."""
+    """Assignments in which every unit uses its n-th choices."""
     most = [max(map(len, every)) for every in (choices.activations, choices.others)]
     for a, o in product(range(most[0]), range(most[1])):
         pairs = zip(choices.activations, choices.others, strict=True)

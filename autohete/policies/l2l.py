@@ -2,22 +2,22 @@
 
 By default as the artifact of StrongHold runs it, github strongh2/sc22-ae at f1842755, ``L2L/megatron`` (fp32):
 
-- Hooks move a block to the GPU before its forward and back to pageable host memory after it, though it has not changed, and
-  the GPU waits for both (``training.py:244-272``). Embedding and head stay on the GPU.
+- Hooks move a block to the GPU before its forward and back to pageable host memory after it, although it has not changed. The
+  GPU waits for both copies (``training.py:244-272``). Embedding and head stay on the GPU.
 - Every block is checkpointed; its input stays on the GPU. The hook before its recomputation first moves the block above home.
-- Gradients of the whole model lie in one buffer on the GPU (``model/distributed.py``, ``MemoryBuffer``). After backward they
-  are copied to pageable memory where the parameters are there (``optimizer/optimizer.py:1083-1098``). Here they go home with
-  the block's parameters: the same bytes, for which the GPU waits as well.
+- Gradients of the whole model are in one buffer on the GPU (``model/distributed.py``, ``MemoryBuffer``). After backward they
+  are copied to pageable memory if the parameters are there (``optimizer/optimizer.py:1083-1098``). Here they go home with the
+  block's parameters: the same bytes, for which the GPU waits as well.
 - Then CPUAdam updates one tensor after another, from copies in host memory (``optimizer/cpp/ds/cpu_adam.cpp:363``). What is on
-  the GPU by then, embedding, head and the first block, never gets its update. That is a mistake of the artifact; here
-  embedding and head are sent back, and the first block is treated like the others.
+  the GPU at that time (embedding, head and the first block) is never updated. This is a bug of the artifact; here embedding
+  and head are copied to the host, and the first block is treated like the others.
 
 ``paper`` follows the abstract, and github TezRomacH/layer-to-layer-pytorch at 0688cc65 (``l2l.py``), which implements it;
 the text of the paper was not read:
 
 - Blocks are copied for each use, not moved, and a gradient is copied home after its backward. The GPU waits for both. The
   implementation copies from pageable memory; here it is pinned.
-- "By running the optimizer in the host": the host updates a block as soon as it has its gradient, beside the GPU.
+- "By running the optimizer in the host": the host updates a block as soon as it has its gradient, in parallel with the GPU.
 - Inputs of blocks (the "stash") may rest on the host: the "constant memory variation".
 - Micro-batches inside a layer are not modelled.
 """
@@ -41,10 +41,10 @@ class L2L:
     """L2L.
 
     Args:
-        paper: as the paper describes it, instead of the artifact.
+        paper: follow the paper instead of the artifact.
         host_stash: inputs of blocks rest on the host (in the paper).
-        update_on: who updates; with ``gpu`` and ``paper`` the states of one unit at a time come from the host for that, which
-            neither the abstract nor the artifact does.
+        update_on: the processor that updates. With ``gpu`` and ``paper``, the states of one unit at a time are fetched from
+            the host for its update; neither the abstract nor the artifact does this.
     """
 
     paper: bool = False
@@ -89,7 +89,7 @@ class L2L:
 
 def _artifact(profile: Profile) -> Plan:
     element = profile.element_bytes
-    # A block's parameters go home with its gradients; those of embedding and head are copied for the update.
+    # A block's parameters go home with its gradients; embedding and head are copied for the update.
     outer = UnitPlan(
         update_on=Processor.CPU, gradients=Format(2 * element, pinned=False), refresh=Format(element, pinned=False)
     )

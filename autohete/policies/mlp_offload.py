@@ -1,16 +1,16 @@
-"""MLP-Offload (Maurya et al. 2025, arXiv 2509.02480): ZeRO-Infinity that sends less to its drives.
+"""MLP-Offload (Maurya et al. 2025, arXiv 2509.02480): ZeRO-Infinity with less traffic to its drives.
 
-Read in the README of its artifact (github DataStates/artifacts, MLP-Offload), which changes DeepSpeed's ``stage3.py``; the
-paper's text was not read. Against ``zero_infinity``:
+Based on the README of its artifact (github DataStates/artifacts, MLP-Offload), which changes DeepSpeed's ``stage3.py``; the
+paper's text was not read. Differences from ``zero_infinity``:
 
-- Gradients cross in 16 bit beside backward and stay on the host. They are widened right before their update ("delayed in-place
-  mixed-precision gradient conversion"), and nothing is written to a drive in backward.
+- Gradients are copied in 16 bit during backward and stay on the host. They are widened right before their update ("delayed
+  in-place mixed-precision gradient conversion"), and backward writes nothing to a drive.
 - Optimizer states are striped over local drives and a parallel file system, each used by one process at a time ("virtual tier
-  concurrency control"). The table ``[nvme]`` stands for all of them together, at what they reach without contention.
-- States are read ahead of their update and written behind it.
-- Sub-groups are updated upwards and downwards in turn, so that those that were updated last are in the host's cache for the
-  next step ("cache-friendly ordering"): neither are they read then, nor were they written. A sub-group is a unit here, and the
-  order is always that of backward; as many states as would be in the cache rest on the host instead. That saves as many reads
+  concurrency control"). The table ``[nvme]`` stands for all of them together, with their throughput without contention.
+- States are prefetched before their update and written back after it.
+- Sub-groups are updated in alternating order (upwards, then downwards), so the last updated ones are in the host's cache for
+  the next step ("cache-friendly ordering") and are neither read nor written. A sub-group is a unit here, and the order is
+  always that of backward. As many states as the cache would hold rest on the host instead, which saves the same number of reads
   and writes in each iteration.
 """
 
@@ -36,7 +36,7 @@ class MlpOffload:
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
-        cached: units whose states the host's memory caches; None: as many as fit there.
+        cached: number of units whose states are cached in host memory. None: as many as fit.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -55,7 +55,7 @@ class MlpOffload:
             if self.cached is not None:
                 return _plan(profile, activations, min(self.cached, count))
 
-            def too_many(cached: int) -> bool:  # memory grows with them
+            def too_many(cached: int) -> bool:  # memory grows with their number
                 return judge(_plan(profile, activations, cached)).verdict in (
                     Verdict.HOST_OUT_OF_MEMORY,
                     Verdict.PINNED_OUT_OF_MEMORY,
@@ -67,7 +67,7 @@ class MlpOffload:
 
 
 def _plan(profile: Profile, activations: Activations, cached: int) -> Plan:
-    """The last ``cached`` units to be updated have their states on the host."""
+    """The plan in which the last ``cached`` units to be updated have their states on the host."""
     element, mixed, last = profile.element_bytes, traffic.is_mixed(profile), len(profile.blocks) - 1
     on_host = UnitPlan(update_on=Processor.CPU)
     on_drives = replace(on_host, states=Rest(NVME_MEMORY, ahead=1))
@@ -84,7 +84,7 @@ def _plan(profile: Profile, activations: Activations, cached: int) -> Plan:
         elementwise_bytes=traffic.UNSCALE + traffic.casts(profile),
         scales_gradients=True,
         footprint=Footprint(
-            # States where they are cached; the gradient, which stays, and the 16-bit parameters as they go up.
+            # States if they are cached; the gradient, which stays; the 16-bit parameters for the upload.
             host_optimizer_bytes=profile.optimizer_bytes + element + (element if mixed else 0),
         ),
     )

@@ -1,18 +1,18 @@
 """PatrickStar (Fang et al. 2021, arXiv 2108.05818) as its code runs: github Tencent/PatrickStar at 23845355.
 
-Model states live in chunks that *move* between host and GPU; a chunk is in one place.
+Model states live in chunks that *move* between host and GPU; a chunk is in one place at a time.
 
-- A pass brings what it needs, synchronously (``core/chunk_list.py access_chunk``): no prefetch, no overlap. What makes room
-  is what is used furthest in the future, known from a warm-up iteration (``core/eviction_policy.py``). Forward runs up and
-  backward down, so the last blocks stay from forward to backward and the first from backward to forward. Unchanged
-  parameters are copied back all the same: a chunk has no dirty flag.
-- Chunks on the host are pinned, those of optimizer states as well (``core/chunk_data.py``, ``allocate_payload``).
-- Gradients take the place of the 16-bit parameters in their chunk (``core/hook.py``).
-- ``ops/fp16_cpu_adam.py``: after backward, chunk by chunk and serially: gradient to the host, CPU Adam on 16-bit
-  gradients, updated parameters back as fp32 and cast on the GPU.
+- A pass fetches what it needs, synchronously (``core/chunk_list.py access_chunk``): no prefetch, no overlap. The chunk used
+  furthest in the future, known from a warm-up iteration, is evicted to make room (``core/eviction_policy.py``). Forward runs up
+  and backward down, so the last blocks stay from forward to backward and the first from backward to forward. Unchanged
+  parameters are copied back as well: a chunk has no dirty flag.
+- Chunks on the host are pinned, including those of optimizer states (``core/chunk_data.py``, ``allocate_payload``).
+- Gradients replace the 16-bit parameters in their chunk (``core/hook.py``).
+- ``ops/fp16_cpu_adam.py``: after backward, serially for each chunk: gradient to the host, CPU Adam on 16-bit gradients,
+  updated parameters back as fp32 and cast on the GPU.
 - ``--with_async_move`` (off by default, one GPU only) puts moves on a copy stream: the host still waits for each, but kernels
-  that are queued already run beside it (``core/chunk_data.py:263-273``).
-- Hybrid Adam: where all 16-bit chunks fit, the *first* optimizer chunks fill what is left ("margin") and are updated on
+  that are already queued overlap it (``core/chunk_data.py:263-273``).
+- Hybrid Adam: if all 16-bit chunks fit, the *first* optimizer chunks fill the remaining memory ("margin") and are updated on
   the GPU, after backward.
 """
 
@@ -44,7 +44,7 @@ class PatrickStar:
         gpu_share: share of the GPU's memory that may be used (``overall_gpu_mem_ratio``; 0.8 in the code, 0.9 in its
             benchmarks), in percent.
         hybrid_adam: use the margin for optimizer chunks.
-        async_move: moves run beside the pass before the one that they are for.
+        async_move: moves overlap the pass before the one that needs them.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -76,8 +76,8 @@ class PatrickStar:
         transformer = range(1, len(parameters) - 1)
 
         def plan_for(kept: int, on_gpu: int) -> Plan:
-            """``kept`` transformer blocks fit on the GPU at a time; the first ``on_gpu`` blocks have their optimizer there."""
-            # The system trains in 16 bit only. In fp32 the parameters are their own master weights, not to be overwritten.
+            """The plan if ``kept`` transformer blocks fit on the GPU at a time; it updates the first ``on_gpu`` blocks."""
+            # The system trains in 16 bit only. In fp32 the parameters are the master weights and must not be overwritten.
             replaced = profile.workload.precision is not Precision.FP32
             common = UnitPlan(refresh=Format(4), gradients_replace_parameters=replaced)
             units = []
@@ -86,7 +86,7 @@ class PatrickStar:
                 if block in transformer:
                     unit = replace(unit, activations=activations, parameters=route(block, kept))
                 units.append(unit)
-            # The norm of sums that are on the host needs all of them before the first update.
+            # The norm of gradients accumulated on the host needs all of them before the first update.
             needed_before = profile.workload.clips and profile.workload.micro_batches > 1
             copied_late = tuple(i for i, unit in enumerate(units) if unit.refreshed and not needed_before)
             leaving = tuple(i for i, unit in enumerate(units) if unit.update_on is Processor.CPU and not unit.refreshed)
@@ -97,7 +97,7 @@ class PatrickStar:
                 rules=(
                     *([BlockingCopies(Kind.WRITE_BACK_FORWARD)] if moving else []),
                     *([BlockingCopies(Kind.OFFLOAD_GRADIENTS, leaving)] if leaving else []),
-                    SerialUpdates(with_copies=copied_late),  # ends with the first block, which the next forward waits for
+                    SerialUpdates(with_copies=copied_late),  # ends with the first block; the next forward waits for it
                     *([GpuUpdatesAfterBackward()] if on_gpu > 1 else []),  # that of the first block follows the last backward
                     *([Barrier()] if on_gpu else []),
                 ),
@@ -123,7 +123,7 @@ class PatrickStar:
                 ahead_in_backward=int(self.async_move),
             )
 
-        # The warm-up iteration: what a training needs beside its chunks.
+        # The warm-up iteration: memory that training needs in addition to its chunks.
         everything = plan_for(len(transformer), 0)
         beside_chunks = judge(everything).gpu_peak_bytes - sum(parameters) * element
         share = self.gpu_share / 100 * profile.hardware.gpu.memory_bytes

@@ -1,7 +1,7 @@
-"""No offloading: ordinary training with everything on the GPU. The yardstick, and what runs out of memory first.
+"""No offloading: ordinary training with everything on the GPU. The baseline, and the first to run out of memory.
 
-Several GPUs train data-parallel: with stage 0 as PyTorch's DistributedDataParallel, with stage 3 as FSDP2, each unit gathered
-while the one before it is computed, and released after each use. Reductions run beside backward.
+Several GPUs train data-parallel: with stage 0 like PyTorch's DistributedDataParallel, with stage 3 like FSDP2, where each unit
+is gathered while the one before it is computed and released after each use. Reductions overlap backward.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from autohete.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Everything on the GPU; gradients live until a fused AdamW takes them after backward.
+    """Everything on the GPU. Gradients live until a fused AdamW uses them after backward.
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
-        zero_stage: what several GPUs share: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well.
+        zero_stage: what several GPUs shard: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST

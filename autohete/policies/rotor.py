@@ -1,19 +1,20 @@
-"""Rotor (Beaumont et al. 2019, hal-02352969, "Optimal checkpointing for heterogeneous chains"): quickest within the memory.
+"""Rotor (Beaumont et al. 2019, hal-02352969, "Optimal checkpointing for heterogeneous chains"): fastest within the memory.
 
-After a first iteration has measured times and sizes of all units, a dynamic program decides for each forward of each unit, the
-recomputations included, whether it keeps all that backward needs (*Fall*), its input (*Fck*) or nothing (*Fnone*). A unit may
-be recomputed several times, as segments lie within segments; an input that is kept stays until its unit's backward
-(*persistent* schedules). The program is in ``planner/chain.py``, which says what it decides. The authors' code
+After a first iteration has measured times and sizes of all units, a dynamic program decides for each forward of each unit,
+including recomputations, whether it keeps everything backward needs (*Fall*), its input (*Fck*) or nothing (*Fnone*). A unit
+may be recomputed several times, because segments nest; an input that is kept stays until its unit's backward
+(*persistent* schedules). The program and its decisions are described in ``planner/chain.py``. The authors' code
 (gitlab.inria.fr/hiepacs/rotor) was read in its adaptation by ColossalAI at 11d570fd,
-``colossalai/auto_parallel/checkpoint/ckpt_solver_rotor.py``; the text of the paper was not read. What is different here:
+``colossalai/auto_parallel/checkpoint/ckpt_solver_rotor.py``; the text of the paper was not read. Differences:
 
 - Units are those of the workload, such as transformer blocks; embedding and head keep their activations.
 - The code rounds all sizes up to a 500th of the memory (``memory_slots``); here they are exact.
-- The code takes gradients to be there all the time. Here those of a unit begin with its backward, and stay until the update,
-  which follows the last backward; so there is more memory for the units whose backward comes first.
-- What else is there is what this package counts: parameters, optimizer states, logits and their gradient.
+- The code assumes that gradients are always allocated. Here those of a unit exist from its backward until the update, which
+  follows the last backward, so more memory is available to the units whose backward comes first.
+- All other memory is what this package counts: parameters, optimizer states, logits and their gradient.
 
-Of all plans in which nothing leaves the GPU and each unit keeps all, its input or nothing, this is the quickest that fits.
+Among all plans in which nothing leaves the GPU and each unit keeps everything, its input or nothing, this is the fastest that
+fits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Rotor:
     """Rotor.
 
     Args:
-        nested: a unit may be recomputed several times, as published; off: once at most.
+        nested: a unit may be recomputed several times, as published. Off: at most once.
     """
 
     nested: bool = True
@@ -42,7 +43,7 @@ class Rotor:
         check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        """See :class:`autohete.plan.policy.Policy`; where nothing fits, the quickest of those that take the least."""
+        """See :class:`autohete.plan.policy.Policy`. If nothing fits, returns the fastest plan with the least memory."""
         chain = Chain(_stages(profile), profile.hardware.gpu_capacity_bytes - _there_bytes(profile), nested=self.nested)
         units = tuple(UnitPlan(kept[0], again=tuple(kept[1:-1])) for kept in chain.forwards())
         plan = Plan("rotor", units, rules=(GpuUpdatesAfterBackward(),))
@@ -50,7 +51,7 @@ class Rotor:
 
 
 def _iteration_seconds(profile: Profile, plan: Plan) -> float:
-    """The GPU does one thing after another, and nothing else does any."""
+    """Iteration time: the GPU runs all tasks one after another, and no other lane has any."""
     blocks = profile.blocks
     passes = sum(round(block.forward_seconds * 1e9) + round(block.backward_seconds * 1e9) for block in blocks)
     passes += sum(round(blocks[again.unit].forward_seconds * 1e9) for done in plan.recomputations() for again in done)
@@ -64,13 +65,13 @@ def _gradients(profile: Profile) -> list[int]:
 
 
 def _there_bytes(profile: Profile) -> int:
-    """What is there all the time, gradients included where those of several micro-batches are added up."""
+    """Bytes that are always allocated. Includes gradients if those of several micro-batches are accumulated."""
     resident = sum(block.parameters * (profile.element_bytes + profile.optimizer_bytes) for block in profile.blocks)
     return resident + (sum(_gradients(profile)) if profile.workload.micro_batches > 1 else 0)
 
 
 def _stages(profile: Profile) -> list[Stage]:
-    """Embedding, blocks, and the head with the loss."""
+    """Stages for the embedding, the blocks, and the head with the loss."""
     blocks, loss, gradients, last = profile.blocks, profile.loss, _gradients(profile), len(profile.blocks) - 1
     held_logits = loss.logits_bytes if loss.keeps_logits else 0
     accumulates = profile.workload.micro_batches > 1
@@ -80,7 +81,7 @@ def _stages(profile: Profile) -> list[Stage]:
         made, backward = gradients[unit], times.backward_workspace_bytes
         left = 0 if accumulates else made
         if profile.workload.tied_embeddings and unit == 0:
-            made = left = 0  # begins with the head's backward
+            made = left = 0  # exists from the head's backward on
         if unit == last:
             tied = gradients[0] if profile.workload.tied_embeddings else 0
             made, left = made + tied, left + tied + held_logits

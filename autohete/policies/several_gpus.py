@@ -1,4 +1,4 @@
-"""What several GPUs share in published systems."""
+"""What several GPUs shard in published systems."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autohete.profile import Profile
 
 
 def shared(units: Iterable[UnitPlan], zero_stage: int, profile: Profile) -> tuple[UnitPlan, ...]:
-    """``units`` at a ZeRO stage; parameters of a tied embedding, which the head uses as well, stay whole on each GPU.
+    """Return ``units`` at a ZeRO stage. Parameters of a tied embedding, which the head also uses, are replicated on each GPU.
 
     Args:
         units: embedding first.
@@ -28,7 +28,7 @@ def check_one_gpu(policy: str, profile: Profile) -> None:
     """Refuse several GPUs.
 
     Raises:
-        InputError: there are several.
+        InputError: the profile has several GPUs.
     """
     if profile.hardware.gpus > 1:
         raise InputError(

@@ -1,15 +1,15 @@
 """Sublinear memory by segments (Chen et al. 2016, arXiv 1604.06174): about the square root of n units keep their input.
 
-Forward keeps the input of each segment's first unit alone. Backward computes a segment forward again, which keeps all
-activations this time, then goes through it. With k segments of n units, k inputs and the activations of n / k units are there
-at a time, for one more forward in all (abstract: memory of the square root of n for one extra forward). That is least for k
-near the square root of n where inputs and activations are alike; a transformer block keeps many times its input, so that
-segments of one block, ``resident:checkpointing=full``, take less. Units are those of the workload, such as transformer blocks.
+Forward keeps only the input of each segment's first unit. Backward runs forward of a segment again, this time keeping all
+activations, and then goes through it. With k segments of n units, k inputs and the activations of n / k units are held at a
+time, for one additional forward in total (abstract: memory of the square root of n for one extra forward). The minimum is at k
+near the square root of n if inputs and activations are of similar size. A transformer block keeps many times its input, so
+segments of one block, ``resident:checkpointing=full``, need less. Units are those of the workload, such as transformer blocks.
 Everything else is on the GPU, which updates after backward.
 
-A segment has n // k units, and the last one the rest as well, as in ``torch.utils.checkpoint.checkpoint_sequential`` (PyTorch
-2.13, read there). That function does not recompute the last segment, whose backward follows its forward: ``keep_last``. Not
-modelled: the paper's search for segments by their size in bytes; its recursion is a part of what ``rotor`` decides. The text of
+A segment has n // k units, and the last one also has the remainder, as in ``torch.utils.checkpoint.checkpoint_sequential``
+(PyTorch 2.13). That function does not recompute the last segment, whose backward follows its forward: ``keep_last``. Not
+modelled: the paper's search for segments by their size in bytes; its recursion is part of what ``rotor`` decides. The text of
 the paper beyond its abstract was not read.
 """
 
@@ -30,7 +30,7 @@ class SqrtCheckpoint:
     """Checkpointing in segments of several blocks.
 
     Args:
-        segments: how many; no more than there are blocks. None: the square root of their number, rounded.
+        segments: number of segments, at most the number of blocks. None: the square root of that number, rounded.
         keep_last: the last segment keeps its activations.
     """
 

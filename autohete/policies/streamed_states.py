@@ -1,24 +1,23 @@
-"""Optimizer states on the host that stream through the GPU, as LLMQ runs them (arXiv 2512.15306): github IST-DASLab/llmq at
-b77d9691.
+"""Optimizer states on the host that stream through the GPU, as in LLMQ (arXiv 2512.15306): github IST-DASLab/llmq at b77d9691.
 
-Adam runs on the GPU. What it needs lies in pinned host memory and comes by blocks.
+Adam runs on the GPU. Its data rests in pinned host memory and is fetched block by block.
 
 - ``--offload-opt-m``, ``--offload-opt-v``, ``--offload-master``: the update of a block waits for the fetch of its states into
-  one of two buffers, and they are sent back behind it on another stream, for which the next fetch into that buffer waits
-  (``src/training/adamw_optimizer.cpp``, ``fetch_block`` and ``store_block``; masters likewise in
+  one of two buffers. They are then copied back on another stream, for which the next fetch into that buffer waits
+  (``src/training/adamw_optimizer.cpp``, ``fetch_block`` and ``store_block``; for masters the same in
   ``src/models/llama_weights.cpp``). Fetches wait for the last backward (``begin_optimizer``), which the clipped norm needs.
-- ``--shard-weights`` with masters on the host, on one GPU: weights come by blocks into two buffers, that of the next block
-  while one computes (``gather_block`` in ``src/models/llama_model.cpp``). The last two blocks are there still when backward
-  begins, as is the head. Gradients stay on the GPU until the step.
-- ``--offload-residual``: the input of each block goes to the host behind forward, and comes back while backward is at the
-  block above (``src/models/llama_run_state.cpp``, ``put_res_ffn`` and ``fetch_res_ffn``). Inputs have two buffers:
-  a forward waits for the copy of the input in whose buffer it writes. Here that copy begins a pass later, when the block has
-  read its input, so there is one place more. What else backward needs is recomputed with ``--recompute-block``.
-- Several GPUs share the optimizer states.
+- ``--shard-weights`` with masters on the host, on one GPU: weights are fetched block by block into two buffers, those of the
+  next block while one computes (``gather_block`` in ``src/models/llama_model.cpp``). The last two blocks and the head are still
+  on the GPU when backward begins. Gradients stay on the GPU until the step.
+- ``--offload-residual``: the input of each block is copied to the host after forward and fetched back while backward computes
+  the block above (``src/models/llama_run_state.cpp``, ``put_res_ffn`` and ``fetch_res_ffn``). Inputs have two buffers:
+  a forward waits for the copy of the input whose buffer it overwrites. Here that copy begins one pass later, when the block has
+  read its input, so there is one more slot. ``--recompute-block`` recomputes the rest of what backward needs.
+- Several GPUs shard the optimizer states.
 
-Not modelled: moments and masters in 16 bit, with which its benchmarks run (states have the size of the profile's); that an
-update of the states of embedding and head reads them in place, over the link; that blocks are updated upwards, for here they
-are updated in the order of backward; that backward of the embedding needs no weights.
+Not modelled: moments and masters in 16 bit, as used in its benchmarks (states have the size given by the profile); updates of
+the states of embedding and head that read them in place, over the link; updates in ascending block order (here they run in the
+order of backward); backward of the embedding without weights.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class StreamedStates:
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
-        weights: weights rest on the host, too (``--shard-weights`` with ``--offload-master``).
-        inputs: so do the inputs of blocks, from which they are recomputed (``--offload-residual``).
+        weights: weights also rest on the host (``--shard-weights`` with ``--offload-master``).
+        inputs: the inputs of blocks also rest on the host, and blocks are recomputed from them (``--offload-residual``).
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -70,8 +69,8 @@ class StreamedStates:
         if self.weights:
             check_one_gpu("streamed_states:weights", profile)
         last = len(profile.blocks) - 1
-        passes = 1 if activations is Activations.KEEP else 2  # that backward makes of a block
-        # Gradients stay until the step, and weights do not: with both in one place the GPU holds as much as it does there. In
+        passes = 1 if activations is Activations.KEEP else 2  # over a block in backward
+        # Gradients stay until the step, and weights do not: with both in one place the GPU holds the same amount as in LLMQ. In
         # fp32 the update needs the weights themselves, and with several micro-batches the next one does.
         once = profile.workload.micro_batches == 1
         in_one_place = self.weights and once and profile.workload.precision is not Precision.FP32

@@ -2,16 +2,17 @@
 
 A window of ``w`` blocks slides over the model.
 
-- Before forward of block i, H2D of block i + w starts; after it, block i goes back to the host, unless it is among the last
-  w, which backward needs first; forward of block i + w waits for that (``training.py``). Backward likewise, downwards.
+- Before forward of block i, H2D of block i + w starts. After it, block i is copied back to the host, unless it is among the
+  last w, which backward needs first; forward of block i + w waits for that copy (``training.py``). Backward does the
+  same, downwards.
 - The first w blocks end backward on the GPU and stay there; so do embedding and head. The artifact updates them with a GPU
-  Adam (``optimizer/__init__.py:501-509``). Its states may not fit with large blocks; the system's planner then has the CPU
+  Adam (``optimizer/__init__.py:501-509``). With large blocks its states may not fit; the system's planner then lets the CPU
   update everything.
 - A place in the window holds the block's parameters *and* gradients (``model/transformer.py:724-758``).
-- After backward of any other block its gradients *and* parameters are copied to the host by a thread of a pool, so that the GPU
-  goes on (``training.py:916-945``), and its CPU update starts at once; backward of block i - w waits for it.
+- After backward of any other block, a thread pool copies its gradients *and* parameters to the host without blocking the GPU
+  (``training.py:916-945``), and its CPU update starts at once; backward of block i - w waits for it.
 - Host: parameters and gradients pinned, both moments pageable: 16 bytes per parameter in fp32.
-- No CPU work crosses the iteration. The artifact checkpoints every block.
+- No CPU work crosses the end of the iteration. The artifact checkpoints every block.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from autohete.schedule import HOST_MEMORY
 
 
 class WindowOptimizer(StrEnum):
-    """Who updates what stays on the GPU: the first blocks, embedding and head."""
+    """The processor that updates what stays on the GPU: the first blocks, embedding and head."""
 
     BEST = "best"
     GPU = "gpu"
@@ -46,8 +47,9 @@ class StrongHold:
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
-        window: blocks in the window; without it the fastest that fits.
-        window_optimizer: who updates what stays on the GPU; the artifact's is the GPU, ``best`` the faster that fits.
+        window: number of blocks in the window. None: the fastest that fits.
+        window_optimizer: the processor that updates what stays on the GPU. The artifact uses the GPU; ``best`` is the
+            faster that fits.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -70,11 +72,11 @@ class StrongHold:
             [Processor(self.window_optimizer)] if self.window_optimizer is not WindowOptimizer.BEST else list(Processor)
         )
         if self.window_optimizer is WindowOptimizer.BEST and profile.workload.micro_batches > 1:
-            processors = [Processor.CPU]  # a place in the window cannot hold sums of gradients while its block is away
+            processors = [Processor.CPU]  # a window place cannot hold accumulated gradients while its block is away
         return with_checkpointing(self.checkpointing, plan_for, judge)
 
     def _windowed(self, profile: Profile, activations: Activations, processor: Processor, judge: Judge) -> Plan:
-        """The plan of the given window, or of the fastest: from the widest that fits downwards as long as that is faster."""
+        """The plan of the given window, or of the fastest: search from the widest that fits down while it gets faster."""
 
         def plan_for(window: int) -> Plan:
             return _plan(profile, activations, window, processor)
@@ -102,7 +104,7 @@ class StrongHold:
 def _plan(profile: Profile, activations: Activations, window: int, window_optimizer: Processor) -> Plan:
     element = profile.element_bytes
     transformer = len(profile.blocks) - 2
-    gradients = Format(2 * element)  # the layer's parameters go with its gradients
+    gradients = Format(2 * element)  # the layer's parameters are copied with its gradients
     outer = UnitPlan(update_on=window_optimizer, gradients=gradients)
     inner = [
         UnitPlan(
@@ -113,7 +115,7 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
                 stays_after_backward=block <= window,
                 moves=block <= transformer - window,
                 ahead_in_forward=window,
-                # "When backward of block i begins": a recomputed block makes two passes on its way down.
+                # "When backward of block i begins": a recomputed block has two passes in backward.
                 ahead_in_backward=window * (1 if activations is Activations.KEEP else 2),
             ),
             window_optimizer if block <= window else Processor.CPU,
@@ -121,7 +123,7 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
         )
         for block in range(1, transformer + 1)
     ]
-    slides = window < transformer or window_optimizer is Processor.CPU  # else there is nobody whose place is taken
+    slides = window < transformer or window_optimizer is Processor.CPU  # otherwise no block takes another's place
     if slides and profile.workload.clips:
         raise InputError(
             "stronghold cannot clip gradients: a block takes the place in the window of one that has been updated, and clipped "
@@ -132,7 +134,7 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
         policy="stronghold",
         units=(outer, *inner, outer),
         rules=(*([Window(window)] if slides else []), Barrier()),
-        # The cache of min(2 w, L) units, less those whose block never leaves.
+        # The cache of min(2 w, L) units, less those of blocks that never leave.
         slots=ParameterSlots(max(1, min(2 * window, transformer) - max(0, 2 * window - transformer)), with_gradients=True),
         update_bytes=traffic.ADAM_KERNEL,
         elementwise_bytes=traffic.casts(profile),

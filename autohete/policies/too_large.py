@@ -1,4 +1,4 @@
-"""What a policy need not simulate: a plan that surely needs more memory than there is."""
+"""A check that avoids simulating a plan that certainly exceeds the GPU's memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from autohete.profile import Profile
 
 
 def surely_exceeds_gpu(profile: Profile, plan: Plan) -> bool:
-    """Whether what is on the GPU at the loss, whatever the timing, exceeds its memory: what rests there and what forward keeps.
+    """Whether the GPU memory at the loss, independent of timing, exceeds the capacity: resident bytes and what forward keeps.
 
-    With True a simulation has the verdict ``GPU_OUT_OF_MEMORY``; with False, as always with several GPUs, it may have any.
+    If True, a simulation has the verdict ``GPU_OUT_OF_MEMORY``. If False (always with several GPUs), it may have any verdict.
     """
     if profile.hardware.gpus > 1:
         return False

@@ -1,6 +1,6 @@
-"""DRAM traffic of CPU optimizer steps, in bytes per parameter, as the systems' code does them.
+"""DRAM traffic of CPU optimizer steps, in bytes per parameter, as in the systems' code.
 
-A CPU optimizer is bound by memory, so how often it passes over its data decides how long it takes.
+A CPU optimizer is memory-bound, so its time depends on how often it passes over its data.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from autohete.profile import Profile
 
 #: DeepSpeed's CPUAdam on fp32 gradients: reads parameter, gradient and both moments (16), writes parameter and moments (12);
-#: csrc/includes/cpu_adam.h, "Step_8". PatrickStar, StrongHold and ZeRO-Offload use this kernel or its like.
+#: csrc/includes/cpu_adam.h, "Step_8". PatrickStar, StrongHold and ZeRO-Offload use this kernel or a similar one.
 ADAM_KERNEL = 28
-#: The fp32 tile buffer of DeepSpeed up to 0.8.3: written (4), and read before that because the store is an ordinary one (4).
+#: The fp32 tile buffer of DeepSpeed up to 0.8.3: written (4), and read first because the store is not streaming (4).
 TILE_BUFFER = 8
-#: A cast between 16 and 32 bit on the CPU: reads 2 and writes 4, or the other way. The rate of elementwise kernels was derived
-#: without write-allocation, which is not counted here either.
+#: A cast between 16 and 32 bit on the CPU: reads 2 and writes 4, or vice versa. The rate of elementwise kernels was derived
+#: without write-allocation, so it is not counted here either.
 CAST = 6
-#: Unscaling and clipping fp32 gradients in place, by one multiplication that is always done: DeepSpeed stage_1_and_2.py,
+#: Unscaling and clipping fp32 gradients in place, by one multiplication that always runs: DeepSpeed stage_1_and_2.py,
 #: ``unscale_and_clip_grads``.
 UNSCALE = 8
 
@@ -26,15 +26,15 @@ def is_mixed(profile: Profile) -> bool:
 
 
 def casts(profile: Profile) -> int:
-    """Around CPUAdam: 16-bit gradients widened before it, updated parameters narrowed after it."""
+    """Casts around CPUAdam: 16-bit gradients are widened before it, updated parameters narrowed after it."""
     return 2 * CAST if is_mixed(profile) else 0
 
 
 def fused_casts(profile: Profile) -> int:
-    """One kernel that reads 16-bit gradients and writes 16-bit parameters beside the fp32 states: 24 + 2 + 2; fp32: 28."""
+    """One kernel that reads 16-bit gradients and writes 16-bit parameters and the fp32 states: 24 + 2 + 2; fp32: 28."""
     return 24 + profile.element_bytes + (2 if is_mixed(profile) else 0)
 
 
 def upcast_kernel(profile: Profile) -> int:
-    """A kernel that reads gradients as they come, in 16 bit, and updates fp32 states only: 24 + 2; fp32: 28."""
+    """A kernel that reads gradients in 16 bit, without a cast, and updates only fp32 states: 24 + 2; fp32: 28."""
     return 24 + profile.element_bytes

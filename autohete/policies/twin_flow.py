@@ -1,21 +1,21 @@
-"""Twin-Flow, of ZeRO-Offload++: DeepSpeed's ZeRO stage 3 updates a part of the parameters on the CPU, the rest on the GPU.
+"""Twin-Flow, of ZeRO-Offload++: DeepSpeed's ZeRO stage 3 updates part of the parameters on the CPU and the rest on the GPU.
 
-Read in DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and ``blogs/deepspeed-offloadpp``; since 0.12.3
+Based on DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and ``blogs/deepspeed-offloadpp``; since 0.12.3
 (pull 4636). ``offload_optimizer.ratio`` is the share of the optimizer's sub-groups on the CPU, 1.0 by default:
 
-- The *last* sub-groups go to the CPU (line 1055), though the blog says the first. They are of ``sub_group_size`` elements, a
-  billion by default. Without ``sub_group_size`` a unit is a sub-group, and the split is the one nearest to the ratio; with it
-  the first ``int((1 - ratio) * n)`` of n sub-groups are the GPU's, and the split may lie within a unit. That a sub-group ends
-  with a whole tensor is not modelled.
+- The *last* sub-groups go to the CPU (line 1055), though the blog says the first. They have ``sub_group_size`` elements, a
+  billion by default. Without ``sub_group_size`` a unit is a sub-group, and the split is the one nearest to the ratio. With it
+  the first ``int((1 - ratio) * n)`` of n sub-groups are the GPU's, and the split may be inside a unit. Not modelled: a
+  sub-group ends with a whole tensor.
 - Parameters stay on the GPU: with one GPU a gathered parameter is its own partition (``partition_parameters.py``,
   ``NoGatherHandle``). Several GPUs gather them for each use.
-- A gradient is copied to the host twice, as it is and in fp32 (lines 1905 and 1407), on a stream of its own beside backward.
-  Not modelled: in between it is copied back, gradients that the GPU takes go to the host and back, too, and copies begin only
-  when the bucket is full. ``pin_memory`` off is the default up to 0.19.4 (pull 8207): copies hold up backward.
-- ``step`` takes one sub-group after the other (line 2629): unscales the gradient, updates, copies the parameters where they are
-  used. The first are updated on the GPU, which works while CPUAdam updates the others; each of those is cast on the CPU into a
-  pageable temporary and copied before the next begins. So the time of a step is linear in the ratio.
-- Sub-groups on the GPU have their fp32 master and gradient there all the time, in fp32 training as well. Their optimizer is
+- A gradient is copied to the host twice, in its own format and in fp32 (lines 1905 and 1407), on a separate stream that
+  overlaps backward. Not modelled: in between it is copied back; gradients that the GPU uses also go to the host and back;
+  copies begin only when the bucket is full. ``pin_memory`` off is the default up to 0.19.4 (pull 8207): copies block backward.
+- ``step`` processes the sub-groups one after the other (line 2629): it unscales the gradient, updates, and copies the
+  parameters to where they are used. The first are updated on the GPU while CPUAdam updates the others; each of the latter is
+  cast on the CPU into a pageable temporary and copied before the next begins. So the time of a step is linear in the ratio.
+- Sub-groups on the GPU always have their fp32 master and gradient there, in fp32 training as well. Their optimizer is
   ``torch.optim.AdamW`` (line 312), not fused; here its time is that of the fused one.
 """
 
@@ -45,11 +45,11 @@ class TwinFlow:
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
-        ratio: percent of the parameters that the CPU updates; None: the least with which the GPU's memory suffices, which the
-            blog advises. The code's default is 100.
+        ratio: percent of the parameters that the CPU updates. None: the smallest that fits the GPU's memory, as the blog
+            advises. The code's default is 100.
         pin_memory: ``offload_optimizer.pin_memory``.
         bucket_size: ``reduce_bucket_size`` in millions of elements.
-        sub_group_size: elements of a sub-group; None: those of a unit.
+        sub_group_size: elements of a sub-group. None: a unit is a sub-group.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -77,7 +77,7 @@ class TwinFlow:
                 on_gpu = _nearest(profile, self.ratio) if nearest else (100 - self.ratio) * groups // 100
                 return self._plan(profile, activations, end_of(on_gpu))
 
-            def too_many(on_gpu: int) -> bool:  # memory grows with them
+            def too_many(on_gpu: int) -> bool:  # memory grows with their number
                 plan = self._plan(profile, activations, end_of(on_gpu))
                 return surely_exceeds_gpu(profile, plan) or judge(plan).verdict is Verdict.GPU_OUT_OF_MEMORY
 
@@ -86,14 +86,14 @@ class TwinFlow:
         return with_checkpointing(self.checkpointing, plan_for, judge)
 
     def _sub_groups(self, profile: Profile) -> tuple[int, Callable[[int], int]]:
-        """How many there are, and how many elements the first so many of them have."""
+        """The number of sub-groups, and a function from a number of sub-groups to the elements that these have."""
         ends, size = [0, *accumulate(_parameters(profile))], self.sub_group_size
         if size is None:
             return len(ends) - 1, ends.__getitem__
         return -(-ends[-1] // size), lambda groups: min(groups * size, ends[-1])
 
     def _plan(self, profile: Profile, activations: Activations, on_gpu: int) -> Plan:
-        """The GPU updates the first ``on_gpu`` elements."""
+        """The plan in which the GPU updates the first ``on_gpu`` elements."""
         element, mixed = profile.element_bytes, traffic.is_mixed(profile)
         parameters = _parameters(profile)
         units = []
@@ -101,10 +101,10 @@ class TwinFlow:
             inner = 0 < block < len(parameters) - 1
             unit = UnitPlan(activations if inner else Activations.KEEP)
             if end > on_gpu:
-                # As it is, and in fp32.
+                # In its own format, and in fp32.
                 gradients, refresh = Format(element + 4, self.pin_memory), Format(element, pinned=False)
                 share = max(on_gpu - (end - count), 0) / max(count, 1)
-                accumulate_on = Processor.GPU if share else None  # the host has no room for the GPU's part
+                accumulate_on = Processor.GPU if share else None  # the host has no space for the GPU's part
                 unit = replace(
                     unit,
                     update_on=Processor.CPU,
@@ -115,7 +115,7 @@ class TwinFlow:
                 )
             units.append(unit)
         bucket = round(1e6 * self.bucket_size) * element
-        all_gradients = sum(parameters) * element  # of both sides, as they are
+        all_gradients = sum(parameters) * element  # of both processors, in their own format
         return Plan(
             policy="twin_flow",
             units=shared(units, 3, profile),
@@ -124,7 +124,7 @@ class TwinFlow:
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),
             scales_gradients=True,
             footprint=Footprint(
-                # Beside the states: the gradient in fp32, and in fp32 training a master of its own.
+                # In addition to the states: the gradient in fp32, and in fp32 training a separate master.
                 gpu_buffer_bytes=bucket + on_gpu * (16 - profile.optimizer_bytes),
                 host_buffer_bytes=rounded_when_pinned(all_gradients) if self.pin_memory else all_gradients,
                 host_optimizer_bytes=12 if self.pin_memory else 16,
@@ -137,25 +137,25 @@ class TwinFlow:
     def _rules(self, units: list[UnitPlan]) -> tuple[Rule, ...]:
         on_cpu = sum(unit.update_on is Processor.CPU for unit in units)
         on_gpu = sum(unit.update_on is Processor.GPU or unit.gpu_share > 0 for unit in units)
-        # Whether updates wait for more copies than their own: those that hold up backward have ended with it, but the last.
+        # Whether updates wait for more than their own copies. Copies that block backward end with it, except the last one.
         wait_for_all = on_cpu > 1 if self.pin_memory else units[0].update_on is Processor.CPU
         return (
             *([BlockingCopies(Kind.OFFLOAD_GRADIENTS)] if on_cpu and not self.pin_memory else []),
             *([SerialUpdates()] if on_cpu else []),
             *([UpdatesAfterBackward()] if wait_for_all else []),
-            *([GpuUpdatesAfterBackward()] if on_gpu > 1 else []),  # that of the first unit follows the last backward
-            # Else the update of the first unit on the CPU ends the step.
+            *([GpuUpdatesAfterBackward()] if on_gpu > 1 else []),  # that of the first unit follows the last backward anyway
+            # Otherwise the update of the first unit on the CPU ends the step.
             *([Barrier()] if on_cpu and units[0].update_on is Processor.GPU else []),
         )
 
 
 def _parameters(profile: Profile) -> list[int]:
-    """Of each unit, those that one GPU updates."""
+    """For each unit, the parameters that one GPU updates."""
     return [profile.hardware.part_of(block.parameters) for block in profile.blocks]
 
 
 def _nearest(profile: Profile, ratio: int) -> int:
-    """How many units the GPU updates, so that the share of the others is nearest to ``ratio`` percent; of two the fewer."""
+    """Number of units that the GPU updates so that the others' share is nearest to ``ratio`` percent; ties favour the fewer."""
     parameters = [block.parameters for block in profile.blocks]
     return min(
         range(len(parameters) + 1),

@@ -1,19 +1,19 @@
 """ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857) with the optimizer on NVMe, as DeepSpeed's ZeRO stage 3 runs it.
 
-Read in github deepspeedai/DeepSpeed at 12e65a6b: ``runtime/swap_tensor/pipelined_optimizer_swapper.py``.
+Based on github deepspeedai/DeepSpeed at 12e65a6b: ``runtime/swap_tensor/pipelined_optimizer_swapper.py``.
 
-- Optimizer states are files, one for each sub-group and state. ``step`` takes one sub-group after another: it reads master,
+- Optimizer states are files, one for each sub-group and state. ``step`` processes one sub-group after another: it reads master,
   moments and gradient, unscales and updates them on the CPU, copies the 16-bit parameters, and writes master and moments.
-- ``pipeline_read`` and ``pipeline_write`` (both off by default) read the next sub-group, and write the last, beside the update
-  of the one between (``swap_in_optimizer_state``, ``swap_out_optimizer_state``).
+- ``pipeline_read`` and ``pipeline_write`` (both off by default) read the next sub-group, and write the previous one, during the
+  update of the one in between (``swap_in_optimizer_state``, ``swap_out_optimizer_state``).
 - In backward each gradient is cast to fp32 and written to its file (``swap_out_gradients``) through two pinned buffers. The
   first read of a step waits for all writes (``flush_gradients``).
-- Parameters of stage 3 rest on the GPU, or on the host (``offload_param``), from where modules fetch them a module ahead;
-  there they are pinned, as ``offload_param.pin_memory`` has it in the examples (off by default).
-- What is read and written goes through pinned buffers (``swap_tensor/utils.py``, ``SwapBufferManager``).
+- Parameters of stage 3 rest on the GPU, or on the host (``offload_param``), from where modules fetch them one module ahead.
+  There they are pinned, as with ``offload_param.pin_memory`` in the examples (off by default).
+- Reads and writes go through pinned buffers (``swap_tensor/utils.py``, ``SwapBufferManager``).
 
-A sub-group is a unit here. Not modelled: that a gradient smaller than ``MIN_AIO_BYTES`` stays on the host, and that writes go
-on while the next gradients are made as long as a buffer is free: a pass waits for the write of the gradient before it.
+A sub-group is a unit here. Not modelled: a gradient smaller than ``MIN_AIO_BYTES`` stays on the host; writes overlap the
+computation of the next gradients as long as a buffer is free. Here a pass waits for the write of the previous gradient.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ZeroInfinity:
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),
             scales_gradients=True,
             footprint=Footprint(
-                # The 16-bit parameters as they go up; states and gradients are on the host only on their way.
+                # The 16-bit parameters for the upload; states and gradients are on the host only in transit.
                 host_optimizer_bytes=profile.optimizer_bytes + (profile.element_bytes if mixed else 0),
                 host_parameter_bytes=profile.element_bytes,
             ),

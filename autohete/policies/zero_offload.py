@@ -1,25 +1,26 @@
 """ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840) as DeepSpeed's ZeRO stage 2 runs it, by version.
 
-16-bit parameters stay on the GPU, the optimizer is on the CPU, and the next forward waits for all of the step. Read in
+16-bit parameters stay on the GPU, the optimizer is on the CPU, and the next forward waits for the whole step. Based on
 ``deepspeed/runtime/zero/stage_1_and_2.py`` (``stage2.py`` up to 0.5) and ``csrc/adam/cpu_adam.cpp``:
 
 - Gradients are cast to fp32 on the GPU and copied tensor by tensor: 4 bytes. ``overlap_comm`` does not overlap these copies
   with backward, in any version: the overflow check reads a GPU flag for each parameter (v0.8.3 line 1070, v0.16.9 line 1184),
-  so the thread that launches backward waits for the copies before it. 0.4.0 to 0.4.3 alone put them on a stream of their own
-  (``copy_grad_stream``, pull 1067), until pull 1219 removed it as a race.
+  so the thread that launches backward waits for the copies before it. Only 0.4.0 to 0.4.3 use a separate stream for them
+  (``copy_grad_stream``, pull 1067); pull 1219 removed it as a race.
 - ``step`` unscales all gradients in place on the CPU, then runs CPUAdam over the whole model. Clipping (off by default until
   0.19.2, then 1.0) is done by the same multiplication (``unscale_and_clip_grads`` multiplies by ``1 / combined_scale``). The
-  norm is taken on the GPU in backward, before a gradient is copied, clipped or not (``set_norm_for_param_grad_in_gpu``). Both
-  read at 02aa38c3. It is modelled where the workload clips; its own norm in fp64 is as one that reads the gradients once.
+  norm is computed on the GPU in backward, before a gradient is copied, whether or not gradients are clipped
+  (``set_norm_for_param_grad_in_gpu``). Both read at 02aa38c3. It is modelled if the workload clips; the code's norm in fp64 is
+  modelled as one that reads the gradients once.
 - Up to 0.8.3, in fp16, CPUAdam writes updated parameters into fp32 tile buffers, from which the GPU reads and casts them while
   the next tile is updated (``launch_param_update``). In bf16 and fp32, and from 0.9.0 on (pull 3097), the upload follows.
-- 0.9.0 to 0.14.0 cast on the CPU into a pageable temporary. 0.14.1 to 0.16.9 (pull 5301) send the fp32 master of the whole
+- 0.9.0 to 0.14.0 cast on the CPU into a pageable temporary. 0.14.1 to 0.16.9 (pull 5301) copy the fp32 master of the whole
   group and cast on the GPU, which then holds 6 bytes per parameter. From 0.17.0 on (pull 7309) the CPU casts into a staging
   buffer.
 - The gradient buffer is pinned up to 0.10.0, then only if ``pin_memory`` is set (pull 4131), from 0.19.5 on by default again
   (pull 8207).
-- Several GPUs reduce gradients in backward, each copies its part to the host and updates that, and after the step each sends
-  the parameters of its part to all (``all_gather_dp_groups``).
+- Several GPUs reduce gradients in backward. Each copies its part to the host and updates it there, and after the step each
+  sends the parameters of its part to all others (``all_gather_dp_groups``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MIB = 2**20
 
 
 class DeepSpeed(StrEnum):
-    """Versions between which the optimizer offload of stage 2 changed; 0.10.1 to 0.14.0 and 0.17 to 0.19.4 do not pin."""
+    """Versions that differ in the optimizer offload of stage 2. 0.10.1 to 0.14.0 and 0.17 to 0.19.4 do not pin."""
 
     V0_3 = "0.3"  # 0.3.0
     V0_4_3 = "0.4.3"  # 0.4.0 to 0.4.3
@@ -54,14 +55,14 @@ class DeepSpeed(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What one version does.
+    """The behaviour of one version.
 
     Args:
-        own_stream: gradient copies have a stream of their own.
-        tiles_bytes: pinned tile buffers from which fp16 parameters go up while others are updated; None: no such path.
-        upload: what crosses otherwise: the fp32 master, or 16 bit that the CPU casts into a pageable temporary or a staging
+        own_stream: gradient copies have a separate stream.
+        tiles_bytes: pinned tile buffers from which fp16 parameters are uploaded while others are updated. None: no such path.
+        upload: what is uploaded otherwise: the fp32 master, or 16 bit that the CPU casts into a pageable temporary or a staging
             buffer.
-        pinned: whether the gradient buffer (and the staging buffer) is pinned by default; None: always.
+        pinned: whether the gradient buffer (and the staging buffer) is pinned by default. None: always.
         bucket_factor: the gradient bucket in multiples of its configured size.
     """
 
@@ -92,7 +93,7 @@ class ZeroOffload:
         deepspeed: the version whose behaviour is modelled.
         pin_memory: ``offload_optimizer.pin_memory``; None: the version's default.
         bucket_size: ``reduce_bucket_size`` in millions of elements.
-        paper: gradients as the paper describes them: 16 bit, copied beside backward.
+        paper: gradients as the paper describes them: 16 bit, with copies that overlap backward.
         tile_overlap: refresh each block's parameters as soon as they are updated (in the paper; up to 0.8.3 in fp16 anyway).
         delayed_update: one-step delayed parameter update (in the paper, not in the code). Changes the mathematics.
     """
@@ -145,7 +146,7 @@ class ZeroOffload:
                 UpdatesAfterBackward(),
                 *([] if tiles or self.tile_overlap else [RefreshAfterUpdates()]),
                 *([RefreshAfterBackward()] if self.delayed_update else []),
-                # One buffer for all that goes up is a barrier by itself.
+                # A single buffer for the whole upload already acts as a barrier.
                 *([] if self.delayed_update or master else [Barrier()]),
             ),
             update_bytes=traffic.ADAM_KERNEL + (traffic.TILE_BUFFER if tiles else 0),
@@ -163,7 +164,7 @@ class ZeroOffload:
         )
 
     def _pinned(self) -> bool:
-        """Whether the gradient buffer is pinned; copies beside backward need that."""
+        """Whether the gradient buffer is pinned, which copies that overlap backward require."""
         default = _VERSIONS[self.deepspeed].pinned
         if default is None or self.paper:
             return True

@@ -1,8 +1,8 @@
-"""How long and how big: seconds and bytes of every block of one workload on one hardware.
+"""Profiles: seconds and bytes of every block of one workload on one hardware.
 
-The analytic profile is a roofline per block (Williams et al. 2009): matrix products at the GPU's GEMM rate for their shape,
-everything else at its memory bandwidth by the operations that the implementation makes (:mod:`autohete.workload.kernels`),
-plus a fixed cost per kernel, and never faster than the host launches them. A measured profile is the same type.
+The analytic profile is a roofline per block (Williams et al. 2009): matrix products run at the GPU's GEMM rate for their shape,
+everything else at its memory bandwidth for the operations of the implementation (:mod:`autohete.workload.kernels`). A fixed
+cost per kernel is added, and no pass is faster than the host launches its kernels. A measured profile has the same type.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from autohete.workload.decoder_kernels import TRANSFORMERS_HEAD, both_parts, dec
 from autohete.workload.kernels import IMPLEMENTATIONS, Part
 from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
 
-#: cuBLAS works through K in steps and pays for filling its pipeline once per tile; a product of inner size K reaches
+#: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
 _GEMM_INNER_HALF = 256
 #: Bytes that a fused AdamW on the GPU touches per parameter: master weight and both moments read and written in fp32 (24);
 #: gradient and, in mixed precision, the 16-bit parameter come on top.
 _ADAM_STATE_TRAFFIC_BYTES = 24
-#: Fused attention runs at about this share of the GEMM rate forward (Dao 2023, table of A100 forward speeds), by FLOPs counted
-#: without the causal mask.
+#: Fused attention runs at about this fraction of the GEMM rate in forward (Dao 2023, table of A100 forward speeds), with FLOPs
+#: counted without the causal mask.
 _ATTENTION_SHARE = 0.65
-#: A wave of tiles begins and ends unevenly, which costs about a quarter of one: 32 and 88 % of the rate at n = 8192 were
+#: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
 _TILE, _WAVES_HALF = 128, 0.25
-#: Its backward makes five products where forward makes two (Dao et al. 2022, algorithm 4).
+#: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
 _ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True)
 class SelectiveProfile:
-    """Selective recomputation of a unit: a forward that keeps what takes long to compute, and a short recomputation.
+    """Selective recomputation of a unit: a forward that keeps what is slow to compute, and a short recomputation.
 
     Args:
-        kept_bytes: what that forward keeps for backward beside its input.
+        kept_bytes: what that forward keeps for backward in addition to its input.
         seconds: GPU time of the recomputation of the rest.
-        measured_forward_workspace_bytes: what lives only during that forward, if it was measured.
-        measured_workspace_bytes: what lives only during the recomputation, beside its output, if it was measured.
+        measured_forward_workspace_bytes: temporaries of that forward, if measured.
+        measured_workspace_bytes: temporaries of the recomputation, without its output, if measured.
     """
 
     kept_bytes: int
@@ -57,18 +57,18 @@ class BlockProfile:
     """One unit, such as a transformer block: times in seconds on an undisturbed engine, sizes in bytes.
 
     Args:
-        role: what it is.
-        parameters: parameters it owns.
-        forward_seconds, backward_seconds: GPU time of one pass; recomputation takes a forward pass again.
+        role: kind of unit.
+        parameters: number of parameters it owns.
+        forward_seconds, backward_seconds: GPU time of one pass. A recomputation takes the time of a forward.
         gpu_update_seconds: optimizer step of this block on the GPU.
-        input_bytes: its input, all that stays when the block is checkpointed; the gradient of it has as many.
-        activation_bytes: what forward keeps for backward, its input included.
-        forward_workspace_bytes, backward_workspace_bytes: what lives only during the pass, beside what it is given, keeps and
-            hands on.
+        input_bytes: its input, which is all that stays when the block is checkpointed. The input's gradient has the same size.
+        activation_bytes: what forward keeps for backward, including its input.
+        forward_workspace_bytes, backward_workspace_bytes: temporaries of the pass, without what it receives, keeps and
+            passes on.
         gpu_update_workspace_bytes: the same for the optimizer step on the GPU.
-        measured_checkpointed_workspace_bytes: the same for a forward that keeps nothing but the input, if it was measured.
-        cpu_update_seconds: optimizer step on the CPU where it was measured; None: by the bytes that the plan says it touches.
-        selective: how it is recomputed selectively; None: it cannot be, or that was not measured.
+        measured_checkpointed_workspace_bytes: the same for a forward that keeps only the input, if measured.
+        cpu_update_seconds: optimizer step on the CPU, if measured. None: derived from the bytes that the plan says it touches.
+        selective: its selective recomputation. None: not available or not measured.
     """
 
     role: BlockRole
@@ -95,19 +95,19 @@ class BlockProfile:
 
     @property
     def kept_bytes(self) -> int:
-        """What forward keeps for backward beside its input."""
+        """What forward keeps for backward in addition to its input."""
         return self.activation_bytes - self.input_bytes
 
     @property
     def checkpointed_workspace_bytes(self) -> int:
-        """What lives only during a forward that keeps its input alone: no more than what another would keep."""
+        """Temporaries of a forward that keeps only its input: at most what another forward would keep."""
         if self.measured_checkpointed_workspace_bytes is None:
             return self.forward_workspace_bytes + self.kept_bytes
         return self.measured_checkpointed_workspace_bytes
 
     @property
     def selective_workspace_bytes(self) -> tuple[int, int]:
-        """What lives only during a selective forward, and during its recomputation: no more than where all is kept."""
+        """Temporaries of a selective forward, and of its recomputation: at most as much as if everything is kept."""
         found = self.selective
         if found is None:
             return self.forward_workspace_bytes, self.forward_workspace_bytes
@@ -123,9 +123,9 @@ class LossProfile:
     """Cross-entropy between the head's forward and backward.
 
     Args:
-        seconds: GPU time, its own backward included.
-        logits_bytes: the logits, and as many for their gradient.
-        workspace_bytes: what is alive only during the loss.
+        seconds: GPU time, including its own backward.
+        logits_bytes: size of the logits, and of their gradient.
+        workspace_bytes: temporaries of the loss.
         keeps_logits: the logits stay until backward has ended.
     """
 
@@ -150,7 +150,7 @@ class Profile:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a parameter or gradient element as the GPU computes with it."""
+        """Bytes per element of a parameter or gradient in the format the GPU computes with."""
         return self.workload.precision.element_bytes
 
     @property
@@ -159,23 +159,23 @@ class Profile:
         return self.workload.precision.optimizer_bytes
 
     def h2d_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
-        """A copy of ``size_bytes`` to the GPU, alone on the link."""
+        """Time to copy ``size_bytes`` to the GPU, alone on the link."""
         return _copy_seconds(self.hardware.h2d, size_bytes, pinned)
 
     def d2h_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
-        """A copy of ``size_bytes`` to the host, alone on the link."""
+        """Time to copy ``size_bytes`` to the host, alone on the link."""
         return _copy_seconds(self.hardware.d2h, size_bytes, pinned)
 
     def nvme_seconds(self, size_bytes: float, *, write: bool) -> float:
-        """A read or write of ``size_bytes``, alone on the drives, which the hardware must have."""
+        """Time to read or write ``size_bytes``, alone on the drives. The hardware must have drives."""
         nvme = self.hardware.nvme
         assert nvme is not None, "states rest on drives that there are"
         return nvme.latency_seconds + size_bytes / (nvme.write_bandwidth if write else nvme.read_bandwidth)
 
     def collective_seconds(self, size_bytes: float) -> float:
-        """A ring's all-gather to ``size_bytes`` on each GPU, or reduce-scatter of as many; an all-reduce is both.
+        """Time of a ring all-gather to ``size_bytes`` on each GPU, or a reduce-scatter of that size; an all-reduce is both.
 
-        Of N GPUs each passes on (N - 1) / N of them in N - 1 steps; what leaves a node goes through the network (NCCL,
+        Each of N GPUs passes on (N - 1) / N of the bytes in N - 1 steps. What leaves a node goes through the network (NCCL,
         ``src/graph/tuning.cc``, algorithm ring).
         """
         join, gpus = self.hardware.interconnect, self.hardware.gpus
@@ -192,7 +192,7 @@ class Profile:
     def cpu_update_seconds(
         self, block: int, kernel_bytes: float, elementwise_bytes: float = 0.0, *, beside_gpu: bool = False
     ) -> float:
-        """Optimizer step of ``block`` on the CPU, as measured or by the DRAM traffic per parameter.
+        """Time of the optimizer step of ``block`` on the CPU, as measured or from the DRAM traffic per parameter.
 
         Args:
             block: counted from 0.
@@ -207,12 +207,12 @@ class Profile:
         return self.blocks[block].parameters * seconds / (cpu.concurrent_share if beside_gpu else 1.0)
 
     def gpu_memory_seconds(self, traffic_bytes: float) -> float:
-        """A kernel on the GPU that is bound by so much traffic to its memory."""
+        """Time of a GPU kernel that is bound by ``traffic_bytes`` of memory traffic."""
         gpu = self.hardware.gpu
         return traffic_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency) + gpu.kernel_overhead_seconds
 
     def elementwise_seconds(self, traffic_bytes: float, *, beside_gpu: bool = False) -> float:
-        """An elementwise kernel on the CPU with so much DRAM traffic; ``beside_gpu`` as for an update."""
+        """Time of an elementwise CPU kernel with ``traffic_bytes`` of DRAM traffic; ``beside_gpu`` as for an update."""
         cpu = self.hardware.cpu
         rate = (cpu.elementwise_bandwidth or cpu.update_bandwidth) * (cpu.concurrent_share if beside_gpu else 1.0)
         return traffic_bytes / rate
@@ -226,7 +226,7 @@ def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
     """The roofline profile of ``workload`` on ``hardware``."""
     roofline = _Roofline(workload, hardware)
-    made: dict[object, BlockProfile] = {}  # units that are alike have one profile
+    made: dict[object, BlockProfile] = {}  # equal units share one profile
     blocks = []
     for unit in range(workload.blocks):
         role = workload.role(unit)
@@ -238,7 +238,7 @@ def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
 
 
 def _head_sizes(component: Attention | LatentAttention) -> tuple[int, int]:
-    """Elements of a query and of a value."""
+    """Number of elements of a query and of a value."""
     if isinstance(component, Attention):
         return component.head_dim, component.head_dim
     return component.nope_dim + component.rope_dim, component.value_dim
@@ -253,17 +253,17 @@ class _Roofline:
         else:
             self.flops = gpu.peak_16bit_flops * gpu.gemm_efficiency
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
-        self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add counts as two FLOPs
+        self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
         self.multiprocessors = gpu.multiprocessors
         self.overhead, self.launch = gpu.kernel_overhead_seconds, hardware.cpu.launch_seconds
         self.element = workload.precision.element_bytes
         self.kernels = IMPLEMENTATIONS[workload.kernels]
 
     def _gemm_seconds(self, rows: float, columns: float, inner: float, batch: int = 1) -> float:
-        """``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory."""
+        """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory."""
         shape = (inner + _GEMM_INNER_HALF) / inner
         if self.multiprocessors is not None:
-            # Parts of tiles: counted whole, 129 rows would be quicker than 128, because a wave's loss is shared by more tiles.
+            # Fractions of tiles: with whole tiles, 129 rows would be faster than 128, as more tiles share a wave's loss.
             waves = batch * rows * columns / _TILE**2 / self.multiprocessors
             shape *= (waves + _WAVES_HALF) / waves
         arithmetic = 2 * batch * rows * columns * inner / self.flops * shape
@@ -271,24 +271,24 @@ class _Roofline:
         return max(arithmetic, traffic)
 
     def _backward_gemm_seconds(self, columns: int, inner: int) -> float:
-        """The two products that follow from ``tokens x inner`` times ``inner x columns``: for the input and for the weights."""
+        """Time of the two products in backward of ``tokens x inner`` times ``inner x columns``: for input and weights."""
         tokens = self.workload.tokens
         return self._gemm_seconds(tokens, inner, columns) + self._gemm_seconds(inner, columns, tokens)
 
     def _core_seconds(self, component: Component) -> tuple[float, float]:
-        """The products without weights, forward and backward; what lies between them is in the table of operations."""
+        """Time of the products without weights, forward and backward. The operations between them are in the table."""
         w = self.workload
         if isinstance(component, (Attention, LatentAttention)) and not self.kernels.flash:
             head, value = _head_sizes(component)
             batch, s = w.batch_size * component.heads, w.sequence_length
-            # Scores (and the gradient of the weights) have a head's size inside, the others the sequence length.
+            # Scores (and the gradient of the weights) have the head size as inner dimension, the others the sequence length.
             wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, value, s, batch)
             return wide + deep, wide + 3 * deep
         seconds = w.tokens * component.core_flops(w.sequence_length) / (self.flops * _ATTENTION_SHARE)
         return seconds, _ATTENTION_BACKWARD * seconds
 
     def _product_seconds(self, product: Product) -> tuple[float, float]:
-        """A product with weights, forward and backward; that of experts works on as many rows with each of their matrices."""
+        """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows."""
         rows = self.workload.tokens * product.rows / product.matrices
         columns, inner, batch = product.columns, product.inner, product.matrices
         if rows < 1:  # some matrices are not used
@@ -297,14 +297,14 @@ class _Roofline:
         return forward, self._gemm_seconds(rows, inner, columns, batch) + self._gemm_seconds(inner, columns, rows, batch)
 
     def _products_seconds(self, unit: int) -> tuple[float, float]:
-        """All matrix products of a unit between embedding and head, forward and backward."""
+        """Time of all matrix products of a unit between embedding and head, forward and backward."""
         components, h = self.workload.components(unit), self.workload.hidden_size
         found = [self._product_seconds(product) for component in components for product in component.products(h)]
         found += [self._core_seconds(component) for component in components]
         return sum(forward for forward, _ in found), sum(backward for _, backward in found)
 
     def _part(self, unit: int) -> Part:
-        """What a unit between embedding and head runs beside its products."""
+        """The kernels of a unit between embedding and head, in addition to its products."""
         w, block = self.workload, self.workload.block(unit)
         if block == gpt2_block(w.hidden_size, w.heads):
             return self.kernels.part(w.role(unit))
@@ -313,13 +313,13 @@ class _Roofline:
         return both_parts(*parts) if len(parts) == 2 else parts[0]
 
     def _scores(self, unit: int) -> int:
-        """Scores of attention: ``batch x heads x sequence x sequence``."""
+        """Number of attention scores: ``batch x heads x sequence x sequence``."""
         w, mixer = self.workload, self.workload.block(unit).mixer
         heads = mixer.heads if isinstance(mixer, (Attention, LatentAttention)) else 0
         return w.tokens * w.sequence_length * heads
 
     def _elementwise_seconds(self, part: Part, direction: str, scores: int) -> float:
-        """What is no matrix product, by what the table of operations counts: the slower of memory and instructions."""
+        """Time of everything except matrix products, from the table of operations: the slower of memory and instructions."""
         w, total = self.workload, part.total
         hidden, casts = w.tokens * w.hidden_size, total("casts") if self.element == 2 else 0
         fp32 = total(f"{direction}_fp32") + casts
@@ -330,7 +330,7 @@ class _Roofline:
         return max(traffic, accesses * self.kernels.instructions / self.lanes)
 
     def _pass_seconds(self, busy: float, kernels: float) -> float:
-        """A pass that keeps the GPU ``busy`` for so long, in so many kernels: no faster than the host launches them."""
+        """Time of a pass with ``busy`` seconds of work in ``kernels`` kernels: no faster than the host launches them."""
         return max(busy + kernels * self.overhead, kernels * self.launch)
 
     def unit(self, unit: int) -> BlockProfile:
@@ -346,7 +346,7 @@ class _Roofline:
             activations = w.tokens * (8 + w.hidden_size * learned)  # token ids and dropout mask
             gathered, scattered, kernels = (6, 5, 3) if learned else (2, 2, 1)
             forward = self._pass_seconds(gathered * hidden_bytes / self.bandwidth, kernels)
-            # The gradient of the whole table is written, however few tokens there are.
+            # The gradient of the whole table is written, even for few tokens.
             traffic = scattered * hidden_bytes + 2 * element * parameters
             backward = self._pass_seconds(traffic / self.bandwidth, kernels)
             workspaces = (hidden_bytes, 0)
@@ -370,7 +370,7 @@ class _Roofline:
                 gemm_backward + self._elementwise_seconds(part, "backward", scores), total("backward_kernels")
             )
             selective = self._selective(unit, part, round(activations - hidden_bytes))
-            # The table's have the output in them, and in backward its gradient and that of the input.
+            # The table's workspaces include the output, and in backward its gradient and that of the input.
             workspaces = (
                 (part.forward_workspace - 1) * hidden_bytes,
                 (part.backward_workspace - 2) * hidden_bytes + part.backward_score_workspace * element * scores,
@@ -390,7 +390,7 @@ class _Roofline:
         )
 
     def _selective(self, unit: int, part: Part, kept_bytes: int) -> SelectiveProfile | None:
-        """Of a part that keeps so many bytes beside its input."""
+        """Selective recomputation of a part that keeps ``kept_bytes`` in addition to its input."""
         chosen, w, scores = part.selection, self.workload, self._scores(unit)
         if chosen is None:
             return None

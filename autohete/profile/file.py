@@ -1,4 +1,4 @@
-"""A measured profile as a file: JSON, with where, when and with which versions it was measured."""
+"""Measured profiles as JSON files that state where, when and with which versions they were measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autohete.profile import BlockProfile, LossProfile, Profile
 from autohete.report.write import write_text
 from autohete.workload import Workload
 
-#: Nothing takes as many seconds, and nothing has as many bytes.
+#: Upper limit for seconds and bytes. No real value reaches it.
 _ABSURD = 2**62
 _FORMAT = "autohete-profile 1"
 _BLOCKS, _LOSS, _WORKLOAD = TypeAdapter(tuple[BlockProfile, ...]), TypeAdapter(LossProfile), TypeAdapter(Workload)
@@ -28,7 +28,7 @@ def write_profile(path: str | Path, profile: Profile, hardware: dict[str, Any], 
     Args:
         path: a .json file.
         profile: times and sizes.
-        hardware: what they were measured on, as the document of a hardware file: each figure with unit, source and date.
+        hardware: the hardware of the measurement, as the document of a hardware file: each figure with unit, source and date.
         measured: date, machine and versions, as text.
 
     Raises:
@@ -46,10 +46,10 @@ def write_profile(path: str | Path, profile: Profile, hardware: dict[str, Any], 
 
 
 def read_profile(path: str | Path) -> Profile:
-    """The profile that :func:`write_profile` wrote.
+    """Read a profile written by :func:`write_profile`.
 
     Raises:
-        InputError: no such file, not a profile, or values that make no sense.
+        InputError: no such file, not a profile file, or invalid values.
     """
     try:
         document: Any = json.loads(Path(path).read_text(encoding="utf-8"))

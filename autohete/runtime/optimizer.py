@@ -1,14 +1,14 @@
 """AdamW on the states of one block, through PyTorch's fused kernel.
 
 ``torch.optim.AdamW(fused=True)`` calls the same kernel, but allocates its states lazily and refuses 16-bit gradients of fp32
-master weights. Here the states are one flat buffer each, made once, and the kernel takes all parameters of a block in one call.
-16-bit gradients are widened and new parameters narrowed piece by piece while they are in cache. Only at multiples of 64
-elements of a parameter are parameters joined and pieces cut: the kernel's result is then the same to the bit as for each
-parameter alone, because the CPU's kernel computes the last elements that fill no vector in another way.
+master weights. Here each state is one flat buffer, allocated once, and the kernel takes all parameters of a block in one call.
+16-bit gradients are widened and new parameters narrowed in pieces that fit in cache. Parameters are joined and pieces are cut
+only at multiples of 64 elements of a parameter. The result is then bit-identical to that for each parameter alone, because the
+CPU's kernel computes the last elements, which do not fill a vector, differently.
 
-States may be of a part of a block, which may begin and end anywhere, also within a parameter. The group of 64 elements in which
-such a cut lies is then computed as a whole, with zeros for what is elsewhere, and the elements that are here are kept. That
-takes at most 2 KiB while the kernel runs, which nobody counts.
+States may belong to a part of a block, which may begin and end anywhere, even within a parameter. The group of 64 elements that
+contains such a cut is then computed as a whole, with zeros for the missing elements, and only the present elements are kept.
+This takes at most 2 KiB while the kernel runs, which is not counted.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch import Tensor
 
 from autohete.errors import InputError
 
-#: Elements of a piece, by device. Smaller ones pay for more calls of the kernel, larger ones need more scratch, and fall out
-#: of a CPU's cache; benchmarks/README.md has the figures.
+#: Elements per piece, by device. Smaller pieces need more kernel calls; larger ones need more scratch memory and do not fit in
+#: a CPU's cache. See benchmarks/README.md for the figures.
 PIECES = {"cpu": 256 * 1024, "cuda": 16 * 1024 * 1024}
-#: What a saved state calls the moments, as PyTorch does, and the fp32 master weights.
+#: Keys in a saved state for the moments, as in PyTorch, and for the fp32 master weights.
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 #: Bytes of fp32.
 _WIDE = 4
-#: Elements: only at multiples of it are parameters joined and pieces cut. A multiple of every vector's width.
+#: Parameters are joined and pieces are cut only at multiples of this many elements. A multiple of every vector width.
 _JOINT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """AdamW's settings, with the ranges of ``torch.optim.AdamW``.
+    """AdamW settings, with the ranges of ``torch.optim.AdamW``.
 
     Args:
         lr: learning rate, 0 or more; :meth:`autohete.Trainer.set_learning_rate` changes it between steps.
@@ -46,7 +46,7 @@ class Adam:
         weight_decay: decoupled, 0 or more.
 
     Raises:
-        InputError: a setting is of another type or out of its range.
+        InputError: a setting has the wrong type or is out of range.
     """
 
     lr: float = 1e-3
@@ -68,17 +68,17 @@ class Adam:
 
 
 def _is_number(value: object) -> bool:
-    """A plain number: a tensor, or text, would be read when the update runs, if at all."""
+    """Whether ``value`` is a plain number. A tensor or text would fail only when the update runs, if at all."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def state_bytes(dtype: torch.dtype) -> int:
-    """Bytes of the states of a parameter's element: moments, and master weights where the parameters have 16 bits."""
+    """Bytes of optimizer state per element: moments, and master weights if the parameters have 16 bits."""
     return (2 if dtype is torch.float32 else 3) * _WIDE
 
 
 class Part(NamedTuple):
-    """Of the ``size`` elements of a parameter those from ``first`` on, ``last`` not included."""
+    """The elements of a parameter from ``first`` up to, but not including, ``last``, out of ``size``."""
 
     first: int
     last: int
@@ -86,16 +86,16 @@ class Part(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """Number of elements."""
         return self.last - self.first
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Those of ``tensor``, which is contiguous and has the parameter's elements; flat, without a copy."""
+        """These elements of ``tensor``, as a flat view. ``tensor`` is contiguous and has the parameter's elements."""
         return tensor.view(-1)[self.first : self.last]
 
 
 def parts_of(sizes: Sequence[int], begin: int, end: int) -> list[Part]:
-    """What each of some parameters, which lie one after another, has of the elements from ``begin`` up to ``end``."""
+    """The part of each parameter, stored one after another, that lies between the elements ``begin`` and ``end``."""
     found = []
     for size, stop in zip(sizes, accumulate(sizes), strict=True):
         first, last = (min(max(place - (stop - size), 0), size) for place in (begin, end))
@@ -104,14 +104,14 @@ def parts_of(sizes: Sequence[int], begin: int, end: int) -> list[Part]:
 
 
 class _Stretch(NamedTuple):
-    """Elements of a parameter that are next to each other, and given to the kernel as one tensor.
+    """Contiguous elements of a parameter that are passed to the kernel as one tensor.
 
     Args:
-        place: of the parameter.
-        begin, end: where they are in the flat states.
-        skipped: elements of the parameter's part before them.
-        lead, width: the group of ``width`` elements as a whole of which they are those after the first ``lead``; a width of 0:
-            they need no others for the kernel to compute them as with the rest of the parameter.
+        place: index of the parameter.
+        begin, end: range in the flat states.
+        skipped: number of elements of the parameter's part before them.
+        lead, width: they are the elements after the first ``lead`` in a group of ``width`` that is computed as a whole. Width
+            0: they need no others for the kernel to compute them as with the rest of the parameter.
     """
 
     place: int
@@ -122,11 +122,11 @@ class _Stretch(NamedTuple):
     width: int
 
     def of(self, gradient: Tensor) -> Tensor:
-        """Those of the gradient of the parameter's part."""
+        """These elements of the gradient of the parameter's part."""
         return gradient[self.skipped : self.skipped + self.end - self.begin]
 
     def widened(self, tensor: Tensor) -> Tensor:
-        """``tensor`` within its group, with zeros around it; ``tensor`` itself if it needs no others."""
+        """``tensor`` within its group, padded with zeros; ``tensor`` itself if no group is needed."""
         if not self.width:
             return tensor
         group = tensor.new_zeros(self.width)
@@ -155,11 +155,11 @@ class AdamStates:
     Args:
         adam: the settings.
         parameters: flat, those of the block one after another; (n,) in fp32 or a 16-bit type.
-        sizes: elements of each parameter of the block.
-        begin: how many of the block's elements come before the first of ``parameters``.
+        sizes: number of elements of each parameter of the block.
+        begin: number of elements of the block before the first of ``parameters``.
 
     Attributes:
-        parts: what is here of each parameter.
+        parts: the elements of each parameter that are here.
 
     In fp32 the parameters are their own master weights, wherever they are when :meth:`update` is called.
     """
@@ -169,40 +169,40 @@ class AdamStates:
         self.moments = torch.zeros(2, parameters.numel(), dtype=torch.float32, device=parameters.device)
         self.master = None if parameters.dtype is torch.float32 else parameters.float()
         self.parts = parts_of(sizes, begin, begin + parameters.numel())
-        # A GPU's kernel computes all elements in the same way.
+        # A GPU's kernel computes all elements in the same way, so no groups are needed.
         self._stretches = _stretches(self.parts, _JOINT if parameters.device.type == "cpu" else 1)
         self._steps = [0] * len(sizes)
-        # No larger than the largest parameter: a small block's scratch would be larger than all else that a pass needs.
+        # At most the largest parameter. Otherwise a small block's scratch would exceed everything else a pass needs.
         largest = max((part.elements for part in self.parts), default=0)
         self._piece = min(PIECES[parameters.device.type], -(-largest // _JOINT) * _JOINT)
         self._scratch_elements = 0 if self.master is None else min(self._piece, parameters.numel())
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What occupies memory."""
+        """The tensors that occupy memory."""
         return [self.moments] if self.master is None else [self.moments, self.master]
 
     def use(self, tensors: Sequence[Tensor]) -> None:
-        """Work with other tensors from now on, which have the values of :attr:`tensors`: their copies in another memory."""
+        """Use ``tensors`` from now on: copies of :attr:`tensors` in another memory, with the same values."""
         self.moments = tensors[0]
         self.master = tensors[1] if len(tensors) > 1 else None
 
     def scratch(self) -> Tensor:
-        """Room for a piece of gradients in fp32, which an update of 16-bit parameters needs."""
+        """Allocate scratch for a piece of gradients in fp32, which an update of 16-bit parameters needs."""
         return torch.empty(self._scratch_elements, dtype=torch.float32, device=self.moments.device)
 
     @torch.no_grad()
     def update(
         self, parameters: Tensor, gradients: Sequence[Tensor | None], scratch: Tensor, scale: Tensor | None = None
     ) -> None:
-        """One step.
+        """Run one optimizer step.
 
         Args:
-            parameters: (n,), receives the result; may be the memory of ``gradients`` itself if these are in 16 bit.
-            gradients: of each parameter's part, contiguous, in the type of ``parameters``; None: it does not change, as in
-                ``torch.optim``.
-            scratch: made by :meth:`scratch`.
-            scale: multiplies the gradients, in fp32, before; those in fp32 are changed in place.
+            parameters: (n,), receives the result; may share the memory of ``gradients`` if these are in 16 bit.
+            gradients: one per parameter's part, contiguous, in the type of ``parameters``. None: the parameter does not
+                change, as in ``torch.optim``.
+            scratch: a result of :meth:`scratch`.
+            scale: factor applied to the gradients first, in fp32; fp32 gradients are changed in place.
         """
         found = {place: gradient.view(-1) for place, gradient in enumerate(gradients) if gradient is not None}
         for place in found:
@@ -231,14 +231,14 @@ class AdamStates:
                 parameters[start:stop].copy_(weights)
 
     def saved(self, place: int) -> dict[str, Any]:
-        """Copies of a parameter's step count, and of its part's moments and master weights (if there are), flat on the CPU."""
+        """Copy a parameter's step count, and its part's moments and master weights (if any), flat on the CPU."""
         span = self._span(place)
         moments = {name: moment[span] for name, moment in zip(MOMENTS, self.moments, strict=True)}
         master = {} if self.master is None else {MASTER: self.master[span]}
         return {"step": self._steps[place]} | {name: tensor.to("cpu", copy=True) for name, tensor in (moments | master).items()}
 
     def load(self, place: int, saved: dict[str, Any]) -> None:
-        """Take over a parameter's part of what :meth:`saved` gave for all of it, in any shape."""
+        """Load a parameter's part of the result of :meth:`saved` for the whole parameter, in any shape."""
         span, part = self._span(place), self.parts[place]
         self._steps[place] = saved["step"]
         for name, moment in zip(MOMENTS, self.moments, strict=True):
@@ -247,12 +247,12 @@ class AdamStates:
             self.master[span].copy_(part.of(saved[MASTER].reshape(-1)))
 
     def _span(self, place: int) -> slice:
-        """Where a parameter's part is in the flat states."""
+        """The range of a parameter's part in the flat states."""
         begin = sum(part.elements for part in self.parts[:place])
         return slice(begin, begin + self.parts[place].elements)
 
     def _step(self, changing: Sequence[tuple[_Stretch, Tensor]], parameters: Tensor) -> None:
-        """All parameters that have a gradient, in one call of the kernel."""
+        """Update all parameters that have a gradient, in one call of the kernel."""
         stretches, gradients = [stretch for stretch, _ in changing], [gradient for _, gradient in changing]
         counts = {step: self._count(step) for step in {self._steps[stretch.place] for stretch in stretches}}
         weights, first, second = (
@@ -261,7 +261,7 @@ class AdamStates:
         self._kernel(stretches, weights, gradients, first, second, [counts[self._steps[s.place]] for s in stretches])
 
     def _runs(self, changing: Iterable[tuple[_Stretch, Tensor]]) -> list[list[tuple[_Stretch, Tensor]]]:
-        """Stretches next to each other that can be updated as one."""
+        """Group adjacent stretches that can be updated as one."""
         runs: list[list[tuple[_Stretch, Tensor]]] = []
         for stretch, gradient in changing:
             if (
@@ -277,7 +277,7 @@ class AdamStates:
         return runs
 
     def _count(self, step: int) -> Tensor:
-        """The CPU's kernel reads it on the host, the CUDA kernel on the device: four bytes that are no state."""
+        """A step count for the kernel, on the host for the CPU and on the device for CUDA: four bytes, not counted as state."""
         return torch.full((), step, dtype=torch.float32, device=self.moments.device)
 
     def _kernel(
@@ -289,7 +289,7 @@ class AdamStates:
         second: list[Tensor],
         counts: list[Tensor],
     ) -> None:
-        """AdamW's kernel on weights, gradients, first and second moments, and step counts of ``stretches``."""
+        """Call AdamW's kernel on weights, gradients, first and second moments, and step counts of ``stretches``."""
         adam, changed = self.adam, (weights, first, second)
         weights, gradients, first, second = (
             [stretch.widened(tensor) for stretch, tensor in zip(stretches, each, strict=True)]

@@ -1,6 +1,6 @@
-"""What the GPU's passes do: forward, loss, recomputation and backward, and the moving of what a pass keeps for backward.
+"""The GPU's passes: forward, loss, recomputation and backward, and the movement of what a pass keeps for backward.
 
-What is kept can be moved; parameters are kept by name only, because they may be elsewhere by the time of backward.
+Kept tensors can be moved. Parameters are kept by reference only, because they may be elsewhere by the time of backward.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from autohete.runtime.partition import BlockCall, ForwardPass, Partition, check_
 from autohete.runtime.states import States
 from autohete.schedule import HOST_MEMORY, Kind, Schedule, Value
 
-#: A block with such tasks needs in backward what may have moved since its forward.
+#: Backward of a block with such tasks needs values that may have moved since its forward.
 _MOVING = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD, Kind.OFFLOAD_ACTIVATIONS}
 
 
-#: What a selective forward keeps: results of linear layers, which take the most time, but not of other matrix products, for
-#: those of attention are its scores.
+#: What a selective forward keeps: results of linear layers, which take the most time. Other matrix products are not kept: those
+#: of attention are its scores.
 _KEPT_RESULTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-#: And of FlashAttention, which takes its probability of dropout as its fourth argument. Where that draws random numbers it is
-#: computed again, so that what follows draws the same.
+#: FlashAttention is kept as well. Its fourth argument is its dropout probability. If it draws random numbers, it is recomputed,
+#: so that later operations draw the same ones.
 _FLASH_ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -43,7 +43,7 @@ _FLASH_ATTENTION = (
 
 
 def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For a forward that keeps the results of some operations, and for the recomputation that takes them."""
+    """Contexts for a forward that keeps the results of some operations, and for the recomputation that uses them."""
 
     def keeps(context: Any, operation: object, *args: Any, **kwargs: Any) -> bool:
         if operation in _FLASH_ATTENTION:
@@ -55,9 +55,9 @@ def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[An
 
 
 class _Cut(torch.autograd.Function):
-    """Where a block's graph ends: hands its input on, and catches the gradient of it.
+    """Boundary of a block's graph: passes its input on, and captures the gradient of it.
 
-    A leaf would do the same, but keep its memory for as long as the graph lives, also when what the block saved has moved.
+    A leaf would do the same, but would keep its memory as long as the graph lives, even after what the block saved has moved.
     """
 
     @staticmethod
@@ -73,12 +73,12 @@ class _Cut(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of a block, or a recomputation, as its task says by the buffers that it allocates and frees.
+    """A forward of a block, or a recomputation, derived from the buffers that its task allocates and frees.
 
     Args:
-        keeps_all: it keeps what backward needs.
-        selects: it keeps what takes long to compute.
-        keeps_input: it keeps the input, at least.
+        keeps_all: it keeps everything backward needs.
+        selects: it keeps what is slow to compute.
+        keeps_input: it keeps at least the input.
         hands_on: its output is the input of the block above, which runs next.
     """
 
@@ -89,7 +89,7 @@ class _Forward:
 
 
 def _forwards_of(schedule: Schedule, blocks: int) -> list[list[_Forward]]:
-    """Of each block, in their order; those of all micro-batches are alike."""
+    """The forwards of each block, in order. They are the same for all micro-batches."""
     found: list[list[_Forward]] = [[] for _ in range(blocks)]
     for task in schedule.tasks:
         unit = task.id.unit
@@ -103,7 +103,7 @@ def _forwards_of(schedule: Schedule, blocks: int) -> list[list[_Forward]]:
 
 @dataclass(slots=True)
 class _Transit:
-    """What one pass leaves for the next: the model's forward where it has stopped, and a result of the GPU's.
+    """What one pass leaves for the next: the suspended forward of the model, and a result of the GPU.
 
     ``redone`` is the output of a recomputation within a segment.
     """
@@ -128,16 +128,16 @@ class _Transit:
 
 
 class _Kept:
-    """What a block keeps from forward to forward beside its parameters.
+    """What a block keeps from forward to forward in addition to its parameters.
 
     Args:
         partition: the model, cut into blocks.
-        i: the block.
+        i: index of the block.
 
     Attributes:
-        changing, unchanging: its buffers.
-        copies: of those that a forward changes, with room for their values before it.
-        attributes: those that hold tensors of a forward.
+        changing, unchanging: buffers that a forward changes, and the others.
+        copies: the changing buffers, with memory for their values before the forward.
+        attributes: attributes that hold tensors of a forward.
     """
 
     def __init__(self, partition: Partition, i: int) -> None:
@@ -150,11 +150,11 @@ class _Kept:
         self.attributes = [(holders[module], key) for module, key in names if module in holders]
 
     def make_copies(self) -> None:
-        """Make room for the values of what changes."""
+        """Allocate the copies of the changing buffers."""
         self.copies = [(place, torch.empty_like(place.value)) for place in self.changing]
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is kept now, and is no parameter."""
+        """The tensors kept now that are not parameters."""
         yield from (place.value for place in self.changing)
         yield from (then for _, then in self.copies)
         for holder, key in self.attributes:
@@ -162,20 +162,21 @@ class _Kept:
 
 
 class Passes:
-    """The passes of a training.
+    """The passes of a training run.
 
     Args:
-        partition: the model, cut into blocks; intercepted while its forward is under way, so that between the iterations
-            the caller's model is as it was.
+        partition: the model, cut into blocks. It is intercepted only during its forward, so the caller's model is unmodified
+            between iterations.
         states: its model states.
-        loss: of logits and targets.
+        loss: function of logits and targets.
         memories: where tensors live.
 
     Attributes:
-        batches: by iteration and micro-batch, to be given before it begins.
-        losses: by iteration, as they become known; of several micro-batches the mean.
-        skipped: iterations whose loss or gradients were not finite, with where that was seen first; they update nothing more.
-        skips_gradients: go on after gradients that are not finite; only where all updates wait for the whole backward.
+        batches: by iteration and micro-batch; to be given before the iteration begins.
+        losses: by iteration, as they become known. With several micro-batches, the mean.
+        skipped: iterations with a non-finite loss or gradient, with the first place where it occurred. They update nothing
+            more.
+        skips_gradients: continue after non-finite gradients. Only possible if all updates wait for the whole backward.
     """
 
     def __init__(self, partition: Partition, states: States, loss: Loss, memories: Memories) -> None:
@@ -185,55 +186,55 @@ class Passes:
         self.losses: dict[int, float] = {}
         self.skipped = states.gate.skipped
         self.skips_gradients = False
-        #: Addresses of what is neither trained nor moved.
+        #: Addresses of storages that are neither trained nor moved.
         self._lasting: set[int] = set()
         self._kept = [_Kept(partition, i) for i in range(partition.last + 1)]
         self._passes = _forwards_of(states.schedule, partition.last + 1)
         self._interception = ExitStack()
-        #: The blocks' own.
+        #: The blocks' original forwards.
         self._forwards: list[Callable[..., Any]] = []
         self._transit = _Transit()
-        #: Block and place of the gradients that the backward under way has found.
+        #: Block and parameter index of the gradients found by the current backward.
         self._found: list[tuple[int, int]] = []
         self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=memories.torch_device)
 
     @property
     def in_transit(self) -> Tensor | None:
-        """What the last pass of the GPU has left for the next."""
+        """The tensor that the last pass of the GPU has left for the next."""
         return self._transit.tensor
 
     def keeps(self, tensor: Tensor | None, i: int) -> bool:
-        """Whether the memory of ``tensor`` is among what block ``i`` keeps for backward."""
+        """Whether the storage of ``tensor`` is among those that block ``i`` keeps for backward."""
         if tensor is None:
             return False
         return tensor.untyped_storage().data_ptr() in (saved.untyped_storage().data_ptr() for saved in self._saved_by(i))
 
     def _saved_by(self, i: int) -> list[Tensor]:
-        """What block ``i`` keeps on the device for backward."""
+        """The tensors that block ``i`` keeps on the device for backward."""
         block = self.states.blocks[i]
         if self.states.kinds[i] & _MOVING:
             return [saved.value for saved in block.still_saved() if isinstance(saved.value, Tensor)]
         return list(_saved(block.root))
 
     def make_room(self) -> None:
-        """Allocate what lasts as long as the training, once the buffers are where they stay: copies for recomputation."""
+        """Allocate copies for recomputation, which live as long as the training. Call it once the buffers are in place."""
         self._lasting = _addresses(self.partition.lasting)
         for kept, forwards in zip(self._kept, self._passes, strict=True):
             if len(forwards) > 1:
                 kept.make_copies()
 
     def give(self, iteration: int, *batches: Batch) -> None:
-        """The batches of an iteration, one for each micro-batch."""
+        """Set the batches of an iteration, one for each micro-batch."""
         assert len(batches) == self.micro_batches, "a batch for each micro-batch"
         self.batches |= {(iteration, micro_batch): batch for micro_batch, batch in enumerate(batches)}
 
     def forget(self) -> None:
-        """Let go of what is under way."""
+        """Discard the passes in progress."""
         self._transit = _Transit()
         self._interception.close()
 
     def forward(self, i: int) -> None:
-        """Compute the block; keep its graph, or only its input and the random state if it will be recomputed."""
+        """Compute the block. Keep its graph, or only its input and the random state if it will be recomputed."""
         self._forward(i)
         self._leave_out(i)
 
@@ -246,7 +247,7 @@ class Passes:
             with torch.enable_grad(), self._saving(0):
                 first = transit.forward.start(inputs)
             block.root = _edge(first.hidden)
-            if self.memories.device is not None:  # what lasts until the last block: see Partition.lasting_bytes
+            if self.memories.device is not None:  # it lives until the last block: see Partition.lasting_bytes
                 self.memories.device.forget_group(WORKSPACE, but=(first.hidden, *self._saved_by(0)))
             transit.call = replace(first, hidden=first.hidden.detach())
             return
@@ -278,7 +279,7 @@ class Passes:
                 transit.forward.let_go()
 
     def recompute(self, i: int) -> None:
-        """Forward again from the checkpoint, with the random states and buffers that it had; those of now stay."""
+        """Run forward again from the checkpoint, with its random state and buffers; the current ones are preserved."""
         block, transit = self.states.blocks[i], self._transit
         assert block.checkpoint is not None
         (call, random), block.checkpoint = block.checkpoint, None
@@ -292,7 +293,7 @@ class Passes:
                 random.restore()
             for place, then in self._kept[i].copies:
                 undo.callback(place.holder.__setitem__, place.key, place.value)
-                # A forward changes it, and the next recomputation needs it as it was.
+                # A forward changes the buffer, and the next recomputation needs the old value.
                 place.holder[place.key] = then if now.keeps_all else then.clone()
             if now.keeps_all:
                 result = self._compute_with_graph(i, call)
@@ -309,7 +310,7 @@ class Passes:
         block.checkpoint = (call if forward.keeps_input else _without_input(call), random)
 
     def compute_loss(self, i: int) -> None:
-        """Loss of a micro-batch, and the gradient of the iteration's loss, which is the mean, by its logits."""
+        """Compute the loss of a micro-batch, and the gradient of the iteration's mean loss with respect to its logits."""
         batch = self.batches.pop(self._turn)
         assert self._transit.logits is not None
         logits, self._transit.logits = self._transit.logits.requires_grad_(), None
@@ -321,24 +322,24 @@ class Passes:
             (self._transit.gradient,) = torch.autograd.grad(share, logits)
         value = loss.item()
         if not math.isfinite(value):
-            with torch._C.DisableTorchFunctionSubclass():  # what a graph keeps may be a parameter, which a loss must not use
+            with torch._C.DisableTorchFunctionSubclass():  # a graph may keep a parameter, which a loss must not use
                 self.skipped[self._iteration] = self._first_not_finite()
         self.losses[self._iteration] = self.losses.get(self._iteration, 0.0) + value / self.micro_batches
 
     def backward(self, i: int) -> None:
-        """Gradients of the block's parameters, and of its input for the block below.
+        """Compute gradients of the block's parameters, and of its input for the block below.
 
         Raises:
-            NonFiniteGradientError: one of them is NaN or infinite, and the iteration cannot be skipped.
+            NonFiniteGradientError: a gradient is NaN or infinite, and the iteration cannot be skipped.
         """
         block = self.states.blocks[i]
         incoming, self._transit.gradient = self._transit.gradient, None
         self.memories.current.alive += [block.root, block.still_saved()]
         if block.root is not None and incoming is not None:
-            with torch.autograd.set_multithreading_enabled(False):  # on CUDA, too, in this thread, whose task it is
-                # What it needs stays until it has ended, which is when the schedule frees it. Freed bit by bit, the peak falls
-                # by 0.1 to 1 %, but what is left when a copy arrives would depend on the moment. A graph that an attribute of
-                # the model holds would live on.
+            with torch.autograd.set_multithreading_enabled(False):  # run in this thread, which owns the task, on CUDA too
+                # Keep what backward needs until it has ended, which is when the schedule frees it. Incremental freeing would
+                # lower the peak by 0.1 to 1 %, but the memory left when a copy arrives would depend on timing. A graph held by
+                # an attribute of the model would stay alive.
                 retain = not any(tensor.grad_fn for tensor in self._kept[i].tensors())
                 torch.autograd.backward([block.root], [incoming], retain_graph=retain)
             self._transit.gradient = block.arrived.pop() if block.arrived else None
@@ -350,7 +351,7 @@ class Passes:
             self._refuse(*found[bad])
 
     def _refuse(self, i: int, place: int) -> None:
-        """Let the gradients of this iteration change nothing more."""
+        """Prevent the gradients of this iteration from changing anything more."""
         parameter = self.states.blocks[i].parameters[place]
         name = next(name for name, other in self.partition.model.named_parameters() if other is parameter)
         where = f"the gradient of {name} (block {i})"
@@ -373,7 +374,7 @@ class Passes:
             )
 
     def receiver(self, i: int, place: int) -> Callable[[Tensor], None]:
-        """Called with a parameter whose gradient a backward has found: collects it."""
+        """Return a hook for a parameter whose gradient a backward has found. The hook collects the gradient."""
 
         def receive(parameter: Tensor) -> None:
             if not self.memories.current.task:
@@ -391,14 +392,14 @@ class Passes:
         return receive
 
     def copy_activations(self, i: int, source: str, target: str) -> None:
-        """What backward needs, from one memory into new places in another."""
+        """Copy what backward needs from one memory to new places in another."""
         if target == HOST_MEMORY:
             self._offload_activations(i)
         else:
             self._fetch_activations(i)
 
     def _offload_activations(self, i: int) -> None:
-        """What backward needs, to the host: each storage once, however many saved tensors lie in it."""
+        """Copy what backward needs to the host: each storage once, even if several saved tensors are views of it."""
         block, memories = self.states.blocks[i], self.memories
         if block.checkpoint is not None:
             call, random = block.checkpoint
@@ -408,7 +409,7 @@ class Passes:
             tensor = saved.value
             assert isinstance(tensor, Tensor)
             if tensor.device.type != memories.torch_device.type:
-                continue  # a seed that attention keeps on the host
+                continue  # a random seed that attention keeps on the host
             memories.current.alive.append(tensor)
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
@@ -420,7 +421,7 @@ class Passes:
             saved.value = MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _fetch_activations(self, i: int) -> None:
-        """What backward needs, back to the device."""
+        """Copy what backward needs back to the device."""
         block, memories = self.states.blocks[i], self.memories
         memories.current.alive.append(block.moved)
         back: dict[int, Tensor] = {}
@@ -441,7 +442,7 @@ class Passes:
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:
-        """Logits of ``inputs``, without training; blocks come to the device one at a time."""
+        """Compute logits of ``inputs`` without training. Blocks are on the device one at a time."""
         last, present = self.partition.last, self.states.present
         with self.partition.intercepted() as forwards, present(0), present(last):
             forward = ForwardPass(self.partition.model)
@@ -455,7 +456,7 @@ class Passes:
 
     @property
     def _turn(self) -> tuple[int, int]:
-        """Iteration and micro-batch."""
+        """Current iteration and micro-batch."""
         return self.memories.current.iteration, self.memories.current.micro_batch
 
     @property
@@ -463,15 +464,15 @@ class Passes:
         return self.memories.current.iteration
 
     def _leave_out(self, i: int) -> None:
-        """Count what a forward of block ``i`` keeps no longer: it is part of the partition's lasting bytes."""
+        """Stop counting what a forward of block ``i`` keeps: it is part of the partition's lasting bytes."""
         self.memories.leave_out(self._kept[i].tensors())
 
     @contextmanager
     def _remembered(self, i: int) -> Iterator[None]:
-        """Copy what a forward of block ``i`` changes, before it does.
+        """Copy the buffers that a forward of block ``i`` changes, before it changes them.
 
         Raises:
-            InputError: it has changed another buffer, too.
+            InputError: it has changed another buffer as well.
         """
         for place, then in self._kept[i].copies:
             if place.value.shape != then.shape:
@@ -491,7 +492,7 @@ class Passes:
         replay, block.replay = block.replay or nullcontext(), None
         with torch.enable_grad(), self._saving(i, tensors_in((call.args, call.kwargs))):
             cut = self._cut(block, call.hidden)
-            with replay:  # the block's own operations alone, as in its forward
+            with replay:  # only the block's own operations, as in its forward
                 result = call.on(self._forwards[i - 1], cut)
         block.root = _edge(hidden_of(result))
         return with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)
@@ -503,7 +504,7 @@ class Passes:
 
     @contextmanager
     def _saving(self, i: int, beside: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Keep what backward needs where it can be moved, if anything of the block moves before its backward.
+        """Keep what backward needs in movable form, if anything of the block moves before its backward.
 
         Buffers, frozen parameters and ``beside`` stay where they are.
         """
@@ -520,7 +521,7 @@ class Passes:
         def pack(tensor: Tensor) -> object:
             if begin <= tensor.data_ptr() < end:
                 return (tensor.size(), tensor.stride(), tensor.storage_offset())
-            tensor = tensor.detach()  # what knows the graph that knows it would never be free
+            tensor = tensor.detach()  # break the reference cycle with the graph, or it would never be freed
             if tensor.untyped_storage().data_ptr() in staying:
                 return tensor
             saved = Saved(tensor)
@@ -541,7 +542,7 @@ class Passes:
             yield
 
     def _first_not_finite(self) -> str:
-        """Where values that are not finite begin: only called when it is too late to be quick."""
+        """Locate the first non-finite values. Slow; called only after a failure."""
         for i, block in enumerate(self.states.blocks):
             flat = block.device.parameters
             if flat is not None and not torch.isfinite(flat).all():
@@ -553,22 +554,22 @@ class Passes:
 
 
 def _without_input(call: BlockCall) -> BlockCall:
-    """The same call, but for its hidden states, which are elsewhere."""
+    """The same call without its hidden states, which are elsewhere."""
     return replace(call, hidden=call.hidden.new_empty(0))
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Where the storages of ``tensors`` are; nothing for those that have no memory."""
+    """Addresses of the storages of ``tensors``, without those that have no memory."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
-    """Where backward from ``tensor`` begins, without keeping its memory."""
+    """The start of backward from ``tensor``, without keeping its memory."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def _saved(root: GradientEdge | None) -> Iterator[Tensor]:
-    """What a graph keeps for its backward."""
+    """The tensors that a graph keeps for its backward."""
     nodes: list[Node | None] = [None if root is None else root.node]
     seen: set[Node] = set()
     while nodes:

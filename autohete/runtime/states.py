@@ -1,8 +1,8 @@
-"""Where the model states of each block are, what copies and updates do with them, and how they are taken over and given back.
+"""Model states: where those of each block are, what copies and updates do with them, and how they are taken over and returned.
 
-A block's parameters are in one flat buffer on the device (none while they are offloaded), their copy on the host, master
-weights and moments on the side that updates them. Where both sides update a part of a block, the device has the states of the
-first elements, and the host has the states, gradients and copy of the others.
+A block's parameters are in one flat buffer on the device (none while they are offloaded), with a copy on the host. Master
+weights and moments are on the side that updates. If both sides update a part of a block, the device has the states of the first
+elements; the host has the states, gradients and copy of the others.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from autohete.schedule import (
 )
 from autohete.schedule.order import delayed_units
 
-#: What a saved state calls a parameter's values, and the gradient that a delayed update has not applied yet.
+#: Keys in a saved state for a parameter's values, and for the gradient that a delayed update has not applied yet.
 VALUES, GRADIENT = "values", "gradient"
 _PREFETCHES = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}
 _UPDATES = {Kind.GPU_UPDATE, Kind.CPU_UPDATE}
-#: What a block that both sides update has only in whole: parameters and states that leave, sums of gradients on the host.
+#: Kinds that need a whole block, so not one that both sides update: parameters or states that leave, sums on the host.
 _OF_WHOLE_BLOCKS = {Kind.ACCUMULATE, *COPIES} - {
     Kind.OFFLOAD_GRADIENTS,
     Kind.REFRESH,
@@ -48,19 +48,19 @@ _OF_WHOLE_BLOCKS = {Kind.ACCUMULATE, *COPIES} - {
 
 
 class States:
-    """The model states of a training. Takes the parameters over in :meth:`take_over`, until :meth:`give_back`.
+    """The model states of a training run. It owns the parameters from :meth:`take_over` to :meth:`give_back`.
 
     Args:
         owned: trained parameters of each block.
-        schedule: tells by its tasks and buffers where each block's states live.
+        schedule: its tasks and buffers define where each block's states live.
         adam: the optimizer's settings.
         memories: where they live.
         clipping: how gradients are scaled before an update.
-        poison: overwrite what is released with NaN, so that a schedule that still reads it is noticed.
+        poison: overwrite released parameters with NaN, so that a schedule that still reads them is detected.
 
     Attributes:
         schedule: as given.
-        gate: asked before each update, with the iteration whose gradients it takes.
+        gate: called before each update, with the iteration whose gradients it uses.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class States:
         poison: bool,
     ) -> None:
         self.adam, self.memories, self.clipping, self.gate = adam, memories, clipping, UpdateGate()
-        #: Settings of single iterations, where they are others.
+        #: Settings of single iterations, if different.
         self.adam_at: dict[int, Adam] = {}
         self.schedule, self._poison = schedule, poison
         self.kinds = _kinds_of_blocks(schedule, len(owned))
-        #: A slot has room for the gradient, too: the schedule gives such a gradient no bytes of its own.
+        #: A slot also holds the gradient, which then has no bytes of its own in the schedule.
         self._gradients_in_slots = any(
             (buffer.id.value, buffer.id.unit) == (Value.GRADIENTS, task.id.unit)
             and not buffer.size_bytes
@@ -89,7 +89,7 @@ class States:
         self._delayed = delayed_units(schedule)
         norms = (task for task in schedule.tasks if task.id.kind is Kind.GRADIENT_NORM)
         self._norm_on_host = {task.id.unit for task in norms if task.lane == CPU}
-        #: The memories that each block's optimizer states pass, from where they rest to where they are updated.
+        #: The memories on the way of each block's optimizer states, from where they rest to where they are updated.
         self._state_ways = [_way_of_states(kinds) for kinds in self.kinds]
         self._files = Files()
         self.blocks = [Block(parameters, memories.torch_device) for parameters in owned]
@@ -99,7 +99,7 @@ class States:
         self._buffers: list[Tensor] = []
 
     def take_over(self) -> None:
-        """Bring the states to where the first iteration expects them; the modules' own memory is free from here on."""
+        """Bring the states to where the first iteration expects them. This frees the modules' own memory."""
         self._slots = self._make_slots()
         sizes = self._resident_bytes(Value.POLICY_BUFFERS)
         self._buffers = [self.memories.on_device(size, torch.uint8, "policy_buffers") for size in sizes]
@@ -107,11 +107,11 @@ class States:
             self._take_over(i, block)
 
     def give_back(self) -> None:
-        """Give the modules their parameters back, with their trained values, each in host memory of its own."""
+        """Return the parameters to the modules, with their trained values, each in its own host memory."""
         self.memories.settle()
         for i, block in enumerate(self.blocks):
             if block.device.parameters is None and block.host.parameters is None:
-                continue  # taking over has failed before it
+                continue  # take_over failed before this block
             for place, parameter in enumerate(block.parameters):
                 parameter.data = self.values(i, place)
                 parameter.grad = None
@@ -121,15 +121,15 @@ class States:
         self._slots, self._buffers = None, []
         self._files.close()
 
-    # --- between the steps, when every update has ended
+    # --- between steps, after every update has ended
 
     def values(self, i: int, place: int) -> Tensor:
-        """The current values of a parameter of block ``i``, in its shape and type, copied to host memory of their own."""
-        # Master weights are rounded as the update has rounded them.
+        """The current values of a parameter of block ``i``, in its shape and type, copied to new host memory."""
+        # Master weights are rounded in the same way as by the update.
         return self._trained(i, place, self.blocks[i].dtype)
 
     def assign(self, i: int, place: int, values: Tensor) -> None:
-        """Give a parameter of block ``i`` other ``values`` wherever it is; what does not change keeps its master weight."""
+        """Set the values of a parameter of block ``i`` wherever it is. Unchanged elements keep their master weights."""
         block = self.blocks[i]
         changed = _bits(values) != _bits(self.values(i, place))
         if not changed.any():
@@ -141,7 +141,7 @@ class States:
         self.memories.settle()
 
     def saved(self, i: int, place: int) -> dict[str, Any]:
-        """Copies of a parameter's values and optimizer states, in its shape; the gradient, too, if its update is delayed."""
+        """Copy a parameter's values and optimizer states, in its shape; also the gradient, if its update is delayed."""
         block = self.blocks[i]
         found: dict[str, Any] = {VALUES: self.values(i, place)}
         for side in self._updating_sides(i):
@@ -153,7 +153,7 @@ class States:
         return {name: value.view(block.shapes[place]) if isinstance(value, Tensor) else value for name, value in found.items()}
 
     def load(self, i: int, place: int, saved: dict[str, Any]) -> None:
-        """Take over what :meth:`saved` gave."""
+        """Load the result of :meth:`saved`."""
         block = self.blocks[i]
         for side in self._updating_sides(i):
             _optimizer(side).load(place, saved)
@@ -168,13 +168,13 @@ class States:
         self.memories.settle()
 
     def delays(self, i: int) -> bool:
-        """Whether block ``i`` is updated with the gradients of the step before."""
+        """Whether block ``i`` is updated with the gradients of the previous step."""
         return i in self._delayed
 
     def parameters(self) -> list[Tensor]:
-        """A copy of every trained parameter in block order, wherever it is: of its master weight where there is one.
+        """A copy of every trained parameter in block order, wherever it is; of its master weight, if it has one.
 
-        Call it when every update has ended.
+        Call it after every update has ended.
         """
         wide = torch.float32
         found = [self._trained(i, place, wide) for i, block in enumerate(self.blocks) for place in range(len(block.parameters))]
@@ -183,7 +183,7 @@ class States:
 
     @contextmanager
     def present(self, i: int) -> Iterator[None]:
-        """Have the parameters of block ``i`` on the device for a while."""
+        """Hold the parameters of block ``i`` on the device during the context."""
         if self.blocks[i].device.parameters is not None:
             yield
             return
@@ -202,7 +202,7 @@ class States:
         for parameter, view in zip(block.parameters, block.views(flat), strict=True):
             view.copy_(parameter.detach())
             parameter.data = torch.empty(0, dtype=block.dtype, device="cpu")
-            parameter.grad = None  # a step begins without gradients
+            parameter.grad = None  # a step starts without gradients
         try:
             self._place_states(i, block, flat)
         except BaseException:
@@ -235,11 +235,11 @@ class States:
             block.device.parameters = self._place_for(i).copy_(flat)
 
     def _cut_of(self, i: int) -> int:
-        """How many elements of block ``i`` the device updates, as the schedule says by the bytes of their states, if both sides
-        update a part; 0: one side updates all.
+        """Number of elements of block ``i`` that the device updates if both sides update a part, derived from the bytes of
+        their states in the schedule; 0: one side updates all.
 
         Raises:
-            ScheduleError: the schedule does not say it, or moves what a block can only move as a whole.
+            ScheduleError: the schedule does not define it, or moves what such a block can only move as a whole.
         """
         kinds, block = self.kinds[i], self.blocks[i]
         if not kinds >= _UPDATES:
@@ -263,22 +263,22 @@ class States:
         return size // of_each
 
     def _updating_sides(self, i: int) -> list[Side]:
-        """The device before the host, which has the later elements."""
+        """The sides that update the block: the device before the host, which has the later elements."""
         block, kinds = self.blocks[i], self.kinds[i]
         if block.cut:
             return [block.device, block.host]
         return [block.host if Kind.CPU_UPDATE in kinds else block.device]
 
     def _newest(self, i: int) -> list[tuple[Tensor, int]]:
-        """What of block ``i`` is up to date when every update has ended: flat tensors, each with its first element's place.
+        """The up-to-date data of block ``i`` after every update: flat tensors, each with the index of its first element.
 
-        Master weights where there are some: a gradient may have taken the parameters' place.
+        Master weights, if there are any: a gradient may have overwritten the parameters.
         """
         block = self.blocks[i]
         found = []
         for side in self._updating_sides(i):
             optimizer, begin = _optimizer(side), block.cut if side is block.host else 0
-            # The side that updates is right; what it updates on the device may have been written back and released.
+            # The updating side is current; what it updates on the device may have been written back and released.
             here = block.host.parameters if side.parameters is None else side.parameters
             flat = here if optimizer.master is None else optimizer.master
             assert flat is not None
@@ -286,13 +286,13 @@ class States:
         return found
 
     def _copies(self, i: int) -> list[tuple[Tensor, int]]:
-        """The flat parameters of block ``i`` in all memories, each with the place of its first element."""
+        """The flat parameters of block ``i`` in all memories, each with the index of its first element."""
         block = self.blocks[i]
         places = ((block.host.parameters, block.cut), (block.device.parameters, 0))
         return [(flat, begin) for flat, begin in places if flat is not None]
 
     def _trained(self, i: int, place: int, dtype: torch.dtype) -> Tensor:
-        """The newest values of a parameter of block ``i``, in its shape, copied to host memory of their own."""
+        """The newest values of a parameter of block ``i``, in its shape, copied to new host memory."""
         block = self.blocks[i]
         found = torch.empty(block.shapes[place], dtype=dtype, device="cpu")
         for flat, begin in self._newest(i):
@@ -300,14 +300,14 @@ class States:
             found.view(-1)[part].copy_(there)
         return found
 
-    # --- room on the device
+    # --- memory on the device
 
     def _resident_bytes(self, value: Value) -> list[int]:
-        """Sizes of the buffers of ``value`` that are on the device all the time."""
+        """Sizes of the buffers of ``value`` that are permanently on the device."""
         return [b.size_bytes for b in self.schedule.resident if b.id.value is value and b.memory == GPU_MEMORY]
 
     def _make_slots(self) -> list[Tensor] | None:
-        """Preallocated places for fetched parameters, each as large as the largest block that leaves."""
+        """Preallocated slots for fetched parameters, each as large as the largest block that leaves."""
         total = sum(self._resident_bytes(Value.PARAMETER_SLOTS))
         if not total:
             return None
@@ -316,7 +316,7 @@ class States:
         return [self.memories.on_device(slot, torch.uint8, "parameter_slots") for _ in range(total // slot)]
 
     def _place_for(self, i: int) -> Tensor:
-        """Room on the device for the parameters of block ``i``."""
+        """Device memory for the parameters of block ``i``."""
         block = self.blocks[i]
         if self._slots is None or not self.kinds[i] & _PREFETCHES:
             return self.memories.on_device(block.elements, block.dtype, "parameters")
@@ -325,15 +325,15 @@ class States:
         return self._slots.pop()[: block.elements * block.dtype.itemsize].view(block.dtype)
 
     def poison(self, i: int) -> None:
-        """Overwrite the parameters of block ``i`` on the device, if that is wanted, before they are released."""
+        """If enabled, overwrite the parameters of block ``i`` on the device before they are released."""
         flat = self.blocks[i].device.parameters
         if self._poison and flat is not None:
             flat.fill_(torch.nan)
 
     def release(self, i: int) -> None:
-        """Let go of the place that the parameters of block ``i`` have on the device, if they have one.
+        """Release the device memory of the parameters of block ``i``, if any.
 
-        Whoever releases them has waited for all work on them: another lane may take the place at once.
+        The caller must have waited for all work on them: another lane may reuse the memory at once.
         """
         block = self.blocks[i]
         flat = block.device.parameters
@@ -345,10 +345,10 @@ class States:
         block.bind()
 
     def make_gradients(self, i: int) -> None:
-        """Make room on the device for the gradients of block ``i``: in its slot, or wherever autograd makes them."""
+        """Provide device memory for the gradients of block ``i``: in its slot, or wherever autograd allocates them."""
         block = self.blocks[i]
         side = block.device
-        if side.gradients:  # those of the micro-batch before
+        if side.gradients:  # those of the previous micro-batch
             side.sums = side.gradients, side.reserved
         side.gradients = [None] * len(block.parameters)
         if self._gradients_in_slots and self.kinds[i] & _PREFETCHES:
@@ -358,14 +358,14 @@ class States:
             flat = torch.empty(0, dtype=block.dtype, device=side.parameters.device)
             side.places = block.views(flat.set_(storage, half, (block.elements,), (1,)))
         else:
-            # All of it from now on, as the schedule says, so that memory does not depend on the order of gradients.
+            # Reserve all of it now, like the schedule, so that memory does not depend on the order of gradients.
             side.reserved = self.memories.reserve(block.elements * block.dtype.itemsize, "gradients")
 
     def take_gradient(self, i: int, place: int, gradient: Tensor) -> None:
-        """Keep what a backward has found for a parameter; add it up for a matrix that two blocks share.
+        """Keep the gradient that a backward has found for a parameter. Accumulates for a matrix that two blocks share.
 
         Raises:
-            ScheduleError: the schedule has no room for it yet.
+            ScheduleError: the schedule has no memory for it yet.
             InputError: the gradient is sparse.
         """
         side = self.blocks[i].device
@@ -386,7 +386,7 @@ class States:
             side.gradients[place] = side.places[place].copy_(gradient)
         else:
             if gradient.untyped_storage().nbytes() != gradient.nbytes or not gradient.is_contiguous():
-                gradient = gradient.clone(memory_format=torch.contiguous_format)  # not the whole of what it is a part of
+                gradient = gradient.clone(memory_format=torch.contiguous_format)  # not the whole tensor it is a part of
             self.memories.forget(gradient)
             side.gradients[place] = gradient
         side.iteration = self.memories.current.iteration
@@ -396,7 +396,7 @@ class States:
         side.gradients, side.places, side.reserved = [], [], None
 
     def add_gradients(self, i: int) -> None:
-        """Add the finished gradients of a micro-batch to those of the ones before, in the order in which PyTorch does."""
+        """Add the finished gradients of a micro-batch to the sums of the previous ones, in the same order as PyTorch."""
         side = self.blocks[i].device
         assert side.sums is not None
         sums, reserved = side.sums
@@ -405,7 +405,7 @@ class States:
         side.gradients, side.reserved, side.sums = sums, reserved, None
 
     def add_arrived(self, i: int) -> None:
-        """Likewise on the host."""
+        """The same on the host, for gradients that have arrived there."""
         side = self.blocks[i].host
         if self.memories.current.micro_batch not in side.arrived:
             raise ScheduleError(f"{self.memories.current.task} adds gradients that have not been copied to the host")
@@ -417,7 +417,7 @@ class States:
         _add(side.gradients, arrived)
 
     def replace_parameters(self, i: int) -> None:
-        """Let the finished gradients of block ``i`` take the place of its parameters."""
+        """Overwrite the parameters of block ``i`` with its finished gradients."""
         side = self.blocks[i].device
         assert side.parameters is not None
         places = self.blocks[i].views(side.parameters)
@@ -430,17 +430,17 @@ class States:
     # --- updates
 
     def measure_gradients(self, i: int) -> None:
-        """Take the norms of the block's gradients where they are complete."""
+        """Compute the norms of the block's gradients where they are complete."""
         block = self.blocks[i]
         side = block.host if i in self._norm_on_host else block.device
         self.clipping.measure(self.memories.current.iteration, i, side.gradients)
 
     def clip(self, i: int) -> None:
-        """Find from all norms by how much this iteration's gradients are scaled."""
+        """Compute the scale of this iteration's gradients from all norms."""
         self.clipping.combine(self.memories.current.iteration)
 
     def gpu_update(self, i: int) -> None:
-        """AdamW on the device's states."""
+        """Run AdamW on the device's states."""
         side = self.blocks[i].device
         parts = _optimizer(side).parts
         here = [None if gradient is None else part.of(gradient) for part, gradient in zip(parts, side.gradients, strict=True)]
@@ -448,7 +448,7 @@ class States:
         self._drop_gradients(side)
 
     def cpu_update(self, i: int) -> None:
-        """AdamW on the host's states, and the new parameters into the host's copy."""
+        """Run AdamW on the host's states, and write the new parameters to the host's copy."""
         side = self.blocks[i].host
         self._update(i, side, side.gradients, lambda scratch, group: scratch)
 
@@ -458,24 +458,24 @@ class States:
         if len(side.resting) < len(self._state_ways[i]) - 1:
             raise ScheduleError(f"{self.memories.current.task} updates with states that the schedule has not fetched before it")
         optimizer.adam = self.adam_at.get(self.memories.current.iteration, self.adam)
-        if all(gradient is None for gradient in gradients):  # of a delayed update in the first iteration, or skipped
+        if all(gradient is None for gradient in gradients):  # a delayed update in the first iteration, or a skipped one
             return
         mine = parameters[: optimizer.moments.shape[1]]
         if self.gate.admits(side.iteration, i):
             scratch = claim(optimizer.scratch(), "workspace")
             optimizer.update(mine, gradients, scratch, self.clipping.coefficient(side.iteration))
         elif optimizer.master is not None:
-            mine.copy_(optimizer.master)  # whose place gradients may have taken
+            mine.copy_(optimizer.master)  # gradients may have overwritten the parameters
 
     # --- copies
 
     def copy_parameters(self, i: int, source: str, target: str) -> None:
-        """From one memory into the place that they have in another, or into a new one on the device."""
+        """Copy parameters from one memory to their place in another, or to new memory on the device."""
         block = self.blocks[i]
         there, here = block.side(source).parameters, block.side(target).parameters
         assert there is not None
         if here is not None:
-            # Of a block that both sides update only the host's part is copied, and only to the device.
+            # Of a block that both sides update, only the host's part is copied, and only to the device.
             here[block.cut :].copy_(there, non_blocking=True)
             return
         assert target == GPU_MEMORY
@@ -483,7 +483,7 @@ class States:
         block.bind()
 
     def copy_states(self, i: int, source: str, target: str) -> None:
-        """The optimizer's, from one memory into new places nearer to the update, or back from there to where they were.
+        """Copy optimizer states from one memory to new places nearer to the update, or back to where they were.
 
         Raises:
             ScheduleError: they are not in ``source``.
@@ -508,7 +508,7 @@ class States:
         optimizer.use(resting)
 
     def _write_gradients(self, i: int) -> None:
-        """From their places on the host to a file; an update needs them back."""
+        """Write the gradients from their places on the host to a file. An update needs them read back."""
         side = self.blocks[i].host
         if not side.written:
             side.written = [self._files.holding(place) for place in side.places]
@@ -516,7 +516,7 @@ class States:
         for gradient, there in zip(side.gradients, side.written, strict=True):
             if gradient is not None:
                 there.copy_(gradient)
-                gradient.fill_(torch.nan)  # not there until they are read
+                gradient.fill_(torch.nan)  # invalid until they are read back
 
     def _read_gradients(self, i: int) -> None:
         side = self.blocks[i].host
@@ -529,8 +529,8 @@ class States:
         return make(tensor.numel(), tensor.dtype, "optimizer_states").view(tensor.shape).copy_(tensor, non_blocking=True)
 
     def copy_gradients(self, i: int, source: str, target: str) -> None:
-        """From one memory into their places in another, or beside those that others are to be added to; the first has none
-        any more.
+        """Copy gradients from one memory to their places in another, or next to the sums to which they will be added. The
+        source then drops them.
         """
         if target == NVME_MEMORY:
             self._write_gradients(i)
@@ -550,7 +550,7 @@ class States:
         else:
             here.gradients = copied
         here.iteration = there.iteration
-        if not block.cut:  # else the update on the device takes them, too
+        if not block.cut:  # otherwise the update on the device uses them, too
             self._drop_gradients(there)
 
 
@@ -560,12 +560,12 @@ def _optimizer(side: Side) -> AdamStates:
 
 
 def _parts_on_host(block: Block) -> list[Part]:
-    """Of each parameter the elements whose gradients are on the host."""
+    """For each parameter, the elements whose gradients are on the host."""
     return parts_of(block.sizes, block.cut, block.elements)
 
 
 def _split(flat: Tensor, block: Block) -> list[Tensor]:
-    """The places of these in ``flat``, each of them flat, too."""
+    """Flat views of ``flat`` for these elements, one per parameter."""
     return list(torch.split(flat, [part.elements for part in _parts_on_host(block)]))
 
 
@@ -587,15 +587,15 @@ def _way_of_states(kinds: set[Kind]) -> list[str]:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Equal where ``values`` are the same to the bit, NaN included."""
+    """View as integers, which are equal if and only if ``values`` are bit-identical, NaN included."""
     return values.contiguous().view({2: torch.int16, 4: torch.int32}[values.itemsize])
 
 
 def _kinds_of_blocks(schedule: Schedule, blocks: int) -> list[set[Kind]]:
-    """The kinds of task that each block has.
+    """The kinds of task of each block.
 
     Raises:
-        ScheduleError: the schedule is not for a model of so many blocks.
+        ScheduleError: the schedule is not for a model of ``blocks`` blocks.
     """
     kinds: list[set[Kind]] = [set() for _ in range(blocks)]
     for task in schedule.tasks:

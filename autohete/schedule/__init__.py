@@ -1,8 +1,7 @@
-"""The joint: the tasks of one iteration, with edges that may reach back one iteration.
+"""The schedule: the tasks of one iteration, with edges that may reach back one iteration.
 
-A schedule exists before it runs, is data, and says everything that an executor needs. Two executors read it
-(``sim`` and ``runtime``); neither sees the plan or the policy it came from. ``str(schedule)`` and
-:func:`parse_schedule` are inverse.
+A schedule exists before it runs, is plain data, and contains everything an executor needs. Two executors read it (``sim`` and
+``runtime``); neither sees the plan or the policy it came from. ``str(schedule)`` and :func:`parse_schedule` are inverses.
 """
 
 from autohete.schedule.graph import Graph, Urgency, urgency

@@ -13,7 +13,7 @@ Urgency = tuple[int, int, int, int, int, int]
 
 
 def urgency(task: Task) -> Urgency:
-    """The order of a priority lane among tasks of one iteration; the iteration comes after the priority."""
+    """Sort key of a priority lane for tasks of one iteration. The iteration itself ranks right after the priority."""
     return (task.priority, task.id.micro_batch, task.id.unit, KIND_ORDER[task.id.kind], task.id.rank, task.id.again)
 
 
@@ -23,7 +23,7 @@ class Graph:
     Attributes:
         lane: lane index of each task.
         successors: for each task the (task, back) pairs that wait for it.
-        waits: how many same-iteration and how many back-reaching edges each task has.
+        waits: number of same-iteration edges and of back-reaching edges of each task.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -50,11 +50,11 @@ class Graph:
 
     @cached_property
     def urgency(self) -> list[Urgency]:
-        """For each task the order of a priority lane, in which the iteration comes after the first number."""
+        """For each task, the sort key of a priority lane. The iteration ranks right after its first number."""
         return [urgency(task) for task in self.schedule.tasks]
 
     def edges(self) -> Iterator[tuple[int, int, int]]:
-        """All (predecessor, successor, back): the written ones, and the order that fifo lanes impose, wrap-around included."""
+        """All (predecessor, successor, back): explicit edges, and the order that fifo lanes impose, including wrap-around."""
         for before, successors in enumerate(self.successors):
             for after, back in successors:
                 yield before, after, back

@@ -1,7 +1,7 @@
-"""What tasks and buffers are called: kinds of task, values in memories, and the ids that are made of them.
+"""Names of tasks and buffers: kinds of task, values in memories, and the ids built from them.
 
-Ids are named tuples, because they are made, hashed and compared by the thousand: a frozen dataclass takes three times as long
-to make and ten times as long to find in a dictionary.
+Ids are named tuples, because they are created, hashed and compared by the thousand. A frozen dataclass is three times slower to
+create and ten times slower to look up in a dictionary.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from autohete.errors import ScheduleError, check_fields, check_member
 #: Names of the lanes and memories of one GPU and its host.
 GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"
 GPU_MEMORY, HOST_MEMORY = "gpu", "host"
-#: The part of the host's memory that is page-locked, where it has a limit of its own.
+#: The page-locked part of the host's memory, if it has a separate limit.
 PINNED_MEMORY = "pinned"
-#: And of a drive that it has.
+#: Names of the lanes and the memory of its drive.
 NVME_READ, NVME_WRITE, NVME_MEMORY = "nvme_read", "nvme_write", "nvme"
-#: What several GPUs do together.
+#: Name of the lane for collectives of several GPUs.
 COLLECTIVE = "collective"
 
 
 class Kind(StrEnum):
-    """What a task does; the value is its mnemonic in task ids."""
+    """What a task does. The value is its mnemonic in task ids."""
 
     FORWARD = "F"
     LOSS = "L"
@@ -54,7 +54,7 @@ class Kind(StrEnum):
     GRADIENT_NORM = "N"
     CLIP = "C"
 
-    __hash__ = str.__hash__  # an enumeration's own is a call of Python, for each of the ids that lowering looks up
+    __hash__ = str.__hash__  # Enum's own __hash__ is a Python call, for every id that lowering looks up
 
 
 KIND_MEANING: dict[Kind, str] = {
@@ -85,7 +85,7 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.GRADIENT_NORM: "norm of gradients",
     Kind.CLIP: "clip coefficient",
 }
-#: What all GPUs do together.
+#: The kinds that all GPUs run together.
 COLLECTIVES = (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.REDUCE_GRADIENTS, Kind.GATHER_UPDATED)
 _MNEMONICS = frozenset(kind.value for kind in Kind)
 KIND_ORDER: dict[Kind, int] = {kind: order for order, kind in enumerate(Kind)}
@@ -103,16 +103,16 @@ class TaskId(_TaskId):
     """A task within an iteration: ``F3`` is forward of unit 3, ``F3m1`` of its second micro-batch, ``F3r2`` on the third GPU.
 
     Args:
-        kind: what it does.
-        unit: which part of the model.
-        micro_batch, rank: which of several, from 0.
-        again: which of several recomputations of a unit, from 0: ``R3a1`` is the second.
+        kind: what the task does.
+        unit: index of the part of the model.
+        micro_batch, rank: index of the micro-batch and of the GPU, from 0.
+        again: index among several recomputations of a unit, from 0: ``R3a1`` is the second.
     """
 
     __slots__ = ()
 
     def __new__(cls, kind: Kind, unit: int, micro_batch: int = 0, rank: int = 0, again: int = 0) -> TaskId:
-        if type(kind) is not Kind:  # a lowering makes thousands of ids: only a fault is worth a call
+        if type(kind) is not Kind:  # a lowering makes thousands of ids: call the check only on a failure
             check_member("kind", kind, Kind)
         return tuple.__new__(cls, (kind, unit, micro_batch, rank, again))
 
@@ -147,7 +147,7 @@ def parse_instance(text: str) -> tuple[TaskId, int]:
 
 
 class Value(StrEnum):
-    """What takes memory."""
+    """What occupies memory."""
 
     PARAMETERS = "parameters"
     PARAMETER_SHARD = "parameter_shard"
@@ -174,7 +174,7 @@ class Value(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What a copy carries, from which memory to which."""
+    """The value that a copy carries, and its source and target memory."""
 
     value: Value
     source: str
@@ -184,7 +184,7 @@ class Copy:
         check_fields(self)
 
 
-#: What the kinds of task do that copy.
+#: The copies, by kind of task.
 COPIES = {
     Kind.PREFETCH_FORWARD: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
     Kind.PREFETCH_BACKWARD: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
@@ -216,13 +216,13 @@ class BufferId(_BufferId):
     """A value in a memory: ``activations.3:gpu`` are those of unit 3.
 
     Args:
-        value: what it is.
-        memory: where.
-        unit: whose; None: of the whole model.
-        use: the kind of task that it is there for, where a value is there more than once in an iteration: ``parameters_B.3``.
-        micro_batch: of which it is.
-        again: which of several recomputations it is there for.
-        rank: of which GPU, or of its process on the host: ``activations.3r2:gpu.2``.
+        value: the value.
+        memory: its memory.
+        unit: index of the unit. None: the whole model.
+        use: the kind of task that uses it, if a value exists more than once in an iteration: ``parameters_B.3``.
+        micro_batch: index of the micro-batch.
+        again: index of the recomputation that uses it.
+        rank: index of the GPU, or of its process on the host: ``activations.3r2:gpu.2``.
     """
 
     __slots__ = ()
@@ -245,7 +245,7 @@ class BufferId(_BufferId):
 
     @property
     def group(self) -> str:
-        """What it has in common with others units': ``parameters_B``."""
+        """The part of the id without the unit: ``parameters_B``."""
         return str(self.value) if self.use is None else f"{self.value}_{self.use}"
 
     def __str__(self) -> str:

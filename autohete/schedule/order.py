@@ -1,4 +1,4 @@
-"""What comes before what in every execution of a schedule."""
+"""The order between tasks that holds in every execution of a schedule."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from autohete.schedule import Discipline, Kind, Schedule
 
 
 def order(schedule: Schedule) -> list[tuple[int, int, int]]:
-    """All (predecessor, successor, back) that every execution keeps: written edges, and the turns of the lanes.
+    """All (predecessor, successor, back) that hold in every execution: explicit edges, and the order imposed by the lanes.
 
-    A fifo lane's own order says all about two of its tasks; of a priority lane each task waits for itself of the iteration
-    before.
+    A fifo lane fully orders its own tasks. On a priority lane each task waits for its own instance of the previous
+    iteration.
     """
     graph = schedule.graph()
     fifo = [lane.discipline is Discipline.FIFO for lane in schedule.lanes]
@@ -25,7 +25,7 @@ def order(schedule: Schedule) -> list[tuple[int, int, int]]:
 
 
 def topological(tasks: int, edges: list[tuple[int, int, int]]) -> list[int]:
-    """All tasks of an iteration, each after those of it that it waits for; of several the first in the schedule.
+    """All tasks of an iteration in topological order; ties are broken by the order in the schedule.
 
     Raises:
         ScheduleError: tasks wait for each other.

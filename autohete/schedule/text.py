@@ -1,4 +1,4 @@
-"""A schedule as text, a line per task, and back."""
+"""Conversion of a schedule to text, one line per task, and back."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def lines(schedule: Schedule) -> Iterator[str]:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Inverse of ``str(schedule)``. Blank lines and ``#`` comments are passed over. Does not :meth:`Schedule.validate`.
+    """Inverse of ``str(schedule)``. Blank lines and ``#`` comments are ignored. Does not :meth:`Schedule.validate`.
 
     Raises:
-        ScheduleError: a line that cannot be read, with its number.
+        ScheduleError: a line is invalid; states its number.
     """
     parts: dict[str, list[object]] = {key: [] for key in ("lane", "memory", "flow", "share", "resident", "task")}
     lines = [(number, line.split("#", 1)[0].split()) for number, line in enumerate(text.splitlines(), 1)]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Edge(NamedTuple):
-    """Start after ``task`` of the same iteration (``back`` 0) or of the one before (``back`` 1) has ended."""
+    """Start after ``task`` of the same iteration (``back`` 0) or of the previous one (``back`` 1) has ended."""
 
     task: TaskId
     back: int = 0
@@ -24,14 +24,14 @@ class Edge(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Bytes of a memory; its id is unique in the schedule."""
+    """A number of bytes in a memory. Its id is unique in the schedule."""
 
     id: BufferId
     size_bytes: int
 
     @property
     def memory(self) -> str:
-        """Where it is."""
+        """Name of its memory."""
         return self.id.memory
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Buffer(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Release of a buffer that was allocated in this iteration (``back`` 0) or in the one before."""
+    """Release of a buffer that was allocated in this iteration (``back`` 0) or in the previous one."""
 
     id: BufferId
     back: int = 0
@@ -53,13 +53,13 @@ class Task(NamedTuple):
 
     Args:
         id: kind and unit.
-        lane: name of the lane that does it.
+        lane: name of the lane that runs it.
         duration_ns: integer nanoseconds on an undisturbed lane. (Not float seconds: both executors and every check
             agree to the last tick only on integers.)
-        after: what must have ended before it starts.
+        after: tasks that must have ended before it starts.
         priority: smaller is more urgent; matters on priority lanes.
-        allocates: buffers that come to life when it starts.
-        frees: buffers that end when it ends.
+        allocates: buffers that are allocated when it starts.
+        frees: buffers that are freed when it ends.
     """
 
     id: TaskId
@@ -91,7 +91,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What a lane draws from shared resources while it works: ``demand`` units/s alone, and its ``weight`` in a share."""
+    """What a lane draws from shared resources while it works: ``demand`` in units/s if alone, and its ``weight`` in a share."""
 
     lane: str
     demand: float
@@ -100,12 +100,12 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class SharedResource:
-    """A capacity that several lanes' flows divide among them; see ``sharing.py``.
+    """A capacity that is divided among the flows of several lanes; see ``sharing.py``.
 
     Args:
         name: its name.
         capacity: in units/s of the flows; or, if it ``counts_lanes``, how many lanes can work at full speed at once (cores).
-        lanes: who draws from it.
+        lanes: the lanes that draw from it.
         counts_lanes: see ``capacity``.
     """
 
@@ -120,12 +120,12 @@ class SharedResource:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A memory and what it holds.
+    """A memory and its capacity.
 
     Args:
         name: its name.
-        capacity_bytes: what it holds.
-        part_of: the memory of which it is a part with a limit of its own; what it holds counts there, too.
+        capacity_bytes: its capacity.
+        part_of: the memory of which it is a part with a separate limit. Its contents also count there.
     """
 
     name: str
@@ -138,10 +138,10 @@ class Schedule:
     """The tasks of one iteration.
 
     Args:
-        lanes: engines; the first is the one whose passage counts iterations (the GPU).
-        tasks: in issue order: a fifo lane executes its tasks in this order.
-        memories: capacities to check occupancy against.
-        resident: buffers that live all the time.
+        lanes: engines. The first one (the GPU) is the one whose passes count iterations.
+        tasks: in issue order; a fifo lane executes its tasks in this order.
+        memories: capacities against which occupancy is checked.
+        resident: buffers that live permanently.
         flows, resources: shared bandwidth.
     """
 
@@ -159,7 +159,7 @@ class Schedule:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of an iteration."""
+        """Number of micro-batches in an iteration."""
         return 1 + max((task.id.micro_batch for task in self.tasks), default=0)
 
     def within(self, memory: str) -> frozenset[str]:
@@ -173,10 +173,10 @@ class Schedule:
         return Graph(self)
 
     def validate(self) -> Schedule:
-        """Check that the schedule can be executed for ever; returns itself.
+        """Check that the schedule can be executed forever. Returns the schedule itself.
 
         Raises:
-            ScheduleError: names the fault and the tasks that have it.
+            ScheduleError: states the fault and the tasks that have it.
         """
         from autohete.schedule.validate import validate
 

@@ -1,4 +1,4 @@
-"""Whether a schedule can be executed for ever: names, edges, sharing, buffers."""
+"""Checks that a schedule can be executed forever: names, edges, sharing, buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w.-]")
 
 
 def _check_names(what: str, names: list[str]) -> None:
-    """Refuse names whose text form could not be read back."""
+    """Refuse names whose text form cannot be parsed back."""
     for name in names:
         if _NOT_IN_NAMES.search(name) or not name:
             raise ScheduleError(f"{what} {name!r}: a name has letters, digits, '_', '.' and '-' only")
@@ -75,10 +75,10 @@ def _validate_sharing(schedule: Schedule, lanes: list[str]) -> None:
 
 
 class _Waits:
-    """What each task waits for, by places in the schedule: edges, and the order of fifo lanes.
+    """What each task waits for, by index in the schedule: edges, and the order of fifo lanes.
 
     Attributes:
-        same, previous: of each task those of its iteration, and of the one before.
+        same, previous: for each task, the tasks of its iteration and those of the previous one.
     """
 
     def __init__(self, schedule: Schedule, lanes: list[str], places: dict[TaskId, int]) -> None:
@@ -110,7 +110,7 @@ class _Waits:
 
 
 def _order(schedule: Schedule, waits: _Waits) -> Sequence[int]:
-    """An order that keeps all waits within an iteration; refuses cycles."""
+    """Return an order that satisfies all waits within an iteration. Refuses cycles."""
     if all(before < place for place, some in enumerate(waits.same) for before in some):
         return range(len(schedule.tasks))
     sorter = graphlib.TopologicalSorter(dict(enumerate(waits.same)))
@@ -161,9 +161,9 @@ def _validate_buffers(schedule: Schedule, memories: list[str], ancestors: _Ances
 
 
 class _Ancestors:
-    """What has surely begun before a task ends, in its iteration and in the one before.
+    """Tasks that have begun, in any execution, before a task ends, in its iteration and in the previous one.
 
-    Sets are bits of integers: 1,000 tasks take a millisecond or two, a set per task a hundred times that.
+    Sets are the bits of integers: 1,000 tasks take a millisecond or two, a set per task a hundred times that.
     """
 
     def __init__(self, waits: _Waits, order: Sequence[int]) -> None:

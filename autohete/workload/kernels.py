@@ -1,9 +1,9 @@
-"""What the GPU runs for one transformer block: tables of operations, one for each implementation of a GPT-2-like block.
+"""The GPU kernels of one transformer block: tables of operations, one for each implementation of a GPT-2-like block.
 
-Counted in the source (file and line beside each row) and checked by running the real modules (``tests/test_kernels.py``).
+Counted in the source (file and line in each row) and checked by running the real modules (``tests/test_kernels.py``).
 An element access is one read or one write of a tensor of ``tokens x hidden`` elements in the type that the GPU computes
-with; a score pass is one of ``batch x heads x sequence x sequence`` elements. Matrix products are timed apart; their bias
-gradients stand in their rows.
+with; a score pass is one of ``batch x heads x sequence x sequence`` elements. Matrix products are timed separately; their bias
+gradients are counted in their rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Operation:
     """One operation of a block in training.
 
     Args:
-        name: what it is.
+        name: name of the operation.
         source: file and line.
         forward, backward: element accesses per token and hidden unit.
         forward_scores, backward_scores: score passes, without those of the matrix products.
@@ -27,10 +27,10 @@ class Operation:
         kept_scores: tensors of scores kept for backward.
         kept_score_mask: bytes of mask kept per score.
         forward_kernels, backward_kernels: kernels launched, matrix products included.
-        forward_fp32, backward_fp32: accesses like those above, to tensors that are in fp32 in every precision.
-        kept_fp32: such tensors kept for backward.
-        casts: tensors cast to fp32 or back, in forward and again in backward; in fp32 there is nothing to cast.
-        kept_casts, kept_score_casts: tensors kept in fp32, of scores likewise, beside what is kept without casts.
+        forward_fp32, backward_fp32: accesses as above, to tensors that are fp32 in every precision.
+        kept_fp32: tensors of this kind kept for backward.
+        casts: tensors cast to fp32 or back, in forward and again in backward. None in fp32.
+        kept_casts, kept_score_casts: tensors (and tensors of scores) kept in fp32, in addition to what is kept without casts.
     """
 
     name: str
@@ -60,8 +60,8 @@ class Head:
     Args:
         source: file and line.
         traffic_16bit, traffic_32bit: read and written, forward and backward.
-        workspace_16bit, workspace_32bit: alive at the peak beside the logits and their gradient.
-        kernels: launched, forward and backward.
+        workspace_16bit, workspace_32bit: alive at the peak, in addition to the logits and their gradient.
+        kernels: kernels launched, forward and backward.
         keeps_logits: the model's output holds the logits until backward has ended.
     """
 
@@ -76,13 +76,13 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What selective recomputation lets go after forward, and computes again before backward.
+    """What selective recomputation releases after forward and recomputes before backward.
 
     Args:
-        again: names of the operations that are computed again.
-        kept: tensors of ``tokens x hidden`` elements that are let go.
-        kept_scores, kept_score_mask: tensors of scores, and bytes of mask per score, that are let go.
-        products: the matrix products of attention are among what is computed again.
+        again: names of the operations that are recomputed.
+        kept: tensors of ``tokens x hidden`` elements that are released.
+        kept_scores, kept_score_mask: tensors of scores, and bytes of mask per score, that are released.
+        products: the matrix products of attention are recomputed as well.
     """
 
     again: tuple[str, ...]
@@ -97,12 +97,12 @@ class Part:
     """The kernels of a transformer block, or of one of its sublayers.
 
     Args:
-        operations: of it.
-        forward_workspace, backward_workspace: tensors of ``tokens x hidden`` elements that live only during the pass. Those of
-            a block are not the larger of its sublayers': while one of these is computed, the other keeps nothing yet, or
-            nothing more.
+        operations: its operations.
+        forward_workspace, backward_workspace: tensors of ``tokens x hidden`` elements that live only during the pass. The
+            workspace of a block is not the larger of its sublayers': while one of them is computed, the other keeps nothing
+            yet, or nothing more.
         backward_score_workspace: tensors of scores that live only during backward.
-        selection: how it is recomputed selectively; None: it is not.
+        selection: its selective recomputation. None: not supported.
     """
 
     operations: tuple[Operation, ...]
@@ -121,12 +121,12 @@ class Implementation:
     """The kernels of one implementation.
 
     Args:
-        block: of one transformer block.
-        attention, mlp: of its sublayers, whose operations are together the block's.
+        block: kernels of one transformer block.
+        attention, mlp: kernels of its sublayers; their operations together are the block's.
         head: the loss.
         flash: attention scores stay out of memory (FlashAttention).
-        instructions: that a lane issues per element access; where memory is fast they bind instead of it. 0: never.
-        eager: a kernel per operation.
+        instructions: instructions per lane and element access, which are the limit if memory is fast. 0: never the limit.
+        eager: one kernel per operation.
     """
 
     block: Part
@@ -138,12 +138,12 @@ class Implementation:
     eager: bool = False
 
     def part(self, role: BlockRole) -> Part:
-        """Of a block of GPT-2, or of one of its sublayers."""
+        """The part for a block of GPT-2, or for one of its sublayers."""
         return {BlockRole.TRANSFORMER: self.block, BlockRole.ATTENTION: self.attention, BlockRole.MLP: self.mlp}[role]
 
 
 def _rows(prefix: dict[str, str], *rows: tuple[object, ...]) -> tuple[Operation, ...]:
-    """Rows as (name, source, then the numbers of :class:`Operation`); ``G:1`` in a source stands for a line of file ``G``."""
+    """Parse rows of (name, source, then the numbers of :class:`Operation`); ``G:1`` in a source is a line of file ``G``."""
 
     def path(source: str) -> str:
         return "; ".join(f"{prefix[file]}:{lines}" for file, _, lines in (part.partition(":") for part in source.split()))
@@ -158,8 +158,8 @@ _MEGATRON = {"T": "transformer.py", "N": "fused_layer_norm.py", "S": "fused_soft
 _MEGATRON_2306 = {"F": "transformer.py (23.06)"}
 
 # fmt: off
-# Each row: name, source, accesses forward and backward, score passes likewise, kept tensors and their masks, kept scores and
-# their masks, kernels forward and backward.
+# Each row: name, source, accesses forward and backward, score passes forward and backward, kept tensors and their masks, kept
+# scores and their masks, kernels forward and backward.
 _HF_BEFORE_SCORES = _rows(
     _HF,
     ("ln_1", "G:388", 2, 5, 0, 0, 1, 0, 0, 0, 1, 2),
@@ -201,7 +201,7 @@ _HF_MLP = _rows(
     ("mlp dropout", "G:356", 2, 2, 0, 0, 0, 1, 0, 0, 1, 1),
     ("residual", "G:428", 3, 3, 0, 0, 0, 0, 0, 0, 1, 1),
 )
-#: Under scaled_dot_product_attention with its flash kernel, queries, keys, values and the merged heads need no copies.
+#: With scaled_dot_product_attention and its flash kernel, queries, keys, values and the merged heads need no copies.
 _HF_FLASH = (
     Operation("split of q, k, v", "models/gpt2/modeling_gpt2.py (5.x)", backward=6, kept=3, backward_kernels=1),
     Operation("flash attention", "Dao et al. 2022, algorithms 2 and 4", 4, 8, kept=1, forward_kernels=1, backward_kernels=3),
@@ -248,10 +248,9 @@ _MEGATRON_MLP = _rows(
 #: (experiments/published/huggingface-layer.toml): the A100's memory is 2.3 times as fast, its lanes only 1.24 times.
 _EAGER_INSTRUCTIONS = 23
 
-#: Logits stay in 16 bit; a copy of the shifted ones, log-softmax and its backward, the slice's backward.
+#: Logits stay in 16 bit; a copy of the shifted logits, log-softmax and its backward, backward of the slice.
 _HF_HEAD = Head("models/gpt2/modeling_gpt2.py:1097-1108", 22, 44, 4, 8, 10, keeps_logits=True)
-#: Logits are cast to fp32; the passes over them work in place, so that in fp32 there is no workspace, nor even a gradient of
-#: its own.
+#: Logits are cast to fp32. The passes over them work in place, so fp32 needs neither a workspace nor a separate gradient.
 _MEGATRON_HEAD = Head("gpt_model.py:56 and mpu/cross_entropy.py:31-105", 52, 40, 4, 0, 15)
 
 _MEGATRON_FLASH_ATTENTION = (*_MEGATRON_NORM, *_MEGATRON_FLASH, *_MEGATRON_PROJECTION)
@@ -259,10 +258,10 @@ _MEGATRON_SCORES_ATTENTION = (*_MEGATRON_NORM, *_MEGATRON_SCORES, *_MEGATRON_PRO
 _HF_SCORES_ATTENTION = (*_HF_BEFORE_SCORES, *_HF_SCORES, *_HF_MERGE, *_HF_PROJECTION)
 _HF_FLASH_ATTENTION = (*_HF_BEFORE_SCORES[:2], *_HF_FLASH, *_HF_PROJECTION)
 
-#: Where scores are in memory, the core of attention: products, softmax and dropout (Korthikanti et al. 2022, section 5;
+#: If scores are in memory: the core of attention, that is products, softmax and dropout (Korthikanti et al. 2022, section 5;
 #: Megatron-LM v3.0, ``megatron/model/transformer.py``, ``CoreAttention`` with ``--recompute-granularity selective``). Its
-#: inputs and its result stay, which the products around it keep anyway. Of a block that is all, as published; an MLP that is a
-#: unit of its own has the elementwise results below.
+#: inputs and its result stay, because the surrounding products keep them anyway. For a block this is all, as published. An MLP
+#: that is a separate unit recomputes the elementwise results below.
 _MEGATRON_CORE = Selection(
     ("scores", "scale, mask, softmax", "attention dropout", "context", "copy of context"),
     kept_scores=2,
@@ -275,19 +274,19 @@ _HF_CORE = Selection(
     kept_score_mask=1,
     products=True,
 )
-#: FlashAttention does that inside of its kernel. What is left is elementwise: results of norms and of the activation function,
+#: FlashAttention does this inside its kernel. What remains is elementwise: results of norms and of the activation function,
 #: which the products after them keep (Megatron Core, ``--recompute-modules layernorm mlp_act``).
 _MEGATRON_NORM_AGAIN = Selection(("input layer norm",), kept=1)
 _MEGATRON_MLP_AGAIN = Selection(("post-attention layer norm", "bias, gelu"), kept=1 + 4)
 _HF_NORM_AGAIN = Selection(("ln_1",), kept=1)
-#: Of an activation function in eight kernels its input alone stays.
+#: For an activation function in eight kernels, only its input stays.
 _HF_MLP_AGAIN = Selection(
     ("ln_2", *(operation.name for operation in _HF_MLP if operation.name.startswith("gelu"))), kept=1 + 4 + 8 + 4
 )
 
 
 def _both(attention: Selection, mlp: Selection) -> Selection:
-    """Of a block whose sublayers save only hidden tensors."""
+    """Combine the selections of a block whose sublayers save only hidden tensors."""
     return Selection((*attention.again, *mlp.again), attention.kept + mlp.kept)
 
 
