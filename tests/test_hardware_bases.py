@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from autohete.errors import InputError
 from autohete.hardware import WrittenFigure, load_hardware, preset_names, read_hardware, uncertain_figures, written_figures
+from autohete.hardware.file import known_keys
+from autohete.hardware.template import new_hardware_text
 
 NODE = "rtx4090-workstation"
 #: What a figure of one's own needs beside its value.
@@ -167,3 +169,31 @@ def test_the_example_of_the_documentation_loads(tmp_path: Path) -> None:
     path.write_text(example)
     expected = load_hardware(NODE, {"host.memory": "64GiB"})
     assert load_hardware(path) == replace(expected, name="my-workstation")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_new_file_is_its_base_until_figures_are_filled_in(name: str, tmp_path: Path) -> None:
+    """As written it is the base under another name; every figure in it can be given as it stands but for source and date."""
+    path = tmp_path / "new one.toml"
+    template = new_hardware_text(str(path), name)
+    path.write_text(template)
+    document = read_hardware(path)
+    assert (document.name, document.title) == ("new-one", f"Based on {name}")
+    assert load_hardware(path) == replace(load_hardware(name), name="new-one")
+    filled = template.replace('source = ""', 'source = "measured"').replace('date = ""', 'date = "2026-11"')
+    tables = re.findall(r"^# base: (.*)\n((?:#.*\n)+)", filled, re.MULTILINE)
+    assert len(tables) == len(known_keys()[0])
+    path.write_text(f'base = "{name}"\n' + "".join(table.replace("#", "") for before, table in tables if before != "none"))
+    assert load_hardware(path) == load_hardware(name)
+    assert {figure.home for figure in written_figures(path)} == {str(path)}
+
+
+def test_a_new_file_finds_a_base_in_another_folder(tmp_path: Path) -> None:
+    """A base given by its path is named by its path from the new file, whatever the working directory is."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    base = write(tmp_path / "a" / "base.toml", own("gpu.memory", "40GiB"))
+    path = tmp_path / "b" / "new.toml"
+    path.write_text(new_hardware_text(str(path), str(base)))
+    assert 'base = "./../a/base.toml"' in path.read_text()
+    assert load_hardware(path).gpu.memory_bytes == 40 * 2**30

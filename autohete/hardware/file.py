@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -188,6 +188,26 @@ class HardwareFile(_Table):
             nvme=None if self.nvme is None else _nvme(self.nvme),
             interconnect=None if self.interconnect is None else _interconnect(self.interconnect),
         )
+
+
+def known_keys() -> tuple[list[str], list[str]]:
+    """Return the dotted keys of all figures that a file may have, and those of all names of products (``gpu.model``)."""
+    figures: list[str] = []
+    models: list[str] = []
+
+    def walk(table: type[BaseModel], prefix: str) -> None:
+        for name, field in table.model_fields.items():
+            kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+            inner = next((kind for kind in kinds if issubclass(kind, _Table)), None)
+            if inner is not None and issubclass(inner, Figure):
+                figures.append(prefix + name)
+            elif inner is not None:
+                walk(inner, f"{prefix}{name}.")
+            elif prefix:
+                models.append(prefix + name)
+
+    walk(HardwareFile, "")
+    return figures, models
 
 
 def _nvme(figures: NvmeFigures) -> Nvme:
