@@ -114,7 +114,8 @@ def test_a_file_adds_tables_that_its_base_lacks(tmp_path: Path) -> None:
         (own("gpu", "48GiB"), "gpu.value: unknown key"),
         (own("links.h2d.bandwidth", 51), "links.h2d.bandwidth.value: 51 has no unit"),
         (own("links.h2d.bandwidth", "51"), "links.h2d.bandwidth.value: '51' has no unit"),
-        ("links = 3", "links: Input should be an object"),
+        ("links = 3", r"links: not a table \(given: 3\)"),
+        ('gpu.memory = "48GiB"', r"gpu.memory: not a table \(given: '48GiB'\): give one; that of a figure has value, source"),
     ],
 )
 def test_a_figure_of_ones_own_keeps_to_the_rules(text: str, message: str, tmp_path: Path) -> None:

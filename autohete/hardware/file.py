@@ -298,6 +298,8 @@ def _reason(fault: Any) -> str:
         return "missing: " + _MISSING.get(name, "give it a table with value, source and date")
     if fault["type"] == "extra_forbidden":
         return "unknown key: remove it or correct its spelling"
+    if fault["type"] == "model_type":
+        return f"not a table (given: {fault['input']!r}): give one; that of a figure has value, source and date"
     if name in ("source", "date") and fault["input"] == "":
         return "empty: " + _MISSING[name]
     message = str(fault["msg"]).removeprefix("Value error, ")
