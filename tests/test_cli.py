@@ -305,18 +305,70 @@ def test_presets_list_everything_that_can_be_named() -> None:
     assert all(name in shown for name in [*WORKLOADS, *preset_names(), *POLICIES])
 
 
-def test_help_needs_no_heavy_import() -> None:
+def test_a_hardware_file_is_begun_filled_in_checked_and_used(tmp_path: Path) -> None:
+    """``hardware new`` writes what ``check`` accepts; with a figure filled in, it is shown and simulated."""
+    begun = autohete("hardware", "new", "my.toml", "--base", "rtx4090-workstation", cwd=tmp_path)
+    assert (begun.returncode, begun.stderr, begun.stdout.count("\n")) == (0, "", 1)
+    path = tmp_path / "my.toml"
+    checked = autohete("hardware", "check", str(path))
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert checked.stdout == f"{path}: ok, 28 figures, 28 of them from rtx4090-workstation\n"
+    template = path.read_text()
+    opened = re.sub(r"#(\[gpu.memory\])\n#(.*)\n#(.*)\n#(.*)\n", r"\1\n\2\n\3\n\4\n", template)
+    path.write_text(opened)
+    faults = refused("hardware", "check", str(path))
+    assert "gpu.memory.source: empty: say where" in faults
+    assert "gpu.memory.date: empty: say when" in faults
+    filled = opened.replace('source = ""\ndate = ""', 'source = "nvidia-smi"\ndate = "2026-11"', 1)
+    path.write_text(filled.replace('value = "23.65GiB"', 'value = "47.5GiB"', 1))
+    assert autohete("hardware", "check", str(path)).stdout == f"{path}: ok, 28 figures, 27 of them from rtx4090-workstation\n"
+    shown = autohete("hardware", "show", str(path)).stdout
+    assert re.search(r"^memory +47.5 GiB +- +2026-11 +my.toml *$", shown, re.MULTILINE)
+    assert "memory: nvidia-smi\n" in shown
+    answer = json.loads(autohete("simulate", *SMALL, "--hardware", str(path), "--policy", "resident", "--json").stdout)
+    assert answer["hardware"] == "my"
+
+
+def test_a_hardware_file_is_not_overwritten(tmp_path: Path) -> None:
+    """A file that exists stays; nothing is written for a base that does not exist or a name that could not be read again."""
+    path = tmp_path / "my.toml"
+    path.write_text("mine")
+    assert "exists: give another name" in refused("hardware", "new", str(path), "--base", "rtx4090-workstation")
+    assert path.read_text() == "mine"
+    assert "did you mean 'rtx4090-workstation'" in refused("hardware", "new", f"{tmp_path}/b.toml", "--base", "rtx4090-work")
+    assert "such as b.toml" in refused("hardware", "new", "b", "--base", "rtx4090-workstation")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_preset_is_described() -> None:
+    """A hardware preset, a model and a workload are shown with their figures; what is none of these is refused."""
+    shown = autohete("presets", "rtx4090-workstation").stdout
+    assert shown == autohete("hardware", "show", "rtx4090-workstation").stdout
+    assert re.search(r"^bandwidth +25.5 GB/s +23.9 to 26.4 GB/s +2024-01$", shown, re.MULTILINE)
+    assert "  bandwidth: measured with nvbandwidth on a server with 8 RTX 4090" in shown
+    model = autohete("presets", "llama-3.1-8b").stdout
+    assert "8.03B parameters" in model
+    assert re.search(r"^block: 32/8 heads .* 32 +218,112,000 +86.9 %$", model, re.MULTILINE)
+    assert "source: huggingface.co/meta-llama/Llama-3.1-8B" in model
+    assert "10.33B parameters" in autohete("presets", "gpt-10b").stdout
+    assert "did you mean 'llama-3.1-8b'" in refused("presets", "llama-3-8b")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [(["simulate"], "--gpu-memory"), (["presets"], "NAME"), (["hardware", "new"], "--base")]
+)
+def test_help_needs_no_heavy_import(command: list[str], option: str) -> None:
     """``--help`` loads neither SciPy nor matplotlib, SimPy or torch."""
     code = (
         "import sys, contextlib\n"
         "from autohete.cli.app import main\n"
-        "sys.argv = ['autohete', 'simulate', '--help']\n"
+        f"sys.argv = {['autohete', *command, '--help']!r}\n"
         "with contextlib.suppress(SystemExit): main()\n"
         "print(sorted(m for m in ('scipy', 'matplotlib', 'simpy', 'torch') if m in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert "--gpu-memory" in done.stdout
+    assert option in done.stdout
 
 
 def test_a_full_disk_is_an_error_in_one_line() -> None:

@@ -28,7 +28,7 @@ from autohete.hardware import load_hardware
 from autohete.policies import COMPARED, parse_policy
 from autohete.profile import analytic_profile
 from autohete.quantities import format_bytes, format_seconds
-from autohete.report import tables
+from autohete.report import preset_tables, tables
 from autohete.report.gantt import combined_figure, gantt_figure, memory_figure, window_ns
 from autohete.report.perfetto import check_perfetto, perfetto_json, write_perfetto
 from autohete.report.style import LOOKS, look, luminance, save_figure
@@ -92,7 +92,8 @@ def printed(show: Callable[[], None], width: int) -> list[str]:
     """The lines that ``show`` prints on a terminal of ``width`` columns."""
     stream = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "console", lambda: Console(file=stream, width=width, force_terminal=True, color_system=None))
+        for module in (tables, preset_tables):
+            patch.setattr(module, "console", lambda: Console(file=stream, width=width, force_terminal=True, color_system=None))
         show()
     return stream.getvalue().splitlines()
 
@@ -138,7 +139,12 @@ def test_the_least_important_columns_give_way_first() -> None:
 def test_presets_and_plans_fit_the_terminal(width: int) -> None:
     """Lists of presets and the decisions of a plan are not wider than the terminal, and cut nothing off."""
     found = simulated("gpt-10b", "autohete")
-    for show in (tables.print_presets, lambda: tables.print_plan(summarize(found, parse_policy("autohete")), found)):
+    for show in (
+        tables.print_presets,
+        lambda: tables.print_plan(summarize(found, parse_policy("autohete")), found),
+        lambda: preset_tables.print_preset("h200-pcie5"),
+        lambda: preset_tables.print_preset("qwen3-next-80b-a3b"),
+    ):
         lines = printed(show, width)
         assert max(map(len, lines)) <= width
         assert not any("…" in line for line in lines)

@@ -7,7 +7,7 @@ import os
 from autohete.errors import InputError
 
 #: Outputs that are data; the others are pictures.
-_DATA_OUTPUTS = ("--trace", "--predicted-trace", "--schedule", "OUT")
+_DATA_OUTPUTS = ("--trace", "--predicted-trace", "--schedule", "OUT", "FILE")
 
 
 def check_outputs(outputs: dict[str, str]) -> None:

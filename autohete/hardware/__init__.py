@@ -1,16 +1,18 @@
 """Where training runs: one node's capacities and rates.
 
-:class:`HardwareFile` is the document (``file.py``); :class:`Hardware` has the plain numbers for the model (``node.py``).
+A file and its bases make one document (``document.py``); :class:`HardwareFile` validates it (``file.py``); :class:`Hardware`
+has the plain numbers for the model (``node.py``).
 """
 
+from autohete.hardware.document import preset_names
 from autohete.hardware.file import (
     HardwareFile,
     UncertainFigure,
-    figure_keys,
+    WrittenFigure,
     load_hardware,
-    preset_names,
     read_hardware,
     uncertain_figures,
+    written_figures,
 )
 from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 
@@ -24,9 +26,10 @@ __all__ = [
     "Link",
     "Nvme",
     "UncertainFigure",
-    "figure_keys",
+    "WrittenFigure",
     "load_hardware",
     "preset_names",
     "read_hardware",
     "uncertain_figures",
+    "written_figures",
 ]

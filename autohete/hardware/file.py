@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
-from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from autohete.errors import InputError, unknown_name
+from autohete.errors import InputError
+from autohete.hardware.document import Document, combine, figure_keys, find, overridden, read_chain
 from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 from autohete.quantities import EXAMPLES, parse_quantity
 
@@ -127,7 +124,7 @@ class EmulationFigures(_Table):
 
 
 class HardwareFile(_Table):
-    """A hardware TOML file. Strict: an unknown key, a missing figure or a figure without its unit is an error.
+    """A hardware TOML file with its bases. Strict: an unknown key, a missing figure or one without its unit is an error.
 
     Optional figures have neutral defaults, see :class:`Gpu`, :class:`Link`, :class:`Host` and :class:`Cpu`.
     """
@@ -193,6 +190,26 @@ class HardwareFile(_Table):
         )
 
 
+def known_keys() -> tuple[list[str], list[str]]:
+    """Return the dotted keys of all figures that a file may have, and those of all names of products (``gpu.model``)."""
+    figures: list[str] = []
+    models: list[str] = []
+
+    def walk(table: type[BaseModel], prefix: str) -> None:
+        for name, field in table.model_fields.items():
+            kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+            inner = next((kind for kind in kinds if issubclass(kind, _Table)), None)
+            if inner is not None and issubclass(inner, Figure):
+                figures.append(prefix + name)
+            elif inner is not None:
+                walk(inner, f"{prefix}{name}.")
+            elif prefix:
+                models.append(prefix + name)
+
+    walk(HardwareFile, "")
+    return figures, models
+
+
 def _nvme(figures: NvmeFigures) -> Nvme:
     return Nvme(
         round(figures.capacity.value),
@@ -236,93 +253,6 @@ def _value(figure: Figure[_Value] | None) -> _Value | None:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def preset_names() -> list[str]:
-    """Return the names of the hardware presets that come with the package."""
-    folder = resources.files("autohete.hardware") / "presets"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-
-
-def _read(source: str) -> dict[str, Any]:
-    """Return the raw document of a preset, by name, or of a file, by path."""
-    preset = resources.files("autohete.hardware") / "presets" / f"{source}.toml"
-    try:
-        if source in preset_names():
-            text = preset.read_text(encoding="utf-8")
-        elif source.endswith(".toml") or "/" in source:
-            text = Path(source).read_text(encoding="utf-8")
-        else:
-            raise unknown_name("hardware", source, [*preset_names(), "FILE.toml"])
-        return tomllib.loads(text)
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"hardware file {source!r} cannot be read: {reason}; give a preset or a TOML file") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"hardware file {source!r} is not UTF-8 text: give a TOML file") from error
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits, a NUL in the path
-        raise InputError(f"hardware file {source!r} is not valid TOML: {str(error)[:200]}") from error
-
-
-#: The one figure that can be set where a file leaves it out: a limit of the system, not of the machine.
-PINNED_MEMORY = "host.pinned_memory"
-
-
-def _override(document: dict[str, Any], key: str, text: str) -> None:
-    """Set the value of figure ``key`` (such as ``links.h2d.bandwidth``) to ``text``; its other entries stay."""
-    node: Any = document
-    for part in key.split("."):
-        if key == PINNED_MEMORY and part == "pinned_memory" and isinstance(node, dict):
-            node.setdefault(part, {"value": text, "source": "an override", "date": date.today().isoformat()})
-        if not isinstance(node, dict) or part not in node:
-            raise unknown_name("hardware figure", key, [*figure_keys(document), PINNED_MEMORY])
-        node = node[part]
-    if not (isinstance(node, dict) and "value" in node):
-        raise unknown_name("hardware figure", key, figure_keys(document))
-    number: object = text
-    if not isinstance(node["value"], str):
-        try:
-            number = int(text) if text.isdecimal() and len(text) < 20 else float(text)
-        except ValueError:
-            raise InputError(f"{key} is a plain number, not {text!r}: write it such as {node['value']}") from None
-    node["value"] = number
-
-
-#: Figures of a link that keep their proportion to its bandwidth if only the bandwidth is changed.
-_FOLLOW = ("duplex_bandwidth", "pageable_bandwidth")
-
-
-def _followers(document: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return the figures that scale with a link's bandwidth, unless overridden: a faster link is also faster in duplex."""
-    found: dict[str, str] = {}
-    for direction in ("h2d", "d2h"):
-        link = f"links.{direction}"
-        text = overrides.get(f"{link}.bandwidth")
-        figures = document.get("links", {}).get(direction, {})
-        if text is None or not isinstance(figures, dict):
-            continue
-        try:
-            factor = parse_quantity(text, "bandwidth") / parse_quantity(figures["bandwidth"]["value"], "bandwidth")
-            for name in _FOLLOW:
-                if name in figures:
-                    before = parse_quantity(figures[name]["value"], "bandwidth")
-                    found[f"{link}.{name}"] = f"{before * factor:.17g}B/s"
-        except (InputError, KeyError, TypeError):
-            continue  # reading the document reports the fault
-    return found
-
-
-def figure_keys(document: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys of all figures in a raw document."""
-
-    def walk(node: Mapping[str, Any], prefix: str) -> list[str]:
-        found: list[str] = []
-        for key, child in node.items():
-            if isinstance(child, Mapping):
-                found += [f"{prefix}{key}"] if "value" in child else walk(child, f"{prefix}{key}.")
-        return found
-
-    return walk(document, "")
-
-
 def read_hardware(source: str | Path, overrides: Mapping[str, str] | None = None) -> HardwareFile:
     """Read the preset or file ``source``, with some figures replaced.
 
@@ -330,28 +260,61 @@ def read_hardware(source: str | Path, overrides: Mapping[str, str] | None = None
         source: a preset's name (:func:`preset_names`) or the path of a TOML file.
         overrides: dotted key -> text with unit, for example ``{"links.h2d.bandwidth": "50GB/s"}``.
 
+    A file may name a ``base``: a preset, or a file by its path from this one. It then has all that the base has, except the
+    figures that it gives itself, each as a whole: with its source, date and range. Rates of a link follow its bandwidth.
+
     Raises:
-        InputError: no such preset or file, not TOML, or missing, unknown or absurd figures (all listed in one message).
+        InputError: no such preset or file, not TOML, a file that is based on itself, or missing, unknown or absurd figures (all
+            listed in one message).
     """
-    document = copy.deepcopy(_read(str(source)))
-    overrides = dict(overrides or {})
-    for key, text in (_followers(document, overrides) | overrides).items():
-        _override(document, key, text)
+    return _validated(read_chain(str(source)), overrides or {})
+
+
+def _validated(chain: Sequence[Document], overrides: Mapping[str, str]) -> HardwareFile:
+    document = overridden(combine(chain), overrides) if overrides else combine(chain)
     try:
         # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
         return HardwareFile.model_validate_json(json.dumps(document, default=str))
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {_reason(fault)}" for fault in error.errors())
-        raise InputError(f"hardware {str(source)!r}: {faults}") from error
+        faults = "; ".join(_fault(chain, fault) for fault in error.errors())
+        raise InputError(f"hardware {chain[0].label!r}: {faults}") from error
+
+
+def _fault(chain: Sequence[Document], fault: Any) -> str:
+    """Describe a fault: its key, what is wrong, and the base that it is in if it is not in the document itself."""
+    key = ".".join(map(str, fault["loc"]))
+    home = _home(chain, key if fault["type"] != "missing" else key.rpartition(".")[0])
+    return f"{key}: {_reason(fault)}" + (f" (in its base {home!r})" if home not in (None, chain[0].label) else "")
+
+
+def _home(chain: Sequence[Document], key: str) -> str | None:
+    """Return the label of the document that gives what the chain has at ``key``; None if no one does."""
+    return next((document.label for document in chain if find(document.tables, key) is not None), None)
 
 
 def _reason(fault: Any) -> str:
+    name = fault["loc"][-1]
     if fault["type"] == "missing":
-        return "missing: give it a table with value, source and date"
+        return "missing: " + _MISSING.get(name, "give it a table with value, source and date")
     if fault["type"] == "extra_forbidden":
         return "unknown key: remove it or correct its spelling"
+    if fault["type"] == "model_type":
+        return f"not a table (given: {fault['input']!r}): give one; that of a figure has value, source and date"
+    if name in ("source", "date") and fault["input"] == "":
+        return "empty: " + _MISSING[name]
     message = str(fault["msg"]).removeprefix("Value error, ")
     return f"{message} (given: {fault['input']!r})" if fault["type"] != "value_error" else message
+
+
+#: What to give for entries that are no figures.
+_MISSING = {
+    "value": "give the figure, with its unit if it has one",
+    "source": "say where the value comes from; a value of one's own has a source of its own",
+    "date": 'say when the source was written or the value measured, such as "2026-11"',
+    "name": "give a name without blanks, or a base",
+    "title": "give a line that says what it is, or a base",
+    "model": "give the name of the product",
+}
 
 
 def load_hardware(source: str | Path, overrides: Mapping[str, str] | None = None) -> Hardware:
@@ -374,24 +337,59 @@ class UncertainFigure:
         return f"{number:.9g}{self.unit}"
 
 
-def uncertain_figures(source: str | Path) -> list[UncertainFigure]:
-    """Return the figures of ``source`` that have a range."""
-    document = _read(str(source))
+@dataclass(frozen=True, slots=True)
+class WrittenFigure:
+    """A figure as its file has it.
+
+    Args:
+        key: dotted, such as ``gpu.memory``.
+        value: a number, or text with a unit.
+        range: both ends of the published values, as ``value``; None if there is none.
+        source, date: where the value comes from, and of when that is.
+        home: the preset or file that gives it: the one asked for, or one of its bases.
+    """
+
+    key: str
+    value: str | float
+    range: tuple[str | float, str | float] | None
+    source: str
+    date: str
+    home: str
+
+
+def written_figures(source: str | Path) -> list[WrittenFigure]:
+    """Return all figures of the preset or file ``source`` and its bases.
+
+    Raises:
+        InputError: as :func:`read_hardware`.
+    """
+    chain = read_chain(str(source))
+    _validated(chain, {})
+    document = combine(chain)
     found = []
     for key in figure_keys(document):
-        node: Any = document
-        for part in key.split("."):
-            node = node[part]
-        if "range" in node:
-            (low, unit), (value, _), (high, _) = (_in_si(end) for end in (node["range"][0], node["value"], node["range"][1]))
-            found.append(UncertainFigure(key, low, value, high, unit))
+        figure = find(document, key)
+        ends = tuple(figure["range"]) if "range" in figure else None
+        home = _home(chain, key)
+        assert home is not None
+        found.append(WrittenFigure(key, figure["value"], ends, figure["source"], figure["date"], home))
     return found
 
 
-def _in_si(written: object) -> tuple[float, str]:
+def uncertain_figures(source: str | Path) -> list[UncertainFigure]:
+    """Return the figures of ``source`` that have a range."""
+    found = []
+    for figure in written_figures(source):
+        if figure.range is not None:
+            (low, unit), (value, _), (high, _) = map(_in_si, (figure.range[0], figure.value, figure.range[1]))
+            found.append(UncertainFigure(figure.key, low, value, high, unit))
+    return found
+
+
+def _in_si(written: str | float) -> tuple[float, str]:
     """Convert a figure as written to SI; return it with the SI unit."""
     if not isinstance(written, str):
-        return float(written), ""  # type: ignore[arg-type]
+        return float(written), ""
     for dimension, unit in (("bytes", "B"), ("bandwidth", "B/s"), ("rate", "FLOP/s"), ("time", "s")):
         try:
             return parse_quantity(written, dimension), unit

@@ -37,6 +37,24 @@ def read_model(name_or_path: str) -> Workload:
     Raises:
         InputError: no such model, a file that cannot be read, or one that is not supported; says which keys.
     """
+    config, name = _config(name_or_path)
+    return parse_model(config, name)
+
+
+def model_source(name: str) -> str:
+    """Return where the figures of the bundled model ``name`` come from, with the date.
+
+    Raises:
+        InputError: no such model.
+    """
+    if name not in model_names():
+        raise unknown_name("model", name, model_names())
+    config, _ = _config(name)
+    return f"{config['source']} ({config['date']})"
+
+
+def _config(name_or_path: str) -> tuple[dict[str, Any], str]:
+    """Return the keys of a bundled model or of a ``config.json``, and the model's name."""
     if name_or_path in model_names():
         text, name = (_bundled() / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path
     else:
@@ -47,7 +65,7 @@ def read_model(name_or_path: str) -> Workload:
         raise InputError(f"{name_or_path!r} is not JSON: {str(error)[:200]}; give a model's config.json") from error
     if not isinstance(config, dict):
         raise InputError(f"{name_or_path!r} holds no JSON object: give a model's config.json")
-    return parse_model(config, name)
+    return config, name
 
 
 def parse_model(config: dict[str, Any], name: str) -> Workload:

@@ -1,0 +1,69 @@
+"""``autohete hardware``: its commands ``show``, ``check`` and ``new``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cyclopts import App
+
+from autohete.cli.outputs import check_outputs
+from autohete.errors import InputError
+
+hardware = App(name="hardware", help="Show, check and begin hardware files.")
+
+
+@hardware.command
+def show(name: str, /) -> None:
+    """Show every figure of a hardware with its range, date and source.
+
+    Parameters
+    ----------
+    name:
+        A preset's name or a TOML file.
+    """
+    from autohete.report.preset_tables import print_hardware
+
+    print_hardware(name)
+
+
+@hardware.command
+def check(file: str, /) -> None:
+    """Check a hardware file: one line if it is valid; otherwise all its errors, and exit code 2.
+
+    Parameters
+    ----------
+    file:
+        The TOML file.
+    """
+    from collections import Counter
+
+    from autohete.hardware import read_hardware, written_figures
+
+    notes = read_hardware(file).hardware().notes
+    homes = Counter(figure.home for figure in written_figures(file))
+    inherited = (f", {count} of them from {home}" for home, count in homes.items() if home != str(Path(file)))
+    print("; ".join([f"{file}: ok, {homes.total()} figures{''.join(inherited)}", *notes]))
+
+
+@hardware.command
+def new(file: str, /, *, base: str) -> None:
+    """Write a hardware file to fill in: it takes over all of its base, whose figures are in it as comments.
+
+    Parameters
+    ----------
+    file:
+        The TOML file to write; it must not exist yet.
+    base:
+        A preset's name or a TOML file.
+    """
+    from autohete.hardware.template import new_hardware_text
+    from autohete.report.write import write_text
+
+    if not file.endswith(".toml"):
+        raise InputError(f"{file!r} is not the name of a TOML file: give one such as {file or 'my-node'}.toml")
+    if os.path.lexists(file):
+        raise InputError(f"{file!r} exists: give another name, or remove it first")
+    check_outputs({"FILE": file})
+    write_text(file, new_hardware_text(file, base))
+    print(f"{file} written: fill in what differs from {base}, then run autohete hardware check {file}")

@@ -1,0 +1,63 @@
+"""The text of a new hardware file: a base, and every figure that it may change, commented out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from autohete.hardware.document import preset_names
+from autohete.hardware.file import HardwareFile, WrittenFigure, known_keys, read_hardware, written_figures
+
+_HEAD = """\
+# This hardware has all figures of its base, except those given here. To give one, remove the "#" before its lines and fill in
+# its source and date; "base:" says what it replaces. Rates of a link follow its bandwidth unless they are given, too.
+# Then: autohete hardware check FILE
+"""
+
+
+def new_hardware_text(path: str, base: str) -> str:
+    """Return the text of a hardware file at ``path`` that is based on ``base``, a preset's name or a file's path.
+
+    Raises:
+        InputError: ``base`` is not valid.
+    """
+    document, figures = read_hardware(base), {figure.key: figure for figure in written_figures(base)}
+    name = re.sub(r"[^\w.+-]", "-", Path(path).stem)[:100]
+    lines = [
+        f"base = {_toml(base if base in preset_names() else _relative(base, path))}",
+        f"name = {_toml(name)}",
+        f"title = {_toml(f'Based on {document.name}')}",
+    ]
+    figure_keys, model_keys = known_keys()
+    lines += ["", *(f"#{key} = {_toml(_model(document, key))}" for key in model_keys)]
+    for key in figure_keys:
+        lines += ["", *_figure(key, figures.get(key))]
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _figure(key: str, figure: WrittenFigure | None) -> list[str]:
+    """Return the lines of one figure; None if the base does not have it."""
+    if figure is None:
+        before, value = "none", '""'
+    else:
+        value = json.dumps(figure.value)
+        ends = f", range {json.dumps(figure.range)}" if figure.range is not None else ""
+        before = f"{value}{ends}, {figure.date}"
+    return [f"# base: {before}", f"#[{key}]", f"#value = {value}", '#source = ""', '#date = ""']
+
+
+def _model(document: HardwareFile, key: str) -> str:
+    table, _, name = key.rpartition(".")
+    return getattr(getattr(document, table), name, "")
+
+
+def _relative(base: str, path: str) -> str:
+    """Return the path of ``base`` from the folder of ``path``; with a slash, which tells it from a preset's name."""
+    return os.path.join(".", os.path.relpath(os.path.realpath(base), os.path.dirname(os.path.realpath(path))))
+
+
+def _toml(text: str) -> str:
+    """Return ``text`` as a TOML string: one of JSON, with DEL escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

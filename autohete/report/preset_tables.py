@@ -1,0 +1,121 @@
+"""Tables that describe one hardware or one model, with the sources of its figures, legible at 80 columns."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.text import Text
+
+from autohete.errors import unknown_name
+from autohete.hardware import WrittenFigure, preset_names, read_hardware, written_figures
+from autohete.report.tables import console, say, table
+from autohete.workload import WORKLOADS, BlockRole, Workload
+from autohete.workload.config import model_names, model_source, read_model
+
+
+def print_preset(name: str) -> None:
+    """Print one hardware preset, model or workload of the paper.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    if name in preset_names():
+        print_hardware(name)
+    elif name in model_names():
+        print_model(read_model(name), model_source(name))
+    elif name in WORKLOADS:
+        print_model(WORKLOADS[name], None)
+    else:
+        raise unknown_name("preset", name, [*preset_names(), *WORKLOADS, *model_names()])
+
+
+def print_hardware(source: str | Path) -> None:
+    """Print all figures of a preset or a hardware file, a table for each part, with their sources below.
+
+    Raises:
+        InputError: as :func:`autohete.hardware.read_hardware`.
+    """
+    out, figures = console(), written_figures(source)
+    document = read_hardware(source)
+    notes = document.hardware().notes
+    say(out, f"{document.name}: {document.title}\n")
+    homes = list(dict.fromkeys(figure.home for figure in figures))
+    for part, own in groupby(figures, key=lambda figure: figure.key.rpartition(".")[0]):
+        model = getattr(getattr(document, part, None), "model", None)  # links have none
+        _print_part(out, part if model is None else f"{part}: {model}", list(own), several=len(homes) > 1)
+    for note in notes:
+        say(out, f"note: {note}")
+
+
+def _print_part(out: Console, title: str, figures: list[WrittenFigure], *, several: bool) -> None:
+    """Print one part; a column says which file gives a figure if there are ``several``."""
+    columns = ["figure", "value", "range", "date", *(["from"] if several else [])]
+    shown = table(title, columns, remark=several, give_way=["from"])
+    for figure in figures:
+        home = [escape(Path(figure.home).name)] if several else []
+        shown.add_row(_name(figure), _readable(figure.value), _range(figure), figure.date, *home)
+    out.print(shown)
+    for figure in figures:
+        _say_indented(out, f"{_name(figure)}: {figure.source}")
+    out.print()
+
+
+def _name(figure: WrittenFigure) -> str:
+    return figure.key.rpartition(".")[2]
+
+
+def _range(figure: WrittenFigure) -> str:
+    """Return both ends, with their unit once if it is the same."""
+    if figure.range is None:
+        return "-"
+    low, high = map(_readable, figure.range)
+    number, _, unit = low.partition(" ")
+    return f"{number if unit == high.partition(' ')[2] else low} to {high}"
+
+
+def _readable(written: str | float) -> str:
+    """Return a figure with at most six digits and a blank before its unit."""
+    found = re.fullmatch(r"\s*([-+.\deE]*\d\.?)\s*([A-Za-z/]*)\s*", str(written))
+    assert found is not None  # it has been validated
+    return f"{float(found[1]):.6g} {found[2]}".rstrip()
+
+
+def _say_indented(out: Console, line: str) -> None:
+    """Print a line of plain text as ``say`` does, its second and further rows indented."""
+    if out.is_terminal:
+        out.print(Padding(Text(line, style="dim"), (0, 0, 0, 2)))
+    else:
+        say(out, f"  {line}")
+
+
+def print_model(workload: Workload, source: str | None) -> None:
+    """Print the sizes of a model: of the whole, and of its embedding, its blocks and its head."""
+    out, w = console(), workload
+    sizes = table(f"{w.name}: {w.parameters / 1e9:.2f}B parameters", ["figure", "value"])
+    for name, value in (
+        ("hidden size", w.hidden_size),
+        ("blocks", w.transformer_blocks),
+        ("vocabulary", w.vocabulary_size),
+        ("head's matrix", "the embedding's" if w.tied_embeddings else "its own"),
+    ):
+        sizes.add_row(name, str(value))
+    out.print(sizes)
+    parts = table("its parts", ["part", "count", "parameters each", "of all"])
+    alike = Counter((_part(w, unit), w.unit_parameters(unit)) for unit in range(w.blocks))
+    for (part, parameters), count in alike.items():
+        share = f"{100 * count * parameters / w.parameters:.1f} %"
+        parts.add_row(escape(part), str(count), f"{parameters:,}", share)
+    out.print(parts)
+    if source is not None:
+        say(out, f"source: {source}")
+
+
+def _part(workload: Workload, unit: int) -> str:
+    role = workload.role(unit)
+    return f"block: {workload.block(unit)}" if role is BlockRole.TRANSFORMER else str(role)
