@@ -6,8 +6,15 @@ import os
 
 from autohete.errors import InputError
 
-#: Outputs that are data; the others are pictures.
-_DATA_OUTPUTS = ("--trace", "--predicted-trace", "--schedule", "OUT", "FILE")
+#: Outputs that are data, each with an example; the others are pictures.
+_DATA_OUTPUTS = {
+    "--trace": "timeline.json",
+    "--predicted-trace": "predicted.json",
+    "--schedule": "schedule.txt",
+    "--out": "sweep.csv",
+    "OUT": "profile.json",
+    "FILE": "hardware.toml",
+}
 
 
 def check_outputs(outputs: dict[str, str]) -> None:
@@ -19,7 +26,7 @@ def check_outputs(outputs: dict[str, str]) -> None:
             raise InputError(f"{other} and {option} name the same file {path!r}: give each its own")
     for option, path in outputs.items():
         if not path:
-            raise InputError(f"{option} is empty: give a file, such as timeline.{'json' if option in _DATA_OUTPUTS else 'png'}")
+            raise InputError(f"{option} is empty: give a file, such as {_DATA_OUTPUTS.get(option, 'timeline.png')}")
         if option not in _DATA_OUTPUTS:
             from autohete.report.style import figure_format
 

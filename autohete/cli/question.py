@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from autohete.profile import Profile
 
 DEFAULT_HARDWARE = "a100-40gb-epyc7713"
+#: Options that are short for a hardware figure.
+SHORT_FOR = {"gpu-memory": "gpu.memory", "host-memory": "host.memory", "pinned-memory": "host.pinned_memory"}
 
 
 @Parameter(name="*")
@@ -149,10 +151,10 @@ class Question:
         from autohete.hardware import load_hardware
         from autohete.profile import analytic_profile
 
-        short = {"gpu.memory": self.gpu_memory, "host.memory": self.host_memory, "host.pinned_memory": self.pinned_memory}
+        short = zip(SHORT_FOR.values(), (self.gpu_memory, self.host_memory, self.pinned_memory), strict=True)
         overrides: dict[str, str] = {}
-        for item in [*self.set_, *(f"{key}={text}" for key, text in short.items() if text is not None)]:
-            key, value = _key_value(item)
+        for item in [*self.set_, *(f"{key}={text}" for key, text in short if text is not None)]:
+            key, value = key_value(item)
             if key in overrides:
                 raise InputError(f"{key} is set twice, to {overrides[key]!r} and {value!r}: set it once")
             overrides[key] = value
@@ -187,7 +189,8 @@ class Question:
         return replace(found, hardware=replace(found.hardware, gpu=gpu, host=host))
 
 
-def _key_value(item: str) -> tuple[str, str]:
+def key_value(item: str) -> tuple[str, str]:
+    """Split an item of ``--set``, ``KEY=VALUE``."""
     key, equals, value = item.partition("=")
     if not (key and equals and value):
         raise InputError(f"--set {item!r} is not KEY=VALUE: write it such as links.h2d.bandwidth=50GB/s")

@@ -1,0 +1,169 @@
+"""The file of a sweep: CSV, one row per setting, written row by row; a file that was cut short can be continued."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import get_type_hints
+
+from autohete.errors import InputError
+from autohete.plan import PlanCounts
+from autohete.report.summary import Summary
+from autohete.report.tables import console, say, table
+
+#: The verdict of a setting that is invalid, such as heads that do not divide the hidden size; ``explanation`` says why.
+INVALID = "invalid"
+
+Row = dict[str, str]
+
+
+def _scalars() -> Iterator[str]:
+    for name, hint in get_type_hints(Summary).items():
+        kinds = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
+        if PlanCounts in kinds:
+            yield from (f"{name}.{count.name}" for count in fields(PlanCounts))
+        elif all(isinstance(kind, type) and issubclass(kind, (str, int, float, types.NoneType)) for kind in kinds):
+            yield name
+
+
+#: What a row says about an answer: every field of :class:`Summary` that is one number or one text, and the plan's counts.
+COLUMNS = tuple(_scalars())
+
+
+def header_of(keys: Sequence[str]) -> list[str]:
+    """Return the header of a sweep over ``keys``: the keys, then the columns of the answer that are not among them."""
+    return [*keys, *(column for column in COLUMNS if column not in keys)]
+
+
+def answered(key: Mapping[str, str], summary: Summary) -> Row:
+    """Return the row of an answer. Numbers are written as in JSON; None is empty."""
+    found = {column: _cell(_value(summary, column)) for column in COLUMNS}
+    return found | dict(key)
+
+
+def refused(key: Mapping[str, str], reason: str) -> Row:
+    """Return the row of a setting that is invalid."""
+    return dict.fromkeys(COLUMNS, "") | {"verdict": INVALID, "explanation": " ".join(reason.split())} | dict(key)
+
+
+def _value(summary: Summary, column: str) -> object:
+    found: object = summary
+    for name in column.split("."):
+        found = None if found is None else getattr(found, name)
+    return found
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, str):
+        return " ".join(value.split())
+    return "" if value is None else json.dumps(value)
+
+
+def _line(cells: Sequence[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode(errors="backslashreplace")
+
+
+def read_rows(path: str, header: Sequence[str]) -> tuple[list[Row], int]:
+    """Read the complete rows of a sweep's file.
+
+    Returns:
+        The rows, and the number of bytes up to the end of the last one. Without even a complete header: none, and 0.
+
+    Raises:
+        InputError: not a file of a sweep with this header.
+    """
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read()
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise InputError(f"{path!r} cannot be read: {error.strerror or error}; give a file written by this sweep") from error
+    end = data.rfind(b"\n") + 1  # no cell has a line end, so a row without one was cut
+    if end == 0 and _line(header).startswith(data):
+        return [], 0
+    try:
+        lines = list(csv.reader(io.StringIO(data[:end].decode(), newline=""), strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InputError(f"{path!r} is not a sweep's file: {error}; give another --out") from error
+    found = lines[0] if lines else []
+    if found != list(header):
+        raise InputError(
+            f"{path!r} cannot be continued: {_difference(found, header)}; sweep over the same keys, or give another --out"
+        )
+    for number, line in enumerate(lines, start=1):
+        if len(line) != len(header):
+            raise InputError(
+                f"{path!r} line {number} has {len(line)} cells, not {len(header)}: remove it, or give another --out"
+            )
+    return [dict(zip(header, line, strict=True)) for line in lines[1:]], end
+
+
+def _difference(found: Sequence[str], header: Sequence[str]) -> str:
+    missing = [name for name in header if name not in found]
+    other = [name for name in found if name not in header]
+    if not (missing or other):
+        return "its columns have another order"
+    parts = [("it has no column", missing), ("this sweep has no column", other)]
+    return " and ".join(f"{says} {', '.join(map(repr, names[:5]))}" for says, names in parts if names)
+
+
+@contextmanager
+def row_writer(path: str, header: Sequence[str], keep: int = 0) -> Iterator[Callable[[Row], None]]:
+    """Continue the file ``path`` after its first ``keep`` bytes, which are rows; 0: begin it with the header.
+
+    Each row that is written reaches the file before the next.
+    """
+    with open(path, "ab") as stream:
+        if stream.seekable():
+            stream.truncate(keep)
+        if not keep:
+            stream.write(_line(header))
+            stream.flush()
+
+        def write(row: Row) -> None:
+            stream.write(_line([row[name] for name in header]))
+            stream.flush()
+
+        yield write
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the rows of a sweep say: how many have each verdict, and which is fastest, in tokens per second."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    fastest: Row | None = None
+
+    def add(self, row: Row) -> None:
+        """Count a row."""
+        self.verdicts[row["verdict"]] += 1
+        if row["tokens_per_second"] and (self.fastest is None or _rate(row) > _rate(self.fastest)):
+            self.fastest = row
+
+
+def _rate(row: Row) -> float:
+    return float(row["tokens_per_second"])
+
+
+def print_tally(tally: Tally, varied: Sequence[str], answered: int, seconds: float, path: str) -> None:
+    """Print a sweep's end: rows by verdict, speed, and the fastest setting by its ``varied`` keys."""
+    out = console()
+    total = tally.verdicts.total()
+    shown = table(f"{path}: {total:,} row{'s' * (total != 1)}", ["verdict", "rows", "share"])
+    for verdict, count in tally.verdicts.most_common():
+        shown.add_row(verdict, f"{count:,}", f"{100 * count / total:.0f} %")
+    out.print(shown)
+    rate = f", {answered / seconds:.3g} settings per second" if answered and seconds else ""
+    say(out, f"answered now: {answered:,} in {seconds:.1f} s{rate}")
+    if tally.fastest is not None:
+        where = ", ".join(f"{key}={tally.fastest[key]}" for key in varied) or f"policy={tally.fastest['policy']}"
+        say(out, f"fastest: {where}: {_rate(tally.fastest):,.0f} tokens/s")
