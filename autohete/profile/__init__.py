@@ -416,8 +416,8 @@ class _Roofline:
         return LossProfile(seconds, element * logits, round(workspace * logits), head.keeps_logits)
 
     def _chunked_loss(self) -> LossProfile:
-        """Liger Kernel 0.6, ``ops/fused_linear_cross_entropy.py``: a kernel reads a chunk's logits twice and writes their
-        gradient in their place; every chunk adds to the gradient of the head's matrix.
+        """Liger Kernel at 00eba63, ``ops/fused_linear_cross_entropy.py``: a kernel reads a chunk's logits twice, and writes
+        their gradient in their place; every chunk adds to the gradient of the head's matrix.
         """
         w, element = self.workload, self.element
         chunks = -(-w.tokens // w.loss_tokens)

@@ -179,7 +179,7 @@ class Workload:
     @property
     def loss_tokens(self) -> int:
         """Tokens whose logits are in memory at a time: all, or so many that the logits are about as large as the head's input
-        (Liger Kernel 0.6, ``ops/fused_linear_cross_entropy.py``).
+        (Liger Kernel at 00eba63, ``ops/fused_linear_cross_entropy.py``).
         """
         if not self.chunked_loss:
             return self.tokens
