@@ -95,7 +95,7 @@ def test_every_command_works(block: str, tmp_path: Path) -> None:
         words = shlex.split(command)
         assert words[0] == "autohete", command
         assert run(sys.executable, "-m", *words, cwd=tmp_path)
-        there |= {word for word in words if re.fullmatch(r"\w+\.(png|json)", word)}
+        there |= {word for word in words if re.fullmatch(r"\w+\.(csv|json|png)", word)}
         assert {path.name for path in tmp_path.iterdir()} == there, command
 
 
@@ -128,7 +128,7 @@ def test_every_python_example_works(page: Path, tmp_path: Path) -> None:
 def test_no_command_hides_in_another_block(page: Path) -> None:
     """Code is in blocks that the tests look at: shell with autohete and make only, Python, what a program prints, hardware."""
     fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)
-    assert set(fences[::2]) <= {"sh", "python", "text", "toml"}  # test_hardware_bases.py loads the last
+    assert set(fences[::2]) <= {"sh", "python", "text", "toml"}  # test_hardware_bases.py and test_sweep.py read the last
     assert set(fences[1::2]) <= {""}
     assert all(re.match(r"(autohete|make) ", line) for block in blocks(page, "sh") for line in block.splitlines())
     assert not re.search(r"^\W*(autohete|make|python) ", "".join(blocks(page, "text")), re.MULTILINE)

@@ -20,7 +20,7 @@ from hypothesis import settings as settings_
 from hypothesis import strategies as st
 from test_cli import ENVIRONMENT, SMALL, autohete, refused
 
-from autohete.cli.axes import all_axes, diagonal, expand, parse_over, settings
+from autohete.cli.axes import all_axes, diagonal, expand, parse_over, read_grid, settings
 from autohete.cli.question import Question, Shape
 from autohete.cli.sweep import sweep
 from autohete.errors import InputError
@@ -288,3 +288,15 @@ def test_the_command_line_refuses_in_one_line(tmp_path: Path) -> None:
     assert "cannot be read" in refused("sweep", *SMALL, "--grid", str(tmp_path / "no.toml"), "--out", out)
     assert "no workload" in refused("sweep", "--over", "batch-size=1,2", "--out", out)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_grid_of_the_documentation_is_read(tmp_path: Path) -> None:
+    """The file that docs/simulator.md shows has three axes, whose values keep their commas."""
+    page = (Path(__file__).parents[1] / "docs" / "simulator.md").read_text()
+    (example,) = re.findall(r"^```toml\n(\[over\].*?)^```", page, re.DOTALL | re.MULTILINE)
+    grid = tmp_path / "grid.toml"
+    grid.write_text(example)
+    axes = all_axes(Question(workload="gpt-2b"), (), read_grid(str(grid)))
+    assert {axis.key: len(axis.values) for axis in axes if axis.key != "workload"} == {
+        "batch-size": 6, "policy": 2, "links.h2d.bandwidth": 10,
+    }  # fmt: skip
