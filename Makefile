@@ -4,10 +4,13 @@ VENV ?= .venv
 OUT ?= paper_figs
 BIN := $(VENV)/bin
 
-.PHONY: figure intervals timeline published safety joint train fidelity gpu-check test wide lint benchmark benchmark-runtime clean
+.PHONY: figure figures intervals timeline published safety joint train fidelity gpu-check test wide lint benchmark benchmark-runtime clean
 
 figure: $(VENV)/simulator
 	$(BIN)/python experiments/fig_throughput.py --out $(OUT)
+
+figures: $(VENV)/simulator
+	for script in experiments/fig_*.py; do $(BIN)/python $$script --out $(OUT) || exit 1; done
 
 intervals: $(VENV)/simulator
 	$(BIN)/python experiments/intervals.py --out $(OUT)

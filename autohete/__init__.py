@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # a type checker's; importing typing would delay what catches interrupts
 if TYPE_CHECKING:
     from autohete.train.trainer import Trainer
 
@@ -12,7 +11,7 @@ __all__ = ["Trainer", "__version__"]
 __version__ = "0.1.0"  # the only place; pyproject.toml reads it here
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "Trainer":  # loads PyTorch only on demand
         from autohete.train.trainer import Trainer
 

@@ -1,11 +1,25 @@
 """The program ``autohete``, also as ``python -m autohete``."""
 
-from autohete.cli.interrupt import catch_interrupts
+# What ``signal`` is made of: built in, so that interrupts are caught before anything is imported.
+import _signal  # type: ignore[import-not-found]
+import os
+from types import FrameType
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"autohete: interrupted\n")
+    os._exit(128 + number)
+
+
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _end)
+
+from autohete.cli.interrupt import catch_interrupts  # noqa: E402
 
 
 def main() -> None:
     """Run the command line; interrupts are caught before the slow imports."""
-    catch_interrupts("autohete")
+    catch_interrupts("autohete", instead_of=_end)
     from autohete.cli.app import main as run
 
     run()

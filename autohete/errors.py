@@ -2,6 +2,8 @@
 
     AutoHeteError                what a user can understand and fix; the command line prints it, exit code 2
     ├── InputError               an invalid value, name, file or flag
+    │   ├── OnePoolError             a plan copies between GPU and host, which are one pool of memory
+    │   ├── OptimizerError           a plan updates where, or in parts that, the optimizer cannot
     │   └── RuleError                a rule of a plan contradicts another or the data dependencies, or changes nothing
     ├── InfeasibleError          no plan fits the available memory; has the smallest budget that works
     ├── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
@@ -41,6 +43,10 @@ def _restored(cls: type[AutoHeteError], args: tuple[object, ...], state: dict[st
 
 class InputError(AutoHeteError):
     """Invalid input from the user."""
+
+
+class OnePoolError(InputError):
+    """A plan copies between GPU and host memory, or updates on the CPU, on unified hardware: these are one pool of memory."""
 
 
 class RuleError(InputError):
@@ -123,12 +129,25 @@ class InfeasibleError(AutoHeteError):
         self.needed_bytes = needed_bytes
 
 
+class OptimizerError(InputError):
+    """A plan updates where, or in parts that, the optimizer cannot."""
+
+
 def unknown_name(what: str, given: str, allowed: Iterable[str]) -> InputError:
     """Return an error for an unknown name that lists the allowed names and suggests the closest."""
     names = sorted(allowed)
-    near = difflib.get_close_matches(given, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return InputError(f"unknown {what} {given!r}: choose one of {', '.join(names)}{hint}")
+    return InputError(f"unknown {what} {given!r}: choose one of {', '.join(names)}{suggestion(given, names)}")
+
+
+def suggestion(given: str, allowed: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` for the closest allowed name, whatever its case; empty if none is close.
+
+    Of an identifier such as ``owner/name``, the name counts. A name that begins like the given one is close, too.
+    """
+    folded = {name.casefold(): name for name in sorted(allowed, reverse=True)}
+    wanted = given.rstrip("/").rpartition("/")[2].casefold()
+    near = difflib.get_close_matches(wanted, folded, n=1) or ([name for name in sorted(folded) if name.startswith(wanted)])
+    return f"; did you mean {folded[near[0]]!r}?" if wanted and near else ""
 
 
 def check_member(field: str, value: object, enum: type[StrEnum]) -> None:

@@ -7,9 +7,10 @@ from enum import StrEnum
 
 from autohete.errors import InfeasibleError, InputError, check_fields
 from autohete.hardware import Hardware
-from autohete.plan.policy import Policy, Verdict
-from autohete.profile import analytic_profile
-from autohete.simulate import simulate_policy
+from autohete.plan import Plan
+from autohete.plan.policy import Judgement, Policy, Verdict
+from autohete.profile import Profile, analytic_profile
+from autohete.simulate import judge_for, simulate_plan
 from autohete.workload import LIMITS, Workload
 
 
@@ -41,17 +42,44 @@ class Largest:
         check_fields(self)
 
 
+class _Fits(Exception):
+    """A policy has judged a plan that fits. No error: it ends a search that would go on for a faster plan."""
+
+
+def misfit(profile: Profile, policy: Policy) -> str:
+    """Why no plan of ``policy`` fits; empty if one does. Ends at the first one: the fastest does not matter here.
+
+    Raises:
+        InputError: the policy cannot plan the workload at all.
+    """
+    judge = judge_for(profile)
+
+    def first(plan: Plan) -> Judgement:
+        judgement = judge(plan)
+        if judgement.verdict is Verdict.OK and not plan.delayed:
+            raise _Fits
+        return judgement
+
+    try:
+        found = simulate_plan(profile, policy.plan(profile, first))
+    except _Fits:
+        return ""
+    except InfeasibleError as error:
+        return f"{error.constraint}-out-of-memory"
+    return "" if found.verdict is Verdict.OK else str(found.verdict)
+
+
 def largest(workload: Workload, hardware: Hardware, policy: Policy, figure: Figure) -> Largest:
     """The largest ``figure`` with which ``workload`` fits under ``policy``; one more does not.
 
     Doubles the figure until it does not fit, and halves the interval. A policy that searches may fit again above; that is not
-    looked for.
+    looked for. It searches only until a plan fits.
 
     Raises:
         InputError: the policy cannot plan the workload at all.
     """
 
-    def misfit(value: int) -> str:
+    def why_not(value: int) -> str:
         """Why it does not fit; empty if it does."""
         if value > LIMITS[figure]:
             return f"{figure} is at most {LIMITS[figure]:,}"
@@ -59,18 +87,14 @@ def largest(workload: Workload, hardware: Hardware, policy: Policy, figure: Figu
             grown = replace(workload, **{figure: value})  # type: ignore[arg-type]
         except InputError as error:  # such as more tokens than learned positions
             return str(error)
-        try:
-            found = simulate_policy(analytic_profile(grown, hardware), policy)
-        except InfeasibleError as error:
-            return f"{error.constraint}-out-of-memory"
-        return "" if found.verdict is Verdict.OK else str(found.verdict)
+        return misfit(analytic_profile(grown, hardware), policy)
 
     fits, too_many = 0, 1
-    while not (limit := misfit(too_many)):
+    while not (limit := why_not(too_many)):
         fits, too_many = too_many, 2 * too_many
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        reason = misfit(middle)
+        reason = why_not(middle)
         if reason:
             too_many, limit = middle, reason
         else:

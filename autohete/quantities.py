@@ -20,6 +20,7 @@ UNITS: dict[str, dict[str, float]] = {
 }
 #: An example of each dimension, for messages.
 EXAMPLES = {"bytes": "40GiB", "bandwidth": "25GB/s", "rate": "312TFLOP/s", "time": "10us"}
+_COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]*)\s*")
 
 
@@ -42,6 +43,27 @@ def parse_quantity(text: str, dimension: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise InputError(f"{text!r} must be positive and finite, such as {example}")
     return value
+
+
+def parse_count(text: str) -> int:
+    """Parse a number of things such as ``1B`` (10^9), ``300M``, ``50k`` or ``1.5T``.
+
+    Raises:
+        InputError: not a number, an unknown unit, or less than 1.
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2] not in _COUNTS:
+        raise InputError(f"{text!r} is not a number: write it such as 1B, 300M or 50k")
+    value = float(match[1]) * _COUNTS[match[2]]
+    if not 1 <= value <= 1e18:
+        raise InputError(f"{text!r} is not between 1 and 10^18: write a number such as 1B, 300M or 50k")
+    return round(value)
+
+
+def format_count(number: int) -> str:
+    """Format a number as :func:`parse_count` reads it, with four digits."""
+    unit = max((unit for unit, factor in _COUNTS.items() if number >= factor), key=_COUNTS.__getitem__, default="")
+    return f"{number / _COUNTS[unit]:.4g}{unit}"
 
 
 def format_bytes(size: float) -> str:

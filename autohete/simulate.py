@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autohete.analysis.occupancy import Occupancy, occupancy
 from autohete.analysis.worst_case import WorstCase, worst_case
-from autohete.errors import InfeasibleError, InputError
+from autohete.errors import InfeasibleError, InputError, OnePoolError
 from autohete.execution import Executor
 from autohete.execution.trace import Steady, Trace
 from autohete.hardware import Hardware
@@ -158,14 +158,15 @@ class SimulatingJudge:
     def __call__(self, plan: Plan) -> Judgement:
         """Return time and memory of ``plan``; its policy's name is ignored."""
         plan = replace(plan, policy="")
-        if plan not in self._known:
+        known = self._known.get(plan)
+        if known is None:
             found = self._last = simulate_plan(self._profile, plan, self._executor)
             if found.verdict is Verdict.OK and (self._best is None or found.iteration_seconds < self._best.iteration_seconds):
                 self._best = found
-            self._known[plan] = Judgement(
+            known = self._known[plan] = Judgement(
                 found.verdict, found.iteration_seconds, *(memory.peak_bytes for memory in found.memories)
             )
-        return self._known[plan]
+        return known
 
     def simulation(self, plan: Plan) -> Simulation:
         """Return the simulation of ``plan``, with its schedule checked; simulate again only if the result was not kept."""
@@ -186,10 +187,14 @@ def simulate_policy(profile: Profile, policy: Policy) -> Simulation:
 
     Raises:
         InfeasibleError: the policy searches for a plan and finds none.
+        OnePoolError: the policy copies, and the hardware is unified.
         InputError: a task, or the whole iteration, takes absurdly long or no time at all.
     """
     judge = judge_for(profile)
-    found = judge.simulation(policy.plan(profile, judge))
+    try:
+        found = judge.simulation(policy.plan(profile, judge))
+    except OnePoolError as error:
+        raise OnePoolError(f"{policy.name}: {error}") from None
     if found.iteration_seconds == 0:
         raise InputError(
             f"an iteration on {profile.hardware.name} takes less than a nanosecond, too short to simulate: check its rates"

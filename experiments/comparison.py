@@ -3,21 +3,14 @@ not state absolute throughputs."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from joblib import Parallel, delayed
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from autohete.cli.interrupt import children_uninterrupted
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
 from autohete.report.summary import Summary, answer
-from autohete.report.tables import console
 from autohete.workload import WORKLOADS, Kernels, Precision
 
 NODE = "a100-40gb-epyc7713"
@@ -68,30 +61,6 @@ def grid(moved: Mapping[str, str] | None = None) -> list[Job]:
     """Every model under every policy."""
     figures = tuple((moved or {}).items())
     return [Job(model, policy, figures) for model in MODELS for policy in POLICIES]
-
-
-def run_all(jobs: Sequence[Job]) -> dict[Job, Summary]:
-    """Run all jobs on all cores, with a progress bar on a terminal."""
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    found: dict[Job, Summary] = {}
-    with Progress(*columns, console=console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
-        bar = progress.add_task("simulating", total=len(jobs))
-        for job, summary in _in_parallel(jobs):
-            found[job] = summary
-            progress.advance(bar)
-    return found
-
-
-def _in_parallel(jobs: Sequence[Job]) -> Iterator[tuple[Job, Summary]]:
-    # Batches of one: a policy that searches takes ten times as long as one that does not.
-    parallel = Parallel(n_jobs=os.cpu_count(), return_as="generator_unordered", batch_size=1)
-    with children_uninterrupted():
-        found: Iterator[tuple[Job, Summary]] = parallel(delayed(_run)(job) for job in jobs)
-    return found
-
-
-def _run(job: Job) -> tuple[Job, Summary]:
-    return job, job.run()
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.report.gantt import two_row_figure
 from autohete.report.style import BLUE, VERMILION, save_figure, style
-from autohete.report.tables import console, table
+from autohete.report.tables import console, say, table
 from autohete.report.write import make_folder, write_text
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
@@ -453,7 +453,7 @@ def show(results: list[Result]) -> None:
         worst = "" if worst_goal is None else f", worst at most {worst_goal} %"
         again = sum(r.attempts - 1 for r in here)
         repeated = f"; repeated because the machine stalled: {again} runs" if again else ""
-        out.print(f"signed mean error {bias:+.2f} %; goal: mean at most {goal} %{worst}{repeated}", soft_wrap=True)
+        say(out, f"signed mean error {bias:+.2f} %; goal: mean at most {goal} %{worst}{repeated}")
 
 
 def plot(results: list[Result]) -> Figure:
@@ -539,7 +539,7 @@ def main(*, out: Path = Path("paper_figs"), paced: int = 60, native: int = 16, s
             for suffix in ("png", "pdf"):
                 save_figure(figure, out / f"{name}.{suffix}")
     show(results)
-    console().print(f"{refused} drawn settings did not fit or would take too long; written: {out}/fidelity*", soft_wrap=True)
+    say(console(), f"{refused} drawn settings did not fit or would take too long; written: {out}/fidelity*")
 
 
 if __name__ == "__main__":

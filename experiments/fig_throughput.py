@@ -45,7 +45,7 @@ from autohete.policies import parse_policy
 from autohete.quantities import format_bytes, format_seconds
 from autohete.report.style import BLUE, PURPLE, SKY, VERMILION, YELLOW, save_figure, style
 from autohete.report.summary import Summary
-from autohete.report.tables import console, or_dash, table
+from autohete.report.tables import console, or_dash, say, table
 from autohete.report.write import make_folder, write_text
 from autohete.schedule import GPU
 from autohete.simulate import simulate
@@ -61,11 +61,11 @@ from experiments.comparison import (
     Job,
     SpeedUp,
     grid,
-    run_all,
     speedup,
 )
 from experiments.intervals import Interval
 from experiments.intervals import read as read_intervals
+from experiments.shared import run_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +262,10 @@ class Variant:
     speedups: list[SpeedUp]
 
 
-def variants(rows: Rows) -> list[Variant]:
+def variants(rows: Rows, jobs: int | None = None) -> list[Variant]:
     """Return AutoHete's speed-ups with each CPU step, over the policies that the paper compares it with."""
     names = {flags: {AUTOHETE: f"autohete:{flags}", NO_PRIORITY: f"autohete:{flags},priority=off"} for flags in VARIANTS}
-    jobs = [Job(model, name) for some in names.values() for name in some.values() for model in MODELS]
-    found = run_all(jobs)
+    found = run_all(Job.run, [Job(model, name) for some in names.values() for name in some.values() for model in MODELS], jobs)
     nominal = {cell: summary.samples_per_second for cell, summary in rows.items()}
     made = []
     for flags, named in names.items():
@@ -338,11 +337,11 @@ def print_variants(found: Sequence[Variant]) -> None:
 def print_bounds(found: Sequence[Bound]) -> None:
     """Print the bounds."""
     out = console()
-    out.print("what the published numbers would require")
+    say(out, "what the published numbers would require")
     for bound in found:
-        out.print(f"  {bound.claim}", soft_wrap=True)
-        out.print(f"    needed: {bound.needed}", soft_wrap=True)
-        out.print(f"    possible: {bound.possible}; measured elsewhere: {bound.elsewhere}", soft_wrap=True)
+        say(out, f"  {bound.claim}")
+        say(out, f"    needed: {bound.needed}")
+        say(out, f"    possible: {bound.possible}; measured elsewhere: {bound.elsewhere}")
 
 
 def draw(rows: Rows, found: Sequence[Ratio], known: Sequence[Interval]) -> Figure:
@@ -407,19 +406,21 @@ def _draw_ratios(axes: Axes, found: Sequence[Ratio]) -> None:
     axes.legend(handles=legend, loc="lower right", fontsize=7)
 
 
-def main(*, out: Path = Path("paper_figs")) -> None:
+def main(*, out: Path = Path("paper_figs"), jobs: int | None = None) -> None:
     """Simulate, print and draw.
 
     Parameters
     ----------
     out:
         Folder for the figure and the CSV files.
+    jobs:
+        Number of processes. By default one per core.
     """
     make_folder(out)
     known = read_intervals(INTERVALS)
-    found = run_all(grid())
+    found = run_all(Job.run, grid(), jobs)
     rows = {(job.model, job.policy): found[job] for job in grid()}
-    speedups, proofs, others = ratios(rows, known), bounds(rows), variants(rows)
+    speedups, proofs, others = ratios(rows, known), bounds(rows), variants(rows, jobs)
     write_text(out / "fig_throughput.csv", throughput_csv(rows))
     write_text(out / "fig_throughput_ratios.csv", ratios_csv(speedups))
     write_text(out / "fig_throughput_variants.csv", variants_csv(others))
@@ -432,9 +433,7 @@ def main(*, out: Path = Path("paper_figs")) -> None:
     print_ratios(speedups)
     print_variants(others)
     print_bounds(proofs)
-    console().print(
-        f"written: {out}/fig_throughput.{{png,pdf,csv}}, {out}/fig_throughput_{{ratios,variants,bounds}}.csv", soft_wrap=True
-    )
+    say(console(), f"written: {out}/fig_throughput.{{png,pdf,csv}}, {out}/fig_throughput_{{ratios,variants,bounds}}.csv")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ import subprocess
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -62,7 +61,7 @@ from autohete.plan import Plan
 from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.quantities import format_bytes
-from autohete.report.tables import console
+from autohete.report.tables import console, say
 from autohete.report.write import make_folder, write_text
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
@@ -517,9 +516,9 @@ def main(*, out: Path = Path("benchmarks"), part: list[Part] | None = None) -> N
     part:
         Part to run; repeatable. Default: all parts.
     """
-    say = partial(console().print, soft_wrap=True, markup=False)
+    screen = console()
     if not torch.cuda.is_available():
-        say("there is no GPU that PyTorch can use here: nothing to check")
+        say(screen, "there is no GPU that PyTorch can use here: nothing to check")
         return
     make_folder(out)
     path = out / "gpu_check.json"
@@ -535,8 +534,8 @@ def main(*, out: Path = Path("benchmarks"), part: list[Part] | None = None) -> N
         seconds = time.perf_counter() - begin
         document[name] = {**machine, "seconds": round(seconds, 1), "found": found}
         write_text(path, json.dumps(document, indent=1) + "\n")
-        say(f"{name}, {seconds:.0f} s: {found if isinstance(found, str) else json.dumps(found)}")
-    say(f"written: {path}")
+        say(screen, f"{name}, {seconds:.0f} s: {found if isinstance(found, str) else json.dumps(found)}")
+    say(screen, f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -40,13 +40,15 @@ from cyclopts import App
 from numpy.typing import NDArray
 from scipy.stats import qmc
 
+from autohete.answer.draws import at_shares, figures_of, overrides_at
 from autohete.cli.app import run_app
 from autohete.errors import InputError
-from autohete.hardware import Hardware, UncertainFigure, load_hardware, uncertain_figures
-from autohete.report.tables import console, table
+from autohete.hardware import Hardware, UncertainFigure, load_hardware
+from autohete.report.tables import console, say, table
 from autohete.report.write import make_folder, write_text
 from experiments import published
-from experiments.comparison import AUTOHETE, MODELS, NODE, POLICIES, PUBLISHED, grid, run_all
+from experiments.comparison import AUTOHETE, MODELS, NODE, POLICIES, PUBLISHED, Job, grid
+from experiments.shared import run_all
 
 Array = NDArray[np.float64]
 
@@ -63,18 +65,17 @@ _FAMILY = "a100"
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """The node's uncertain figures, and the logarithms of low, nominal and high."""
+    """The uncertain figures of ``node``, and the logarithms of low, nominal and high."""
 
     figures: tuple[UncertainFigure, ...]
     low: Array
     nominal: Array
     high: Array
+    node: str = NODE
 
     def at(self, unit: Array) -> Array:
         """Return the logarithms of the figures at points of the unit cube: the nominal value is the median."""
-        below = self.low + (self.nominal - self.low) * 2 * unit
-        above = self.nominal + (self.high - self.nominal) * (2 * unit - 1)
-        return np.where(unit < 0.5, below, above)
+        return at_shares(self.figures, unit)
 
     def standard(self, points: Array) -> Array:
         """Rescale points so that each range has length 2 and the nominal value is 0."""
@@ -83,29 +84,34 @@ class Prior:
 
     def moved(self, point: Array) -> dict[str, str]:
         """Convert a point to hardware figures."""
-        return {figure.key: figure.text(float(np.exp(x))) for figure, x in zip(self.figures, point, strict=True)}
+        return overrides_at(self.figures, point)
 
     def within_dram(self, points: Array) -> Array:
         """Limit the CPU rates of the points to the DRAM's, as when hardware is read."""
         column = {figure.key: i for i, figure in enumerate(self.figures)}
-        dram = points[:, column["host.usable_share"]] + np.log(load_hardware(NODE).host.memory_bandwidth)
+        dram = points[:, column["host.usable_share"]] + np.log(load_hardware(self.node).host.memory_bandwidth)
         points = points.copy()
-        for name in ("update", "elementwise"):
-            rates = points[:, column[f"cpu.{name}_bandwidth"]]
+        for key in ("cpu.update_bandwidth", "cpu.elementwise_bandwidth"):
+            if key not in column:
+                continue
+            rates = points[:, column[key]]
             np.minimum(rates, dram, out=rates)
         return points
 
 
-def prior() -> Prior:
-    """The node's uncertain figures that enter this comparison."""
-    figures = tuple(f for f in _figures_of_one_gpu(NODE) if f.key not in _WITHOUT_EFFECT)
+def prior(node: str = NODE, gpus: int = 1) -> Prior:
+    """The node's uncertain figures that enter a comparison on that many of its GPUs."""
+    figures = tuple(f for f in figures_of(node, gpus) if f.key not in _WITHOUT_EFFECT)
     low, nominal, high = (np.log([getattr(figure, end) for figure in figures]) for end in ("low", "value", "high"))
-    return Prior(figures, low, nominal, high)
+    return Prior(figures, low, nominal, high, node)
 
 
-def _figures_of_one_gpu(node: str) -> list[UncertainFigure]:
-    """Return the figures without those that only matter for several GPUs."""
-    return [f for f in uncertain_figures(node) if not f.key.startswith(("interconnect.", "cpu.ranks_"))]
+def draws(node: str, count: int, seed: int, gpus: int = 1) -> list[tuple[tuple[str, str], ...]]:
+    """Draw figures of the node from their ranges, ``count`` times: points of a Latin hypercube, not weighted."""
+    if not count:
+        return []
+    known = prior(node, gpus)
+    return [tuple(known.moved(point).items()) for point in hypercube(known, count, seed)]
 
 
 def hypercube(known: Prior, count: int, seed: int) -> Array:
@@ -284,7 +290,7 @@ def digest() -> str:
     """Return a digest of all inputs of the intervals except code: hardware figures, published rows, models, policies."""
     sources = rows_of_one_gpu()
     nodes = sorted({NODE, *(row.hardware or source.hardware for source in sources for row in source.rows)})
-    hardware = [f"{_stated(_hardware_of_one_gpu(node))} {_stated(_figures_of_one_gpu(node))}" for node in nodes]
+    hardware = [f"{_stated(_hardware_of_one_gpu(node))} {_stated(figures_of(node))}" for node in nodes]
     rows = [source.model_dump_json(exclude_defaults=True) for source in sources]
     given = [*hardware, *rows, *map(_stated, MODELS.values()), *POLICIES]
     return hashlib.sha256("".join(given).encode()).hexdigest()[:16]
@@ -368,7 +374,7 @@ def main(*, out: Path = Path("paper_figs"), samples: int = 48, seed: int = 1) ->
     points = hypercube(known, samples, seed)
     moved = [known.moved(point) for point in points]
     jobs = [grid(figures) for figures in moved]
-    found = run_all([job for some in jobs for job in some])
+    found = run_all(Job.run, [job for some in jobs for job in some])
     rates = np.array([[_rate(found[job].samples_per_second) for job in some] for some in jobs])
     errors = np.array([evidence.log_errors(figures) for figures in moved])
     ranges, effective = intervals(known, points, rates, errors, evidence, seed)
@@ -381,12 +387,12 @@ def main(*, out: Path = Path("paper_figs"), samples: int = 48, seed: int = 1) ->
             low_high = (f"{low:.2f} to {high:.2f}" for low, high in ((i.figures_low, i.figures_high), (i.low, i.high)))
             shown.add_row(i.policy, i.what, *low_high, f"{getattr(PUBLISHED[i.policy], i.what):.2f}")
     console().print(shown)
-    console().print(
+    say(
+        console(),
         f"{len(points)} points of {len(known.figures)} figures (seed {seed}); {len(evidence.rows)} calibrating phases, error "
         f"{100 * evidence.sigma:.0f} %; {effective:.0f} effective draws; model error {100 * evidence.iteration_sigma:.1f} %",
-        soft_wrap=True,
     )
-    console().print(f"written: {out}/fig_throughput_{{samples,intervals}}.csv", soft_wrap=True)
+    say(console(), f"written: {out}/fig_throughput_{{samples,intervals}}.csv")
 
 
 def _rate(rate: float | None) -> float:

@@ -32,9 +32,10 @@ from autohete.cli.app import run_app
 from autohete.plan.policy import Verdict
 from autohete.quantities import format_bytes, format_seconds
 from autohete.report.summary import Summary
-from autohete.report.tables import console, table
+from autohete.report.tables import console, say, table
 from autohete.report.write import make_folder, write_text
-from experiments.comparison import Job, grid, run_all
+from experiments.comparison import Job, grid
+from experiments.shared import run_all
 
 COLUMNS = [
     "model",
@@ -85,7 +86,7 @@ def main(*, out: Path = Path("paper_figs")) -> None:
         Folder for the CSV file.
     """
     make_folder(out)
-    found = {job: summary for job, summary in run_all(grid()).items() if summary.verdict is Verdict.OK}
+    found = {job: summary for job, summary in run_all(Job.run, grid()).items() if summary.verdict is Verdict.OK}
     jobs = [job for job in grid() if job in found]
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -116,9 +117,7 @@ def main(*, out: Path = Path("paper_figs")) -> None:
         for s in found.values()
         if s.safe_iteration_seconds and s.iteration_seconds
     ]
-    console().print(
-        f"with their waits iterations are at most {max(costs):.2f} % longer; written: {out}/safety.csv", soft_wrap=True
-    )
+    say(console(), f"with their waits iterations are at most {max(costs):.2f} % longer; written: {out}/safety.csv")
 
 
 if __name__ == "__main__":

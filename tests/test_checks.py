@@ -162,9 +162,9 @@ def faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:
     """What the checks of a schedule find."""
     return [
         *checks.parameter_faults(profile, plan, schedule),
-        *checks.gradient_faults(plan, schedule),
+        *checks.gradient_faults(profile, plan, schedule),
         *checks.clipping_faults(profile, plan, schedule),
-        *checks.activation_faults(plan, schedule),
+        *checks.activation_faults(profile, plan, schedule),
         *checks.memory_faults(schedule),
     ]
 

@@ -202,10 +202,10 @@ def test_several_gpus() -> None:
         (["--workload", "gpt-2b", "--set", "links.h2d.bandwidth"], "is not KEY=VALUE"),
         (["--workload", "gpt-2b", "--set", "links.h2d.bandwidth=50"], "has no unit"),
         (["--workload", "gpt-2b", "--gpu-memory", "16"], "has no unit"),
-        (["--workload", "gpt-2b", "--gpus", "0"], "share one by 1 or more"),
+        (["--workload", "gpt-2b", "--gpus", "0"], "0 GPUs were asked for: give 1 or more"),
         (["--workload", "gpt-2b", "--gpus", "6"], "do not fill nodes of 4"),
         (["--workload", "gpt-2b", "--gpus", "2", "--hardware", "v100-32gb-12vcpu"], "table \\[interconnect\\]"),
-        (["--workload", "gpt-2b", "--gpus", "2", "--policy", "autohete"], "autohete plans for one GPU"),
+        (["--workload", "gpt-2b", "--gpus", "2", "--policy", "l2l"], "l2l plans for one GPU"),
         (["--workload", "gpt-2b", "--gpu-memory=-16GiB"], "positive"),
         (["--workload", "gpt-2b", "--gpu-memory", "-16GiB"], "--gpu-memory requires an argument"),
         (["--hidden", "100", "--blocks", "2", "--heads", "3"], "not divisible by 3 heads"),
@@ -312,7 +312,7 @@ def test_a_hardware_file_is_begun_filled_in_checked_and_used(tmp_path: Path) -> 
     path = tmp_path / "my.toml"
     checked = autohete("hardware", "check", str(path))
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert checked.stdout == f"{path}: ok, 28 figures, 28 of them from rtx4090-workstation\n"
+    assert checked.stdout == f"{path}: ok, 29 figures, 29 of them from rtx4090-workstation\n"
     template = path.read_text()
     opened = re.sub(r"#(\[gpu.memory\])\n#(.*)\n#(.*)\n#(.*)\n", r"\1\n\2\n\3\n\4\n", template)
     path.write_text(opened)
@@ -321,7 +321,7 @@ def test_a_hardware_file_is_begun_filled_in_checked_and_used(tmp_path: Path) -> 
     assert "gpu.memory.date: empty: say when" in faults
     filled = opened.replace('source = ""\ndate = ""', 'source = "nvidia-smi"\ndate = "2026-11"', 1)
     path.write_text(filled.replace('value = "23.65GiB"', 'value = "47.5GiB"', 1))
-    assert autohete("hardware", "check", str(path)).stdout == f"{path}: ok, 28 figures, 27 of them from rtx4090-workstation\n"
+    assert autohete("hardware", "check", str(path)).stdout == f"{path}: ok, 29 figures, 28 of them from rtx4090-workstation\n"
     shown = autohete("hardware", "show", str(path)).stdout
     assert re.search(r"^memory +47.5 GiB +- +2026-11 +my.toml *$", shown, re.MULTILINE)
     assert "memory: nvidia-smi\n" in shown
@@ -381,7 +381,13 @@ def test_a_full_disk_is_an_error_in_one_line() -> None:
 
 
 #: Commands that write a line at a time, all at once at the end, and by way of cyclopts.
-WRITERS = [["presets"], ["simulate", *SMALL, "--json"], ["plan", *SMALL], ["--help"], ["simulate", "--help"]]
+WRITERS = [
+    ["presets"],
+    ["simulate", *SMALL, "--json"],
+    ["plan", *SMALL, "--policy", "autohete"],
+    ["--help"],
+    ["simulate", "--help"],
+]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -24,7 +24,7 @@ from autohete.train.gpt import GPT
 from autohete.train.trainer import Trainer
 
 #: Made by the package alone, from members.
-RESULTS = {"Recomputation", "Summary"}
+RESULTS = {"Gain", "Recomputation", "Summary"}
 
 
 def is_named_tuple(value: type) -> bool:

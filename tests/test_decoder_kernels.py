@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.counting import Counter, counting, flash_attention, kept_bytes, one_kernel_dropout
+from support.counting import PRODUCTS, Counter, counting, flash_attention, kept_bytes, one_kernel_dropout
 from support.models import built, layers_of, small_config
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from autohete.hardware import load_hardware
 from autohete.profile import BlockProfile, analytic_profile
@@ -21,6 +22,7 @@ from autohete.workload.decoder_kernels import both_parts, decoder_part
 from autohete.workload.families import FAMILIES
 from autohete.workload.kernels import IMPLEMENTATIONS, Part
 from autohete.workload.model import LinearAttention
+from autohete.workload.training import Training
 
 A100 = load_hardware("a100-40gb-epyc7713")
 BATCH, SEQUENCE = 4, 192
@@ -165,3 +167,27 @@ def test_a_block_accesses_and_launches_what_the_rows_say(family: str, index: int
         assert ours == pytest.approx(theirs, rel=0.20 if linear else 0.10), direction
         if not linear:
             assert rows.total(f"{direction}_kernels") == pytest.approx(counter.kernels(backward), rel=0.15), direction
+
+
+@pytest.mark.parametrize(("family", "products"), [("llama", 1), ("qwen3", 1), ("olmo2", 0), ("gpt2", 0)])
+def test_an_early_stop_leaves_out_what_torch_leaves_out(family: str, products: int) -> None:
+    """Kernels of a recomputation within 15 %. The last product is left out, unless a norm or a dropout follows it."""
+    workload = wide(family, Precision.BF16)
+    module, x = layer(family, 0, Precision.BF16), given(workload)
+    found = []
+    for again in (False, True):
+        with counting() as counter:
+            y = checkpoint(module, x, use_reentrant=False) if again else module(x)
+            counter.backward = True
+            torch.autograd.grad(y, [x, *module.parameters()], torch.empty_like(y), allow_unused=True)
+        names = [call.name for call in counter.calls if call.backward]
+        found.append((counter.kernels(True), sum(name in PRODUCTS for name in names)))
+    forward = sum(call.name in PRODUCTS for call in counter.calls if not call.backward)
+    kernels, recomputed = (more - less for less, more in zip(*found, strict=True))
+    assert recomputed == forward - products
+    needed = part(workload, 0).until_saved() if family != "gpt2" else IMPLEMENTATIONS[workload.kernels].block.until_saved()
+    assert needed.total("forward_kernels") - products == pytest.approx(kernels, rel=0.15)
+    stopped = replace(workload, batch_size=64, sequence_length=1024, training=Training(early_stop=True))
+    times = unit(stopped, 0)
+    last = 2 * stopped.tokens * WIDE["hidden_size"] * WIDE["intermediate_size"] / A100.gpu.peak_16bit_flops
+    assert times.forward_seconds - times.recompute_seconds > products * last

@@ -9,27 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.hardware_files import NODE, OWN, own, write
 
 from autohete.errors import InputError
 from autohete.hardware import WrittenFigure, load_hardware, preset_names, read_hardware, uncertain_figures, written_figures
 from autohete.hardware.file import known_keys
 from autohete.hardware.template import new_hardware_text
 
-NODE = "rtx4090-workstation"
-#: What a figure of one's own needs beside its value.
-OWN = 'source = "measured"\ndate = "2026-11"'
 FIGURES = {name: written_figures(name) for name in preset_names()}
-
-
-def write(path: Path, text: str, base: str = NODE) -> Path:
-    """Write a hardware file with a base."""
-    path.write_text(f'base = "{base}"\n{text}')
-    return path
-
-
-def own(key: str, value: str | float) -> str:
-    """A figure's table."""
-    return f"[{key}]\nvalue = {value!r}\n{OWN}\n".replace("'", '"')
 
 
 def figures(source: str | Path) -> dict[str, WrittenFigure]:
@@ -78,7 +65,10 @@ def test_a_links_rates_follow_its_bandwidth_as_with_an_override(direction: str, 
     assert duplex.source.startswith(f"in proportion to {key}.bandwidth; before: derived")
     before, after = ({f.key: f for f in uncertain_figures(source)}[f"{key}.duplex_bandwidth"] for source in (NODE, path))
     assert [after.low, after.value, after.high] == pytest.approx([factor * x for x in (before.low, before.value, before.high)])
-    assert replace(fast, **{direction: getattr(plain, direction)}) == plain
+    assert replace(fast, **{direction: getattr(plain, direction)}, notes=()) == plain
+    assert fast.notes == (
+        f"{key}.duplex_bandwidth follows {key}.bandwidth: {getattr(fast, direction).duplex_bandwidth / 1e9:.3g} GB/s",
+    )
 
 
 def test_a_rate_given_beside_the_bandwidth_does_not_follow(tmp_path: Path) -> None:
@@ -114,6 +104,7 @@ def test_a_file_adds_tables_that_its_base_lacks(tmp_path: Path) -> None:
         (own("gpu", "48GiB"), "gpu.value: unknown key"),
         (own("links.h2d.bandwidth", 51), "links.h2d.bandwidth.value: 51 has no unit"),
         (own("links.h2d.bandwidth", "51"), "links.h2d.bandwidth.value: '51' has no unit"),
+        (f"[a{'.a' * 2000}]\nx = 1", "nests tables more than 8 deep"),
         ("links = 3", r"links: not a table \(given: 3\)"),
         ('gpu.memory = "48GiB"', r"gpu.memory: not a table \(given: '48GiB'\): give one; that of a figure has value, source"),
     ],

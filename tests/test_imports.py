@@ -15,7 +15,7 @@ import autohete
 
 SOURCE = Path(autohete.__file__).parent
 
-_VALUES = {"errors", "quantities"}
+_VALUES = {"errors", "quantities", "hashing"}
 _SCHEDULE = _VALUES | {"schedule"}
 _TRACE = _SCHEDULE | {"execution"}
 _MODEL = _VALUES | {"workload", "hardware", "profile"}
@@ -27,6 +27,7 @@ _SIMULATED = _LOWERING | {"planner", "policies", "sim", "simulate"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "quantities": {"errors"},
+    "hashing": set(),
     # What is asked.
     "workload": _VALUES,
     "hardware": _VALUES,
@@ -47,10 +48,14 @@ ALLOWED: dict[str, set[str]] = {
     # The pipeline, and what people meet.
     "simulate": _LOWERING | {"policies", "sim"},
     "largest": _LOWERING | {"simulate"},
+    "answer": _SIMULATED | {"largest", "report.summary"},
     "report": _SIMULATED,
+    "report.answer_text": _SIMULATED | {"report", "answer", "largest"},
+    "report.answer_json": _SIMULATED | {"report", "answer"},
+    "report.answer_page": _SIMULATED | {"report", "answer"},
     "report.write": {"errors"},
     "train": _SIMULATED | {"runtime", "report"},
-    "cli": _SIMULATED | {"largest", "train", "report"},
+    "cli": _SIMULATED | {"largest", "answer", "train", "report"},
     "cli.interrupt": set(),
     "__main__": {"cli"},
     "__init__": {"train"},

@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cyclopts import CoercionError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autohete.cli.app import app
+from autohete.cli.axes import axis_of
 from autohete.errors import InputError
 from autohete.hardware import Hardware, load_hardware, preset_names, read_hardware, uncertain_figures
 from autohete.plan import Activations, Plan, Route, UnitPlan
@@ -20,6 +23,7 @@ from autohete.policies.checkpointing import Checkpointing
 from autohete.policies.stronghold import StrongHold
 from autohete.quantities import UNITS, format_bytes, format_seconds, parse_quantity
 from autohete.workload import WORKLOADS, BlockRole, Precision, Units, Workload, named_workload
+from autohete.workload.optimizers import Optimizer, state_bytes
 
 NODE = "a100-40gb-epyc7713"
 
@@ -320,6 +324,21 @@ def test_flags_are_read() -> None:
     assert parse_policy("autohete:priority=off,fused_casts").system == AutoHete(priority=False, fused_casts=True)
 
 
+@pytest.mark.parametrize("text", ["1.5", "-0.5", "1e9", "", "many", "9" * 5000])
+def test_a_count_that_is_no_whole_number_is_refused(text: str) -> None:
+    """On the command line as on an axis of a sweep, nothing is rounded, and the message stays short."""
+    with pytest.raises(CoercionError, match="is not a whole number") as refused:
+        app(["simulate", f"--batch-size={text}"], exit_on_error=False, print_error=False)
+    assert len(str(refused.value)) < 120
+    with pytest.raises((CoercionError, InputError), match=r"is not a whole number|has the value ''"):
+        axis_of("batch-size", [text])
+
+
+def test_a_count_may_be_written_with_a_fraction_of_zero() -> None:
+    """As ranges of a sweep may write it."""
+    assert axis_of("batch-size", ["2.0", "3"]).values == {"2": 2, "3": 3}
+
+
 def test_contradictory_plans_are_refused() -> None:
     """A plan checks itself once, in its constructor."""
     with pytest.raises(InputError, match="only parameters whose home is the host"):
@@ -341,5 +360,6 @@ def test_contradictory_plans_are_refused() -> None:
 def test_precisions_say_their_bytes() -> None:
     """Mixed precision keeps 2 + 2 + 12 bytes per parameter, fp32 4 + 4 + 8: both 16."""
     for precision in Precision:
-        assert 2 * precision.element_bytes + precision.optimizer_bytes == 16
+        states = state_bytes(Optimizer.ADAMW, 1, (), mixed=precision.is_mixed)
+        assert 2 * precision.element_bytes + states == 16
     assert math.isclose(Precision.BF16.element_bytes, 2)

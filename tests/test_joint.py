@@ -21,11 +21,11 @@ from autohete.planner.choices import Assignment, Choices
 from autohete.planner.joint_search import JointSearch
 from autohete.policies import POLICIES
 from autohete.policies.autohete import AutoHete
-from autohete.policies.joint import Family, Joint, best_plan, every_choice
+from autohete.policies.joint import Family, Joint, best_plan, every_choice, of_blocks
 from autohete.profile import Profile, analytic_profile
 from autohete.simulate import judge_for
 from autohete.testing import strategies
-from autohete.workload import Kernels, Precision, Workload, named_workload
+from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 
 NODE = "a100-40gb-epyc7713"
 WIDE = os.environ.get("AUTOHETE_HYPOTHESIS") == "wide"
@@ -271,6 +271,23 @@ def test_more_choices_never_give_a_slower_plan(seed: int | None) -> None:
         return
     more = best_plan(profile, judge, every)
     assert judge(more).seconds <= judge(fewer).seconds
+
+
+def test_sublayers_are_never_worse_than_planned_as_blocks() -> None:
+    """Deciding for sublayers is no slower than deciding for blocks and treating both sublayers of a block alike."""
+    hardware = load_hardware("rtx4090-workstation", {"gpu.memory": "6GiB"})
+    workload = named_workload("gpt-2b", transformer_blocks=8, units=Units.SUBLAYER, batch_size=8)
+    profile = analytic_profile(workload, hardware)
+    judge = judge_for(profile)
+    family = Family(profile, judge, every_choice(profile))
+    coarse = of_blocks(family)
+    assert coarse is not None
+    assignment = family.choices.assignment(coarse)
+    assert assignment is not None
+    alike = family.judged(assignment)
+    assert all(coarse[unit] == coarse[unit + 1] for unit in range(1, len(coarse) - 2, 2))
+    assert alike.verdict is Verdict.OK
+    assert judge(best_plan(profile, judge, family.choices)).seconds <= alike.seconds
 
 
 def test_a_relaxed_value_is_no_higher_with_fewer_rows() -> None:

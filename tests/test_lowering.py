@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from test_golden import profile_with
 
 import autohete
+from autohete.analysis.worst_case import worst_case
 from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.hardware import load_hardware
-from autohete.lowering import lower
+from autohete.lowering import _kept, lower
 from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import GpuUpdatesAfterBackward, Rule, Slots, UpdatesAfterBackward, Window
@@ -38,6 +39,20 @@ from autohete.workload import Workload
 def planned(draw: st.DrawFn) -> tuple[Profile, Plan]:
     profile = draw(strategies.profiles(max_micro_batches=3))
     return profile, draw(strategies.plans(profile))
+
+
+@st.composite
+def planned_twice(draw: st.DrawFn) -> tuple[Profile, Profile, Plan]:
+    """A plan for two profiles that differ in times, rates and capacities."""
+    profile, plan = draw(planned())
+    other, node = draw(strategies.hardware()), profile.hardware
+    pinned = None if node.host.pinned_bytes is None else other.host.memory_bytes
+    node = replace(other, host=replace(other.host, pinned_bytes=pinned), nvme=node.nvme)
+    blocks = tuple(
+        replace(block, forward_seconds=2 * block.forward_seconds, backward_seconds=3 * block.backward_seconds)
+        for block in profile.blocks
+    )
+    return replace(profile, hardware=node, blocks=blocks), profile, plan
 
 
 def small_profile() -> Profile:
@@ -58,6 +73,22 @@ def test_every_plan_becomes_a_valid_schedule(case: tuple[Profile, Plan]) -> None
     lower(profile, plan).validate()
 
 
+@given(planned_twice())
+def test_one_lowering_serves_all_rates(case: tuple[Profile, Profile, Plan]) -> None:
+    """A plan lowered for other hardware before is the same as one lowered afresh, and keeps every promise."""
+    before, profile, plan = case
+    afresh = lower(profile, plan)
+    _kept.cache_clear()
+    for _ in range(2):  # the second time it is kept
+        lower(before, plan)
+    schedule = lower(profile, plan)
+    assert _kept.cache_info().hits
+    assert str(schedule) == str(afresh)
+    assert plan_faults(profile, plan) == []
+    for memory in schedule.memories:  # what is known of one schedule of a plan is known of all
+        assert worst_case(schedule, memory.name) == worst_case(afresh, memory.name)
+
+
 @given(planned())
 def test_forward_sees_the_update_before(case: tuple[Profile, Plan]) -> None:
     """From every update a path of edges leads to the next forward of its block, through the copies that carry it."""
@@ -76,7 +107,7 @@ def test_backward_fetch_waits_for_the_write_back_of_the_update() -> None:
 def test_update_takes_finished_gradients(case: tuple[Profile, Plan]) -> None:
     """Gradients are copied after their backward and taken after their copy; delayed ones are not overwritten unread."""
     profile, plan = case
-    assert gradient_faults(plan, lower(profile, plan)) == []
+    assert gradient_faults(profile, plan, lower(profile, plan)) == []
 
 
 @pytest.mark.parametrize("forgotten", [Kind.REFRESH, Kind.CPU_UPDATE, Kind.OFFLOAD_GRADIENTS])
@@ -88,8 +119,8 @@ def test_search_for_paths_notices(forgotten: Kind) -> None:
         schedule,
         tasks=tuple(t._replace(after=tuple(e for e in t.after if e.task.kind is not forgotten)) for t in schedule.tasks),
     )
-    assert not parameter_faults(profile, plan, schedule) + gradient_faults(plan, schedule)
-    assert parameter_faults(profile, plan, careless) + gradient_faults(plan, careless)
+    assert not parameter_faults(profile, plan, schedule) + gradient_faults(profile, plan, schedule)
+    assert parameter_faults(profile, plan, careless) + gradient_faults(profile, plan, careless)
 
 
 def test_gradient_slots_do_not_contradict_updates_after_backward() -> None:

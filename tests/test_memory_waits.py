@@ -125,13 +125,13 @@ def test_a_schedule_that_cannot_be_made_safe_is_not() -> None:
 
 @pytest.mark.parametrize("policy", ["autohete", "autohete:priority=off", "zero_offload:paper,tile_overlap"])
 def test_a_plan_of_real_size_needs_few_waits(policy: str) -> None:
-    """At 50 blocks at most two waits a block make it fit under any timing, and cost nothing."""
+    """At 50 blocks at most three waits a block make it fit under any timing, and cost nothing."""
     workload = Workload("known", 4096, 48, 32, batch_size=4)
     found = simulate_policy(analytic_profile(workload, load_hardware("a100-40gb-epyc7713")), parse_policy(policy))
     answer = safety(found)
     assert not answer.gpu.fits
     assert answer.cost == 0
     assert answer.safe is not None
-    assert 0 < answer.safe.waits <= 2 * workload.blocks
+    assert 0 < answer.safe.waits <= 3 * workload.blocks
     assert answer.safe.gpu.fits
     assert worst_case(answer.safe.schedule, GPU_MEMORY).fits

@@ -16,7 +16,7 @@ from autohete.profile import analytic_profile
 from autohete.workload import Units, Workload, named_workload
 from autohete.workload.config import model_names, parse_model, read_model
 from autohete.workload.families import FAMILIES
-from autohete.workload.model import Attention, Experts, LinearAttention
+from autohete.workload.model import Attention, Experts, LinearAttention, causal_tokens
 
 SEQUENCE, BATCH = 128, 2
 
@@ -135,9 +135,12 @@ BROKEN: list[tuple[dict[str, Any] | str, str]] = [
     ("[]", "holds no JSON object"),
     ({}, "has no model_type"),
     ({"model_type": "llamma"}, "did you mean 'llama'"),
-    ({"model_type": "llama"}, "hidden_size: Field required; num_hidden_layers: Field required"),
-    (config_of("llama-3.1-8b") | {"num_hidden_layers": 0}, "num_hidden_layers: Input should be greater than or equal to 1"),
-    (config_of("llama-3.1-8b") | {"hidden_size": "4096"}, "hidden_size: Input should be a valid integer"),
+    ({"model_type": "llama"}, "hidden_size is missing; num_hidden_layers is missing"),
+    (config_of("llama-3.1-8b") | {"num_hidden_layers": 0}, "num_hidden_layers is 0: should be greater than or equal to 1"),
+    (config_of("llama-3.1-8b") | {"hidden_size": "4096"}, 'hidden_size is "4096": should be a valid integer'),
+    ("[" * 100_000, "is not JSON"),
+    ('{"text_config": ' * 100_000, "is not JSON"),
+    (config_of("mixtral-8x7b") | {"num_experts_per_tok": 9}, "9 of 8 experts"),
     (config_of("llama-3.1-8b") | {"num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
     (config_of("llama-3.1-8b") | {"head_dim": None, "hidden_size": 4095}, "not divisible by 32 heads"),
     (config_of("llama-3.1-8b") | {"hidden_act": "swish2"}, "hidden_act"),
@@ -162,6 +165,20 @@ def test_an_unknown_name_suggests_a_model() -> None:
         read_model("llama-3.1-8")
 
 
+def test_the_name_of_a_model_on_the_hub_suggests_the_bundled_one() -> None:
+    """People paste what the Hub shows: owner and name, with capitals."""
+    for given in ("meta-llama/Llama-3.1-8B", "Llama-3.1-8B"):
+        with pytest.raises(InputError, match=r"did you mean 'llama-3\.1-8b'"):
+            read_model(given)
+
+
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    """Some editors write one."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config_of("llama-3.1-8b")), encoding="utf-8-sig")
+    assert read_model(str(file)).parameters == read_model("llama-3.1-8b").parameters
+
+
 def test_more_tokens_than_learned_positions_are_refused() -> None:
     """GPT-2 has 1,024 positions."""
     assert isinstance(replace(read_model("gpt2"), sequence_length=1024), Workload)
@@ -174,6 +191,41 @@ def test_chunks_of_the_loss_are_those_of_liger_kernel() -> None:
     workload = replace(read_model("qwen2.5-0.5b"), batch_size=16, sequence_length=1024)
     assert workload.loss_tokens == workload.tokens
     assert replace(workload, chunked_loss=True).loss_tokens == 128
+
+
+def test_a_given_number_of_chunks_divides_the_tokens() -> None:
+    """16,384 tokens in 16 chunks; without a chunked loss, and for more chunks than tokens, the number is refused."""
+    workload = replace(read_model("qwen2.5-0.5b"), batch_size=16, sequence_length=1024, chunked_loss=True)
+    assert replace(workload, loss_chunks=16).loss_tokens == 1024
+    few, many = (analytic_profile(replace(workload, loss_chunks=n), load_hardware("h100-pcie5")).loss for n in (2, 64))
+    assert few.logits_bytes == 32 * many.logits_bytes
+    assert few.seconds < many.seconds  # each chunk adds to the gradient of the head's matrix
+    with pytest.raises(InputError, match=r"loss_chunks is 20000: .* to the 16384 tokens"):
+        replace(workload, loss_chunks=20_000)
+    with pytest.raises(InputError, match="give chunked_loss as well"):
+        replace(workload, chunked_loss=False, loss_chunks=4)
+
+
+@pytest.mark.parametrize(("sequence", "window"), [(1024, None), (8192, None), (4096, 512), (256, 4096), (100, None)])
+def test_a_causal_kernel_skips_what_is_hidden(sequence: int, window: int | None) -> None:
+    """Tokens per query are those of a loop over tiles of 128 queries, to a tile."""
+    tile, seen = 128, 0
+    for first in range(0, sequence, tile):
+        last = min(first + tile, sequence)
+        begin = 0 if window is None else max(0, first - window)
+        seen += (last - first) * (last - begin)
+    assert causal_tokens(sequence, window) == pytest.approx(seen / sequence, abs=tile / 2)
+    assert causal_tokens(sequence, window) <= sequence
+
+
+def test_fused_attention_is_faster_than_without_a_mask() -> None:
+    """Only the time changes: model FLOPs are counted without a mask, as published."""
+    architecture = read_model("llama-3.1-8b").architecture
+    assert architecture is not None
+    (attention,) = {block.mixer for block in architecture.blocks}
+    assert isinstance(attention, Attention)
+    assert attention.flash_flops(8192) == pytest.approx(0.508 * attention.core_flops(8192), rel=0.001)
+    assert attention.flash_flops(64) == attention.core_flops(64)
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autohete.analysis.occupancy import Occupancy, occupancy
+from autohete.analysis.occupancy import Occupancy, contents, occupancy
 from autohete.errors import ScheduleError
 from autohete.execution.trace import Nanoseconds, Trace
 from autohete.lowering import lower
@@ -204,3 +204,15 @@ def test_a_cycle_of_waits_is_refused_in_finite_time() -> None:
     with pytest.raises(ScheduleError, match="wait for each other in a cycle"):
         topological(3, [(0, 1, 0), (1, 2, 0), (2, 1, 0)])
     assert topological(3, [(2, 0, 0), (0, 1, 0), (1, 2, 1)]) == [2, 0, 1]
+
+
+@given(traces())
+def test_contents_add_up_to_the_occupancy(trace: Trace) -> None:
+    """What fills a memory, group by group, is its occupancy at every instant, and at the peak what holds it."""
+    for memory in trace.schedule.memories:
+        whole = occupancy(trace, memory.name)
+        times, groups = contents(trace, memory.name)
+        total = np.sum([*groups.values(), np.zeros(len(times), np.int64)], axis=0)
+        assert [at(whole, int(time)) for time in times] == total.tolist()
+        assert set(whole.times_ns.tolist()) <= set(times.tolist())
+        assert set(whole.holders) <= set(groups)

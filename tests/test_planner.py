@@ -13,8 +13,10 @@ import pytest
 
 from autohete.errors import InfeasibleError
 from autohete.execution.trace import Trace
-from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, load_hardware
+from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, load_hardware
+from autohete.plan import Plan, Processor
 from autohete.plan.policy import Judge, Verdict
+from autohete.plan.rules import ByPriority
 from autohete.planner.budgets import Objective
 from autohete.planner.plan_bounds import all_choices
 from autohete.planner.steps import Counts
@@ -49,7 +51,7 @@ class Case:
         return [Counts(*choice) for choice in product(range(blocks - 1), range(blocks - 1), range(blocks + 1))]
 
 
-def draw(seed: int, clip_norm: float | None = None) -> Case:
+def draw(seed: int, clip_norm: float | None = None, gpus: int = 1) -> Case:
     """The random case of ``seed``: engines from far too slow to far too fast for one another."""
     rng = random.Random(seed)
 
@@ -78,7 +80,8 @@ def draw(seed: int, clip_norm: float | None = None) -> Case:
         Link(d2h, d2h * rng.uniform(0.4, 1), 1e-5),
         Host(10**15, rate(10.5, 11.7), rng.uniform(0.4, 0.8)),
         Cpu(8, rate(9.7, 11), rng.choice([None, rate(9.7, 11)]), rng.choice([0.5, 0.73, 1.0]), rng.choice([0.0, 1e-5])),
-    )
+        interconnect=None if gpus == 1 else Interconnect(gpus, rate(9.5, 11.5), 1e-5),
+    ).shared_by(gpus)
     mixed = workload.precision is not Precision.FP32
     step = rng.choice([{}, {"fused_casts": True}, {"fp32_upload": mixed}])
     policy = AutoHete(priority=rng.random() < 0.7, prefetch_tuning=rng.random() < 0.8, **step)
@@ -116,10 +119,10 @@ def test_the_plan_is_within_a_percent_of_the_best_of_all(seed: int, clip_norm: f
     assert 0 < plan.bound_seconds <= best
 
 
-@pytest.mark.parametrize(("seed", "clip_norm"), CASES)
-def test_no_choice_goes_below_its_bounds(seed: int, clip_norm: float | None) -> None:
+@pytest.mark.parametrize(("seed", "clip_norm", "gpus"), [*((*case, 1) for case in CASES), *((*case, 3) for case in CASES[::4])])
+def test_no_choice_goes_below_its_bounds(seed: int, clip_norm: float | None, gpus: int) -> None:
     """No simulated iteration is shorter, and no peak lower, than the relaxed program says of that choice."""
-    case = draw(seed, clip_norm)
+    case = draw(seed, clip_norm, gpus)
     program, judge = replace(case.policy.program(case.profile), pending=False), judge_for(case.profile)
     choices = all_choices(len(case.profile.blocks))
     if not WIDE:
@@ -139,6 +142,27 @@ def test_prefetch_tuning_never_exceeds_memory(seed: int) -> None:
     for counts in case.counts():
         if judge(plain.plan_for(case.profile, counts)).verdict is Verdict.OK:
             assert judge(tuned.plan_for(case.profile, counts)).verdict is Verdict.OK, counts
+
+
+@pytest.mark.parametrize("gpus", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_technique_that_is_off_is_not_used(seed: int, gpus: int) -> None:
+    """Without a technique the plan has none of it, or the error says that nothing fits."""
+    case = draw(seed, gpus=gpus)
+    blocks = len(case.profile.blocks)
+    wanted: dict[AutoHete, Callable[[Plan], bool]] = {
+        AutoHete(some_checkpointed=False): lambda plan: plan.counts.checkpointed_blocks in (0, blocks - 2),
+        AutoHete(parameter_offload=False): lambda plan: not any(unit.parameters.leaves for unit in plan.units),
+        AutoHete(gpu_updates=False): lambda plan: {unit.update_on for unit in plan.units} == {Processor.CPU},
+        AutoHete(across_iterations=False): lambda plan: plan.has_barrier or plan.counts.offloaded_optimizer_blocks == 0,
+        AutoHete(priority=False): lambda plan: ByPriority() not in plan.rules,
+    }
+    for policy, is_off in wanted.items():
+        try:
+            plan = policy.plan(case.profile, judge_for(case.profile))
+        except InfeasibleError:
+            continue
+        assert is_off(plan), policy
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_activations_follow_korthikanti() -> None:
 @given(strategies.workloads(), strategies.hardware())
 def test_sublayers_add_up_to_their_block(workload: Workload, node: Hardware) -> None:
     """Attention and MLP have the block's parameters and keep its bytes, and no pass is quicker in parts than as a whole."""
+    workload = replace(workload, training=replace(workload.training, last_blocks=None))  # so that blocks are alike
     (block,) = {
         u for u in analytic_profile(replace(workload, units=Units.BLOCK), node).blocks if u.role is BlockRole.TRANSFORMER
     }

@@ -23,11 +23,29 @@ from autohete.testing import strategies
 from autohete.testing.checks import plan_faults
 from autohete.testing.list_scheduler import list_schedule
 from autohete.workload import named_workload
+from autohete.workload.training import Lora, Training
 
 NODE = load_hardware("a100-40gb-epyc7543p")
 SMALL = named_workload("gpt-2b", transformer_blocks=3, tied_embeddings=False)
 
 fewer = settings(max_examples=40 if settings.get_current_profile_name() == "ci" else 400)
+
+
+PARTS = [Training(Lora(4)), Training(Lora(2, quantised=True), 2), Training(last_blocks=1)]
+ON_SEVERAL = [
+    "zero_offload",
+    "zero_offload:paper",
+    "fsdp2_offload",
+    "twin_flow",
+    "deep_optimizer_states",
+    "streamed_states",
+    "capuchin",
+    "autohete",
+    "autohete:priority=off",
+    "patrickstar",
+    "stronghold",
+    "stronghold:replicated",
+]
 
 
 def profile_on(gpus: int, node: Hardware = NODE) -> Profile:
@@ -60,11 +78,11 @@ def test_more_nodes_share_no_host() -> None:
 @pytest.mark.parametrize(
     ("node", "gpus", "cure"),
     [
-        (NODE, 0, "by 1 or more"),
+        (NODE, 0, "0 GPUs were asked for: give 1 or more"),
         (NODE, 6, "up to 4, or a multiple"),
         (load_hardware("rtx4090-workstation"), 2, r"table \[interconnect\]"),
         (load_hardware("a100-40gb-epyc7713"), 8, "interconnect.network_bandwidth"),
-        (NODE.shared_by(4), 2, "share one"),
+        (NODE.shared_by(4), 2, "share the whole node by 2"),
     ],
 )
 def test_what_cannot_be_shared(node: Hardware, gpus: int, cure: str) -> None:
@@ -104,18 +122,7 @@ def test_peaks_fall_with_the_stage() -> None:
     assert len(set(peaks)) == 4
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "zero_offload",
-        "zero_offload:paper",
-        "fsdp2_offload",
-        "twin_flow",
-        "deep_optimizer_states",
-        "streamed_states",
-        "capuchin",
-    ],
-)
+@pytest.mark.parametrize("policy", ON_SEVERAL)
 @pytest.mark.parametrize("gpus", [2, 8])
 @pytest.mark.parametrize("tied", [False, True])
 def test_policies_of_several_gpus(policy: str, gpus: int, tied: bool) -> None:
@@ -126,7 +133,23 @@ def test_policies_of_several_gpus(policy: str, gpus: int, tied: bool) -> None:
     assert Kind.REDUCE_GRADIENTS in {task.id.kind for task in lower(profile, plan).tasks}
 
 
-@pytest.mark.parametrize("policy", ["autohete", "joint", "patrickstar", "stronghold", "l2l", "streamed_states:weights"])
+@pytest.mark.parametrize("policy", [*ON_SEVERAL, "resident:zero_stage=2", "resident:zero_stage=3"])
+@pytest.mark.parametrize("training", PARTS, ids=str)
+def test_policies_of_several_gpus_train_a_part(policy: str, training: Training) -> None:
+    """GPUs reduce gradients of what is trained and nothing else, in no more memory and time than to train all."""
+    node = NODE.shared_by(4)
+    every, part = (analytic_profile(replace(SMALL, training=each), node) for each in (Training(), training))
+    plan = planned(policy, part)
+    assert plan_faults(part, plan) == []
+    reduced = {task.id.unit for task in lower(part, plan).tasks if task.id.kind is Kind.REDUCE_GRADIENTS}
+    assert reduced == {unit for unit, block in enumerate(part.blocks) if block.trained_parameters}
+    of_part, of_every = simulate_plan(part, plan), simulate_plan(every, planned(policy, every))
+    assert of_part.gpu.peak_bytes <= of_every.gpu.peak_bytes
+    assert of_part.gpu.peak_bytes + of_part.host.peak_bytes <= of_every.gpu.peak_bytes + of_every.host.peak_bytes
+    assert of_part.iteration_seconds <= of_every.iteration_seconds
+
+
+@pytest.mark.parametrize("policy", ["joint", "l2l", "streamed_states:weights"])
 def test_policies_of_one_gpu(policy: str) -> None:
     """What plans for one GPU says so, and which policies share a model."""
     with pytest.raises(InputError, match=r"plans for one GPU, not for 4: .*zero_offload"):

@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
 from decimal import Decimal
 from functools import cache
 from itertools import pairwise
@@ -17,10 +19,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from rich.cells import cell_len
 from rich.console import Console
 from test_golden import profile_with
 
+from autohete.analysis.compare import Comparison, compare
 from autohete.analysis.occupancy import occupancy
 from autohete.errors import InputError
 from autohete.execution.trace import Clock, Trace
@@ -29,10 +35,13 @@ from autohete.policies import COMPARED, parse_policy
 from autohete.profile import analytic_profile
 from autohete.quantities import format_bytes, format_seconds
 from autohete.report import preset_tables, tables
+from autohete.report.comparison_tables import print_comparison
 from autohete.report.gantt import combined_figure, gantt_figure, memory_figure, window_ns
 from autohete.report.perfetto import check_perfetto, perfetto_json, write_perfetto
+from autohete.report.rows import Tally, print_tally
 from autohete.report.style import LOOKS, look, luminance, save_figure
 from autohete.report.summary import Summary, answer, summarize
+from autohete.report.terminal import print_iteration
 from autohete.report.write import atomic_write
 from autohete.schedule import Edge, Kind, Lane, Memory, Schedule, Task, TaskId
 from autohete.sim import SimExecutor
@@ -96,6 +105,72 @@ def printed(show: Callable[[], None], width: int) -> list[str]:
             patch.setattr(module, "console", lambda: Console(file=stream, width=width, force_terminal=True, color_system=None))
         show()
     return stream.getvalue().splitlines()
+
+
+def in_columns(show: Callable[[], None], width: int) -> list[str]:
+    """The lines that ``show`` prints into a pipe with ``COLUMNS=width``."""
+    stream = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stream):
+        patch.setenv("COLUMNS", str(width))
+        show()
+    return stream.getvalue().splitlines()
+
+
+def swept(width: int) -> list[str]:
+    """The end of a sweep over long keys."""
+    tally = Tally()
+    values = {"links.h2d.bandwidth": "100GB/s", "policy": "zero_offload:deepspeed=0.8.3", "tokens_per_second": "12345.6"}
+    tally.add({"verdict": "ok", **values})
+    tally.add({"verdict": "gpu-out-of-memory", **values})
+    return in_columns(lambda: print_tally(tally, list(values)[:2], 1234567, 98765.4, "a/rather/long/path/sweep.csv"), width)
+
+
+@cache
+def compared() -> Comparison:
+    """A fast and a slow run of one schedule."""
+    trace = simulated("gpt-10b", "autohete").trace
+    slower = replace(trace, start_ns=trace.start_ns * 2, end_ns=trace.end_ns * 2, ready_ns=trace.ready_ns * 2)
+    return compare(trace, slower, ("a/rather/long/path/predicted.json", "a/rather/long/path/measured.json"))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_every_answer_fits_the_columns_it_is_given(width: int) -> None:
+    """No line of any command is longer than ``COLUMNS``, also in a pipe; words, numbers and their units stay whole."""
+    found = simulated("gpt-10b", "autohete")
+    answers = summaries("all")
+    plan = in_columns(lambda: tables.print_plan(summarize(found, parse_policy("autohete")), found), width)
+    simulate = in_columns(lambda: tables.print_summaries(answers, CASES["gpt-10b"]), width)
+    everything = {
+        "plan": plan,
+        "simulate": simulate,
+        "presets": in_columns(tables.print_presets, width),
+        "preset": in_columns(lambda: preset_tables.print_preset("a100-40gb-epyc7713"), width),
+        "sweep": swept(width),
+        "compare": in_columns(lambda: print_comparison(compared()), width),
+        "timeline": in_columns(lambda: print_iteration(tables.console(), found.trace, 1), width),
+    }
+    for command, lines in everything.items():
+        assert max(map(cell_len, lines)) <= width, command
+        assert max(map(cell_len, lines)) > width // 2, command
+        assert not any("…" in line for line in lines), command
+        assert not [line for line in lines if re.match(r" *(?:%|[KMG]iB|GB/s|ms|s|tokens/s)\b", line)], command
+    for one in answers:
+        if one.iteration_seconds:
+            assert any(one.policy in line and format_seconds(one.iteration_seconds) in line for line in simulate)
+    assert any(f"ok: {format_seconds(found.iteration_seconds)} an iteration" in line for line in plan)
+    sources = " ".join(" ".join(everything["preset"]).split())
+    assert "1616 of 2039 GB/s on A100-80GB (github mli/transformers-benchmarks)" in sources
+    assert "12,346 tokens/s" in " ".join(everything["sweep"])
+
+
+@given(st.text("ab 1%漢 ", max_size=60), st.integers(4, 20), st.integers(0, 4))
+def test_wrapping_loses_nothing(line: str, width: int, indent: int) -> None:
+    """Rows of a wrapped line are never too wide; together they have the characters of the line, and single words are whole."""
+    found = tables.wrapped(line, width, indent)
+    assert all(cell_len(row) <= width for row in found)
+    assert "".join("".join(found).split()) == "".join(line.split())
+    for word in re.split(r" +", line):
+        assert cell_len(word) > width - 8 or any(word in row for row in found)
 
 
 def cells(line: str) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from autohete.errors import InputError
@@ -14,6 +14,7 @@ from autohete.execution.trace import Trace, check_trace
 from autohete.lowering import lower
 from autohete.schedule import Discipline, Edge, Flow, Kind, Lane, Schedule, SharedResource, Task, TaskId, parse_schedule
 from autohete.sim import SimExecutor
+from autohete.sim.recurrence import undisturbed_trace
 from autohete.testing import strategies
 from autohete.testing.list_scheduler import list_schedule
 
@@ -157,6 +158,31 @@ def test_checker_notices_any_broken_edge(schedule: Schedule, data: st.DataObject
 def test_simulator_and_list_scheduler_agree(schedule: Schedule, iterations: int) -> None:
     """The SimPy executor and a plain heap scheduler agree on every ready, start and end to the tick."""
     assert differences(run(schedule, iterations), list_schedule(schedule, iterations)) == []
+
+
+@given(any_schedule(), st.integers(1, 5))
+def test_a_recurrence_has_the_times_of_events(schedule: Schedule, iterations: int) -> None:
+    """To the tick, wherever it answers at all; and it answers wherever lanes are fifo and share nothing."""
+    found = undisturbed_trace(schedule, iterations)
+    event("by recurrence" if found else "by events")
+    if found is None:
+        assert schedule.resources or any(lane.discipline is Discipline.PRIORITY for lane in schedule.lanes)
+        return
+    simulated = SimExecutor(by_events=True).run(schedule, iterations)
+    assert differences(found, simulated) == []
+
+
+def test_a_recurrence_does_not_answer_for_copies_that_slow_each_other() -> None:
+    """Two lanes share a link that one of them fills; if they do not meet, nothing is slowed."""
+    lanes = (Lane("h2d"), Lane("d2h"))
+    flows, link = (Flow("h2d", 1.0, 1.0), Flow("d2h", 1.0, 1.0)), SharedResource("link", 1.0, ("h2d", "d2h"))
+    down, up = Task(TaskId(Kind.REFRESH, 0), "h2d", 5), Task(TaskId(Kind.OFFLOAD_GRADIENTS, 0), "d2h", 5)
+    meet = Schedule(lanes, (down, up), flows=flows, resources=(link,))
+    assert undisturbed_trace(meet, 1) is None
+    after, wrap = up._replace(after=(Edge(down.id),)), down._replace(after=(Edge(up.id, 1),))
+    found = undisturbed_trace(Schedule(lanes, (wrap, after), flows=flows, resources=(link,)), 2)
+    assert found is not None
+    assert found.end_ns.tolist() == [[5, 10], [15, 20]]
 
 
 def test_simulator_survives_a_rate_that_falls_when_a_task_ends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
@@ -20,6 +21,7 @@ from hypothesis import settings as settings_
 from hypothesis import strategies as st
 from test_cli import ENVIRONMENT, SMALL, autohete, refused
 
+from autohete.cli import axes as cli_axes
 from autohete.cli.axes import all_axes, diagonal, expand, parse_over, read_grid, settings
 from autohete.cli.question import Question, Shape
 from autohete.cli.sweep import sweep
@@ -101,6 +103,25 @@ def test_values_are_those_of_the_options() -> None:
     )
 
 
+def test_many_values_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain numbers and texts do not go through the command line's parser, which takes 25 ms for each, and have its values."""
+    texts = ["1", "08", "+3", "3.0", "1_000", "1e3", "0.25", "1e400", "٣"]
+    slow = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(cli_axes, "_KINDS", dict.fromkeys(cli_axes._KINDS))  # no type is known: the parser reads everything
+        for key in ("batch-size", "clip-norm", "gpu-memory"):
+            for text in texts:
+                with contextlib.suppress(Exception):
+                    slow[key, text] = cli_axes._option_value(key, text)
+    assert len(slow) > 20
+    for (key, text), value in slow.items():
+        assert cli_axes._option_value(key, text) == value
+    monkeypatch.setattr(cli_axes, "_option_parser", lambda: pytest.fail("parsed"))
+    over = [parse_over("batch-size=1..10000:1"), parse_over("clip-norm=0.5,1.5"), parse_over("gpu-memory=1GiB..9GiB:1GiB")]
+    sizes = {axis.key: len(axis.values) for axis in all_axes(QUESTION, [], over)}
+    assert (sizes["batch-size"], sizes["clip-norm"], sizes["gpu-memory"]) == (10_000, 2, 9)
+
+
 @pytest.mark.parametrize(
     ("over", "message"),
     [
@@ -109,7 +130,7 @@ def test_values_are_those_of_the_options() -> None:
         ("batch-size", "is not KEY=V1,V2,..."),
         ("batch-size=", "batch-size has the value ''"),
         ("batch-size=1,,2", "batch-size has the value ''"),
-        ("batch-size=x", 'unable to convert "x" into int'),
+        ("batch-size=x", "'x' is not a whole number, such as 8"),
         ("batch-size=1..8", "'1..8' is not a range: write START..STOP:STEP"),
         ("batch-size=8..1:1", "is empty: it starts at 8 and stops at 1"),
         ("batch-size=1..8:0", "is empty: its step is 0"),
@@ -278,6 +299,30 @@ def test_an_interrupted_sweep_is_continued(jobs: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert out.read_bytes().startswith(data)
     assert sorted(int(row["batch-size"]) for row in rows(out)) == list(range(1, 13))
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_reader_that_stops_ends_a_sweep(jobs: str) -> None:
+    """A closed pipe ends a sweep with exit code 0 and without a word, also while workers answer."""
+    command = [sys.executable, "-m", "autohete", "sweep", *SMALL[:-2], "--policy", "resident", "--jobs", jobs]
+    line = f"{' '.join(command)} --over batch-size=1..9:1 --out /dev/stdout | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, timeout=120, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
+
+
+def test_no_process_outlives_a_killed_sweep(tmp_path: Path) -> None:
+    """Workers end when the process that started them is gone, so that a second interrupt or SIGKILL leaves none."""
+    out = tmp_path / "out.csv"
+    command = ["sweep", *SMALL[:-2], "--over", "batch-size=1..500:1", "--out", str(out), "--jobs", "2"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "autohete", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
+    ) as process:
+        while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= 3):
+            time.sleep(0.01)
+        process.kill()
+        process.communicate(timeout=30)  # its workers have the same pipes; this waits until the last of them has ended
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_the_command_line_refuses_in_one_line(tmp_path: Path) -> None:

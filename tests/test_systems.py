@@ -263,3 +263,21 @@ def test_what_surely_exceeds_the_gpu_does_not_fit(data: st.DataObject) -> None:
 def _with_gpu(profile: Profile, memory_bytes: int) -> Profile:
     gpu = replace(profile.hardware.gpu, memory_bytes=memory_bytes)
     return replace(profile, hardware=replace(profile.hardware, gpu=gpu))
+
+
+def test_deepspeed_casts_all_gradients_of_a_part_at_once() -> None:
+    """On four GPUs with stage 2 the update needs 2 P of parameters, and 12 + 2 + 6 P / 4 of states, gradients and copies."""
+    workload = replace(FP16, batch_size=1, sequence_length=128, tied_embeddings=False)
+    profile = analytic_profile(workload, NODE.shared_by(4))
+    found = [
+        simulate_plan(
+            profile, parse_policy(f"resident:checkpointing=full,zero_stage=2{more}").plan(profile, judge_for(profile))
+        )
+        for more in ("", ",deepspeed")
+    ]
+    plain, deepspeed = (one.gpu.peak_bytes for one in found)
+    at_update = workload.parameters * (2 + (12 + 2 + 6) / 4)
+    assert plain < at_update <= deepspeed < 1.03 * at_update  # the last gradients are still being reduced
+    assert found[0].iteration_seconds == found[1].iteration_seconds
+    with pytest.raises(InputError, match="resident:deepspeed is for zero_stage 1 and 2, not 3"):
+        parse_policy("resident:zero_stage=3,deepspeed")

@@ -10,7 +10,7 @@ from hypothesis import given
 from support.plans import with_drives
 
 from autohete.analysis.bounds import period_bounds
-from autohete.analysis.usage import Cause, usage
+from autohete.analysis.usage import Cause, binding_waits, usage
 from autohete.policies import POLICIES, parse_policy
 from autohete.report.summary import summarize
 from autohete.schedule import Kind, Schedule, parse_schedule
@@ -139,3 +139,19 @@ def test_zero_offload_is_as_serial_as_its_code() -> None:
     found = example("zero_offload")
     serial = sum(t.duration_ns for t in found.schedule.tasks if t.id.kind is not Kind.GPU_UPDATE) * 1e-9
     assert found.iteration_seconds == pytest.approx(serial, rel=1e-6)
+
+
+def test_each_task_waits_for_what_ended_last() -> None:
+    """Along an edge, for the lane, across the iterations; the first task of all waits for nothing."""
+    found = schedule("task F0 gpu 30 after=H0@-1\ntask F1 gpu 10\ntask U0 cpu 50 after=F0\ntask H0 h2d 10 after=U0\n")
+    waits = binding_waits(SimExecutor().run(found, 2))
+    assert waits == [None, 0, 0, 2, 3, 4, 4, 6]
+
+
+@given(schedules(sharing=False))
+def test_waits_explain_starts(found: Schedule) -> None:
+    """The binding wait of a task ends where it starts, unless it waited for nothing since the run began."""
+    trace = SimExecutor().run(found, 3)
+    starts, ends = trace.start_ns.ravel().tolist(), trace.end_ns.ravel().tolist()
+    for start, cause in zip(starts, binding_waits(trace), strict=True):
+        assert start == (0 if cause is None else ends[cause])

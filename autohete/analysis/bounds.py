@@ -46,7 +46,7 @@ def period_bounds(schedule: Schedule) -> Bounds:
     for task in schedule.tasks:
         work[task.lane] += task.duration_ns
     lane = max(work, key=lambda name: work[name])
-    cycle, ratio = _critical_cycle(schedule.graph())
+    cycle, ratio = _critical_cycle(schedule, [task.duration_ns for task in schedule.tasks])
     tasks = [schedule.tasks[i] for i in cycle]
     shares: dict[Kind, int] = {}
     for task in tasks:
@@ -55,17 +55,14 @@ def period_bounds(schedule: Schedule) -> Bounds:
     return Bounds(lane, work[lane] * 1e-9, tuple(task.id for task in tasks), float(ratio) * 1e-9, shares)
 
 
-def _critical_cycle(graph: Graph) -> tuple[list[int], Fraction]:
+def _critical_cycle(schedule: Schedule, durations: list[int]) -> tuple[list[int], Fraction]:
     """Tasks of the cycle with the largest duration per iteration spanned, and that ratio in nanoseconds.
 
     From one cycle to a better one until there is none (Newton's method; Dasdan 2004, "Experimental analysis of the fastest
     optimum cycle ratio and mean algorithms"). All numbers are whole, so the ratio is exact.
     """
-    durations = [task.duration_ns for task in graph.schedule.tasks]
-    following: list[list[tuple[int, int]]] = [[] for _ in durations]
-    for u, v, back in graph.edges():
-        following[u].append((v, back))
-    best, ratio = _busiest_fifo_lane(graph, durations)
+    following = schedule.once(_following)
+    best, ratio = _busiest_fifo_lane(schedule.graph(), durations)
     while cycle := _longer_cycle(following, durations, ratio):
         span = sum(back for _, back in cycle)
         best = [task for task, _ in cycle]
@@ -73,10 +70,18 @@ def _critical_cycle(graph: Graph) -> tuple[list[int], Fraction]:
     return best, ratio
 
 
+def _following(schedule: Schedule) -> list[list[tuple[int, int]]]:
+    """For each task, what waits for it, with the iterations in between: edges, and the order of fifo lanes."""
+    found: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
+    for u, v, back in schedule.graph().edges():
+        found[u].append((v, back))
+    return found
+
+
 def _busiest_fifo_lane(graph: Graph, durations: list[int]) -> tuple[list[int], Fraction]:
     """A first cycle: the tasks of a fifo lane follow one another, and the first follows the last."""
     best: tuple[list[int], Fraction] = ([], Fraction(0))
-    for lane, tasks in zip(graph.schedule.lanes, graph.lane_tasks, strict=True):
+    for lane, tasks in zip(graph.lanes, graph.lane_tasks, strict=True):
         if lane.discipline is Discipline.FIFO:
             best = max(best, (tasks, Fraction(sum(durations[task] for task in tasks))), key=lambda item: item[1])
     return best

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autohete.errors import unknown_name
 from autohete.execution.trace import Nanoseconds, Trace
@@ -48,6 +49,25 @@ class Occupancy:
         return self.peak_bytes <= self.capacity_bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Instances:
+    """The buffers of :class:`Lives` in a number of iterations, one after the other, for arithmetic on all of them.
+
+    Args:
+        buffer: of each instance, which of the buffers it is.
+        sizes: bytes of each instance.
+        allocates, frees: tasks that allocate and free the buffers.
+        born, dead: shape (buffers, iterations + 1): which of the starts and ends, with those before and after the run, count.
+    """
+
+    buffer: Nanoseconds
+    sizes: Nanoseconds
+    allocates: Nanoseconds
+    frees: Nanoseconds
+    born: NDArray[np.bool_]
+    dead: NDArray[np.bool_]
+
+
 @dataclass(frozen=True, slots=True)
 class Lives:
     """Lifetimes of the buffers of one memory: the tasks that allocate and free each, and what is always resident.
@@ -70,6 +90,10 @@ class Lives:
 
 def lives(schedule: Schedule, memory: str) -> Lives:
     """Return the lifetimes of the buffers of ``memory`` and its parts."""
+    return schedule.once(_lives, memory)
+
+
+def _lives(schedule: Schedule, memory: str) -> Lives:
     within = schedule.within(memory)
     freed = {free.id: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
     found = Lives([], [], [], [], [], [(b.id.group, b.size_bytes) for b in schedule.resident if b.memory in within])
@@ -100,14 +124,14 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     if not found.sizes:
         zero = np.zeros(1, np.int64)
         return Occupancy(memory, capacity, zero, zero + resident, resident, 0, sum_groups(found.resident), "")
-    birth, death = _events(found, trace.start_ns, trace.end_ns)
-    lived = [trace.iterations + back for back in found.backs]
-    buffer = np.repeat(np.arange(len(lived)), lived)
+    instances = schedule.once(_instances, memory, trace.iterations)
+    buffer, size_of = instances.buffer, instances.sizes
+    birth, death = _events(instances, trace.start_ns, trace.end_ns)
     if (birth == death).any():  # then time alone does not order the events of one instant
-        begun, ended = _events(found, *event_order(schedule, trace.start_ns, trace.end_ns))
+        begun, ended = _events(instances, *event_order(schedule, trace.start_ns, trace.end_ns))
     else:
         begun, ended = np.ones_like(birth), np.zeros_like(death)
-    times, size_of = np.concatenate([birth, death]), np.array(found.sizes, np.int64)[buffer]
+    times = np.concatenate([birth, death])
     rank = np.lexsort((np.concatenate([begun, ended]), times))
     used = resident + np.cumsum(np.concatenate([size_of, -size_of])[rank])
     times = times[rank]
@@ -126,18 +150,43 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     return Occupancy(memory, capacity, *_last_of_instant(np.maximum(times, 0), used), peak, max(peak_ns, 0), holders, task)
 
 
-def _events(found: Lives, starts: Nanoseconds, ends: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
+def contents(trace: Trace, memory: str) -> tuple[Nanoseconds, dict[str, Nanoseconds]]:
+    """Return what fills ``memory`` over time: instants of change, and the bytes of each buffer group from each of them on.
+
+    The groups add up to :func:`occupancy`, at the same instants.
+    """
+    found, instances = lives(trace.schedule, memory), trace.schedule.once(_instances, memory, trace.iterations)
+    birth, death = _events(instances, trace.start_ns, trace.end_ns)
+    buffer = instances.buffer
+    instants: Nanoseconds = np.unique(np.maximum(np.concatenate([[0], birth, death[death < _NEVER]]), 0))
+    resident = sum_groups(found.resident)
+    changes = {group: np.zeros(len(instants) + 1, np.int64) for group in dict.fromkeys([*resident, *found.groups])}
+    for times, sign in ((birth, 1), (death, -1)):
+        places = np.searchsorted(instants, np.maximum(times, 0))  # those that outlive the run are behind the last instant
+        for each, place in zip(buffer.tolist(), places.tolist(), strict=True):
+            changes[found.groups[each]][place] += sign * found.sizes[each]
+    return instants, {group: resident.get(group, 0) + np.cumsum(some[:-1]) for group, some in changes.items()}
+
+
+def _instances(schedule: Schedule, memory: str, iterations: int) -> _Instances:
+    found = lives(schedule, memory)
+    backs = np.array(found.backs, bool)
+    buffer = np.repeat(np.arange(len(backs)), iterations + backs)
+    born, dead = np.ones((len(backs), iterations + 1), bool), np.ones((len(backs), iterations + 1), bool)
+    born[:, 0] = dead[:, -1] = backs
+    sizes, allocates, frees = (np.array(some, np.int64) for some in (found.sizes, found.allocates, found.frees))
+    return _Instances(buffer, sizes[buffer], allocates, frees, born, dead)
+
+
+def _events(found: _Instances, starts: Nanoseconds, ends: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
     """Return the times at which each buffer of each iteration is born and dies, buffer by buffer.
 
     If a buffer is freed in the next iteration, its first instance exists before the run, and its last one outlives the run.
     """
-    backs = np.array(found.backs, bool)
-    first, last = np.full((len(backs), 1), -1), np.full((len(backs), 1), _NEVER)
-    births = np.concatenate([first, starts.T[found.allocates]], axis=1)
-    deaths = np.concatenate([ends.T[found.frees], last], axis=1)
-    born, dead = np.ones(births.shape, bool), np.ones(deaths.shape, bool)
-    born[:, 0] = dead[:, -1] = backs
-    return births[born], deaths[dead]
+    buffers = (len(found.frees), 1)
+    births = np.concatenate([np.full(buffers, -1), starts.T[found.allocates]], axis=1)
+    deaths = np.concatenate([ends.T[found.frees], np.full(buffers, _NEVER)], axis=1)
+    return births[found.born], deaths[found.dead]
 
 
 def _last_of_instant(times: Nanoseconds, used: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:

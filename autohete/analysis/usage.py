@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete.execution.trace import Nanoseconds, Steady, Trace
-from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, NVME_READ, NVME_WRITE, Graph
+from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, NVME_READ, NVME_WRITE
 
 
 class Cause(StrEnum):
@@ -113,11 +113,19 @@ def _idle_by_cause(trace: Trace, begin: int, end: int) -> dict[Cause, int]:
     return idle
 
 
+def binding_waits(trace: Trace) -> list[int | None]:
+    """Return for each instance (``iteration * tasks + task``) the one whose end let it start: the last that it waited for,
+    which an edge names or which occupied its lane. None for the first of a lane without edges.
+    """
+    walk = _Walk(trace)
+    return [walk.bound_by(instance) for instance in range(len(walk.start))]
+
+
 class _Walk:
     """Finds, for each instance (``iteration * tasks + task``), the instance that it waited for last."""
 
     def __init__(self, trace: Trace) -> None:
-        graph = Graph(trace.schedule)
+        graph = trace.schedule.graph()
         self.schedule, self.index = trace.schedule, graph.index
         self.tasks = len(trace.schedule.tasks)
         starts, ends = trace.start_ns.ravel(), trace.end_ns.ravel()

@@ -68,11 +68,16 @@ def worst_case(schedule: Schedule, memory: str) -> WorstCase:
     capacities = {m.name: m.capacity_bytes for m in schedule.memories}
     if memory not in capacities:
         raise unknown_name("memory", memory, capacities)
-    capacity, found, edges = capacities[memory], lives(schedule, memory), order(schedule)
-    tasks = len(schedule.tasks)
+    peak, task, holders = schedule.once(_worst, memory)
+    return WorstCase(memory, capacities[memory], peak, task, dict(holders))
+
+
+def _worst(schedule: Schedule, memory: str) -> tuple[int | None, str, dict[str, int]]:
+    """Peak, task and holders of the worst case, which durations and capacities do not change."""
+    found, edges, tasks = lives(schedule, memory), order(schedule), len(schedule.tasks)
     lagging = _lagging(found, edges, tasks)
     if lagging is not None:
-        return WorstCase(memory, capacity, None, str(schedule.tasks[lagging].id), {})
+        return None, str(schedule.tasks[lagging].id), {}
     # Where floating point would not be exact, sizes are rounded up to a unit: the bound still holds.
     unit = max(1, -(-sum(found.sizes) // _EXACT))
     counts = _most(found, edges, tasks, unit) if any(found.sizes) else [0] * (2 * tasks)
@@ -84,7 +89,7 @@ def worst_case(schedule: Schedule, memory: str) -> WorstCase:
     first = [i for i, task in enumerate(schedule.tasks) if task.lane == schedule.lanes[0].name]
     last = max(first, key=lambda i: (counts[i], i), default=None)
     task = "" if last is None else str(schedule.tasks[last].id)
-    return WorstCase(memory, capacity, sum(holders.values()), task, holders)
+    return sum(holders.values()), task, holders
 
 
 def _lagging(found: Lives, edges: list[tuple[int, int, int]], tasks: int) -> int | None:

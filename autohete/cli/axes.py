@@ -6,15 +6,17 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from enum import Enum
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated, get_args, get_type_hints
 
 from cyclopts import App, Parameter
+from pydantic import TypeAdapter, ValidationError
 
 from autohete.cli.question import BLANK, SHORT_FOR, Question, Shape, key_value
 from autohete.errors import InputError, unknown_name
@@ -64,10 +66,12 @@ def _check_text(key: str, text: str) -> None:
 # --- texts --------------------------------------------------------------------------------------------------------
 
 
-def parse_over(item: str) -> tuple[str, list[str]]:
-    """Split ``KEY=V1,V2,...`` into the key and its values; a value may be a range."""
+def parse_over(item: str, *, bare: bool = False) -> tuple[str, list[str]]:
+    """Split ``KEY=V1,V2,...`` into the key and its values; a value may be a range, and a ``bare`` KEY has none."""
     key, equals, values = item.partition("=")
     key = key.strip()
+    if bare and key and not equals:
+        return key, []
     if not (key and equals):
         raise InputError(f"--over {item!r} is not KEY=V1,V2,...: write it such as batch-size=1,2,4")
     return key, [value.strip() for value in values.split(",")]
@@ -139,6 +143,15 @@ def _options(cls: type) -> dict[str, str]:
 _TOP, _SHAPE = _options(Question), _options(Shape)
 
 
+def _kinds(cls: type, names: Mapping[str, str]) -> dict[str, object]:
+    """Return the type of each option, that of a value if it may be left out."""
+    hints = get_type_hints(cls)
+    return {key: next(iter(get_args(hints[field])), hints[field]) for key, field in names.items()}
+
+
+_KINDS = _kinds(Question, _TOP) | _kinds(Shape, _SHAPE)
+
+
 @cache
 def _option_parser() -> App:
     def read(*, question: Annotated[Question, Parameter(name="*")] = BLANK) -> Question:
@@ -149,8 +162,18 @@ def _option_parser() -> App:
     return app
 
 
+#: Conversions that give what the command line gives, a thousand times as fast. pydantic's of switches and names differ.
+_NUMBERS: Mapping[object, TypeAdapter[object]] = {hint: TypeAdapter(hint) for hint in (int, float)}
+
+
 def _option_value(key: str, text: str) -> object:
     """Read a value exactly as the option does."""
+    kind = _KINDS[key]
+    if kind is str:
+        return text
+    if kind in _NUMBERS:
+        with suppress(ValidationError):  # another way to write a number, or an error that the parser explains
+            return _NUMBERS[kind].validate_python(text)
     question: Question = _option_parser()(
         [f"--{key}={text}"], exit_on_error=False, print_error=False, result_action="return_value"
     )
@@ -183,7 +206,13 @@ def _expanded(key: str, texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(texts if key in _NAMES else chain.from_iterable(expand(key, each) for each in texts)))
 
 
-def _axis(key: str, texts: Iterable[str]) -> Axis:
+def option_field(key: str) -> str:
+    """Return the field that the option ``key`` sets, in :class:`Question` or in its shape; empty if there is no such option."""
+    return _TOP.get(key) or _SHAPE.get(key, "")
+
+
+def axis_of(key: str, texts: Iterable[str]) -> Axis:
+    """Return the axis of a key that has passed :func:`check_keys`, with each value read as its option reads it."""
     values: dict[str, object] = {}
     for text in texts:
         _check_text(key, text)  # before the option's own check, whose message could have several lines
@@ -194,12 +223,17 @@ def _axis(key: str, texts: Iterable[str]) -> Axis:
     return Axis(key, values)
 
 
-def _check_keys(keys: Sequence[str], nodes: Iterable[str]) -> None:
-    """Check that all keys exist, on at least one of the hardware ``nodes``, and that no two of them set the same."""
+def check_keys(keys: Sequence[str], nodes: Iterable[str]) -> None:
+    """Check that all keys exist, on at least one of the hardware ``nodes``, and that no two of them set the same.
+
+    Raises:
+        InputError: there is no such key, or a key is given twice.
+    """
     from autohete.hardware import written_figures
+    from autohete.hardware.document import PINNED_MEMORY, WORDS
 
     figures = dict.fromkeys(figure.key for node in nodes for figure in written_figures(node))
-    allowed = dict.fromkeys([POLICY, *_TOP, *_SHAPE, *figures, "host.pinned_memory"])
+    allowed = dict.fromkeys([POLICY, *_TOP, *_SHAPE, *figures, PINNED_MEMORY, *WORDS])
     meant = [SHORT_FOR.get(key, key) for key in keys]
     for key, meaning in zip(keys, meant, strict=True):
         if key not in allowed:
@@ -237,13 +271,13 @@ def all_axes(question: Question, policies: Sequence[str], over: Iterable[tuple[s
         asked.append((POLICY, list(policies)))
     given = list(_given(question))
     nodes = [text for key, texts in asked if key == "hardware" for text in texts] or [question.hardware]
-    _check_keys([*(axis.key for axis in given), *(key for key, _ in asked)], nodes)
+    check_keys([*(axis.key for axis in given), *(key for key, _ in asked)], nodes)
     expanded = [(key, _expanded(key, texts)) for key, texts in asked]
     count = math.prod(len(texts) for _, texts in expanded)
     if count > MOST_SETTINGS:
         sizes = " x ".join(f"{len(texts):,} of {key}" for key, texts in expanded if len(texts) > 1)
         raise InputError(f"{count:,} settings ({sizes}) are more than {MOST_SETTINGS:,}: leave out values, or split the sweep")
-    return [*given, *(_axis(key, texts) for key, texts in expanded)]
+    return [*given, *(axis_of(key, texts) for key, texts in expanded)]
 
 
 def settings(axes: Sequence[Axis]) -> Iterator[Setting]:

@@ -20,7 +20,7 @@ def show(name: str, /) -> None:
     Parameters
     ----------
     name:
-        A preset's name or a TOML file.
+        A preset's name, a TOML file, or the profile (.json) of a machine.
     """
     from autohete.report.preset_tables import print_hardware
 
@@ -38,12 +38,12 @@ def check(file: str, /) -> None:
     """
     from collections import Counter
 
-    from autohete.hardware import read_hardware, written_figures
+    from autohete.hardware import left_out, read_hardware, written_figures
 
-    notes = read_hardware(file).hardware().notes
+    notes = read_hardware(file).hardware().remarks
     homes = Counter(figure.home for figure in written_figures(file))
     inherited = (f", {count} of them from {home}" for home, count in homes.items() if home != str(Path(file)))
-    print("; ".join([f"{file}: ok, {homes.total()} figures{''.join(inherited)}", *notes]))
+    print("; ".join([f"{file}: ok, {homes.total()} figures{''.join(inherited)}", *left_out(file), *notes]))
 
 
 @hardware.command
@@ -55,7 +55,7 @@ def new(file: str, /, *, base: str) -> None:
     file:
         The TOML file to write; it must not exist yet.
     base:
-        A preset's name or a TOML file.
+        A preset's name, a TOML file, or the profile (.json) of a machine.
     """
     from autohete.hardware.template import new_hardware_text
     from autohete.report.write import write_text

@@ -12,6 +12,8 @@ import atexit
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -68,15 +70,16 @@ class _Handler:
         os._exit(128 + self.signal)
 
 
-def catch_interrupts(program: str) -> _Handler | None:
+def catch_interrupts(program: str, instead_of: object = signal.default_int_handler) -> _Handler | None:
     """Let SIGINT and SIGTERM end this process as described above, and return the handler.
 
-    Returns None if Python does not handle SIGINT: it is ignored, as in a background job, or handled elsewhere.
+    Returns None if SIGINT is not handled by Python or ``instead_of``: it is ignored, as in a background job, or handled
+    elsewhere.
     """
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Handler):
         return handler
-    if handler is not signal.default_int_handler:
+    if handler not in (signal.default_int_handler, instead_of):
         return None
     made = _Handler(program)
     sys.excepthook, sys.unraisablehook = made.uncaught, made.unraisable
@@ -105,6 +108,20 @@ def interruptible(program: str) -> Iterator[None]:
         handler.say()
         atexit._run_exitfuncs()  # such as joblib's, which ends its processes
         handler.end()  # skips the interpreter's teardown, which aborts threads that are in native code
+
+
+def end_with(parent: int) -> None:
+    """Let this process end when its parent has ended in whatever way, such as by a second interrupt or by SIGKILL.
+
+    For processes that would wait for work: ``Parallel(initializer=end_with, initargs=(os.getpid(),))``.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="watch of the parent", daemon=True).start()
 
 
 @contextmanager

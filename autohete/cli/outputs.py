@@ -12,6 +12,8 @@ _DATA_OUTPUTS = {
     "--predicted-trace": "predicted.json",
     "--schedule": "schedule.txt",
     "--out": "sweep.csv",
+    "--json": "answer.json",
+    "--html": "answer.html",
     "OUT": "profile.json",
     "FILE": "hardware.toml",
 }

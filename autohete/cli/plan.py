@@ -3,76 +3,222 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from autohete.cli.interrupt import children_uninterrupted
 from autohete.cli.outputs import check_outputs
-from autohete.cli.question import BLANK, Question
+from autohete.cli.question import BLANK, DEFAULT_HARDWARE, Question, Whole
 from autohete.errors import InputError
+from autohete.quantities import parse_count, parse_quantity
 
 if TYPE_CHECKING:
-    from autohete.largest import Largest
+    from autohete.answer import Answer, Run
+    from autohete.largest import Figure
+    from autohete.profile import Profile
+    from autohete.simulate import Simulation
+
+_TOKENS, _SYSTEM = "1B", "4GiB"
 
 
 def plan(
     *,
     question: Question = BLANK,
-    policy: str = "autohete",
-    max_: Annotated[Literal["batch", "sequence", "blocks"] | None, Parameter(name="--max")] = None,
+    policy: str | None = None,
+    max_: Annotated[Literal["batch", "sequence", "blocks", "all"] | None, Parameter(name="--max")] = None,
+    tokens: str | None = None,
+    system_memory: str | None = None,
+    draws: Whole = 16,
+    seed: Whole = 0,
+    jobs: Whole | None = None,
     schedule: str | None = None,
-    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    html: str | None = None,
+    gantt: str | None = None,
+    json_: Annotated[
+        tuple[str, ...] | None, Parameter(name="--json", negative=(), consume_multiple=(0, 1), metavar="[FILE]")
+    ] = None,
 ) -> None:
-    """Show what a policy decides for each block.
+    """Answer whether a model trains on a hardware: the best plan, how fast it is, and what more hardware would bring.
 
     Parameters
     ----------
     policy:
-        NAME[:flag,flag=value].
+        NAME[:flag,flag=value]: only show what this policy decides for each block. Without it all policies are judged.
     max_:
-        Plan the largest batch, sequence or number of blocks that fits, instead of the one given.
+        The largest batch, sequence or number of blocks that fits, or all three. With --policy, that size is planned instead
+        of the one given.
+    tokens:
+        Tokens of the whole training, such as 1B (the default) or 300M.
+    system_memory:
+        Host memory that is left to the system; default 4GiB. With --policy nothing is left.
+    draws:
+        How often uncertain hardware figures are drawn from their ranges, for an interval of the time; 0: never.
+    seed:
+        Seed of the draws.
+    jobs:
+        Processes; default: one per core.
     schedule:
         Write the plan's schedule to this file: one line per task.
+    html:
+        Write one page with the answer, the timeline of an iteration and its memory to this file.
+    gantt:
+        Draw two steady iterations and the GPU's memory to this .png, .pdf or .svg file.
     json_:
-        Print JSON: the object of `autohete simulate --json`, with the decisions for each run of equal blocks.
+        Print JSON, or write it to FILE.
     """
-    from autohete.largest import Figure, largest
-    from autohete.policies import parse_policy
-    from autohete.profile import analytic_profile
-    from autohete.report.summary import answer, runs_of_equal_units
-    from autohete.report.write import write_text
+    from autohete.largest import Figure
 
     if max_ is not None and question.profile is not None:
         raise InputError("--max asks for sizes that a profile was not measured for: leave out --profile or --max")
+    if jobs is not None and jobs < 1:
+        raise InputError(f"--jobs is {jobs}: give at least 1, or leave it out for one per core")
+    files = {"--schedule": schedule, "--html": html, "--gantt": gantt, "--json": json_[0] if json_ else None}
+    outputs = {option: path for option, path in files.items() if path is not None and (option, path) != ("--json", "-")}
+    sizes = tuple(Figure) if max_ == "all" else () if max_ is None else (Figure[max_.upper()],)
     chosen = question.answerable()
-    check_outputs({"--schedule": schedule} if schedule is not None else {})
-    asked = parse_policy(policy)
-    grown = None if max_ is None else largest(chosen.workload, chosen.hardware, asked, Figure[max_.upper()])
-    if grown is not None:
-        chosen = analytic_profile(grown.workload, chosen.hardware)
-    summary, simulation = answer(chosen, asked)
-    if schedule is not None:
-        if simulation is None:
-            raise InputError(f"there is no schedule to write: {summary.explanation}")
-        write_text(schedule, str(simulation.schedule))
-    if json_:
-        runs = runs_of_equal_units(simulation.plan) if simulation else []
-        decisions = [{"first_block": first, "last_block": last} | asdict(unit) for first, last, unit in runs]
-        rules = [str(rule) for rule in simulation.plan.rules] if simulation else []
-        found = {"decisions": decisions, "rules": rules} | ({"largest": grown.value, "limit": grown.limit} if grown else {})
-        print(json.dumps(asdict(summary) | found, indent=2, ensure_ascii=True))
+    check_outputs(outputs)
+    if policy is not None:
+        _print_policy(chosen, policy, sizes, outputs, json_)
+        return
+    found = _answer(question, chosen, tokens, system_memory, draws, seed, sizes, _in_processes(jobs))
+    _write_outputs(found, outputs)
+    if json_ is None or "--json" in outputs:
+        from autohete.report.answer_text import answer_text
+        from autohete.report.tables import console
+
+        print(answer_text(found, console().width), end="")
     else:
+        print(_json(found))
+
+
+def _answer(
+    question: Question,
+    chosen: Profile,
+    tokens: str | None,
+    system_memory: str | None,
+    draws: int,
+    seed: int,
+    sizes: Sequence[Figure],
+    run: Run,
+) -> Answer:
+    from autohete.answer import Sampling, Site, find_answer
+
+    overrides = question.overrides()
+    given = {*question.shape.changes()}
+    options = {"tokens": tokens, "system_memory": system_memory}
+    given |= {name for name, value in options.items() if value is not None}
+    given |= {key.replace(".", "_") for key in overrides}
+    if question.hardware != DEFAULT_HARDWARE or question.profile is not None:
+        given.add("hardware")
+    return find_answer(
+        chosen,
+        None if question.profile is not None else Site(question.hardware, overrides, question.gpus),
+        system_bytes=round(parse_quantity(system_memory or _SYSTEM, "bytes")),
+        tokens=parse_count(tokens or _TOKENS),
+        sampling=Sampling(draws, seed),
+        sizes=sizes,
+        given=given,
+        run=run,
+    )
+
+
+def _in_processes(jobs: int | None) -> Run:
+    """Return what applies a function to many arguments in several processes."""
+
+    def run(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
+        import joblib
+
+        several = min(jobs or joblib.cpu_count(), len(arguments))
+        if several <= 1:
+            return [function(each) for each in arguments]
+        # Batches of one: a policy that searches takes ten times as long as one that does not.
+        with children_uninterrupted():
+            found = joblib.Parallel(n_jobs=several, batch_size=1, return_as="generator")(
+                joblib.delayed(function)(each) for each in arguments
+            )
+        return list(found)
+
+    return run
+
+
+def _json(found: Answer) -> str:
+    from autohete.report.answer_json import answer_json
+
+    return json.dumps(answer_json(found), indent=2, ensure_ascii=True)
+
+
+def _write_outputs(found: Answer, outputs: dict[str, str]) -> None:
+    from autohete.report.write import write_text
+
+    if "--json" in outputs:
+        write_text(outputs["--json"], _json(found) + "\n")
+    if "--html" in outputs:
+        from autohete.report.answer_page import answer_page
+
+        write_text(outputs["--html"], answer_page(found))
+    drawn = [option for option in ("--schedule", "--gantt") if option in outputs]
+    if drawn and found.simulation is None:
+        raise InputError(f"there is nothing for {' and '.join(drawn)} to show: nothing fits")
+    if found.simulation is not None:
+        _write_simulation(found.simulation, outputs)
+
+
+def _write_simulation(simulation: Simulation, outputs: dict[str, str]) -> None:
+    from autohete.report.write import write_text
+
+    if "--schedule" in outputs:
+        write_text(outputs["--schedule"], str(simulation.schedule))
+    if "--gantt" in outputs:
+        from autohete.report.gantt import combined_figure
+        from autohete.report.style import save_figure
+        from autohete.report.summary import node_text
+
+        trace, steady = simulation.trace, simulation.steady
+        hardware = simulation.profile.hardware
+        where = node_text(hardware.name, hardware.gpus)
+        title = f"{simulation.profile.workload.name} on {where}: {simulation.plan.policy}"
+        last = min(steady.first + 1, trace.iterations - 1)
+        save_figure(combined_figure(trace, simulation.gpu, steady.first, last, title), outputs["--gantt"])
+
+
+def _print_policy(
+    chosen: Profile, policy: str, sizes: Sequence[Figure], outputs: dict[str, str], json_: tuple[str, ...] | None
+) -> None:
+    """Show one policy's decisions, for the workload given or for the largest that fits."""
+    from autohete.largest import largest
+    from autohete.policies import parse_policy
+    from autohete.profile import analytic_profile
+    from autohete.report.answer_json import plan_json
+    from autohete.report.answer_text import largest_text
+    from autohete.report.summary import answer
+    from autohete.report.write import write_text
+
+    if "--html" in outputs:
+        raise InputError("--html shows the whole answer: leave out --policy, or --html")
+    asked = parse_policy(policy)
+    grown = [largest(chosen.workload, chosen.hardware, asked, figure) for figure in sizes]
+    if len(grown) == 1:
+        chosen = analytic_profile(grown[0].workload, chosen.hardware)
+    summary, simulation = answer(chosen, asked)
+    if simulation is not None:
+        _write_simulation(simulation, outputs)
+    elif "--schedule" in outputs or "--gantt" in outputs:
+        raise InputError(f"there is no schedule to write: {summary.explanation}")
+    found = plan_json(summary, simulation)
+    if len(grown) == 1:
+        found |= {"largest": grown[0].value, "limit": grown[0].limit}
+    elif grown:
+        found["largest"] = [{"figure": one.figure, "value": one.value, "limit": one.limit} for one in grown]
+    text = json.dumps(found, indent=2, ensure_ascii=True)
+    if "--json" in outputs:
+        write_text(outputs["--json"], text + "\n")
+    if json_ is None or "--json" in outputs:
         from autohete.report.tables import console, print_plan, say
 
         print_plan(summary, simulation)
-        if grown is not None:
-            say(console(), _limit(grown))
-
-
-def _limit(grown: Largest) -> str:
-    """One line: the largest value, and what limits it."""
-    name = grown.figure.replace("_", " ")
-    if not grown.value:
-        return f"not even {name} 1 fits: {grown.limit}"
-    return f"largest {name} that fits: {grown.value:,}; one more does not: {grown.limit}"
+        for one in grown:
+            say(console(), largest_text(one))
+    else:
+        print(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from autohete.cli.outputs import check_outputs
+from autohete.cli.question import Whole
 from autohete.cli.runtime import check_runtime
 
 
@@ -14,10 +15,10 @@ def profile(
     device: Literal["emulated", "cuda"] = "emulated",
     gpu_memory: str | None = None,
     hidden: int = 256,
-    blocks: int = 8,
-    heads: int = 4,
-    sequence_length: int = 128,
-    batch_size: int = 4,
+    blocks: Whole = 8,
+    heads: Whole = 4,
+    sequence_length: Whole = 128,
+    batch_size: Whole = 4,
     precision: Literal["fp32", "bf16"] = "fp32",
     units: Literal["block", "sublayer"] = "block",
     dropout: float = 0.1,

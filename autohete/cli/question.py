@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 
 from autohete.errors import InputError, check_fields
 from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
+from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Lora, Training
 
 if TYPE_CHECKING:
+    from autohete.hardware import Hardware
     from autohete.profile import Profile
 
 DEFAULT_HARDWARE = "a100-40gb-epyc7713"
+#: Values of ``Optimizer``, written out: the parser would spell names of members its own way.
+_OptimizerName = Literal["adamw", "adamw_bf16", "adamw8bit", "sgd", "sgd_momentum", "adafactor", "muon"]
+#: Options that together are one field of ``Workload``.
+_TRAINING = ("optimizer", "lora", "lora_targets", "qlora", "train_last")
 #: Options that are short for a hardware figure.
 SHORT_FOR = {"gpu-memory": "gpu.memory", "host-memory": "host.memory", "pinned-memory": "host.pinned_memory"}
+
+
+def _whole(_: object, tokens: Sequence[Token]) -> int:
+    """Read a whole number; the parser by itself would round 1.5 to 2."""
+    text = tokens[0].value
+    number, _, fraction = text.partition(".")
+    try:
+        if fraction.strip("0"):
+            raise ValueError
+        return int(number)
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is not a whole number, such as 8") from None
+
+
+#: The value of an option that counts something.
+Whole = Annotated[int, Parameter(converter=_whole)]
 
 
 @Parameter(name="*")
@@ -43,7 +67,7 @@ class Shape:
     clip_norm:
         Scale gradients so that their global norm is at most this, such as 1.0. Without it they are not clipped.
     precision:
-        bf16 and fp16 are mixed precision with fp32 master weights.
+        bf16 and fp16 are mixed precision with fp32 master weights; fp8 is bf16 with the products of blocks in 8 bit.
     tied_embeddings:
         Whether the head uses the embedding's matrix.
     kernels:
@@ -53,21 +77,42 @@ class Shape:
         What is planned as one: block, or sublayer (attention and MLP of each block apart).
     chunked_loss:
         Logits are made, used and dropped some tokens at a time, as Liger Kernel does.
+    loss_chunks:
+        How many times, instead of as often as Liger Kernel does. Implies --chunked-loss.
+    document_length:
+        Tokens of each of the documents that a sequence is packed of; attention stays within a document.
+    optimizer:
+        adamw (states in fp32), adamw_bf16 (masters and states in bf16), adamw8bit, sgd, sgd_momentum, adafactor, or muon.
+    lora:
+        Rank of low-rank adapters, such as 16; all other parameters are frozen.
+    lora_targets:
+        Linear layers that have adapters: all, attention, mlp, or names such as q_proj,v_proj.
+    qlora:
+        Linear layers of blocks rest in 4 bit (NF4); needs --lora.
+    train_last:
+        Train only so many transformer blocks, from the last, and the head; all below is frozen.
     """
 
-    hidden_size: Annotated[int | None, Parameter(name="--hidden")] = None
-    transformer_blocks: Annotated[int | None, Parameter(name="--blocks")] = None
-    heads: int | None = None
-    vocabulary_size: Annotated[int | None, Parameter(name="--vocabulary")] = None
-    sequence_length: int | None = None
-    batch_size: int | None = None
-    micro_batches: int | None = None
+    hidden_size: Annotated[Whole | None, Parameter(name="--hidden")] = None
+    transformer_blocks: Annotated[Whole | None, Parameter(name="--blocks")] = None
+    heads: Whole | None = None
+    vocabulary_size: Annotated[Whole | None, Parameter(name="--vocabulary")] = None
+    sequence_length: Whole | None = None
+    batch_size: Whole | None = None
+    micro_batches: Whole | None = None
     clip_norm: float | None = None
-    precision: Precision | None = None
+    precision: Literal["bf16", "fp16", "fp32", "fp8"] | None = None
     tied_embeddings: bool | None = None
     kernels: Kernels | None = None
     units: Units | None = None
     chunked_loss: bool | None = None
+    loss_chunks: Whole | None = None
+    document_length: Annotated[Whole | None, Parameter(name="--documents")] = None
+    optimizer: _OptimizerName | None = None
+    lora: Whole | None = None
+    lora_targets: str | None = None
+    qlora: bool | None = None
+    train_last: Whole | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -75,7 +120,27 @@ class Shape:
     def changes(self) -> dict[str, object]:
         """Return the figures that were given."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in given.items() if value is not None}
+        found = {name: value for name, value in given.items() if value is not None}
+        if [name for name in _TRAINING if found.pop(name, None) is not None]:
+            found["training"] = self.training()
+        if self.loss_chunks is not None:
+            found.setdefault("chunked_loss", True)
+        if self.precision is not None:
+            found["precision"] = Precision.BF16 if self.precision == "fp8" else Precision(self.precision)
+        if self.precision == "fp8":
+            found["training"] = self.training()
+        return found
+
+    def training(self) -> Training:
+        """Return how the model is trained."""
+        optimizer, fp8 = Optimizer(self.optimizer or Optimizer.ADAMW), self.precision == "fp8"
+        if self.lora is None and (self.lora_targets is not None or self.qlora):
+            option = "--lora-targets" if self.lora_targets is not None else "--qlora"
+            raise InputError(f"{option} describes adapters, but there are none: give --lora RANK as well, such as --lora 16")
+        if self.lora is None:
+            return Training(last_blocks=self.train_last, optimizer=optimizer, fp8=fp8)
+        targets = tuple(name.strip() for name in ("all" if self.lora_targets is None else self.lora_targets).split(","))
+        return Training(Lora(self.lora, targets, bool(self.qlora)), self.train_last, optimizer, fp8)
 
     def workload(self, name: str | None, model: str | None = None) -> Workload:
         """Return the named workload, or the model of a ``config.json``, with these figures changed; without either, one of this
@@ -116,7 +181,7 @@ class Question:
     profile:
         A file written by `autohete profile`: measured times and sizes instead of a workload and a hardware.
     hardware:
-        A preset's name or a TOML file.
+        A preset's name, a TOML file, or the profile (.json) of a machine.
     set_:
         Change a hardware figure: KEY=VALUE, with its unit, such as links.h2d.bandwidth=50GB/s. Repeatable.
     gpu_memory:
@@ -138,7 +203,7 @@ class Question:
     gpu_memory: str | None = None
     host_memory: str | None = None
     pinned_memory: str | None = None
-    gpus: int = 1
+    gpus: Whole = 1
 
     def answerable(self) -> Profile:
         """Return the measured profile, or the analytic profile of the workload on the hardware.
@@ -148,9 +213,26 @@ class Question:
         """
         if self.profile is not None:
             return self._measured(self.profile)
-        from autohete.hardware import load_hardware
         from autohete.profile import analytic_profile
 
+        return analytic_profile(self.of_workload(), self.on_hardware())
+
+    def of_workload(self) -> Workload:
+        """Return the workload. A measured profile has its own."""
+        return self.shape.workload(self.workload, self.model)
+
+    def on_hardware(self) -> Hardware:
+        """Return one GPU's share of the hardware. A measured profile has its own."""
+        from autohete.hardware import load_hardware
+
+        return load_hardware(self.hardware, self.overrides()).shared_by(self.gpus)
+
+    def overrides(self) -> dict[str, str]:
+        """Return the hardware figures that were given: dotted key -> text with unit.
+
+        Raises:
+            InputError: one is given twice, or is not KEY=VALUE.
+        """
         short = zip(SHORT_FOR.values(), (self.gpu_memory, self.host_memory, self.pinned_memory), strict=True)
         overrides: dict[str, str] = {}
         for item in [*self.set_, *(f"{key}={text}" for key, text in short if text is not None)]:
@@ -158,8 +240,7 @@ class Question:
             if key in overrides:
                 raise InputError(f"{key} is set twice, to {overrides[key]!r} and {value!r}: set it once")
             overrides[key] = value
-        hardware = load_hardware(self.hardware, overrides).shared_by(self.gpus)
-        return analytic_profile(self.shape.workload(self.workload, self.model), hardware)
+        return overrides
 
     def _measured(self, path: str) -> Profile:
         from autohete.profile.file import read_profile

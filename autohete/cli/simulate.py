@@ -43,8 +43,10 @@ def simulate(
     json_:
         Print JSON: one object, or a list for several policies.
     """
-    from autohete.policies import CANNOT_ACCUMULATE, CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, parse_policy
-    from autohete.report.summary import answer
+    from autohete.plan.policy import Verdict
+    from autohete.policies import CANNOT_ACCUMULATE, CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, UPDATE_ON_CPU, parse_policy
+    from autohete.report.summary import answer_or_refusal
+    from autohete.workload.optimizers import has_cpu_kernel
 
     chosen = question.answerable()
     compared: tuple[str, ...] = COMPARED if question.gpus == 1 else COMPARED_BY_SEVERAL
@@ -52,6 +54,8 @@ def simulate(
         *(CANNOT_CLIP if chosen.workload.clips else ()),
         *(CANNOT_ACCUMULATE if chosen.workload.micro_batches > 1 else ()),
     )
+    if not has_cpu_kernel(chosen.workload.training.optimizer):
+        cannot += UPDATE_ON_CPU
     compared = tuple(name for name in compared if name not in cannot)
     files = {"--trace": trace, "--gantt": gantt, "--memory": memory}
     outputs = {option: path for option, path in files.items() if path is not None}
@@ -59,8 +63,10 @@ def simulate(
     if outputs and len(policies) > 1:
         raise InputError(f"{' and '.join(outputs)} show one policy, not {len(policies)}: choose one with --policy")
     check_outputs(outputs)
-    answers = [answer(chosen, each) for each in policies]
+    answers = [answer_or_refusal(chosen, each) for each in policies]
     summaries = [summary for summary, _ in answers]
+    if all(summary.verdict is Verdict.INVALID for summary in summaries):
+        raise InputError(summaries[0].explanation)
     if outputs:
         _write_outputs(answers[0], outputs)
     if json_:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from autohete.cli.axes import Setting, all_axes, diagonal, parse_over, read_grid, settings
-from autohete.cli.interrupt import children_uninterrupted
+from autohete.cli.axes import POLICY, Axis, Setting, all_axes, diagonal, parse_over, read_grid, settings
+from autohete.cli.interrupt import children_uninterrupted, end_with
+from autohete.cli.moves import moved, moves
 from autohete.cli.outputs import check_outputs
-from autohete.cli.question import BLANK, Question
+from autohete.cli.question import BLANK, Question, Whole
 from autohete.errors import AutoHeteError, InputError
 
 if TYPE_CHECKING:
+    from autohete.hardware import Hardware
+    from autohete.policies import NamedPolicy
     from autohete.profile import Profile
+    from autohete.report.crossover import Scale
     from autohete.report.rows import Row
+    from autohete.workload import Workload
 
 #: How many settings are tried to find one that is valid before anything is written.
 _TRIED = 100
@@ -33,8 +40,11 @@ def sweep(
     policy: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = (),
     over: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = (),
     grid: str | None = None,
-    jobs: int | None = None,
+    jobs: Whole | None = None,
+    cluster: str | None = None,
     resume: Annotated[bool, Parameter(negative=())] = False,
+    sensitivity: Annotated[bool, Parameter(negative=())] = False,
+    plot: str | None = None,
 ) -> None:
     """Simulate many settings, in parallel: every combination of some values.
 
@@ -42,7 +52,7 @@ def sweep(
     ----------
     out:
         CSV file: one row per setting, as soon as it is answered. Columns: options, keys, and the numbers of
-        `autohete simulate --json`; what is invalid or does not fit says why.
+        `autohete simulate --json`; what is invalid or does not fit says why. A name that ends in .parquet gives that format.
     policy:
         NAME[:flag,flag=value]; repeat for several. Default: autohete.
     over:
@@ -52,34 +62,112 @@ def sweep(
         TOML file with a table [over]: lists of values for each KEY.
     jobs:
         Processes; default: one per core.
+    cluster:
+        Answer on the workers of this Dask scheduler, such as tcp://10.0.0.1:8786, which must have this version installed;
+        local: start one here.
     resume:
         Continue the file: keep its rows, and answer only what is not there.
+    sensitivity:
+        Change one thing at a time: each hardware figure with a range to both ends, or each KEY of --over to its values
+        (without values to the ends of its range, or by 10 % either way). The file has the effects on the iteration time,
+        largest first.
+    plot:
+        Draw to this .png, .pdf or .svg file: each policy over the one key that has several values, with crossovers, or the
+        fastest policy over two such keys; with --sensitivity the effects.
     """
+    from autohete.report.crossover import scales
+    from autohete.report.parquet import check_pyarrow, is_parquet, journal_of, parquet_writer, read_parquet
     from autohete.report.rows import Tally, header_of, print_tally, read_rows, row_writer
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs is {jobs}: give at least 1, or leave it out for one per core")
-    asked = [*(read_grid(grid) if grid is not None else []), *map(parse_over, over)]
+    read = partial(parse_over, bare=sensitivity)
+    asked = [*(read_grid(grid) if grid is not None else []), *map(read, over)]
+    outputs = {"--out": out} | ({"--plot": plot} if plot is not None else {})
+    if sensitivity:
+        if resume:
+            raise InputError("--sensitivity answers few settings and writes its file at the end: leave out --resume")
+        if is_parquet(out):
+            raise InputError("--sensitivity writes CSV: give --out FILE.csv")
+        _sensitivity(question, policy or ("autohete",), asked, outputs, jobs, cluster)
+        return
     axes = all_axes(question, policy, asked)
-    check_outputs({"--out": out})
+    check_outputs(outputs)
+    drawn = scales({axis.key: list(axis.values) for axis in axes}) if plot is not None else []
     keys = [axis.key for axis in axes]
     header = header_of(keys)
-    there, kept = read_rows(out, header) if resume else ([], 0)
-    if not resume and os.path.isfile(out) and os.path.getsize(out):
-        raise InputError(f"{out!r} exists: continue it with --resume, remove it, or give another --out")
+    parquet = is_parquet(out)
+    if parquet:
+        check_pyarrow()
+    there, kept = ([], 0) if not resume else (read_parquet(out, header), 0) if parquet else read_rows(out, header)
+    for path in () if resume else (out, journal_of(out)) if parquet else (out,):
+        if os.path.isfile(path) and os.path.getsize(path):
+            raise InputError(f"{path!r} exists: continue it with --resume, remove it, or give another --out")
     _check_valid(islice(diagonal(axes), _TRIED))
     done = {tuple(row[key] for key in keys) for row in there}
     tally = Tally()
     for row in there:
         tally.add(row)
     missing = [setting for setting in settings(axes) if setting.texts not in done]
+    seen = list(there)
     begin = time.perf_counter()
-    with row_writer(out, header, kept) as write:
-        for row in _with_progress(_rows(missing, keys, jobs), len(missing)):
+    rows = _rows(missing, keys, jobs, cluster)  # connects to a cluster before there is a file
+    writing = parquet_writer(out, header, keys) if parquet else row_writer(out, header, kept)
+    with writing as write:
+        for row in _with_progress(rows, len(missing)):
             write(row)
             tally.add(row)
+            if drawn:
+                seen.append(row)
     varied = [axis.key for axis in axes if len(axis.values) > 1]
     print_tally(tally, varied, len(missing), time.perf_counter() - begin, out)
+    if plot is not None:
+        _plot([row for row in seen if all(row[axis.key] in axis.values for axis in axes)], drawn, axes, plot)
+
+
+def _plot(rows: Sequence[Row], drawn: Sequence[Scale], axes: Sequence[Axis], path: str) -> None:
+    """Draw and print which policy is best where; the policies come in the order in which they were named."""
+    from autohete.report.crossover import draw, print_best
+    from autohete.report.style import save_figure
+
+    policies = next(list(axis.values) for axis in axes if axis.key == POLICY)
+    rows = sorted(rows, key=lambda row: policies.index(row[POLICY]))
+    names = {row["workload"] for row in rows if row["workload"]}, {row["hardware"] for row in rows if row["hardware"]}
+    title = " on ".join(name for each in names if len(each) == 1 for name in each)
+    save_figure(draw(rows, drawn, f"{title}, simulated" if title else "simulated"), path)
+    print_best(rows, drawn)
+
+
+def _sensitivity(
+    question: Question,
+    policies: Sequence[str],
+    over: Sequence[tuple[str, list[str]]],
+    outputs: dict[str, str],
+    jobs: int | None,
+    cluster: str | None,
+) -> None:
+    """Answer the question itself and every move of it, then write, draw and print the effects."""
+    from autohete.policies import parse_policy
+    from autohete.report.sensitivity import effects, effects_csv, print_effects, tornado
+    from autohete.report.write import write_text
+
+    for text in policies:
+        parse_policy(text)
+    some = moves(question, over)
+    check_outputs(outputs)
+    profile = _profile(question)
+    points = list(moved(question, some, tuple(dict.fromkeys(policies))))
+    keys = ("key", "value", "policy")
+    rows = list(_with_progress(_rows(points, keys, jobs, cluster), len(points)))
+    order = {setting.texts: place for place, setting in enumerate(points)}
+    rows.sort(key=lambda row: order[tuple(row[key] for key in keys)])
+    found = effects(rows, {move.key: move.base for move in some})
+    write_text(outputs["--out"], effects_csv(found))
+    if "--plot" in outputs:
+        from autohete.report.style import save_figure
+
+        save_figure(tornado(found, f"{profile.workload.name} on {profile.hardware.name}, simulated"), outputs["--plot"])
+    print_effects(found, rows)
 
 
 def _check_valid(some: Iterable[Setting]) -> None:
@@ -98,35 +186,73 @@ def _check_valid(some: Iterable[Setting]) -> None:
 
 @lru_cache(maxsize=16)
 def _profile(question: Question) -> Profile:
-    return question.answerable()
+    if question.profile is not None:
+        return question.answerable()
+    from autohete.profile import analytic_profile
+
+    # Many settings have one workload, and many one hardware.
+    workload = _workload(replace(BLANK, workload=question.workload, model=question.model, shape=question.shape))
+    return analytic_profile(workload, _hardware(replace(question, workload=None, model=None, shape=BLANK.shape)))
+
+
+@lru_cache(maxsize=64)
+def _policy(text: str) -> NamedPolicy:
+    from autohete.policies import parse_policy
+
+    return parse_policy(text)
+
+
+@lru_cache(maxsize=1024)
+def _workload(question: Question) -> Workload:
+    return question.of_workload()
+
+
+@lru_cache(maxsize=1024)
+def _hardware(question: Question) -> Hardware:
+    return question.on_hardware()
 
 
 def _row(setting: Setting, keys: Sequence[str]) -> Row:
     """Answer one setting."""
-    from autohete.policies import parse_policy
     from autohete.report.rows import answered, refused
     from autohete.report.summary import answer
 
     key = dict(zip(keys, setting.texts, strict=True))
     try:
-        summary, _ = answer(_profile(setting.question), parse_policy(setting.policy))
+        summary, _ = answer(_profile(setting.question), _policy(setting.policy), only_numbers=True)
     except AutoHeteError as error:
         return refused(key, str(error))
     return answered(key, summary)
 
 
-def _rows(missing: Sequence[Setting], keys: Sequence[str], jobs: int | None) -> Iterator[Row]:
+def _rows(missing: Sequence[Setting], keys: Sequence[str], jobs: int | None, cluster: str | None = None) -> Iterator[Row]:
     """Answer settings, in any order."""
     import joblib
 
+    if cluster is not None:
+        from autohete.cli.cluster import on_cluster
+
+        return on_cluster(cluster, jobs, partial(_row, keys=tuple(keys)), missing)
     jobs = min(jobs or joblib.cpu_count(), len(missing))
     if jobs <= 1:
         return (_row(setting, keys) for setting in missing)
-    # Batches of one: a policy that searches takes ten times as long as one that does not.
-    parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)
+    # Batches that take a fraction of a second: a policy that searches takes a hundred times as long as one that does not.
+    watched = {"initializer": end_with, "initargs": (os.getpid(),)}
+    parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size="auto", **watched)
     with children_uninterrupted():
-        found: Iterator[Row] = parallel(joblib.delayed(_row)(setting, keys) for setting in missing)
-    return found
+        found: Generator[Row] = parallel(joblib.delayed(_row)(setting, keys) for setting in missing)
+    return _quietly(found)
+
+
+def _quietly(found: Generator[Row]) -> Iterator[Row]:
+    """Pass rows on; without joblib's warning where the reader stops before the end, such as at a closed pipe."""
+    try:
+        for row in found:  # noqa: UP028  (`yield from` closes it outside of what follows)
+            yield row
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            found.close()
 
 
 def _with_progress(rows: Iterator[Row], total: int) -> Iterator[Row]:

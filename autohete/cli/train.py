@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from autohete.cli.outputs import check_outputs
+from autohete.cli.question import Whole
 from autohete.cli.runtime import check_runtime
 
 
@@ -15,21 +16,21 @@ def train(
     gpu_memory: str = "25%",
     host_memory: str | None = None,
     pinned_memory: str | None = None,
-    steps: int = 60,
+    steps: Whole = 60,
     data: str | None = None,
     tokenizer: str = "byte",
     hidden: int = 256,
-    blocks: int = 8,
-    heads: int = 4,
-    sequence_length: int = 128,
-    batch_size: int = 4,
-    micro_batches: int = 1,
+    blocks: Whole = 8,
+    heads: Whole = 4,
+    sequence_length: Whole = 128,
+    batch_size: Whole = 4,
+    micro_batches: Whole = 1,
     precision: Literal["fp32", "bf16"] = "fp32",
     units: Literal["block", "sublayer"] = "block",
     dropout: float = 0.1,
     lr: float = 1e-3,
     clip_norm: float | None = None,
-    seed: int = 0,
+    seed: Whole = 0,
     mode: Literal["native", "paced"] = "native",
     hardware: str | None = None,
     profile: str | None = None,

@@ -70,11 +70,11 @@ def lane_queues(graph: Graph) -> list[LaneQueue]:
     """Return one queue per lane of the graph's schedule."""
     tasks = len(graph.lane)
     priority, rank = [0] * tasks, [0] * tasks
-    if any(lane.discipline is Discipline.PRIORITY for lane in graph.schedule.lanes):
+    if any(lane.discipline is Discipline.PRIORITY for lane in graph.lanes):
         priority = [priority for priority, *_ in graph.urgency]
         for place, task in enumerate(sorted(range(tasks), key=lambda task: graph.urgency[task][1:])):
             rank[task] = place
     return [
         FifoQueue(members, tasks) if lane.discipline is Discipline.FIFO else PriorityQueue(priority, rank)
-        for lane, members in zip(graph.schedule.lanes, graph.lane_tasks, strict=True)
+        for lane, members in zip(graph.lanes, graph.lane_tasks, strict=True)
     ]

@@ -99,7 +99,7 @@ class Trace:
 
     def lane_tasks(self, lane: str) -> list[int]:
         """Return the indices of the tasks of ``lane`` in issue order."""
-        return [i for i, task in enumerate(self.schedule.tasks) if task.lane == lane]
+        return self.schedule.tasks_of(lane)
 
     def anchors(self) -> Nanoseconds:
         """Return the start of each iteration: the start of its first task on the first lane."""

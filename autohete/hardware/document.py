@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -15,20 +16,37 @@ from typing import Any
 from autohete.errors import InputError, unknown_name
 from autohete.quantities import parse_quantity
 
+#: How the name of a profile ends, which has the hardware that it was measured on.
+_PROFILE = ".json"
 #: The key of a hardware file that names the preset or file whose figures it takes over.
 BASE = "base"
+#: The key that lists what a file leaves out of its base, as dotted keys of tables and figures.
+WITHOUT = "without"
+#: A figure is ``table.table.figure.value``; tables nested deeper than this mean nothing.
+_DEEPEST = 8
 #: The one figure that can be set where a file leaves it out: a limit of the system, not of the machine.
 PINNED_MEMORY = "host.pinned_memory"
+#: Keys of a host that take a word, not a figure: where the memory is that copies use, and how pinned arrays are rounded.
+WORDS = ("host.numa", "host.pinned_rounding")
 #: Rates of a link that keep their proportion to its bandwidth if only the bandwidth is changed.
 _FOLLOW = ("duplex_bandwidth", "pageable_bandwidth")
+#: How the source of a rate begins that was scaled with the bandwidth of its link.
+_IN_PROPORTION = "in proportion to "
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One TOML document as written, without its key ``base``: the preset's name or the file's path, and its tables."""
+    """One TOML document as written.
+
+    Args:
+        label: the preset's name or the file's path.
+        tables: what it gives, without the keys ``base`` and ``without``.
+        without: dotted keys of what it leaves out of its base.
+    """
 
     label: str
     tables: Mapping[str, Any]
+    without: tuple[str, ...] = ()
 
 
 def preset_names() -> list[str]:
@@ -41,7 +59,7 @@ def read_chain(source: str) -> list[Document]:
     """Return the document of the preset or file ``source``, then its base, then the base's base, and so on.
 
     Raises:
-        InputError: one of them cannot be read or is not TOML, or is its own base.
+        InputError: one of them cannot be read or is not TOML, is its own base, or leaves out what its base does not have.
     """
     chain: list[Document] = []
     asked: object = source
@@ -50,6 +68,7 @@ def read_chain(source: str) -> list[Document]:
         try:
             label, text = _read(asked, folder)
             tables = _parse(label, text)
+            _check_depth(label, tables)
         except InputError as error:
             if not chain:
                 raise
@@ -61,8 +80,44 @@ def read_chain(source: str) -> list[Document]:
             )
         asked = tables.pop(BASE, None)
         folder = Path(label).parent
-        chain.append(Document(label, tables))
+        chain.append(Document(label, tables, _left_out(label, tables.pop(WITHOUT, []), asked is not None)))
+    for place, document in enumerate(chain):
+        _check_without(document, chain[place + 1 :])
     return chain
+
+
+def _check_depth(label: str, tables: Mapping[str, Any]) -> None:
+    """Refuse tables nested so deep that no figure can be there."""
+    level = [tables]
+    for _ in range(_DEEPEST):
+        level = [child for table in level for child in table.values() if isinstance(child, Mapping)]
+    if level:
+        raise InputError(f"hardware file {label!r} nests tables more than {_DEEPEST} deep: a figure is written [table.figure]")
+
+
+def _left_out(label: str, keys: object, has_base: bool) -> tuple[str, ...]:
+    """Return the keys under ``without`` of the document ``label``."""
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise InputError(f'hardware {label!r}: {WITHOUT} is {keys!r}: give a list of keys, such as ["interconnect", "nvme"]')
+    if keys and not has_base:
+        raise InputError(
+            f"hardware {label!r}: {WITHOUT} leaves {', '.join(keys)} out of a base, but the file has none: remove it, or "
+            f"name a {BASE}"
+        )
+    return tuple(keys)
+
+
+def _check_without(document: Document, bases: Sequence[Document]) -> None:
+    """Refuse to leave out what the bases together do not have, or only a part of a figure."""
+    if not document.without:
+        return
+    have = combine(bases)
+    figures = figure_keys(have)
+    tables = {key.rsplit(".", depth)[0] for key in figures for depth in range(1, key.count(".") + 1)}
+    for key in document.without:
+        if key not in figures and key not in tables:
+            unknown = unknown_name("key of its base", key, [*tables, *figures])
+            raise InputError(f"hardware {document.label!r}: {WITHOUT}: {unknown}")
 
 
 def _place(label: str) -> str:
@@ -78,29 +133,55 @@ def _read(asked: object, folder: Path) -> tuple[str, str]:
         if asked in preset_names():
             preset = resources.files("autohete.hardware") / "presets" / f"{asked}.toml"
             return asked, preset.read_text(encoding="utf-8")
-        if asked.endswith(".toml") or "/" in asked:
+        if asked.endswith((".toml", _PROFILE)) or "/" in asked:
             path = folder / asked
             return str(path), path.read_text(encoding="utf-8")
     except OSError as error:
         reason = error.strerror or error
-        raise InputError(f"hardware file {asked!r} cannot be read: {reason}; give a preset or a TOML file") from error
+        raise InputError(
+            f"hardware file {asked!r} cannot be read: {reason}; give a preset, a TOML file or a profile"
+        ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"hardware file {asked!r} is not UTF-8 text: give a TOML file") from error
     except ValueError as error:  # a NUL in the path
-        raise InputError(f"hardware file {asked!r} cannot be read: {error}; give a preset or a TOML file") from error
+        raise InputError(f"hardware file {asked!r} cannot be read: {error}; give a preset, a TOML file or a profile") from error
     raise unknown_name("hardware", asked, [*preset_names(), "FILE.toml"])
 
 
 def _parse(label: str, text: str) -> dict[str, Any]:
+    if label.endswith(_PROFILE):
+        return _measured(label, text)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits
         raise InputError(f"hardware file {label!r} is not valid TOML: {str(error)[:200]}") from error
 
 
+def _measured(label: str, text: str) -> dict[str, Any]:
+    """Return the hardware that a profile was measured on."""
+    try:
+        profile = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"hardware file {label!r} is not valid JSON: {str(error)[:200]}") from error
+    hardware = profile.get("hardware") if isinstance(profile, dict) else None
+    if not isinstance(hardware, dict):
+        raise InputError(f"{label!r} has no table of hardware: give a TOML file, or a profile that autohete profile wrote")
+    return hardware
+
+
 def combine(chain: Sequence[Document]) -> Mapping[str, Any]:
-    """Return the figures of the first document over those of its bases."""
-    return reduce(changed, (document.tables for document in reversed(chain)))
+    """Return the figures of the first document over those that it takes over from its bases."""
+    start: Mapping[str, Any] = {}
+    return reduce(lambda below, document: changed(_dropped(below, document.without), document.tables), reversed(chain), start)
+
+
+def _dropped(document: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
+    """Return a copy of ``document`` without some dotted keys."""
+    left = _merge(document, {})
+    for key in keys:
+        *tables, name = key.split(".")
+        _tables(left, *tables).pop(name, None)
+    return left
 
 
 def changed(document: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,7 +239,7 @@ def _scaled(figure: Any, factor: float, why: str) -> Any:
         return f"{parse_quantity(text, 'bandwidth') * factor / 1e9:.15g}GB/s"
 
     try:
-        scaled = {**figure, "value": scale(figure["value"]), "source": f"in proportion to {why}; before: {figure['source']}"}
+        scaled = {**figure, "value": scale(figure["value"]), "source": f"{_IN_PROPORTION}{why}; before: {figure['source']}"}
         if "range" in figure:
             scaled["range"] = [scale(end) for end in figure["range"]]
     except (InputError, KeyError, TypeError):
@@ -166,22 +247,34 @@ def _scaled(figure: Any, factor: float, why: str) -> Any:
     return scaled
 
 
+def follows(source: str) -> str | None:
+    """Return the key that a rate was scaled with, by the source of that rate; None if the rate was given."""
+    return source.removeprefix(_IN_PROPORTION).partition(";")[0] if source.startswith(_IN_PROPORTION) else None
+
+
 def overridden(document: Mapping[str, Any], overrides: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return ``document`` with the figures ``overrides``, dotted key -> text with unit.
+    """Return ``document`` with the figures ``overrides``, dotted key -> text with unit, or the word of one of :data:`WORDS`.
 
     Raises:
-        InputError: ``document`` has no such figure, or the figure is a plain number and the text is not.
+        InputError: ``document`` has no such figure, because unified hardware has no host or for another reason, or the figure
+            is a plain number and the text is not.
     """
-    known = [*figure_keys(document), PINNED_MEMORY]
+    known = [*figure_keys(document), PINNED_MEMORY, *WORDS]
     changes: dict[str, Any] = {}
     for key, text in overrides.items():
+        if document.get("unified") is True and key.partition(".")[0] in ("host", "links"):
+            raise InputError(f"{key} cannot be set: the hardware is unified, with one pool of memory: set gpu.memory instead")
         if key not in known:
             raise unknown_name("hardware figure", key, known)
         *tables, name = key.split(".")
         node = changes
         for table in tables:
             node = node.setdefault(table, {})
-        node[name] = {"value": _number_like(document, key, text), "source": "an override", "date": date.today().isoformat()}
+        node[name] = (
+            text
+            if key in WORDS
+            else {"value": _number_like(document, key, text), "source": "an override", "date": date.today().isoformat()}
+        )
     return changed(document, changes)
 
 

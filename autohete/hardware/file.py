@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Generic, Self, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from autohete.errors import InputError
-from autohete.hardware.document import Document, combine, figure_keys, find, overridden, read_chain
+from autohete.hardware.document import WITHOUT, Document, combine, figure_keys, find, follows, overridden, read_chain
 from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 from autohete.quantities import EXAMPLES, parse_quantity
 
@@ -65,6 +66,7 @@ class GpuFigures(_Table):
     reserved_memory: Figure[_Size]
     peak_16bit: Figure[_Rate]
     peak_32bit: Figure[_Rate]
+    peak_8bit: Figure[_Rate] | None = None
     memory_bandwidth: Figure[_Bandwidth]
     memory_efficiency: Figure[_Share]
     gemm_efficiency: Figure[_Share]
@@ -77,6 +79,9 @@ class LinkFigures(_Table):
     bandwidth: Figure[_Bandwidth]
     duplex_bandwidth: Figure[_Bandwidth]
     pageable_bandwidth: Figure[_Bandwidth] | None = None
+    far_bandwidth: Figure[_Bandwidth] | None = None
+    all_gpus_bandwidth: Figure[_Bandwidth] | None = None
+    all_gpus_duplex_bandwidth: Figure[_Bandwidth] | None = None
     latency: Figure[_Time]
 
 
@@ -90,12 +95,15 @@ class HostFigures(_Table):
     memory_bandwidth: Figure[_Bandwidth]
     usable_share: Figure[_Share]
     pinned_memory: Figure[_Size] | None = None
+    memory_domains: Figure[_Count] | None = None
+    numa: Literal["near", "far"] = "near"
+    pinned_rounding: Literal["power-of-two", "none"] = "power-of-two"
 
 
 class CpuFigures(_Table):
     model: str
     cores: Figure[_Count]
-    update_bandwidth: Figure[_Bandwidth]
+    update_bandwidth: Figure[_Bandwidth] | None = None
     elementwise_bandwidth: Figure[_Bandwidth] | None = None
     concurrent_share: Figure[_Share] | None = None
     launch: Figure[_Time] | None = None
@@ -126,14 +134,16 @@ class EmulationFigures(_Table):
 class HardwareFile(_Table):
     """A hardware TOML file with its bases. Strict: an unknown key, a missing figure or one without its unit is an error.
 
-    Optional figures have neutral defaults, see :class:`Gpu`, :class:`Link`, :class:`Host` and :class:`Cpu`.
+    Optional figures have neutral defaults, see :class:`Gpu`, :class:`Link`, :class:`Host` and :class:`Cpu`. Unified hardware
+    has no links and no host; all other hardware needs both, and an update bandwidth.
     """
 
     name: str = Field(pattern=r"^[\w.+-]+$", max_length=100)
     title: str = Field(pattern=r"^[^\x00-\x1f]+$", max_length=200)
+    unified: bool = False
     gpu: GpuFigures
-    links: LinksFigures
-    host: HostFigures
+    links: LinksFigures | None = None
+    host: HostFigures | None = None
     cpu: CpuFigures
     nvme: NvmeFigures | None = None
     interconnect: InterconnectFigures | None = None
@@ -141,17 +151,21 @@ class HardwareFile(_Table):
 
     def hardware(self) -> Hardware:
         """Convert to plain numbers in SI units."""
-        gpu, host, cpu = self.gpu, self.host, self.cpu
+        gpu, cpu = self.gpu, self.cpu
+        if (self.links is None or self.host is None or cpu.update_bandwidth is None) and not self.unified:
+            raise InputError(f"{self.name} has no links, host or cpu.update_bandwidth: only unified hardware can do without")
         if gpu.reserved_memory.value >= gpu.memory.value:
             raise InputError(
                 f"{self.name}: gpu.reserved_memory {gpu.reserved_memory.value:.0f} B leaves nothing of gpu.memory "
                 f"{gpu.memory.value:.0f} B: lower it or raise gpu.memory"
             )
-        dram = host.memory_bandwidth.value * host.usable_share.value
         notes: list[str] = []
-        update = _within_dram("update_bandwidth", cpu.update_bandwidth.value, dram, notes)
-        elementwise = _value(cpu.elementwise_bandwidth)
-        if elementwise is not None:
+        h2d, d2h, host = self._pool() if self.links is None or self.host is None else self._host(self.links, self.host, notes)
+        dram = host.usable_bandwidth
+        update, elementwise = _value(cpu.update_bandwidth) or dram, _value(cpu.elementwise_bandwidth)
+        if not self.unified:
+            update = _within_dram("update_bandwidth", update, dram, notes)
+        if elementwise is not None and not self.unified:
             elementwise = _within_dram("elementwise_bandwidth", elementwise, dram, notes)
         return Hardware(
             name=self.name,
@@ -166,15 +180,11 @@ class HardwareFile(_Table):
                 kernel_overhead_seconds=gpu.kernel_overhead.value,
                 gemm_efficiency_32bit=_value(gpu.gemm_efficiency_32bit),
                 multiprocessors=_value(gpu.multiprocessors),
+                peak_8bit_flops=_value(gpu.peak_8bit),
             ),
-            h2d=_link(self.links.h2d),
-            d2h=_link(self.links.d2h),
-            host=Host(
-                round(host.memory.value),
-                host.memory_bandwidth.value,
-                host.usable_share.value,
-                None if host.pinned_memory is None else round(host.pinned_memory.value),
-            ),
+            h2d=h2d,
+            d2h=d2h,
+            host=host,
             cpu=Cpu(
                 cpu.cores.value,
                 update,
@@ -187,7 +197,32 @@ class HardwareFile(_Table):
             notes=tuple(notes),
             nvme=None if self.nvme is None else _nvme(self.nvme),
             interconnect=None if self.interconnect is None else _interconnect(self.interconnect),
+            unified=self.unified,
         )
+
+    def _pool(self) -> tuple[Link, Link, Host]:
+        """Return the links and the host of unified hardware: no capacity of their own, and the rate of the pool."""
+        bandwidth, share = self.gpu.memory_bandwidth.value, self.gpu.memory_efficiency.value
+        link = Link(bandwidth, bandwidth, self.gpu.kernel_overhead.value)
+        return link, link, Host(0, bandwidth, share)
+
+    def _host(self, links: LinksFigures, host: HostFigures, notes: list[str]) -> tuple[Link, Link, Host]:
+        """Return the links, and the memory domain that the GPU uses; add notes on rates that were not given."""
+        found = []
+        for name, figures in (("links.h2d", links.h2d), ("links.d2h", links.d2h)):
+            if (with_key := follows(figures.duplex_bandwidth.source)) is not None:
+                notes.append(f"{name}.duplex_bandwidth follows {with_key}: {figures.duplex_bandwidth.value / 1e9:.3g} GB/s")
+            found.append(_link(figures) if host.numa == "near" else _far_link(self.name, name, figures))
+        domains = 1 if host.memory_domains is None else host.memory_domains.value
+        memory = Host(
+            round(host.memory.value) // domains,
+            host.memory_bandwidth.value / domains,
+            host.usable_share.value,
+            None if host.pinned_memory is None else round(host.pinned_memory.value) // domains,
+            domains,
+            host.pinned_rounding == "power-of-two",
+        )
+        return found[0], found[1], memory
 
 
 def known_keys() -> tuple[list[str], list[str]]:
@@ -232,7 +267,32 @@ def _interconnect(figures: InterconnectFigures) -> Interconnect:
 def _link(figures: LinkFigures) -> Link:
     bandwidth, duplex = figures.bandwidth.value, figures.duplex_bandwidth.value
     # A direction cannot be faster with both in use than alone; an override that lowers only `bandwidth` must keep that true.
-    return Link(bandwidth, min(bandwidth, duplex), figures.latency.value, _value(figures.pageable_bandwidth))
+    return Link(
+        bandwidth,
+        min(bandwidth, duplex),
+        figures.latency.value,
+        _value(figures.pageable_bandwidth),
+        _value(figures.all_gpus_bandwidth),
+        _value(figures.all_gpus_duplex_bandwidth),
+    )
+
+
+def _far_link(hardware: str, name: str, figures: LinkFigures) -> Link:
+    """Return the link to memory of another domain: its other rates keep their proportion, but are no faster than it."""
+    near = _link(figures)
+    if figures.far_bandwidth is None:
+        raise InputError(
+            f'{hardware}: host.numa is "far", but there is no {name}.far_bandwidth: give it, or set host.numa to "near"'
+        )
+    far = figures.far_bandwidth.value
+    factor = far / near.bandwidth
+    return replace(
+        near,
+        far=True,
+        bandwidth=far,
+        duplex_bandwidth=near.duplex_bandwidth * factor,
+        pageable_bandwidth=None if near.pageable_bandwidth is None else min(far, near.pageable_bandwidth),
+    )
 
 
 def _within_dram(name: str, rate: float, dram: float, notes: list[str]) -> float:
@@ -257,11 +317,13 @@ def read_hardware(source: str | Path, overrides: Mapping[str, str] | None = None
     """Read the preset or file ``source``, with some figures replaced.
 
     Args:
-        source: a preset's name (:func:`preset_names`) or the path of a TOML file.
+        source: a preset's name (:func:`preset_names`), the path of a TOML file, or that of a measured profile (.json), whose
+            machine is meant.
         overrides: dotted key -> text with unit, for example ``{"links.h2d.bandwidth": "50GB/s"}``.
 
     A file may name a ``base``: a preset, or a file by its path from this one. It then has all that the base has, except the
-    figures that it gives itself, each as a whole: with its source, date and range. Rates of a link follow its bandwidth.
+    figures that it gives itself, each as a whole: with its source, date and range. Rates of a link follow its bandwidth. What
+    ``without`` lists is left out of the base: dotted keys of tables or figures.
 
     Raises:
         InputError: no such preset or file, not TOML, a file that is based on itself, or missing, unknown or absurd figures (all
@@ -274,10 +336,24 @@ def _validated(chain: Sequence[Document], overrides: Mapping[str, str]) -> Hardw
     document = overridden(combine(chain), overrides) if overrides else combine(chain)
     try:
         # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
-        return HardwareFile.model_validate_json(json.dumps(document, default=str))
+        found = HardwareFile.model_validate_json(json.dumps(document, default=str))
     except ValidationError as error:
-        faults = "; ".join(_fault(chain, fault) for fault in error.errors())
+        faults = "; ".join([*(_fault(chain, fault) for fault in error.errors()), *_of_pool(chain, document)])
         raise InputError(f"hardware {chain[0].label!r}: {faults}") from error
+    if wrong := _of_pool(chain, document):
+        raise InputError(f"hardware {chain[0].label!r}: {'; '.join(wrong)}")
+    return found
+
+
+def _of_pool(chain: Sequence[Document], document: Mapping[str, Any]) -> list[str]:
+    """Describe what is missing, or what unified hardware cannot have."""
+    if document.get("unified") is not True:
+        needed = ("links", "host", *(["cpu.update_bandwidth"] if find(document, "cpu") is not None else []))
+        missing = (key for key in needed if find(document, key) is None)
+        return [_fault(chain, {"loc": key.split("."), "type": "missing"}) for key in missing]
+    given = [key for key in ("links", "host") if key in document]
+    cure = f"write {WITHOUT} = {json.dumps(given)}" if len(chain) > 1 else "remove it"
+    return [f"{key}: unified hardware has one pool of memory, gpu.memory, and copies nothing: {cure}" for key in given]
 
 
 def _fault(chain: Sequence[Document], fault: Any) -> str:
@@ -374,6 +450,21 @@ def written_figures(source: str | Path) -> list[WrittenFigure]:
         assert home is not None
         found.append(WrittenFigure(key, figure["value"], ends, figure["source"], figure["date"], home))
     return found
+
+
+def left_out(source: str | Path) -> list[str]:
+    """Return, for the preset or file ``source`` and each of its bases, a line on what it leaves out of its base for good.
+
+    Raises:
+        InputError: the documents cannot be read, see :func:`read_hardware`.
+    """
+    chain = read_chain(str(source))
+    found = combine(chain)
+    lines = []
+    for document, base in pairwise(chain):
+        keys = [key for key in document.without if find(found, key) is None]
+        lines += [f"without {', '.join(keys)} of {base.label}"] if keys else []
+    return lines
 
 
 def uncertain_figures(source: str | Path) -> list[UncertainFigure]:

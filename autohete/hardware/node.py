@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError
+from autohete.quantities import rounded_when_pinned
+
+#: Rates that differ by less are equal: measured ones are written with six digits.
+_ROUNDING = 1 + 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,7 @@ class Gpu:
         gemm_efficiency: share of the 16-bit peak that a large matrix product reaches.
         kernel_overhead_seconds: time between two short kernels in a full stream.
         gemm_efficiency_32bit: share of the 32-bit peak that a large matrix product reaches; None: same as in 16 bit.
+        peak_8bit_flops: dense peak of 8-bit floating point; None: it has none, or it is not known.
         multiprocessors: number of them, for the efficiency of small matrix products; None: as efficient as large ones.
     """
 
@@ -33,6 +38,7 @@ class Gpu:
     kernel_overhead_seconds: float
     gemm_efficiency_32bit: float | None = None
     multiprocessors: int | None = None
+    peak_8bit_flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +50,76 @@ class Link:
         duplex_bandwidth: bytes/s per direction while both are in use.
         latency_seconds: fixed cost of one copy.
         pageable_bandwidth: bytes/s for pageable memory; None: same as for pinned memory.
+        all_gpus_bandwidth: bytes/s of each GPU while all GPUs of the node copy in this direction; None: same as alone.
+        all_gpus_duplex_bandwidth: the same while all copy in both directions; None: same as alone.
+        far: the memory belongs to another domain of the node.
     """
 
     bandwidth: float
     duplex_bandwidth: float
     latency_seconds: float
     pageable_bandwidth: float | None = None
+    all_gpus_bandwidth: float | None = None
+    all_gpus_duplex_bandwidth: float | None = None
+    far: bool = False
+
+    def shared_by(self, here: int, gpus: int) -> Link:
+        """Return the link of each of ``here`` GPUs that copy at the same time, in a node of ``gpus``.
+
+        What all GPUs reach together is the limit of what they share, such as PCIe switches and sockets. Fewer GPUs share it
+        equally, and none is faster than alone.
+        """
+
+        def share(alone: float, all_gpus: float | None) -> float:
+            return alone if all_gpus is None else min(alone, all_gpus * gpus / here)
+
+        bandwidth = share(self.bandwidth, self.all_gpus_bandwidth)
+        return replace(
+            self,
+            bandwidth=bandwidth,
+            duplex_bandwidth=min(bandwidth, share(self.duplex_bandwidth, self.all_gpus_duplex_bandwidth)),
+            pageable_bandwidth=None if self.pageable_bandwidth is None else min(bandwidth, self.pageable_bandwidth),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Host memory.
+    """Host memory. If the node has several memory domains (sockets), this is the one that the GPU uses.
 
     Args:
         memory_bytes: its capacity.
         memory_bandwidth: datasheet, bytes/s.
         usable_share: share of it that CPU and DMA together reach.
         pinned_bytes: limit of page-locked memory; None: all of its capacity.
+        memory_domains: number of equal domains of the node, each with its own DRAM; its GPUs are spread over them.
+        rounds_pinned: pinned arrays take a power of two, as with PyTorch's ``CachingHostAllocator``; otherwise what they hold.
     """
 
     memory_bytes: int
     memory_bandwidth: float
     usable_share: float
     pinned_bytes: int | None = None
+    memory_domains: int = 1
+    rounds_pinned: bool = True
+
+    def pinned(self, size_bytes: int) -> int:
+        """Return what an array of ``size_bytes`` that is pinned by itself takes."""
+        return rounded_when_pinned(size_bytes) if self.rounds_pinned else size_bytes
+
+    @property
+    def usable_bandwidth(self) -> float:
+        """What CPU and copies together reach, bytes/s."""
+        return self.memory_bandwidth * self.usable_share
+
+    def shared_by(self, gpus: int) -> Host:
+        """Return the part of each of ``gpus`` GPUs of the node, which are spread over its memory domains."""
+        of_domain = -(-gpus // self.memory_domains)
+        return replace(
+            self,
+            memory_bytes=self.memory_bytes // of_domain,
+            memory_bandwidth=self.memory_bandwidth / of_domain,
+            pinned_bytes=None if self.pinned_bytes is None else self.pinned_bytes // of_domain,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +187,10 @@ class Hardware:
     ``shared_cores`` is None for a real GPU. If the CPU stands in for the device, it is the number of lanes that the cores can
     run at full speed at once; with hyper-threading this is less than the number of cores. ``notes`` name the figures that were
     changed, and why. ``nvme`` is None if there are no drives. ``gpus`` is the number of GPUs that train together; if there are
-    several, host, CPU and NVMe are one GPU's share (:meth:`shared_by`).
+    several, links, host, CPU and NVMe are one GPU's share (:meth:`shared_by`).
+
+    ``unified`` hardware has one pool of memory for CPU and GPU, ``gpu.memory``. Nothing is copied: host memory has no capacity,
+    and ``h2d`` and ``d2h`` have the rate of the pool, so that a cost model may ask for them.
     """
 
     name: str
@@ -148,6 +204,12 @@ class Hardware:
     nvme: Nvme | None = None
     interconnect: Interconnect | None = None
     gpus: int = 1
+    unified: bool = False
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and those rates of links and updates that host memory limits."""
+        return (*self.notes, *([] if self.unified else _beyond_dram(self)))
 
     @property
     def gpu_capacity_bytes(self) -> int:
@@ -169,8 +231,10 @@ class Hardware:
         Raises:
             InputError: the hardware does not have that many GPUs, or does not describe their interconnect.
         """
-        if gpus < 1 or self.gpus != 1:
-            raise InputError(f"{self.name} with {self.gpus} GPUs cannot be shared by {gpus}: share one by 1 or more")
+        if gpus < 1:
+            raise InputError(f"{gpus} GPUs were asked for: give 1 or more")
+        if self.gpus != 1:
+            raise InputError(f"{self.name} is one GPU's share of {self.gpus} already: share the whole node by {gpus} instead")
         if gpus == 1:
             return self
         if self.shared_cores is not None:
@@ -189,18 +253,15 @@ class Hardware:
                 f"{self.name} does not describe how its nodes are connected: give up to {join.gpus} GPUs, or hardware with "
                 "interconnect.network_bandwidth"
             )
-        cpu, host, nvme = self.cpu, self.host, self.nvme
+        cpu, nvme = self.cpu, self.nvme
         together, elementwise = cpu.ranks_update_bandwidth, None
         if together is None:
             together, elementwise = cpu.update_bandwidth, cpu.elementwise_bandwidth
         return replace(
             self,
-            host=replace(
-                host,
-                memory_bytes=host.memory_bytes // here,
-                memory_bandwidth=host.memory_bandwidth / here,
-                pinned_bytes=None if host.pinned_bytes is None else host.pinned_bytes // here,
-            ),
+            h2d=self.h2d.shared_by(here, join.gpus),
+            d2h=self.d2h.shared_by(here, join.gpus),
+            host=self.host.shared_by(here),
             cpu=replace(
                 cpu,
                 cores=max(cpu.cores // here, 1),
@@ -216,3 +277,20 @@ class Hardware:
             ),
             gpus=gpus,
         )
+
+
+def _beyond_dram(hardware: Hardware) -> list[str]:
+    """Describe the rates that exceed what the DRAM gives, which the simulation shares among copies and updates."""
+    h2d, d2h, update = hardware.h2d, hardware.d2h, hardware.cpu.update_bandwidth
+    usable = hardware.host.usable_bandwidth
+    allowed = f"the {usable / 1e9:.3g} GB/s of DRAM (host.memory_bandwidth x host.usable_share"
+    allowed += f", the part of one of {hardware.gpus_of_node} GPUs)" if hardware.gpus_of_node > 1 else ")"
+    found = []
+    if update > usable * _ROUNDING:
+        found.append(f"updates by a process per GPU, {update / 1e9:.3g} GB/s, exceed {allowed}, so DRAM counts as that fast")
+    limit = max(usable, update)
+    rates = {"h2d": h2d.bandwidth, "d2h": d2h.bandwidth, "both at once": h2d.duplex_bandwidth + d2h.duplex_bandwidth}
+    above = [f"{name} {rate / 1e9:.3g}" for name, rate in rates.items() if rate > limit * _ROUNDING]
+    if above:
+        found.append(f"copies ({', '.join(above)} GB/s) exceed {allowed}: all together run at {limit / 1e9:.3g} GB/s at most")
+    return found

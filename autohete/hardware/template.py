@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from autohete.hardware.document import preset_names
+from autohete.hardware.document import WITHOUT, preset_names
 from autohete.hardware.file import HardwareFile, WrittenFigure, known_keys, read_hardware, written_figures
 
 _HEAD = """\
@@ -31,6 +31,9 @@ def new_hardware_text(path: str, base: str) -> str:
         f"title = {_toml(f'Based on {document.name}')}",
     ]
     figure_keys, model_keys = known_keys()
+    optional = [key for key in ("nvme", "interconnect", "emulation") if getattr(document, key) is not None]
+    lines += ["", "# What the base has and this hardware has not: tables or figures.", f"#{WITHOUT} = {json.dumps(optional)}"]
+    lines += ["", "# CPU and GPU have one pool of memory, gpu.memory: then without links and host.", "#unified = true"]
     lines += ["", *(f"#{key} = {_toml(_model(document, key))}" for key in model_keys)]
     for key in figure_keys:
         lines += ["", *_figure(key, figures.get(key))]

@@ -8,16 +8,22 @@ add order (``autohete/plan/rules.py``).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from autohete.errors import InfeasibleError, InputError, RuleError
+from autohete.errors import InfeasibleError, InputError, OnePoolError, RuleError
+from autohete.hardware import Hardware
 from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
 from autohete.lowering.clipping import Clipping
 from autohete.lowering.compute import Compute, passes_of
+from autohete.lowering.durations import LONGEST_TASK_SECONDS, Duration
 from autohete.lowering.footprint import nvme_bytes, resident_buffers, shared_bandwidth
+from autohete.lowering.frozen import all_trained, without_frozen
 from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
+from autohete.lowering.sizes import sizes_of
 from autohete.lowering.slots import least_slots, lives_of, share_slots
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
@@ -33,6 +39,7 @@ from autohete.schedule import (
     GPU_MEMORY,
     H2D,
     HOST_MEMORY,
+    KIND_MEANING,
     NVME_MEMORY,
     NVME_READ,
     NVME_WRITE,
@@ -42,10 +49,16 @@ from autohete.schedule import (
     Lane,
     Memory,
     Schedule,
+    Task,
 )
 from autohete.workload import Precision
 
 __all__ = ["least_parameter_slots", "lower"]
+
+#: Number of lowered plans that are kept for profiles that differ in times and rates only, such as the settings of a sweep. A
+#: plan is kept when it is lowered a second time: a search lowers hundreds once, and the garbage collector would only look at
+#: them again.
+_KEPT, _REMEMBERED = 32, 256
 
 
 def lower(profile: Profile, plan: Plan) -> Schedule:
@@ -53,12 +66,80 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
 
     Raises:
         InfeasibleError: NVMe is too small for what rests there.
+        OnePoolError: the hardware is unified, and the plan uses the CPU or its memory.
         InputError: the plan is for another number of units, its gradients replace parameters that are still needed, it has too
             few slots, several GPUs cannot shard what they should, or one of its rules contradicts another rule or the data
             dependencies, changes nothing, or duplicates another rule.
     """
     if len(plan.units) != len(profile.blocks):
         raise InputError(f"the plan has {len(plan.units)} units, the profile {len(profile.blocks)}: plan for this workload")
+    sizes, hardware = sizes_of(profile), profile.hardware
+    lowered = _kept(sizes, plan) if _was_asked(hash((sizes, plan))) else _lowered(sizes, plan)
+    schedule, nvme = lowered.schedule, hardware.nvme if lowered.drives else None
+    _check_nvme(hardware, lowered.on_nvme, lowered.drives)
+    if hardware.unified:
+        _check_one_pool(hardware.name, schedule.tasks)
+    flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=nvme is not None)
+    seconds = {duration: duration(profile) for duration in dict.fromkeys(lowered.durations)}
+    if not all(each < LONGEST_TASK_SECONDS for each in seconds.values()):
+        _refuse_absurd([seconds[duration] for duration in lowered.durations], schedule.tasks)
+    whole = {duration: round(each * 1e9) for duration, each in seconds.items()}
+    return schedule.timed(
+        [whole[duration] for duration in lowered.durations],
+        _memories(hardware, nvme.capacity_bytes if nvme else None),
+        flows,
+        resources,
+    )
+
+
+def _refuse_absurd(seconds: Sequence[float], tasks: tuple[Task, ...]) -> None:
+    for task, each in zip(tasks, seconds, strict=True):
+        if not each < LONGEST_TASK_SECONDS:
+            raise InputError(
+                f"{task.id} ({KIND_MEANING[task.id.kind]}) would last {each:.3g} s: the workload is too large for this "
+                f"hardware, or a rate too low; a task may last {LONGEST_TASK_SECONDS:.0e} s"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Lowered:
+    """What a plan comes to for all profiles of the same sizes.
+
+    Args:
+        schedule: without durations, capacities and shared bandwidth.
+        durations: of each task.
+        drives: whether something rests on NVMe.
+        on_nvme: its bytes.
+    """
+
+    schedule: Schedule
+    durations: tuple[Duration, ...]
+    drives: bool
+    on_nvme: int
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept(sizes: Profile, plan: Plan) -> _Lowered:
+    return _lowered(sizes, plan)
+
+
+#: Hashes of what was lowered lately, oldest first.
+_lately: dict[int, None] = {}
+
+
+def _was_asked(key: int) -> bool:
+    """Whether ``key`` was asked before, and remember it."""
+    if key in _lately:
+        return True
+    _lately[key] = None
+    if len(_lately) > _REMEMBERED:
+        _lately.pop(next(iter(_lately)), None)
+    return False
+
+
+def _lowered(profile: Profile, plan: Plan) -> _Lowered:
+    """Lower ``plan`` for a profile without times and rates."""
+    given, plan = plan, without_frozen(profile, plan)
     fp32 = profile.workload.precision is Precision.FP32
     if fp32 and any(unit.gradients_replace_parameters and unit.update_on is Processor.GPU for unit in plan.units):
         raise InputError(
@@ -66,34 +147,35 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
             "CPU, or train in 16 bit"
         )
     if profile.workload.micro_batches > 1:
-        _check_accumulation(plan)
+        _check_accumulation(profile, plan)
     if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
     shards = Shards(profile, plan)
     shards.check()
-    on_nvme = nvme_bytes(profile, plan, shards)
-    _check_nvme(profile, on_nvme)
     builder, order = _ordered(profile, plan, shards)
-    _check_rules(profile, plan, shards, builder)
+    _check_rules(profile, plan, given, builder)
+    drives = any(unit.states.home == NVME_MEMORY for unit in plan.units)  # also for an optimizer without states
+    on_nvme = nvme_bytes(profile, plan, shards)
     discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
-    nvme = hardware.nvme if on_nvme else None
-    flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=nvme is not None)
-    lanes = (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if nvme else ()))
-    # GPUs must agree on the order of their collectives.
-    together = (Lane(COLLECTIVE),) if hardware.gpus > 1 else ()
-    memories = [Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)]
-    if hardware.host.pinned_bytes is not None:
-        memories.append(Memory(PINNED_MEMORY, hardware.host.pinned_bytes, part_of=HOST_MEMORY))
-    if nvme is not None:
-        memories.append(Memory(NVME_MEMORY, nvme.capacity_bytes))
-    return Schedule(
+    lanes = () if hardware.unified else (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if drives else ()))
+    # GPUs must agree on the order of their collectives: that of issue, or with priorities what is most urgent on all of them.
+    together = (Lane(COLLECTIVE, discipline),) if hardware.gpus > 1 else ()
+    schedule = Schedule(
         lanes=(Lane(GPU), *(Lane(name, discipline) for name in lanes), *together),
         tasks=builder.tasks(order),
-        memories=tuple(memories),
+        memories=_memories(hardware, 0 if drives else None),
         resident=tuple(resident_buffers(profile, plan, shards, on_nvme)),
-        flows=flows,
-        resources=resources,
     )
+    return _Lowered(schedule, builder.durations(order), drives, on_nvme)
+
+
+def _memories(hardware: Hardware, nvme_capacity: int | None) -> tuple[Memory, ...]:
+    found = [Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)]
+    if hardware.host.pinned_bytes is not None:
+        found.append(Memory(PINNED_MEMORY, hardware.host.pinned_bytes, part_of=HOST_MEMORY))
+    if nvme_capacity is not None:
+        found.append(Memory(NVME_MEMORY, nvme_capacity))
+    return tuple(found)
 
 
 def _ordered(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[int]]:
@@ -112,14 +194,26 @@ def _ordered(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, lis
     return builder, order
 
 
-def _check_nvme(profile: Profile, needed: int) -> None:
-    """Refuse a plan that exceeds the NVMe capacity. What rests there does not depend on time."""
-    nvme = profile.hardware.nvme
+def _check_one_pool(name: str, tasks: tuple[Task, ...]) -> None:
+    """Refuse a plan with tasks that no engine of unified hardware runs."""
+    task = next((task for task in tasks if task.lane not in (GPU, COLLECTIVE)), None)
+    if task is not None:
+        raise OnePoolError(
+            f"needs lane {task.lane} ({task.id}), but {name} is unified: one pool of memory, and nothing to copy; choose "
+            "resident, with or without checkpointing, or joint"
+        )
+
+
+def _check_nvme(hardware: Hardware, needed: int, used: bool) -> None:
+    """Refuse a plan that exceeds the NVMe capacity. What rests there does not depend on time. Without drives nothing can, not
+    even the states of an optimizer that has none.
+    """
+    nvme = hardware.nvme
     have = nvme.capacity_bytes if nvme else 0
-    if needed > have:
+    if needed > have or (used and nvme is None):
         there = f"has {format_bytes(have)} of it" if nvme else "has none"
         raise InfeasibleError(
-            f"the plan lets {format_bytes(needed)} ({needed} B) rest on NVMe, but {profile.hardware.name} {there}: give it a "
+            f"the plan lets {format_bytes(needed)} ({needed} B) rest on NVMe, but {hardware.name} {there}: give it a "
             "larger table [nvme], choose other hardware, or another policy",
             constraint="nvme",
             capacity_bytes=have,
@@ -127,10 +221,12 @@ def _check_nvme(profile: Profile, needed: int) -> None:
         )
 
 
-def _check_accumulation(plan: Plan) -> None:
+def _check_accumulation(profile: Profile, plan: Plan) -> None:
     if plan.delayed:
         raise InputError("a delayed update takes gradients while the next are accumulated: use one micro-batch, or delay none")
     for i, unit in enumerate(plan.units):
+        if profile.blocks[i].is_frozen:
+            continue
         if unit.gradients_replace_parameters:
             raise InputError(
                 f"gradients of unit {i} would replace parameters that the next micro-batch needs: use one micro-batch, or let "
@@ -158,6 +254,7 @@ def least_parameter_slots(profile: Profile, plan: Plan) -> int:
 
     The result depends on whether slots have room for gradients, but not on the count in ``plan.slots``.
     """
+    plan = without_frozen(profile, plan)
     builder, stays = _tasks(profile, plan, Shards(profile, plan))
     builder.order_by_data()
     _apply(plan.rules, builder)
@@ -168,12 +265,16 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
     """Return the tasks of an iteration in program order, and the stays of parameters that come and go."""
     micro_batches = profile.workload.micro_batches
     recomputations = plan.recomputations()
-    builder = Builder(passes_of(recomputations, micro_batches), gradients_back=int(plan.delayed))
+    passes = passes_of(recomputations, micro_batches, profile.first_trained)
+    builder = Builder(passes, gradients_back=int(plan.delayed))
     compute, clipping = Compute(builder, profile, plan, shards, recomputations), Clipping(builder, profile, plan, shards)
     updates, parameters = Updates(builder, profile, plan, shards, clipping), Parameters(builder, profile, plan, shards)
     activations = OffloadedActivations(builder, profile, plan)
 
     def update(unit: int) -> None:
+        if shards.is_frozen(unit):
+            parameters.after_backward(unit)
+            return
         updates.update(unit)
         parameters.after_update(unit)
 
@@ -201,9 +302,11 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
             update(task.unit)
     if clipping.clips:  # no update can start before all gradients are complete
         clipping.coefficient()
-        for unit in reversed(range(len(plan.units))):
+        for unit in reversed(range(profile.first_trained, len(plan.units))):
             update(unit)
     parameters.refresh_all()
+    if shards.is_frozen(0):  # otherwise the first forward waits for its update, and so for the last backward
+        builder.after(builder.passes[0], builder.passes[-1], back=1)
     return builder, parameters.stays
 
 
@@ -215,17 +318,21 @@ def _apply(rules: tuple[Rule, ...], builder: Builder) -> None:
     builder.waits.author = 0
 
 
-def _check_rules(profile: Profile, plan: Plan, shards: Shards, builder: Builder) -> None:
+def _check_rules(profile: Profile, plan: Plan, given: Plan, builder: Builder) -> None:
     """Refuse rules that change nothing or duplicate another rule.
 
-    Clipping orders updates too, which makes some rules redundant. But a rule describes a system independently of the workload,
-    so it is refused only if it also changes nothing without clipping.
+    Clipping orders updates too, which makes some rules redundant, and so do frozen units. But a rule describes a system
+    independently of the workload, so it is refused only if it also changes nothing without clipping and with all trained.
     """
     rules = plan.rules
     idle = _idle_rules(rules, builder)
-    if idle and profile.workload.clips:
-        unclipped, _ = _ordered(replace(profile, workload=replace(profile.workload, clip_norm=None)), plan, shards)
-        idle &= _idle_rules(rules, unclipped)
+    if idle and (profile.workload.clips or any(block.is_frozen for block in profile.blocks)):
+        simple = all_trained(replace(profile, workload=replace(profile.workload, clip_norm=None)))
+        try:
+            simplest, _ = _ordered(simple, given, Shards(simple, given))
+            idle &= _idle_rules(rules, simplest)
+        except InputError:  # with all trained they contradict each other, or too few slots: nothing is known against them
+            idle = set()
     for author, rule in enumerate(rules, start=1):
         if rule in rules[: author - 1]:
             raise RuleError(f"the plan has {rule} twice: give it once", rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.footprint import pinned_memory
 from autohete.plan import Activations, Plan
@@ -28,7 +29,7 @@ class OffloadedActivations:
         if not self._leaves[unit]:
             return
         b, value, size = self._builder, self._value(unit), self._bytes(unit)
-        away = b.task(Kind.OFFLOAD_ACTIVATIONS, unit, D2H, self._profile.d2h_seconds(size), -1 - unit, micro_batch)
+        away = b.task(Kind.OFFLOAD_ACTIVATIONS, unit, D2H, durations.to_host(size), -1 - unit, micro_batch)
         b.after(away, forward)
         b.read(away, value, unit)
         b.make(away, self._on_host(value, unit, micro_batch), size)
@@ -42,9 +43,7 @@ class OffloadedActivations:
         if not self._leaves[unit] or user != self._builder.first_backward(unit, micro_batch):
             return
         b, value, size = self._builder, self._value(unit), self._bytes(unit)
-        fetch = b.task(
-            Kind.FETCH_ACTIVATIONS, unit, H2D, self._profile.h2d_seconds(size), b.backward_priority(unit), micro_batch
-        )
+        fetch = b.task(Kind.FETCH_ACTIVATIONS, unit, H2D, durations.to_gpu(size), b.backward_priority(unit), micro_batch)
         b.read(fetch, value, unit, HOST_MEMORY)
         b.make(fetch, on_gpu(value, unit, micro_batch, Kind.BACKWARD), size)
         b.free(fetch, self._on_host(value, unit, micro_batch))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autohete.errors import InputError
+from autohete.lowering.durations import Duration
 from autohete.lowering.waits import Waits
 from autohete.plan.rules import Life
 from autohete.schedule import (
@@ -15,7 +15,6 @@ from autohete.schedule import (
     GPU,
     GPU_MEMORY,
     HOST_MEMORY,
-    KIND_MEANING,
     PINNED_MEMORY,
     Buffer,
     BufferId,
@@ -26,9 +25,6 @@ from autohete.schedule import (
     TaskId,
     Value,
 )
-
-#: A year and a half. Thousands of such tasks in sequence still fit 64-bit nanoseconds.
-_LONGEST_TASK_SECONDS = 5e7
 
 #: Where a value is: the value, its unit, the memory and the micro-batch.
 Place = tuple[Value, int | None, str, int]
@@ -96,7 +92,7 @@ class Draft:
 
     id: TaskId
     lane: str
-    duration_ns: int
+    duration: Duration
     priority: int
     place: int
     follows: int
@@ -120,7 +116,7 @@ class Builder:
         place: index of each pass among the passes.
         drafts: the tasks so far.
         waits: the dependencies, by index among the drafts.
-        by_priority: copies and CPU updates run the most urgent ready task first.
+        by_priority: copies, collectives and CPU updates run the most urgent ready task first.
     """
 
     def __init__(self, passes: Sequence[TaskId], gradients_back: int = 0) -> None:
@@ -144,22 +140,17 @@ class Builder:
 
     # --- tasks
 
-    def task(self, kind: Kind, unit: int, lane: str, seconds: float, priority: int = 0, micro_batch: int = 0) -> TaskId:
+    def task(self, kind: Kind, unit: int, lane: str, duration: Duration, priority: int = 0, micro_batch: int = 0) -> TaskId:
         """Add a task."""
-        return self.add(task_id(kind, unit, micro_batch), lane, seconds, priority)
+        return self.add(task_id(kind, unit, micro_batch), lane, duration, priority)
 
-    def add(self, task: TaskId, lane: str, seconds: float, priority: int = 0) -> TaskId:
+    def add(self, task: TaskId, lane: str, duration: Duration, priority: int = 0) -> TaskId:
         """Add a task. A pass waits for the pass before it."""
-        if not seconds < _LONGEST_TASK_SECONDS:
-            raise InputError(
-                f"{task} ({KIND_MEANING[task.kind]}) would last {seconds:.3g} s: the workload is too large for this hardware, "
-                f"or a rate too low; a task may last {_LONGEST_TASK_SECONDS:.0e} s"
-            )
         self._index[task] = len(self.drafts)
         place = self.place.get(task, -1)
         if place >= 0:
             self._passed = place
-        self.drafts.append(Draft(task, lane, round(seconds * 1e9), priority, place, self._passed))
+        self.drafts.append(Draft(task, lane, duration, priority, place, self._passed))
         self.waits.add_task()
         if place > 0:
             self.after(task, self.passes[place - 1])
@@ -275,7 +266,7 @@ class Builder:
                 self.waits.issue(self._index[task], self._index[before])
 
     def take_most_urgent(self) -> None:
-        """Let the copy lanes and the CPU lane run the most urgent ready task first."""
+        """Let all lanes but the GPU's run the most urgent ready task first."""
         self.by_priority = True
 
     def starts_early(self, task: TaskId) -> bool:
@@ -369,11 +360,15 @@ class Builder:
         return self.waits.order(self.drafts)
 
     def tasks(self, order: Sequence[int]) -> tuple[Task, ...]:
-        """All tasks in this order, each with its non-redundant waits."""
+        """All tasks in this order, each with its non-redundant waits, and without a duration."""
         found = []
         for i in order:
             d = self.drafts[i]
             after = tuple([Edge(self.drafts[before].id, back) for before, back in self.waits.needed(i)])
             priority = d.priority if self.by_priority else 0
-            found.append(Task(d.id, d.lane, d.duration_ns, after, priority, d.allocates, d.frees))
+            found.append(Task(d.id, d.lane, 0, after, priority, d.allocates, d.frees))
         return tuple(found)
+
+    def durations(self, order: Sequence[int]) -> tuple[Duration, ...]:
+        """Their durations."""
+        return tuple([self.drafts[i].duration for i in order])

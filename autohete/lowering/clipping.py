@@ -9,14 +9,12 @@ gradients sum their norms: an all-reduce of one number is part of the coefficien
 from __future__ import annotations
 
 from autohete.errors import InputError
+from autohete.lowering import durations
 from autohete.lowering.builder import Builder
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
 from autohete.schedule import COLLECTIVE, CPU, GPU, GPU_MEMORY, HOST_MEMORY, Kind, TaskId, Value
-
-#: Kernels after the norms: stack, norm of norms, sum, quotient, clamp.
-_KERNELS = 5
 
 
 class Clipping:
@@ -57,12 +55,12 @@ class Clipping:
         size = _gradient_bytes(self._profile, self._plan, unit, side) * self._shards.share(unit)
         value = Value.GRADIENTS if on_host else self._shards.gradients(unit)
         if on_host:
-            seconds = self._profile.elementwise_seconds(size, beside_gpu=self._plan.updates_beside_gpu)
+            seconds = durations.cpu_kernel(size, beside_gpu=self._plan.updates_beside_gpu)
             norm = b.task(Kind.GRADIENT_NORM, unit, CPU, seconds, unit)
         else:
             # Overlaps backward: it runs on the stream of the reductions, after them (DeepSpeed's ``reduction_stream``).
             lane = COLLECTIVE if self._shards.gpus > 1 else GPU
-            norm = b.task(Kind.GRADIENT_NORM, unit, lane, self._profile.gpu_memory_seconds(size))
+            norm = b.task(Kind.GRADIENT_NORM, unit, lane, durations.gpu_kernel(size))
             if self._plan.gradients_in_parameters(unit):
                 b.read(norm, Value.PARAMETERS, unit)
         b.write(norm, value, unit, memory)  # does not change them, but makes later takers wait for it
@@ -70,20 +68,18 @@ class Clipping:
 
     def coefficient(self) -> None:
         """Add the coefficient, computed from all norms on the processor that updates."""
-        b, profile = self._builder, self._profile
-        norms = [self.norm_on(unit) for unit in range(len(self._plan.units))]
-        units = range(len(self._plan.units))
+        b = self._builder
+        units = [unit for unit in range(len(self._plan.units)) if not self._shards.is_frozen(unit)]
+        norms = [self.norm_on(unit) for unit in units]
         updates = [side for side in Processor if any(self._shards.updates_on(unit, side) for unit in units)]
-        if Processor.CPU in (*norms, *updates):
-            from_gpu = profile.d2h_seconds(0) if Processor.GPU in norms else 0.0
-            to_gpu = profile.h2d_seconds(0) if Processor.GPU in updates else 0.0
-            lane, seconds = CPU, from_gpu + to_gpu
-        else:
-            lane, seconds = GPU, _KERNELS * profile.hardware.gpu.kernel_overhead_seconds
-        if any(self._shards.stage(unit) for unit in range(len(norms))):  # each GPU has the norms of its part only
-            lane, seconds = COLLECTIVE, seconds + 2 * profile.collective_seconds(0)
+        on_cpu = Processor.CPU in (*norms, *updates)
+        in_parts = any(map(self._shards.stage, units))  # each GPU has the norms of its part only
+        seconds = durations.coefficient(
+            on_cpu=on_cpu, from_gpu=Processor.GPU in norms, to_gpu=Processor.GPU in updates, in_parts=in_parts
+        )
+        lane = COLLECTIVE if in_parts else CPU if on_cpu else GPU
         clip = b.task(Kind.CLIP, 0, lane, seconds, priority=-1 if lane == CPU else 0)
-        for unit, norm_on in enumerate(norms):
+        for unit, norm_on in zip(units, norms, strict=True):
             b.read(clip, Value.GRADIENT_NORM, unit, HOST_MEMORY if norm_on is Processor.CPU else GPU_MEMORY)
         b.write(clip, Value.CLIP_COEFFICIENT, 0, HOST_MEMORY)
 
@@ -93,18 +89,14 @@ class Clipping:
             self._builder.read(update, Value.CLIP_COEFFICIENT, 0, HOST_MEMORY)
 
 
-def scaling_seconds(profile: Profile, plan: Plan, unit: int, updated_on: Processor) -> float:
-    """Time that clipping adds to the unit's update on one processor."""
-    on_cpu = updated_on is Processor.CPU
-    if not profile.workload.clips or (on_cpu and plan.scales_gradients):
-        return 0.0
-    traffic = 2 * _gradient_bytes(profile, plan, unit, updated_on)
-    if on_cpu:
-        return profile.elementwise_seconds(traffic, beside_gpu=plan.updates_beside_gpu)
-    return profile.gpu_memory_seconds(traffic)
+def scaled_bytes(profile: Profile, plan: Plan, unit: int, updated_on: Processor) -> int | None:
+    """Traffic that clipping adds to the unit's update on one processor. None: it adds no pass over the gradients."""
+    if not profile.workload.clips or (updated_on is Processor.CPU and plan.scales_gradients):
+        return None
+    return 2 * _gradient_bytes(profile, plan, unit, updated_on)
 
 
 def _gradient_bytes(profile: Profile, plan: Plan, unit: int, side: Processor) -> int:
     """Size of the gradients: on the GPU as computed; on the host as they arrive, without accompanying data."""
-    count, element = profile.blocks[unit].parameters, profile.element_bytes
+    count, element = profile.blocks[unit].trained_parameters, profile.element_bytes
     return min(plan.units[unit].gradients.bytes_of(count, element), 4 * count) if side is Processor.CPU else count * element

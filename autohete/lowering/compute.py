@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autohete.errors import InputError
+from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
+from autohete.lowering.durations import Duration
 from autohete.lowering.shards import Shards
 from autohete.plan import Activations, Plan, Recomputation
 from autohete.profile import Profile, SelectiveProfile
 from autohete.schedule import GPU, BufferId, Kind, TaskId, Value
 
 
-def passes_of(recomputations: Sequence[Sequence[Recomputation]], micro_batches: int) -> list[TaskId]:
+def passes_of(recomputations: Sequence[Sequence[Recomputation]], micro_batches: int, first_trained: int = 0) -> list[TaskId]:
     """The GPU's passes in order.
 
     Args:
         recomputations: for each unit, what is recomputed right before its backward.
         micro_batches: number of micro-batches.
+        first_trained: the unit at which backward ends.
     """
     last = len(recomputations) - 1
     passes: list[TaskId] = []
     for m in range(micro_batches):
         passes += (task_id(Kind.FORWARD, unit, m) for unit in range(last + 1))
         passes.append(task_id(Kind.LOSS, last, m))
-        for unit in range(last, -1, -1):
+        for unit in range(last, first_trained - 1, -1):
             passes += (task_id(Kind.RECOMPUTE, one.unit, m, again=one.again) for one in recomputations[unit])
             passes.append(task_id(Kind.BACKWARD, unit, m))
     return passes
@@ -50,7 +53,7 @@ class Compute:
         recomputations: Sequence[Sequence[Recomputation]],
     ) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
-        self._last = len(plan.units) - 1
+        self._last, self._first_trained = len(plan.units) - 1, profile.first_trained
         self._tied = profile.workload.tied_embeddings
         self._recomputations = {(one.unit, one.again): one for some in recomputations for one in some}
         #: For each unit, whether only its input is kept for backward, and not on the GPU.
@@ -58,8 +61,8 @@ class Compute:
         #: The input of each unit, while it is on the GPU and has not been offloaded.
         self._inputs: dict[int, BufferId] = {}
 
-    def _pass(self, task: TaskId, seconds: float) -> None:
-        self._builder.add(task, GPU, seconds)
+    def _pass(self, task: TaskId, duration: Duration) -> None:
+        self._builder.add(task, GPU, duration)
         self._builder.read(task, Value.PARAMETERS, task.unit)
         if self._tied and task.unit == self._last:
             self._builder.read(task, Value.PARAMETERS, 0)
@@ -81,8 +84,11 @@ class Compute:
     def forward(self, task: TaskId) -> None:
         """Add a forward, which leaves the activations or only the output."""
         b, unit = self._builder, task.unit
-        self._pass(task, self._profile.blocks[unit].forward_seconds)
-        self._keep(task, self._plan.units[unit].activations)
+        self._pass(task, durations.forward(unit))
+        if unit >= self._first_trained:
+            self._keep(task, self._plan.units[unit].activations)
+        else:
+            self._keep_nothing(task)
         if unit < self._last:
             self._hand_on(task)
         else:
@@ -91,10 +97,11 @@ class Compute:
     def recompute(self, task: TaskId) -> None:
         """Add a recomputation, for the unit's activations or for the input of the unit above."""
         unit, recomputation = task.unit, self._recomputations[task.unit, task.again]
-        times, selective = self._profile.blocks[unit], self._selective(unit)
-        self._pass(task, times.forward_seconds if selective is None else selective.seconds)
-        if selective is not None:
+        if self._selective(unit) is not None:
+            self._pass(task, durations.selective(unit))
             self._builder.read(task, Value.SELECTED_ACTIVATIONS, unit)
+        else:
+            self._pass(task, durations.forward(unit) if recomputation.hands_on else durations.recompute(unit))
         # Its output is not needed again, except within a segment.
         self._keep(task, recomputation.keeps, 0 if recomputation.hands_on else self._profile.blocks[unit + 1].input_bytes)
         if recomputation.hands_on:
@@ -127,12 +134,19 @@ class Compute:
         if kept is Activations.DROP:
             b.free(task, self._inputs.pop(unit))
 
+    def _keep_nothing(self, task: TaskId) -> None:
+        """Keep nothing of a unit without backward. The first unit's input comes from no other task."""
+        unit, times = task.unit, self._profile.blocks[task.unit]
+        self._builder.workspace(task, times.checkpointed_workspace_bytes + (0 if unit else times.input_bytes))
+        if unit:
+            self._builder.free(task, self._inputs.pop(unit))
+
     def loss(self, task: TaskId) -> None:
         """Add the loss and the gradient of its logits."""
         b, loss = self._builder, self._profile.loss
-        b.add(task, GPU, loss.seconds)
-        b.allocate(task, on_gpu(Value.LOGITS_GRADIENT, self._last, task.micro_batch), loss.logits_bytes)
-        if not loss.keeps_logits:
+        b.add(task, GPU, durations.loss)
+        b.allocate(task, on_gpu(Value.LOGITS_GRADIENT, self._last, task.micro_batch), loss.gradient_bytes)
+        if not (loss.keeps_logits or loss.in_place):
             b.free(task, on_gpu(Value.LOGITS, self._last, task.micro_batch))
         b.workspace(task, loss.workspace_bytes)
 
@@ -141,7 +155,7 @@ class Compute:
         b, unit, micro_batch = self._builder, task.unit, task.micro_batch
         times, plan = self._profile.blocks[unit], self._plan.units[unit]
         fetched = plan.kept.leaves and plan.activations is Activations.KEEP  # then the input is part of what was fetched
-        self._pass(task, times.backward_seconds)
+        self._pass(task, durations.backward(unit))
         b.read(task, Value.ACTIVATIONS, unit)
         if plan.activations is Activations.SELECTIVE:
             b.read(task, Value.SELECTED_ACTIVATIONS, unit)
@@ -152,9 +166,11 @@ class Compute:
         b.free(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch, Kind.BACKWARD if fetched else None))
         if unit == self._last:
             b.free(task, on_gpu(Value.LOGITS_GRADIENT, unit, micro_batch))
+            if self._profile.loss.in_place:
+                b.free(task, on_gpu(Value.LOGITS, unit, micro_batch))
         else:
             b.free(task, on_gpu(Value.INPUT_GRADIENT, unit + 1, micro_batch))
-        if unit:
+        if unit > self._first_trained:
             b.allocate(task, on_gpu(Value.INPUT_GRADIENT, unit, micro_batch), times.input_bytes)
         elif self._profile.loss.keeps_logits:
             b.free(task, on_gpu(Value.LOGITS, self._last, micro_batch))
@@ -165,6 +181,8 @@ class Compute:
         """Gradients of the unit's parameters. Those of a tied embedding begin with the head's backward and end with its own."""
         tied = self._tied and task.unit in (0, self._last)
         for unit in sorted({0, task.unit}) if tied else [task.unit]:
+            if self._shards.is_frozen(unit):
+                continue
             begins, complete = not (tied and not task.unit), not (tied and task.unit and not unit)
             self._gradients_of(task, unit, begins, complete)
 
@@ -173,7 +191,8 @@ class Compute:
         b, plan, gradients = self._builder, self._plan.units[unit], on_gpu(Value.GRADIENTS, unit, task.micro_batch)
         added_here = not plan.accumulates_on_host and self._shards.stage(unit) < 2
         if begins:
-            size = 0 if self._plan.in_slot(unit) else self._profile.blocks[unit].parameters * self._profile.element_bytes
+            count = self._profile.blocks[unit].trained_parameters
+            size = 0 if self._plan.in_slot(unit) else count * self._profile.element_bytes
             if task.micro_batch and added_here:
                 b.allocate(task, gradients, size)
             else:

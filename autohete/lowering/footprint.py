@@ -8,7 +8,6 @@ from autohete.hardware import Hardware
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
-from autohete.quantities import rounded_when_pinned
 from autohete.schedule import (
     CPU,
     D2H,
@@ -35,8 +34,15 @@ def slot_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
     """Size of a slot: parameters of any unit that leaves the GPU, plus its gradients if slots hold them; 0 without slots."""
     if plan.slots is None:
         return 0
-    leaving = (times.parameters for i, times in enumerate(profile.blocks) if shards.comes_and_goes(i))
-    return max(leaving, default=0) * profile.element_bytes * (2 if plan.slots.with_gradients else 1)
+    gradients = profile.element_bytes if plan.slots.with_gradients else 0
+    return max(
+        (
+            profile.parameter_bytes(i) + times.trained_parameters * gradients
+            for i, times in enumerate(profile.blocks)
+            if shards.comes_and_goes(i)
+        ),
+        default=0,
+    )
 
 
 def pinned_memory(profile: Profile) -> str:
@@ -49,7 +55,7 @@ def nvme_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
     found = 0
     for i, unit in enumerate(plan.units):
         if unit.reads_states:
-            found += shards.updated(i) * profile.optimizer_bytes
+            found += profile.state_bytes(i, shards.updated(i))
         if unit.gradients_on_nvme:
             found += unit.gradients.bytes_of(shards.updated(i), profile.element_bytes)
     return found
@@ -57,7 +63,7 @@ def nvme_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
 
 def resident_buffers(profile: Profile, plan: Plan, shards: Shards, on_nvme: int) -> Iterator[Buffer]:
     """Buffers that live permanently, including ``on_nvme`` bytes on NVMe."""
-    element, optimizer, held = profile.element_bytes, profile.optimizer_bytes, plan.footprint
+    held = plan.footprint
     pinned = pinned_memory(profile)
     #: Bytes that do not belong to a unit.
     sizes = dict.fromkeys(_places(pinned), 0)
@@ -66,25 +72,27 @@ def resident_buffers(profile: Profile, plan: Plan, shards: Shards, on_nvme: int)
         count, on_gpu = shards.updated_on(i, Processor.CPU), shards.updated_on(i, Processor.GPU)
         on_cpu = unit.update_on is Processor.CPU
         if not unit.parameters.leaves:
-            yield Buffer(BufferId(shards.parameters(i), GPU_MEMORY, i), shards.kept(i) * element)
+            yield Buffer(BufferId(shards.parameters(i), GPU_MEMORY, i), shards.kept_bytes(i))
         if on_cpu:
-            states = count * max(held.host_optimizer_bytes - (optimizer if unit.reads_states else 0), 0)
+            elsewhere = profile.state_bytes(i, count) if unit.reads_states else 0
+            states = max(count * held.host_optimizer_bytes - profile.saved_bytes(i, count) - elsewhere, 0)
             memory = pinned if Value.OPTIMIZER_STATES in held.pinned else HOST_MEMORY
             sizes[Value.OPTIMIZER_STATES, memory] += states
             updated.append(count)
         elif unit.fetches_states and not unit.reads_states:
-            sizes[Value.OPTIMIZER_STATES, pinned] += on_gpu * optimizer
+            sizes[Value.OPTIMIZER_STATES, pinned] += profile.state_bytes(i, on_gpu)
         if shards.updates_on(i, Processor.GPU) and not unit.fetches_states:
-            yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), on_gpu * optimizer)
-        if unit.parameters.leaves and not (held.one_host_copy and on_cpu):
+            yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), profile.state_bytes(i, on_gpu))
+        if unit.parameters.leaves:
             memory = pinned if unit.parameters.fetched.pinned else HOST_MEMORY
-            sizes[Value.PARAMETERS, memory] += shards.kept(i) * held.host_parameter_bytes
+            copy = 0 if held.one_host_copy and on_cpu else shards.kept(i) * held.host_parameter_bytes
+            sizes[Value.PARAMETERS, memory] += copy + shards.frozen_bytes(i)
     arrays = [sum(updated)] if held.host_pinned_together else updated
     sizes[Value.PARAMETER_SLOTS, GPU_MEMORY] = slot_bytes(profile, plan, shards) * (plan.slots.count if plan.slots else 0)
     sizes[Value.POLICY_BUFFERS, GPU_MEMORY] = held.gpu_buffer_bytes
     sizes[Value.OPTIMIZER_STATES, NVME_MEMORY] = on_nvme
     sizes[Value.PINNED_STATES, pinned] = sum(
-        rounded_when_pinned(count * size) for count in arrays for size in held.host_pinned_bytes
+        profile.hardware.host.pinned(count * size) for count in arrays for size in held.host_pinned_bytes
     )
     sizes[Value.POLICY_BUFFERS, pinned if Value.POLICY_BUFFERS in held.pinned else HOST_MEMORY] = held.host_buffer_bytes
     for (value, memory), size in sizes.items():
@@ -114,11 +122,15 @@ def shared_bandwidth(
 ) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
     """Flows and limits of shared bandwidth: the two directions of the link, and host DRAM for them and the CPU.
 
+    Unified hardware has neither.
+
     Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy, and an
     access of a drive, moves each byte through DRAM once. The CPU's demand is the traffic of its optimizer; its weight makes it
     and the copies slow down by the same factor when DRAM is saturated, as memory controllers serve requests proportionally.
     If the CPU stands in for the device, every lane is a thread on its cores as well.
     """
+    if hardware.unified:
+        return (), ()
     h2d, d2h, cpu = hardware.h2d, hardware.d2h, hardware.cpu
     update = cpu.update_bandwidth * (cpu.concurrent_share if updates_beside_gpu else 1.0)
     flows: tuple[Flow, ...] = (
@@ -133,7 +145,7 @@ def shared_bandwidth(
             Flow(NVME_READ, nvme.read_bandwidth, nvme.read_bandwidth),
             Flow(NVME_WRITE, nvme.write_bandwidth, nvme.write_bandwidth),
         )
-    usable = hardware.host.memory_bandwidth * hardware.host.usable_share
+    usable = hardware.host.usable_bandwidth
     resources = (
         SharedResource(LINK, max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
         SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if nvme else ()))),

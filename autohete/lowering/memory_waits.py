@@ -66,6 +66,10 @@ def least_bytes(schedule: Schedule, memory: str) -> int:
 
     For the GPU's memory no order is known that holds less; for other memories one may exist.
     """
+    return schedule.once(_least_bytes, memory)
+
+
+def _least_bytes(schedule: Schedule, memory: str) -> int:
     guide, found = thrifty_order(schedule), lives(schedule, memory)
     change = np.zeros(guide.start.size * 2, np.int64)  # change after each start and end, which a thrifty order numbers
     # Same length as the indices: some NumPy versions read past the end of values that have to be repeated.
@@ -93,6 +97,10 @@ def thrifty_order(schedule: Schedule) -> Guide:
 
     The tasks of the first lane are needed one after another, together with everything they wait for.
     """
+    return schedule.once(_thrifty_order)
+
+
+def _thrifty_order(schedule: Schedule) -> Guide:
     tasks = len(schedule.tasks)
     before: list[list[tuple[int, int]]] = [[] for _ in range(tasks)]
     after: list[list[tuple[int, int]]] = [[] for _ in range(tasks)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
@@ -91,16 +92,17 @@ class Parameters:
         b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
         plan = self._plan.units[unit]
         kind = Kind.PREFETCH_FORWARD if for_forward else Kind.PREFETCH_BACKWARD
-        count, element = self._shards.kept(unit), self._profile.element_bytes
-        # Of parameters that the GPU updates, the host has only a 16-bit copy.
-        carried = plan.parameters.fetched.bytes_of(count, element) if plan.update_on is Processor.CPU else count * element
-        seconds = self._profile.h2d_seconds(carried, pinned=plan.parameters.fetched.pinned)
-        fetch = b.task(kind, unit, H2D, seconds, unit if for_forward else b.backward_priority(unit), user.micro_batch)
+        size, carried = self._shards.kept_bytes(unit), self._shards.kept_bytes(unit)
+        if plan.update_on is Processor.CPU:  # of parameters that the GPU updates, the host has only a 16-bit copy
+            trained = plan.parameters.fetched.bytes_of(self._shards.kept(unit), self._profile.element_bytes)
+            carried = trained + self._shards.frozen_bytes(unit)
+        pinned, priority = plan.parameters.fetched.pinned, unit if for_forward else b.backward_priority(unit)
+        fetch = b.task(kind, unit, H2D, durations.to_gpu(carried, pinned=pinned), priority, user.micro_batch)
         b.read(fetch, Value.PARAMETERS, unit, HOST_MEMORY)
         if self._shards.stage(unit) == 3:
-            b.make(fetch, self._part_of(fetch), count * element)
+            b.make(fetch, self._part_of(fetch), size)
         else:
-            b.make(fetch, buffer, count * element if self._plan.slots is None else 0)
+            b.make(fetch, buffer, size if self._plan.slots is None else 0)
         b.beside(fetch, user, *self._ahead(user))
         return fetch
 
@@ -108,9 +110,9 @@ class Parameters:
         """Gather the parameters from all GPUs, after ``fetch`` has brought each part, or from parts that rest on the GPUs."""
         b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
         kind = Kind.GATHER_FORWARD if for_forward else Kind.GATHER_BACKWARD
-        size = self._profile.blocks[unit].parameters * self._profile.element_bytes
-        seconds = self._profile.collective_seconds(size)
-        gather = b.task(kind, unit, COLLECTIVE, seconds, unit if for_forward else b.backward_priority(unit), user.micro_batch)
+        size = self._profile.parameter_bytes(unit)
+        priority = unit if for_forward else b.backward_priority(unit)
+        gather = b.task(kind, unit, COLLECTIVE, durations.collective(size), priority, user.micro_batch)
         b.read(gather, Value.PARAMETER_SHARD, unit)
         b.make(gather, buffer, size if self._plan.slots is None else 0)
         b.issue_beside(gather, user, *self._ahead(user))  # ahead of reductions that it need not wait for
@@ -125,7 +127,8 @@ class Parameters:
         unit = forward.unit
         route = self._plan.units[unit].parameters
         if route.moves:
-            home = self._copy_home(Kind.WRITE_BACK_FORWARD, unit, forward.micro_batch, priority=0)
+            size = self._profile.parameter_bytes(unit)  # what has not changed as well
+            home = self._copy_home(Kind.WRITE_BACK_FORWARD, unit, size, forward.micro_batch, priority=0)
             self._builder.after(home, forward)
         if self._shards.comes_and_goes(unit) and not route.stays_after_forward:
             self._release(unit)
@@ -136,7 +139,8 @@ class Parameters:
         # What moves home after every forward is not also copied home before it.
         moved_later = plan.parameters.stays_after_backward and plan.parameters.moves
         if plan.parameters.leaves and plan.update_on is Processor.GPU and not moved_later:
-            self._copy_home(Kind.WRITE_BACK_BACKWARD, unit, 0, priority=unit)
+            size = self._profile.blocks[unit].trained_parameters * self._profile.element_bytes
+            self._copy_home(Kind.WRITE_BACK_BACKWARD, unit, size, 0, priority=unit)
         self.after_backward(unit)
 
     def after_backward(self, unit: int) -> None:
@@ -158,12 +162,12 @@ class Parameters:
             for refresh in staged[:-1]:
                 b.after(staged[-1], refresh)
         for unit in reversed(range(len(self._plan.units))):
-            if self._shards.stage(unit) in (1, 2):
+            if self._shards.stage(unit) in (1, 2) and not self._shards.is_frozen(unit):
                 self._gather_updated(unit)
 
     def _gather_updated(self, unit: int) -> None:
-        size = self._profile.blocks[unit].parameters * self._profile.element_bytes
-        gather = self._builder.task(Kind.GATHER_UPDATED, unit, COLLECTIVE, self._profile.collective_seconds(size), unit)
+        size = self._profile.blocks[unit].trained_parameters * self._profile.element_bytes
+        gather = self._builder.task(Kind.GATHER_UPDATED, unit, COLLECTIVE, durations.collective(size), unit)
         self._builder.write(gather, Value.PARAMETERS, unit)
 
     def _refresh_bytes(self, unit: int) -> int:
@@ -173,15 +177,15 @@ class Parameters:
 
     def _refresh(self, unit: int) -> TaskId:
         b = self._builder
-        seconds = self._profile.h2d_seconds(self._refresh_bytes(unit), pinned=self._plan.units[unit].refresh.pinned)
-        refresh = b.task(Kind.REFRESH, unit, H2D, seconds, unit)
+        size, pinned = self._refresh_bytes(unit), self._plan.units[unit].refresh.pinned
+        refresh = b.task(Kind.REFRESH, unit, H2D, durations.to_gpu(size, pinned=pinned), unit)
         b.read(refresh, Value.PARAMETERS, unit, HOST_MEMORY)
         b.write(refresh, self._shards.parameters(unit), unit)
         return refresh
 
-    def _copy_home(self, kind: Kind, unit: int, micro_batch: int, priority: int) -> TaskId:
-        b, size = self._builder, self._profile.blocks[unit].parameters * self._profile.element_bytes
-        copy = b.task(kind, unit, D2H, self._profile.d2h_seconds(size), priority, micro_batch)
+    def _copy_home(self, kind: Kind, unit: int, size: int, micro_batch: int, priority: int) -> TaskId:
+        b = self._builder
+        copy = b.task(kind, unit, D2H, durations.to_host(size), priority, micro_batch)
         b.read(copy, Value.PARAMETERS, unit)
         b.write(copy, Value.PARAMETERS, unit, HOST_MEMORY)
         return copy

@@ -18,7 +18,6 @@ from autohete.schedule import (
     BufferId,
     Edge,
     Free,
-    Lane,
     Memory,
     Schedule,
     SharedResource,
@@ -45,8 +44,9 @@ def every_rank(schedule: Schedule, hardware: Hardware) -> Schedule:
     made = _Ranks(schedule, hardware.gpus, hardware.gpus_of_node)
     ranks = range(hardware.gpus)
     own = [lane for lane in schedule.lanes if lane.name != COLLECTIVE]
+    together = [lane for lane in schedule.lanes if lane.name == COLLECTIVE]
     return Schedule(
-        lanes=(*(replace(lane, name=_numbered(lane.name, r)) for r in ranks for lane in own), Lane(COLLECTIVE)),
+        lanes=(*(replace(lane, name=_numbered(lane.name, r)) for r in ranks for lane in own), *together),
         tasks=tuple(made.task(task, r) for task in schedule.tasks for r in ranks if r == 0 or task.lane != COLLECTIVE),
         memories=tuple(made.memories()),
         resident=tuple(made.buffer(buffer, r) for r in ranks for buffer in schedule.resident),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from autohete.errors import InputError
+from autohete.errors import InputError, OptimizerError
 from autohete.plan import Plan, Processor, UnitPlan
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Value
+from autohete.workload.optimizers import has_cpu_kernel, updates_any_share
 
 
 class Shards:
@@ -19,17 +20,19 @@ class Shards:
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.gpus = profile.hardware.gpus
         self._profile, self._plan = profile, plan
-        #: By unit: ZeRO stage; parameters updated per GPU; those updated on the GPU itself; parameters kept.
+        #: By unit: ZeRO stage; parameters updated per GPU; those updated on the GPU itself; trained parameters kept.
         self._stages = [unit.zero_stage if self.gpus > 1 else 0 for unit in plan.units]
         self._updated = [self._part(unit, from_stage=1) for unit in range(len(plan.units))]
         self._on_gpu = list(map(_updated_on_gpu, plan.units, self._updated))
         self._kept = [self._part(unit, from_stage=3) for unit in range(len(plan.units))]
+        part_of, frozen = profile.hardware.part_of, map(profile.frozen_bytes, range(len(plan.units)))
+        self._frozen_bytes = [part_of(size) if stage == 3 else size for size, stage in zip(frozen, self._stages, strict=True)]
         self._comes_and_goes = [
             unit.parameters.leaves or stage == 3 for unit, stage in zip(plan.units, self._stages, strict=True)
         ]
 
     def _part(self, unit: int, from_stage: int) -> int:
-        count = self._profile.blocks[unit].parameters
+        count = self._profile.blocks[unit].trained_parameters
         return self._profile.hardware.part_of(count) if self._stages[unit] >= from_stage else count
 
     def stage(self, unit: int) -> int:
@@ -41,8 +44,20 @@ class Shards:
         return self._updated[unit]
 
     def kept(self, unit: int) -> int:
-        """Parameters that each GPU holds between uses."""
+        """Trained parameters that each GPU holds between uses."""
         return self._kept[unit]
+
+    def frozen_bytes(self, unit: int) -> int:
+        """Size of the frozen parameters that each GPU holds between uses."""
+        return self._frozen_bytes[unit]
+
+    def kept_bytes(self, unit: int) -> int:
+        """Size of all parameters that each GPU holds between uses, where the GPU computes with them."""
+        return self._kept[unit] * self._profile.element_bytes + self._frozen_bytes[unit]
+
+    def is_frozen(self, unit: int) -> bool:
+        """Whether the unit has no gradients, states and update."""
+        return self._profile.blocks[unit].is_frozen
 
     def updated_on(self, unit: int, side: Processor) -> int:
         """Updated parameters by processor; the GPU takes the first ones."""
@@ -50,12 +65,12 @@ class Shards:
         return on_gpu if side is Processor.GPU else self._updated[unit] - on_gpu
 
     def updates_on(self, unit: int, side: Processor) -> bool:
-        """Whether that processor has an update to run. A unit without parameters needs none."""
-        return self._plan.units[unit].update_on is side or self.updated_on(unit, side) > 0
+        """Whether that processor has an update to run. A frozen unit has none."""
+        return not self.is_frozen(unit) and (self._plan.units[unit].update_on is side or self.updated_on(unit, side) > 0)
 
     def share(self, unit: int, side: Processor | None = None) -> float:
         """Fraction of the work of an update, for one processor or both. A unit may have nothing to update."""
-        whole = self._profile.blocks[unit].parameters
+        whole = self._profile.blocks[unit].trained_parameters
         count = self.updated(unit) if side is None else self.updated_on(unit, side)
         return 1.0 if count == whole and not self.stage(unit) else count / max(whole, 1)
 
@@ -78,6 +93,7 @@ class Shards:
             InputError: states the unit, the reason and the cure.
         """
         tied = self._profile.workload.tied_embeddings
+        self._check_optimizer()
         for unit, plan in enumerate(self._plan.units):
             stage, route = self.stage(unit), plan.parameters
             if stage == 3 and unit == 0 and tied:
@@ -91,7 +107,8 @@ class Shards:
                     "zero_stage 3, or nothing with 0"
                 )
             on_host = route.home == HOST_MEMORY
-            if stage == 3 and on_host and (plan.update_on is Processor.GPU or route.moves or route.stays_after_backward):
+            written = plan.update_on is Processor.GPU and not self.is_frozen(unit)
+            if stage == 3 and on_host and (written or route.moves or route.stays_after_backward):
                 raise InputError(
                     f"parameters of unit {unit} rest on the host in parts: update them on the CPU, and let them neither move "
                     "nor stay on the GPU after backward"
@@ -101,6 +118,21 @@ class Shards:
                     f"gradients of unit {unit} lie where its parameters do, but each GPU keeps a part of them: give them "
                     "memory of their own, or zero_stage 1"
                 )
+
+    def _check_optimizer(self) -> None:
+        optimizer, plan = self._profile.workload.training.optimizer, self._plan
+        units = range(len(plan.units))
+        if not has_cpu_kernel(optimizer) and any(self.updates_on(unit, Processor.CPU) for unit in units):
+            raise OptimizerError(
+                f"the plan updates parameters on the CPU, which has no kernel for {optimizer}: choose "
+                "another optimizer, such as adamw or sgd_momentum, or a policy that updates on the GPU, such as resident, "
+                "streamed_states or joint"
+            )
+        if not updates_any_share(optimizer) and any(self.stage(unit) or plan.units[unit].gpu_share for unit in units):
+            raise OptimizerError(
+                f"the plan updates parts of a unit by themselves, but {optimizer} needs whole matrices: "
+                "choose another optimizer, such as adamw, or leave zero_stage and gpu_share at 0"
+            )
 
 
 def _updated_on_gpu(unit: UnitPlan, count: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu
-from autohete.lowering.clipping import Clipping, scaling_seconds
+from autohete.lowering.clipping import Clipping, scaled_bytes
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
@@ -52,6 +53,8 @@ class Updates:
         A delayed update uses the gradients of the previous iteration.
         """
         unit, last = backward.unit, backward.micro_batch
+        if self._shards.is_frozen(unit):
+            return
         self._reduce_gradients(unit, last)
         on_cpu, norm_on = self._plan.units[unit].update_on is Processor.CPU, self._clipping.norm_on(unit)
         if on_cpu and self._plan.delayed:
@@ -73,6 +76,8 @@ class Updates:
     def between(self, backward: TaskId) -> None:
         """Handle the gradients of a micro-batch other than the last."""
         unit, micro_batch = backward.unit, backward.micro_batch
+        if self._shards.is_frozen(unit):
+            return
         if self._plan.units[unit].accumulates_on_host or self._shards.stage(unit) >= 2:
             self._reduce_gradients(unit, micro_batch)
         if self._plan.units[unit].accumulates_on_host:
@@ -84,8 +89,8 @@ class Updates:
         if self._shards.gpus == 1:
             return
         element = self._profile.element_bytes
-        seconds = self._profile.collective_seconds(self._profile.blocks[unit].parameters * element)
-        reduce = b.task(Kind.REDUCE_GRADIENTS, unit, COLLECTIVE, seconds if stage else 2 * seconds, unit, micro_batch)
+        size, rounds = self._profile.blocks[unit].trained_parameters * element, 1 if stage else 2
+        reduce = b.task(Kind.REDUCE_GRADIENTS, unit, COLLECTIVE, durations.collective(size, rounds), unit, micro_batch)
         if stage < 2:
             if self._plan.gradients_in_parameters(unit):
                 b.read(reduce, Value.PARAMETERS, unit)
@@ -96,19 +101,19 @@ class Updates:
         if micro_batch and not self._plan.units[unit].accumulates_on_host:
             b.write(reduce, Value.GRADIENT_SHARD, unit)
         else:
-            size = self._shards.updated(unit) * element
-            b.make(reduce, on_gpu(Value.GRADIENT_SHARD, unit, micro_batch), size)
+            b.make(reduce, on_gpu(Value.GRADIENT_SHARD, unit, micro_batch), self._shards.updated(unit) * element)
 
     def _gpu_update(self, unit: int) -> None:
-        b, times, share = self._builder, self._profile.blocks[unit], self._shards.share(unit, Processor.GPU)
+        b, share = self._builder, self._shards.share(unit, Processor.GPU)
         self._bring_states(unit)
-        scaling = scaling_seconds(self._profile, self._plan, unit, Processor.GPU)
-        update = b.task(Kind.GPU_UPDATE, unit, GPU, (times.gpu_update_seconds + scaling) * share)
+        scaled = scaled_bytes(self._profile, self._plan, unit, Processor.GPU)
+        update = b.task(Kind.GPU_UPDATE, unit, GPU, durations.gpu_update(unit, scaled, share))
         self._takes_gradients(update)
         self._clipping.scale(update)
         b.write(update, self._shards.parameters(unit), unit)
         # A partial update needs no less workspace if the kernel works in pieces.
-        b.workspace(update, times.gpu_update_workspace_bytes)
+        workspace = self._profile.blocks[unit].gpu_update_workspace_bytes + self._plan.footprint.gpu_update_bytes
+        b.workspace(update, workspace)
         if self._plan.units[unit].fetches_states:
             b.write(update, Value.OPTIMIZER_STATES, unit)
         self._bring_states_home(unit)
@@ -118,7 +123,7 @@ class Updates:
         b, plan, size = self._builder, self._plan.units[unit], self._state_bytes(unit)
         if plan.reads_states:
             both = size + (self._gradient_bytes(unit) if plan.gradients_on_nvme else 0)
-            read = b.task(Kind.READ_STATES, unit, NVME_READ, self._profile.nvme_seconds(both, write=False), unit)
+            read = b.task(Kind.READ_STATES, unit, NVME_READ, durations.on_drives(both, write=False), unit)
             b.read(read, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
             b.make(read, self._states_on_host(unit), size)
             if plan.gradients_on_nvme:
@@ -126,7 +131,7 @@ class Updates:
                 b.make(read, self._gradients_on_host(unit), both - size)
             self._in_turn(read, Kind.WRITE_STATES, self._read)
         if plan.fetches_states:
-            fetch = b.task(Kind.FETCH_STATES, unit, H2D, self._profile.h2d_seconds(size), unit)
+            fetch = b.task(Kind.FETCH_STATES, unit, H2D, durations.to_gpu(size), unit)
             b.read(fetch, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
             b.make(fetch, on_gpu(Value.OPTIMIZER_STATES, unit), size)
             self._in_turn(fetch, Kind.WRITE_BACK_STATES, self._fetched)
@@ -142,24 +147,24 @@ class Updates:
     def _bring_states_home(self, unit: int) -> None:
         b, plan, size = self._builder, self._plan.units[unit], self._state_bytes(unit)
         if plan.fetches_states:
-            back = b.task(Kind.WRITE_BACK_STATES, unit, D2H, self._profile.d2h_seconds(size), unit)
+            back = b.task(Kind.WRITE_BACK_STATES, unit, D2H, durations.to_host(size), unit)
             b.read(back, Value.OPTIMIZER_STATES, unit)
             b.write(back, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
             b.free(back, on_gpu(Value.OPTIMIZER_STATES, unit))
         if plan.reads_states:
-            write = b.task(Kind.WRITE_STATES, unit, NVME_WRITE, self._profile.nvme_seconds(size, write=True), unit)
+            write = b.task(Kind.WRITE_STATES, unit, NVME_WRITE, durations.on_drives(size, write=True), unit)
             b.read(write, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
             b.write(write, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
             b.free(write, self._states_on_host(unit))
 
     def _state_bytes(self, unit: int) -> int:
-        return self._shards.updated(unit) * self._profile.optimizer_bytes
+        return self._profile.state_bytes(unit, self._shards.updated(unit))
 
     def _offload_gradients(self, unit: int, micro_batch: int) -> None:
         """Copy gradients to their place on the host. Those of later micro-batches go next to it, and the CPU adds them."""
         b, plan = self._builder, self._plan.units[unit]
         size = self._gradient_bytes(unit)
-        seconds = self._profile.d2h_seconds(size, pinned=plan.gradients.pinned)
+        seconds = durations.to_host(size, pinned=plan.gradients.pinned)
         copy = b.task(Kind.OFFLOAD_GRADIENTS, unit, D2H, seconds, unit, micro_batch)
         self._takes_gradients(copy)
         if plan.gradients_on_nvme:
@@ -171,8 +176,7 @@ class Updates:
         arrived = self._arrived(unit, micro_batch)
         b.make(copy, arrived, size)
         # Adding reads two values and writes one.
-        seconds = self._profile.elementwise_seconds(3 * size, beside_gpu=True)
-        add = b.task(Kind.ACCUMULATE, unit, CPU, seconds, unit, micro_batch)
+        add = b.task(Kind.ACCUMULATE, unit, CPU, durations.cpu_kernel(3 * size, beside_gpu=True), unit, micro_batch)
         b.read(add, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
         b.write(add, Value.GRADIENTS, unit, HOST_MEMORY)
         b.free(add, arrived)
@@ -181,9 +185,7 @@ class Updates:
         b, unit = self._builder, copy.unit
         arrived = self._arrived(unit, copy.micro_batch)
         b.make(copy, arrived, size)
-        write = b.task(
-            Kind.WRITE_GRADIENTS, unit, NVME_WRITE, self._profile.nvme_seconds(size, write=True), unit, copy.micro_batch
-        )
+        write = b.task(Kind.WRITE_GRADIENTS, unit, NVME_WRITE, durations.on_drives(size, write=True), unit, copy.micro_batch)
         b.read(write, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
         b.write(write, Value.GRADIENTS, unit, NVME_MEMORY)
         b.free(write, arrived)
@@ -193,11 +195,11 @@ class Updates:
         return gradients.bytes_of(self._shards.updated_on(unit, Processor.CPU), self._profile.element_bytes)
 
     def _cpu_update(self, unit: int) -> None:
-        plan, b = self._plan, self._builder
-        seconds = self._profile.cpu_update_seconds(unit, plan.update_bytes, plan.elementwise_bytes, beside_gpu=self._beside_gpu)
+        b, plan, share = self._builder, self._plan, self._shards.share(unit, Processor.CPU)
         self._bring_states(unit)
-        scaling = scaling_seconds(self._profile, plan, unit, Processor.CPU)
-        update = b.task(Kind.CPU_UPDATE, unit, CPU, (seconds + scaling) * self._shards.share(unit, Processor.CPU), unit)
+        traffic = plan.update_bytes, plan.elementwise_bytes, scaled_bytes(self._profile, plan, unit, Processor.CPU)
+        seconds = durations.cpu_update(unit, *traffic, share, beside_gpu=self._beside_gpu)
+        update = b.task(Kind.CPU_UPDATE, unit, CPU, seconds, unit)
         b.read(update, Value.GRADIENTS, unit, HOST_MEMORY)
         self._clipping.scale(update)
         b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from autohete.errors import InputError, RuleError, check_fields
-from autohete.plan.recomputation import Recomputation, recomputations
+from autohete.hashing import Hashed, hashed_once
+from autohete.plan.recomputation import Recomputation, Recomputations, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import Barrier, Rule, SerialUpdates, UpdatesAfterBackward
 from autohete.schedule import HOST_MEMORY, Value
@@ -79,6 +80,7 @@ class Footprint:
 
     Args:
         gpu_buffer_bytes: GPU memory that is held permanently (buckets, caches).
+        gpu_update_bytes: GPU memory that is held only while the GPU updates (copies of all gradients).
         host_buffer_bytes: other host memory.
         host_optimizer_bytes: pageable host bytes per parameter updated on the CPU (states, gradient, staging).
         host_pinned_bytes: pinned arrays for what the CPU updates, bytes per parameter of each. PyTorch rounds a pinned
@@ -90,6 +92,7 @@ class Footprint:
     """
 
     gpu_buffer_bytes: int = 0
+    gpu_update_bytes: int = 0
     host_buffer_bytes: int = 0
     host_optimizer_bytes: int = 0
     host_pinned_bytes: tuple[int, ...] = ()
@@ -100,7 +103,13 @@ class Footprint:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("gpu_buffer_bytes", "host_buffer_bytes", "host_optimizer_bytes", "host_parameter_bytes"):
+        for name in (
+            "gpu_buffer_bytes",
+            "gpu_update_bytes",
+            "host_buffer_bytes",
+            "host_optimizer_bytes",
+            "host_parameter_bytes",
+        ):
             _check_size(name, getattr(self, name))
         for size in self.host_pinned_bytes:
             _check_size("a size in host_pinned_bytes", size)
@@ -112,8 +121,9 @@ class Footprint:
                 )
 
 
+@hashed_once
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Hashed):
     """One policy's decisions for one workload.
 
     Args:
@@ -181,7 +191,7 @@ class Plan:
         """Whether the iteration ends with a barrier that no work crosses."""
         return any(isinstance(rule, Barrier) for rule in self.rules)
 
-    def recomputations(self) -> list[list[Recomputation]]:
+    def recomputations(self) -> Recomputations:
         """For each unit, the recomputations right before its backward, in order."""
         return recomputations(self.units)
 

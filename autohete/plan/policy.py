@@ -13,13 +13,14 @@ from autohete.profile import Profile
 
 
 class Verdict(StrEnum):
-    """Whether a plan runs."""
+    """Whether a plan runs. ``INVALID``: the policy has no plan for this workload on this hardware."""
 
     OK = "ok"
     GPU_OUT_OF_MEMORY = "gpu-out-of-memory"
     HOST_OUT_OF_MEMORY = "host-out-of-memory"
     PINNED_OUT_OF_MEMORY = "pinned-out-of-memory"
     NVME_OUT_OF_MEMORY = "nvme-out-of-memory"
+    INVALID = "invalid"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from autohete.errors import InputError
@@ -25,7 +26,11 @@ class Recomputation(NamedTuple):
     hands_on: bool
 
 
-def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:
+#: For each unit, recomputations in order.
+Recomputations = tuple[tuple[Recomputation, ...], ...]
+
+
+def recomputations(units: Sequence[UnitPlan]) -> Recomputations:
     """Return, for each unit, the recomputations right before its backward, in order.
 
     Backward runs from the last unit down. When it reaches a unit whose most recent forward did not keep its activations, units
@@ -34,6 +39,11 @@ def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:
     Raises:
         InputError: the input of a unit cannot be recomputed, or a unit is recomputed less often than it says.
     """
+    return _recomputations(tuple(units))
+
+
+@lru_cache
+def _recomputations(units: tuple[UnitPlan, ...]) -> Recomputations:
     forwards = [unit.forwards for unit in units]
     done = [1] * len(units)
     there = [kept[0] for kept in forwards]
@@ -56,7 +66,7 @@ def recomputations(units: Sequence[UnitPlan]) -> list[list[Recomputation]]:
             )
         if start < top:
             _check_inputs(there[start : top + 1], start)
-    return found
+    return tuple(map(tuple, found))
 
 
 def _check_inputs(kept: Sequence[Activations], first: int) -> None:

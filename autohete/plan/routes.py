@@ -7,6 +7,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from autohete.errors import InputError, check_fields, check_member
+from autohete.hashing import Hashed, hashed_once
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_MEMORY
 
 
@@ -122,8 +123,9 @@ class Route:
         return self.home != GPU_MEMORY and not (self.stays_after_forward and self.stays_after_backward)
 
 
+@hashed_once
 @dataclass(frozen=True, slots=True)
-class UnitPlan:
+class UnitPlan(Hashed):
     """The decisions for one unit.
 
     Args:

@@ -76,7 +76,7 @@ class Tasks(Protocol):
         """Make the pass after the one that ``blocker`` follows, and its synchronous fetches, wait for ``blocker``."""
 
     def take_most_urgent(self) -> None:
-        """Let the copy lanes and the CPU lane run the most urgent ready task first."""
+        """Let all lanes but the GPU's run the most urgent ready task first."""
 
 
 class Rule(ABC):
@@ -96,7 +96,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ByPriority(Rule):
-    """Copies and CPU updates run the most urgent ready unit first, rather than in arrival order (AutoHete)."""
+    """Copies, collectives and CPU updates run the most urgent ready unit first, rather than in arrival order (AutoHete)."""
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
@@ -144,7 +144,9 @@ class Window(Rule):
                 tasks.after(follower, moved)
         for update in tasks.of(Kind.CPU_UPDATE):
             if update.unit >= self.size:
-                tasks.after(tasks.first_backward(update.unit - self.size, tasks.passes[-1].micro_batch), update)
+                below = tasks.first_backward(update.unit - self.size, tasks.passes[-1].micro_batch)
+                if tasks.find(below.kind, below.unit, below.micro_batch):  # none below the first trained unit
+                    tasks.after(below, update)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from autohete.plan import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
+from autohete.workload.optimizers import has_cpu_kernel
 
 #: For each unit, the indices of its two choices in their lists.
 Assignment = tuple[tuple[int, int], ...]
@@ -100,12 +101,17 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
     on_gpu = UnitPlan(gradients=gradients, refresh=upload)
     on_cpu = replace(on_gpu, update_on=Processor.CPU)
     updates = [on_gpu, replace(on_gpu, states=Rest(HOST_MEMORY)), on_cpu]
-    if profile.workload.micro_batches > 1:  # accumulate gradients on the host, or on the GPU
+    if not has_cpu_kernel(profile.workload.training.optimizer):
+        updates = updates[:2]
+    elif profile.workload.micro_batches > 1:  # accumulate gradients on the host, or on the GPU
         updates.append(replace(on_cpu, accumulate_on=Processor.GPU))
     routes = [RESIDENT, FETCHED, STAYS_AFTER_FORWARD, STAYS_AFTER_BACKWARD]
 
     def others(unit: int) -> tuple[UnitPlan, ...]:
         shared = unit == 0 and profile.workload.tied_embeddings
+        if profile.blocks[unit].is_frozen:  # nothing to update; and without backward, nothing to stay for
+            where = routes[:1] if shared else routes if unit >= profile.first_trained else routes[:2]
+            return tuple(replace(on_gpu, parameters=route) for route in where)
         return tuple(
             replace(update, parameters=replace(route, fetched=upload) if route.leaves else route)
             for route in (routes[:1] if shared else routes)
@@ -113,7 +119,7 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         )
 
     def activations(unit: int) -> tuple[UnitPlan, ...]:
-        if unit in (0, last):
+        if unit in (0, last) or unit < profile.first_trained:
             return (KEEP,)
         selective = profile.blocks[unit].selective is not None
         return (KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT, *((SELECTIVE,) if selective else ()))

@@ -85,13 +85,22 @@ class TimeBounds:
         #: GPU updates that precede the backward of a block below.
         self.early_update = 0 * self.gpu_update if costs.updates_last else self.gpu_update
         self.cpu_update = below(costs.cpu_update)
-        self.down, self.up, self.fetch = below(costs.gradients), below(costs.parameters), below(costs.fetches)
-        either = np.minimum(costs.parameters, costs.fetches)  # valid for both processors
+        reached = np.arange(self.n) >= costs.first_trained  # by backward
+        self.down, self.refresh = below(costs.gradients), below(costs.refreshes)
+        self.write_back = below(costs.write_backs)
+        #: Fetches that follow the backward of their block; and those of blocks without backward, for forward alone.
+        self.up, self.fetch = (below(list(np.array(some) * reached)) for some in (costs.parameters, costs.fetches))
+        self.forward_alone = below(list(np.minimum(costs.parameters, costs.fetches) * ~reached))
+        either = np.minimum(costs.parameters, costs.fetches) * reached  # valid for both processors
         self.least_fetch = below(list(either))
         # Minimum over the blocks up to each: a lower bound for a chain through any of them.
         self.least_down = np.minimum.accumulate(np.array(costs.gradients))
-        self.least_up = np.minimum.accumulate(either)
+        self.least_up = np.minimum.accumulate(np.minimum(either, costs.refreshes))
         self.least_update = np.minimum.accumulate(np.array(costs.cpu_update))
+        #: At or above each block, the first that has a gradient.
+        trained = [i for i, one in enumerate(costs.trained) if one]
+        self.next_trained = np.array([next((i for i in trained if i >= block), self.n) for block in range(self.n + 1)])
+        self.contiguous = trained == list(range(trained[0], trained[-1] + 1))
         self.rounding = 0.5e-9 * _TASKS_PER_BLOCK * self.n
 
     def loads(self, x: Choices) -> Numbers:
@@ -145,12 +154,12 @@ class TimeBounds:
         def inner(prefix: Numbers, last: Integers) -> Numbers:
             return np.asarray(prefix[np.maximum(end(last + 1, under), 1)] - prefix[1], float)
 
-        down = above(self.down, first) + inner(self.down, gpu_offloaded)
-        embedding = np.where((first == 0) & (under > 0), self.up[1], 0.0)
+        down = above(self.down, first) + inner(self.write_back, gpu_offloaded)
+        embedding = np.where((first == 0) & (under > 0), self.refresh[1], 0.0)
         fetched = inner(self.fetch, gpu_offloaded) + inner(self.up, x.offloaded) - inner(self.up, gpu_offloaded)
-        up = fetched + above(self.up, np.maximum(refreshed, 1)) + embedding
+        up = fetched + above(self.refresh, np.maximum(refreshed, 1)) + embedding
         if under.ndim == 0:
-            up = up + fetched
+            up = up + fetched + inner(self.forward_alone, x.offloaded)
         return _Work(down, up, above(self.cpu_update, first))
 
     def _slowest(self, work: _Work) -> Numbers:
@@ -158,7 +167,7 @@ class TimeBounds:
         h2d, d2h, cpu = self.hardware.h2d, self.hardware.d2h, self.hardware.cpu
         update = cpu.update_bandwidth * cpu.concurrent_share
         link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
-        dram = max(self.hardware.host.memory_bandwidth * self.hardware.host.usable_share, update)
+        dram = max(self.hardware.host.usable_bandwidth, update)
         copied = work.up * h2d.bandwidth + work.down * d2h.bandwidth
         engines = np.maximum(np.maximum(work.down, work.up), work.cpu)
         return np.maximum(engines, np.maximum(copied / link, (copied + work.cpu * update) / dram))
@@ -198,12 +207,14 @@ class TimeBounds:
         up = np.where(work.up > 0, work.up + self.least_down[m], 0.0)
         cpu = np.where(first <= m, work.cpu + self.least_down[m] + self.least_up[m], 0.0)
         if not self.priority:
+            first = self.next_trained[first]
             cpu = cpu + np.where(first <= m, self.forward[m] - self.forward[np.minimum(first, m)], 0.0)
             # The first prefetch of a forward is issued after all refreshes, so block 1 waits for the updates before them.
-            refreshed = np.maximum(first, x.offloaded + 1)
+            refreshed = self.next_trained[np.maximum(first, x.offloaded + 1)]
             last = self.cpu_update[m + 1] - self.cpu_update[np.minimum(refreshed, m + 1)]
             last = last + self.least_down[m] + 2 * self.least_up[m] + self.forward[m] - self.forward[1]
-            cpu = np.maximum(cpu, np.where((x.offloaded >= 1) & (refreshed <= m), last, 0.0))
+            fetched = (x.offloaded >= max(1, self.costs.first_trained)) & ((first <= 1) | (not self.costs.shared))
+            cpu = np.maximum(cpu, np.where(fetched & (refreshed <= m), last, 0.0))
         return np.maximum(np.maximum(down, up), np.maximum(cpu, self._slowest(work)))
 
     def _updated_last(self, x: Choices, m: Integers) -> Numbers:
@@ -222,7 +233,11 @@ class TimeBounds:
         Backward of block a - slots, if its gradient is copied too, waits for the gradient of block a. From the end of backward
         of a block b, the gradients of blocks b down to a are copied one after another before backward continues at a - slots.
         """
-        first = self.n - x.cpu_updated
+        if self.costs.shared or not self.contiguous:
+            # On several GPUs gradients wait for their copy in parts, and backward for no copy. Otherwise gradients of other
+            # blocks take the places.
+            return np.zeros((x.checkpointed.shape[0], m.shape[1]))
+        first = np.maximum(self.n - x.cpu_updated, self.costs.first_trained)
         recompute = np.minimum(np.arange(self.n + 1), x.checkpointed + 1)
         begun = self.backward + self.recompute[recompute] - self.recompute[np.minimum(recompute, 1)]  # of the blocks below each
         copied = np.where(np.arange(self.n) >= first, self.down[1:] - begun[:, :-1], -np.inf)

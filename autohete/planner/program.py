@@ -9,7 +9,7 @@ The objective is the largest of several lower bounds of the period, so no plan c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -42,6 +42,26 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True)
+class Allowed:
+    """Values that each of the three integers may have. None: all."""
+
+    checkpointed: tuple[int, ...] | None = None
+    offloaded: tuple[int, ...] | None = None
+    cpu_updated: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def of(self, choices: Choices) -> Choices:
+        """The allowed ones of ``choices``."""
+        for field in fields(self):
+            values = getattr(self, field.name)
+            if values is not None:
+                choices = choices.take(np.isin(getattr(choices, field.name), values))
+        return choices
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The program for one workload and node.
 
@@ -52,6 +72,7 @@ class Program:
         budgets: capacity of each memory.
         pending: also count what typical timing adds to the GPU's memory: a gradient that waits for its copy, and the
             parameters fetched ahead. Without it the program is a relaxation: no plan can beat its value.
+        allowed: the values that the integers may have.
     """
 
     costs: BlockCosts
@@ -59,6 +80,7 @@ class Program:
     priority: bool
     budgets: Budgets
     pending: bool = True
+    allowed: Allowed = Allowed()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -103,7 +125,10 @@ class Program:
         return self.within_budgets(all_choices(self.costs.count), objective)
 
     def within_budgets(self, choices: Choices, objective: Objective = Objective.SECONDS) -> Choices:
-        """The elements of ``choices`` that fit."""
+        """The allowed elements of ``choices`` that fit, and that the optimizer can update."""
+        choices = self.allowed.of(choices)
+        if not self.costs.updates_on_cpu:
+            choices = choices.take(choices.cpu_updated == 0)
         for memory, budget in self.budgets.limits().items():
             if objective is not memory:
                 choices = choices.take(self._bytes(choices, memory) <= budget)
@@ -128,15 +153,23 @@ class Program:
     def _on_host(self, x: Choices, updated_bytes: list[int], offloaded_bytes: list[int]) -> Numbers:
         costs, n = self.costs, self.costs.count
         updated, offloaded = below(updated_bytes), below(offloaded_bytes)
-        last = np.minimum(x.offloaded, n - x.cpu_updated - 1) if costs.one_host_copy else x.offloaded
-        found = updated[-1] - updated[n - x.cpu_updated] + offloaded[np.maximum(last, 0) + 1] - offloaded[1]
+        first, begin, end = n - x.cpu_updated, np.asarray(1), x.offloaded + 1
+        if costs.shared:  # several GPUs keep in parts what they update
+            begin = np.maximum(first, 1)
+        if costs.one_host_copy:
+            end = np.maximum(np.minimum(end, first), 1)
+        found = updated[-1] - updated[first] + np.maximum(offloaded[end] - offloaded[begin], 0)
+        frozen = below(costs.frozen_bytes)  # the CPU does not update these
+        found = found + frozen[x.offloaded + 1] - frozen[1]
         return np.asarray(found, float)
 
     def gpu_bytes(self, x: Choices) -> Numbers:
         """GPU memory of each choice at the loss or at a backward, whichever is higher. Includes pending bytes if asked for."""
         costs, n = self.costs, self.costs.count
         weights, states = below(costs.weights), below(costs.states)
-        kept, recomputed = below(costs.activations), below([a - b for a, b in zip(costs.activations, costs.input, strict=True)])
+        first, blocks = costs.first_trained, range(n)
+        kept = below(costs.activations)
+        recomputed = below([costs.activations[i] - costs.input[i] * (i >= first) for i in blocks])
         c, p, block = np.arange(n - 1)[:, None], np.arange(n - 1)[:, None], np.arange(n + 1)[None, :]
         # What the blocks below each block keep for backward; rows are over the first integer.
         alive = kept[block] - np.maximum(recomputed[np.minimum(c + 1, block)] - recomputed[1], 0)
@@ -147,16 +180,19 @@ class Program:
         extra += np.where(fetched, size[block], 0)
         if self.pending:  # the block below is fetched during its backward
             extra += np.where((block >= 2) & (block - 1 <= p) & (block < n), size[np.maximum(block - 1, 0)], 0)
-        backward = np.array(costs.activations) + np.array(costs.workspace) + np.array(costs.weights)
-        backward[1:] += costs.input[1:]  # the gradients of its input and of its output
-        backward[:-1] += costs.input[1:]
+        backward = np.array(costs.activations) + np.array(costs.workspace) + np.array(costs.gradient_bytes)
+        inputs = np.array(costs.input)
+        backward[first + 1 :] += inputs[first + 1 :]  # the gradients of its input and of its output
+        backward[first:-1] += inputs[first + 1 :]
         backward[-1] += costs.loss.logits_bytes
         if costs.loss.keeps_logits:
-            backward += costs.loss.logits_bytes
+            backward[first:] += costs.loss.logits_bytes
         backward[1:] += costs.long_gradient
-        extra += np.append(backward, 2 * costs.loss.logits_bytes + costs.loss.workspace_bytes)
+        extra += np.append(backward, costs.loss.peak_bytes)
         peak = np.array([(row + extra).max(axis=1) for row in alive]) + weights[-1] - (weights[p[:, 0] + 1] - weights[1])
         found = peak[x.checkpointed, x.offloaded] + states[n - x.cpu_updated]
+        held = below(costs.kept)
+        found = found + held[np.maximum(np.minimum(x.offloaded, n - x.cpu_updated - 1), 0) + 1] - held[1]
         if self.pending:  # gradients waiting for their copy
-            found = found + np.where(x.cpu_updated > 1, (GRADIENT_SLOTS - 1) * max(costs.weights[1:-1]), 0)
+            found = found + np.where(x.cpu_updated > 1, (GRADIENT_SLOTS - 1) * max(costs.gradient_bytes[1:-1]), 0)
         return np.asarray(found, float)

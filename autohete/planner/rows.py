@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.planner.choices import Assignment, Choices
 from autohete.profile import Profile
-from autohete.quantities import rounded_when_pinned
 
 Numbers = NDArray[np.float64]
 
@@ -95,7 +94,10 @@ class Costs:
     def __init__(self, profile: Profile, plan: Plan, choices: Choices) -> None:
         self.profile, self.plan, self.choices = profile, plan, choices
         self.n, self.micro_batches = len(profile.blocks), profile.workload.micro_batches
-        self.weights = np.array([block.parameters * profile.element_bytes for block in profile.blocks], float)
+        self.weights = np.array([profile.parameter_bytes(unit) for unit in range(self.n)], float)
+        self.first_trained = profile.first_trained
+        self.trained = [block.trained_parameters for block in profile.blocks]
+        self.gradients = np.array([count * profile.element_bytes for count in self.trained], float)
 
     def table(self, of: Callable[[int, UnitPlan], float], *, others: bool) -> Table:
         """``of`` for each choice of one half, padded with zeros to equal length; zero for the other half."""
@@ -113,6 +115,8 @@ class Costs:
 
     def kept_bytes(self, unit: int, one: UnitPlan) -> int:
         """What forward leaves for backward, in any memory."""
+        if unit < self.first_trained:
+            return 0
         block = self.profile.blocks[unit]
         if one.activations is Activations.SELECTIVE and block.selective is not None:
             return block.input_bytes + block.selective.kept_bytes
@@ -129,7 +133,7 @@ class Costs:
     def forward_bytes(self, unit: int, one: UnitPlan) -> int:
         """What its forward takes in addition to the output."""
         block = self.profile.blocks[unit]
-        if one.activations is Activations.RECOMPUTE:
+        if one.activations is Activations.RECOMPUTE or unit < self.first_trained:
             return block.input_bytes + block.checkpointed_workspace_bytes
         if one.activations is Activations.SELECTIVE:
             return self.kept_bytes(unit, one) + block.selective_workspace_bytes[0]
@@ -138,17 +142,21 @@ class Costs:
     def recompute_seconds(self, unit: int, one: UnitPlan) -> float:
         """Recomputation time per micro-batch."""
         block = self.profile.blocks[unit]
+        if unit < self.first_trained:
+            return 0.0
         if one.activations is Activations.SELECTIVE and block.selective is not None:
             return block.selective.seconds
-        return block.forward_seconds if one.activations is Activations.RECOMPUTE else 0.0
+        return block.recompute_seconds if one.activations is Activations.RECOMPUTE else 0.0
 
     def returned_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time to copy what backward needs to the GPU, per micro-batch."""
-        return self.profile.h2d_seconds(self.away_bytes(unit, one)) if one.kept.leaves else 0.0
+        leaves = one.kept.leaves and unit >= self.first_trained
+        return self.profile.h2d_seconds(self.away_bytes(unit, one)) if leaves else 0.0
 
     def sent_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time to copy it to the host, per micro-batch."""
-        return self.profile.d2h_seconds(self.away_bytes(unit, one)) if one.kept.leaves else 0.0
+        leaves = one.kept.leaves and unit >= self.first_trained
+        return self.profile.d2h_seconds(self.away_bytes(unit, one)) if leaves else 0.0
 
     # --- parameters
 
@@ -156,19 +164,21 @@ class Costs:
         """Time of one fetch of its parameters."""
         if not one.parameters.leaves:
             return 0.0
-        count, element = self.profile.blocks[unit].parameters, self.profile.element_bytes
-        carried = count * element
+        carried = self.profile.parameter_bytes(unit)
         if one.update_on is Processor.CPU:
-            carried = one.parameters.fetched.bytes_of(count, element)
+            trained = one.parameters.fetched.bytes_of(self.trained[unit], self.profile.element_bytes)
+            carried = trained + self.profile.frozen_bytes(unit)
         return self.profile.h2d_seconds(carried, pinned=one.parameters.fetched.pinned)
 
     def forward_fetch_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time of the fetch for forward; 0 if there is none."""
-        return 0.0 if one.parameters.stays_after_backward else self.fetch_seconds(unit, one)
+        stays = one.parameters.stays_after_backward and unit >= self.first_trained
+        return 0.0 if stays else self.fetch_seconds(unit, one)
 
     def backward_fetch_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time of the fetch for backward; 0 if there is none."""
-        return 0.0 if one.parameters.stays_after_forward else self.fetch_seconds(unit, one)
+        stays = one.parameters.stays_after_forward or unit < self.first_trained
+        return 0.0 if stays else self.fetch_seconds(unit, one)
 
     def leaving_bytes(self, unit: int, one: UnitPlan) -> float:
         """Parameters that leave the GPU."""
@@ -176,33 +186,39 @@ class Costs:
 
     def stays_after_forward_bytes(self, unit: int, one: UnitPlan) -> float:
         """Parameters that leave the GPU but stay from forward to backward."""
-        return self.weights[unit] if one.parameters.leaves and one.parameters.stays_after_forward else 0.0
+        stays = one.parameters.leaves and one.parameters.stays_after_forward and unit >= self.first_trained
+        return self.weights[unit] if stays else 0.0
 
     def stays_after_backward_bytes(self, unit: int, one: UnitPlan) -> float:
         """Parameters that leave the GPU but stay from backward to the next forward."""
-        return self.weights[unit] if one.parameters.leaves and one.parameters.stays_after_backward else 0.0
+        stays = one.parameters.leaves and one.parameters.stays_after_backward and unit >= self.first_trained
+        return self.weights[unit] if stays else 0.0
 
     # --- updates
 
+    def updated_on(self, unit: int, one: UnitPlan, side: Processor) -> bool:
+        """Whether that processor updates the unit. None updates a frozen one."""
+        return one.update_on is side and not self.profile.blocks[unit].is_frozen
+
     def gpu_update_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time of an update on the GPU."""
-        return self.profile.blocks[unit].gpu_update_seconds if one.update_on is Processor.GPU else 0.0
+        return self.profile.blocks[unit].gpu_update_seconds if self.updated_on(unit, one, Processor.GPU) else 0.0
 
     def cpu_update_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time of an update on the CPU that overlaps work of the GPU."""
-        if one.update_on is Processor.GPU:
+        if not self.updated_on(unit, one, Processor.CPU):
             return 0.0
         return self.profile.cpu_update_seconds(unit, self.plan.update_bytes, self.plan.elementwise_bytes, beside_gpu=True)
 
     def gradient_bytes(self, unit: int, one: UnitPlan) -> int:
         """Size of the gradients copied to the CPU."""
-        if one.update_on is Processor.GPU:
+        if not self.updated_on(unit, one, Processor.CPU):
             return 0
-        return one.gradients.bytes_of(self.profile.blocks[unit].parameters, self.profile.element_bytes)
+        return one.gradients.bytes_of(self.trained[unit], self.profile.element_bytes)
 
     def sums_seconds(self, unit: int, one: UnitPlan) -> float:
         """CPU time to accumulate the gradients of the micro-batches."""
-        if not one.accumulates_on_host:
+        if not (one.accumulates_on_host and self.updated_on(unit, one, Processor.CPU)):
             return 0.0
         one_sum = self.profile.elementwise_seconds(3 * self.gradient_bytes(unit, one), beside_gpu=True)
         return (self.micro_batches - 1) * one_sum
@@ -210,55 +226,60 @@ class Costs:
     def gradient_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time of one copy of its gradients."""
         size = self.gradient_bytes(unit, one)
-        return self.profile.d2h_seconds(size, pinned=one.gradients.pinned) if one.update_on is Processor.CPU else 0.0
+        copied = self.updated_on(unit, one, Processor.CPU)
+        return self.profile.d2h_seconds(size, pinned=one.gradients.pinned) if copied else 0.0
 
     def home_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time to copy parameters that the GPU has updated to the host."""
-        if not one.parameters.leaves or one.update_on is Processor.CPU:
+        if not (one.parameters.leaves and self.updated_on(unit, one, Processor.GPU)):
             return 0.0
-        return self.profile.d2h_seconds(self.weights[unit])
+        return self.profile.d2h_seconds(self.gradients[unit])
 
     def refresh_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time to copy parameters that the CPU has updated to those that stay on the GPU."""
-        if not one.refreshed:
+        if not (one.refreshed and self.updated_on(unit, one, Processor.CPU)):
             return 0.0
-        size = one.refresh.bytes_of(self.profile.blocks[unit].parameters, self.profile.element_bytes)
+        size = one.refresh.bytes_of(self.trained[unit], self.profile.element_bytes)
         return self.profile.h2d_seconds(size, pinned=one.refresh.pinned)
 
     def state_bytes(self, unit: int, one: UnitPlan) -> int:
         """Optimizer states that are fetched to the GPU."""
-        return self.profile.blocks[unit].parameters * self.profile.optimizer_bytes if one.fetches_states else 0
+        return self.profile.state_bytes(unit) if self.streams(unit, one) else 0
+
+    def streams(self, unit: int, one: UnitPlan) -> bool:
+        """Whether optimizer states are fetched to the GPU."""
+        return one.fetches_states and self.updated_on(unit, one, Processor.GPU)
 
     def state_fetch_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time to copy the states to the GPU."""
-        return self.profile.h2d_seconds(self.state_bytes(unit, one)) if one.fetches_states else 0.0
+        return self.profile.h2d_seconds(self.state_bytes(unit, one)) if self.streams(unit, one) else 0.0
 
     def state_home_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time to copy the states back."""
-        return self.profile.d2h_seconds(self.state_bytes(unit, one)) if one.fetches_states else 0.0
+        return self.profile.d2h_seconds(self.state_bytes(unit, one)) if self.streams(unit, one) else 0.0
 
     def resident_bytes(self, unit: int, one: UnitPlan) -> float:
         """Parameters and states that never leave the GPU."""
         states = one.update_on is Processor.GPU and not one.fetches_states
-        held = self.profile.blocks[unit].parameters * self.profile.optimizer_bytes if states else 0
+        held = self.profile.state_bytes(unit) if states else 0
         return held + (0.0 if one.parameters.leaves else self.weights[unit])
 
     def host_bytes(self, unit: int, one: UnitPlan) -> float:
         """Parameters and states on the host."""
-        pageable = self.plan.footprint.host_optimizer_bytes * self.profile.blocks[unit].parameters
+        pageable = max(self.plan.footprint.host_optimizer_bytes * self.trained[unit] - self.profile.saved_bytes(unit), 0)
         return self.pinned_bytes(unit, one) + (pageable if one.update_on is Processor.CPU else 0)
 
     def pinned_bytes(self, unit: int, one: UnitPlan) -> float:
         """The pinned part of it: everything that copies read and write, since these run at the rate of pinned memory."""
-        count, held = self.profile.blocks[unit].parameters, self.plan.footprint
-        found = held.host_parameter_bytes * count if one.parameters.leaves else 0
+        count, held = self.trained[unit], self.plan.footprint
+        found = held.host_parameter_bytes * count + self.profile.frozen_bytes(unit) if one.parameters.leaves else 0
         if one.update_on is Processor.CPU:
-            return found + sum(rounded_when_pinned(count * size) for size in held.host_pinned_bytes)
+            return found + sum(self.profile.hardware.host.pinned(count * size) for size in held.host_pinned_bytes)
         return found + self.state_bytes(unit, one)
 
     def summed_bytes(self, unit: int, one: UnitPlan) -> float:
         """Gradients that stay on the GPU from the first micro-batch to the last."""
-        return self.weights[unit] if self.micro_batches > 1 and not one.accumulates_on_host else 0.0
+        return self.gradients[unit] if self.micro_batches > 1 and not one.accumulates_on_host else 0.0
 
 
 class Model:
@@ -280,7 +301,8 @@ class Model:
         self._m = float(costs.micro_batches)
         self._units = np.arange(self._n)
         self._forward = np.array([block.forward_seconds for block in self._profile.blocks])
-        self._backward = np.array([block.backward_seconds for block in self._profile.blocks])
+        self._reached = self._units >= costs.first_trained  # by backward
+        self._backward = np.array([block.backward_seconds for block in self._profile.blocks]) * self._reached
         table = costs.table
         self._recompute = table(costs.recompute_seconds, others=False)
         self._gpu_update = table(costs.gpu_update_seconds, others=True)
@@ -308,7 +330,9 @@ class Model:
         loads = [gpu, *(self._sum(everything, one) for one in self._engines(up, down, cpu))]
         # From the last backward of unit m to its next forward: what follows a backward up to m and precedes its forward.
         under = (self._units[None, :] <= self._units[:, None]).astype(float)
-        between = self._engines(forward_fetch + refresh, gradients + home, updates)
+        # A unit without backward may be fetched at any time.
+        after = Table(forward_fetch.activations, forward_fetch.others * self._reached[:, None])
+        between = self._engines(after + refresh, gradients + home, updates)
         base = self._gpu_from()
         cycles = [base + self._sum(under, one) for one in between]
         floor = 0.5e-9 * _TASKS_PER_UNIT * self._n * m
@@ -360,7 +384,7 @@ class Model:
         h2d, d2h = hardware.h2d, hardware.d2h
         update = hardware.cpu.update_bandwidth * hardware.cpu.concurrent_share
         link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
-        dram = max(hardware.host.memory_bandwidth * hardware.host.usable_share, update)
+        dram = max(hardware.host.usable_bandwidth, update)
         copied = up * h2d.bandwidth + down * d2h.bandwidth
         return [up, down, cpu, copied * (1 / link), (copied + cpu * update) * (1 / dram)]
 
@@ -392,19 +416,20 @@ class Model:
         leaving, streamed = table(costs.leaving_bytes, others=True), table(costs.state_bytes, others=True)
         summed = table(costs.summed_bytes, others=True)
         inputs = np.array([block.input_bytes for block in blocks], float)
-        handed, given = np.where(units > 0, inputs, 0), np.append(inputs[1:], 0)
+        first, reached = costs.first_trained, self._reached
+        handed, given = np.where(units > first, inputs, 0), np.append(inputs[1:], 0)
         logits = loss.logits_bytes * (float(loss.keeps_logits) + (units == n - 1))
-        tied = (self._profile.workload.tied_embeddings * costs.weights[0]) * (units > 0)
-        gradient = costs.weights + tied
+        tied = (self._profile.workload.tied_embeddings * costs.gradients[0]) * (units > 0)
+        gradient = costs.gradients + tied
         there = self._sum(everything, resident) + self._sum(below, kept + down) + self._sum(above, up)
-        at_loss = self._sum(one_row, resident + kept + down, np.array([2.0 * loss.logits_bytes + loss.workspace_bytes]))
+        at_loss = self._sum(one_row, resident + kept + down, np.array([float(loss.peak_bytes)]))
         last_output = np.where(units == n - 1, float(loss.logits_bytes), given)
         at_forward = there + self._sum(at, leaving + table(costs.forward_bytes, others=False), last_output)
         during = np.array([block.activation_bytes + block.backward_workspace_bytes for block in blocks], float)
-        at_backward = there + self._sum(at, leaving, during + gradient + handed + given + logits)
+        at_backward = there + self._sum(at, leaving, (during + gradient + handed + given + logits) * reached)
         at_backward = at_backward + self._sum(below + at, summed)
-        keeps = loss.logits_bytes * float(loss.keeps_logits) * (units > 0)
-        at_update = there + self._sum(at, leaving + streamed, gradient + handed + keeps) + self._sum(below, summed)
+        keeps = loss.logits_bytes * float(loss.keeps_logits) * (units > first)
+        at_update = there + self._sum(at, leaving + streamed, (gradient + handed) * reached + keeps) + self._sum(below, summed)
         sure = stacked([at_loss, at_forward, at_backward, at_update])
         # Bytes fetched for the next pass, and bytes waiting for their copy.
         next_down = (units[None, :] == units[:, None] - 1).astype(float)
@@ -412,7 +437,7 @@ class Model:
         away = table(costs.away_bytes, others=False)
         for_backward = table(lambda i, one: costs.leaving_bytes(i, one) * (not one.parameters.stays_after_forward), others=True)
         for_forward = table(lambda i, one: costs.leaving_bytes(i, one) * (not one.parameters.stays_after_backward), others=True)
-        waiting = table(lambda i, one: costs.weights[i] * (one.update_on is Processor.CPU), others=True)
+        waiting = table(lambda i, one: costs.gradients[i] * (one.update_on is Processor.CPU), others=True)
         pending = stacked(
             [
                 self._sum((units[None, :] == n - 2).astype(float), away),

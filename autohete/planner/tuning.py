@@ -42,20 +42,22 @@ class _Tuning:
         offloaded = [i for i, unit in enumerate(units) if unit.parameters.home == HOST_MEMORY]
         for i in reversed(offloaded):
             user, route = TaskId(Kind.RECOMPUTE, i), units[i].parameters
+            if TaskId(Kind.BACKWARD, i) not in self.place:  # frozen, and so is all below
+                continue
             start = self.place[user if user in self.place else TaskId(Kind.BACKWARD, i)]
             floor = self.place[TaskId(Kind.FORWARD, i)] + 1
             ahead = self.widened(i, start, route.ahead_in_backward, floor)
             units[i] = replace(units[i], parameters=replace(route, ahead_in_backward=ahead))
         for i in offloaded:
             start, route = self.place[TaskId(Kind.FORWARD, i)], units[i].parameters
-            floor = self.place[TaskId(Kind.BACKWARD, i)] + 1 - len(self.steps)
+            floor = self.place.get(TaskId(Kind.BACKWARD, i), start) + 1 - len(self.steps)
             ahead = self.widened(i, start, route.ahead_in_forward, floor)
             units[i] = replace(units[i], parameters=replace(route, ahead_in_forward=ahead))
         return tuple(units)
 
     def widened(self, block: int, start: int, distance: int, floor: int) -> int:
         """The distance of a prefetch that is used at step ``start`` and may run in steps from ``floor`` on."""
-        size = self.profile.blocks[block].parameters * self.profile.element_bytes
+        size = self.profile.parameter_bytes(block)
         # Twice the copy time: the previous copy may still occupy the link.
         wanted = 2 * max(self.seconds.get(TaskId(kind, block), 0.0) for kind in _PREFETCHES)
         hidden = sum(self.seconds[self.steps[i]] for i in range(start - distance, start))

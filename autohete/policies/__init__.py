@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from autohete.errors import AutoHeteError, InputError, unknown_name
+from autohete.errors import AutoHeteError, InputError, OptimizerError, unknown_name
 from autohete.plan import Plan
 from autohete.plan.policy import Judge
 from autohete.profile import Profile
@@ -51,10 +51,21 @@ POLICIES: dict[str, type[System]] = dict(_shipped())
 #: Compared by default: the systems that the AutoHete paper compares, and ordinary training.
 COMPARED = ("resident", "zero_offload", "patrickstar", "stronghold", "autohete")
 #: Compared by default if several GPUs share a model.
-COMPARED_BY_SEVERAL = ("resident:zero_stage=3", "zero_offload", "fsdp2_offload", "twin_flow", "deep_optimizer_states")
+COMPARED_BY_SEVERAL = (
+    "resident:zero_stage=3",
+    "zero_offload",
+    "fsdp2_offload",
+    "twin_flow",
+    "deep_optimizer_states",
+    "patrickstar",
+    "stronghold",
+    "autohete",
+)
 #: Compared systems whose updates cannot wait for the norm of all gradients.
 CANNOT_CLIP = ("stronghold",)
-#: Those of them whose gradients take the place of the parameters.
+#: Those that update on the CPU, which needs a kernel for the optimizer there.
+UPDATE_ON_CPU = ("zero_offload", "patrickstar", "stronghold", "fsdp2_offload", "twin_flow", "deep_optimizer_states")
+#: Those whose gradients take the place of the parameters.
 CANNOT_ACCUMULATE = ("patrickstar",)
 
 
@@ -67,7 +78,10 @@ class NamedPolicy:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """The system's plan, renamed to the name that was asked for."""
-        return dataclasses.replace(self.system.plan(profile, judge), policy=self.name)
+        try:
+            return dataclasses.replace(self.system.plan(profile, judge), policy=self.name)
+        except OptimizerError as error:
+            raise OptimizerError(f"{self.name}: {error}") from error
 
 
 def parse_policy(text: str) -> NamedPolicy:

@@ -7,14 +7,19 @@ There is no public code; this follows the paper.
 - After the program, backward prefetches move earlier where GPU memory is guaranteed to be free.
 - Priority scheduling: gradients are copied, and blocks updated, in order of the smallest block index. Forward of the next
   iteration starts as soon as its own block is updated; there is no barrier on the rest.
+- Several GPUs: supported, according to the abstract.
 
 Not published, and decided here: forward prefetches are tuned like backward ones; embedding and head keep their parameters
 on the GPU and count as the first and last block for the optimizer; the CPU step casts separately from its Adam kernel, as in
-DeepSpeed.
+DeepSpeed. The text on several GPUs was not available. Assumed: data parallelism in which each GPU updates its part of every
+block, on the processor that the plan chooses (ZeRO stage 2). Of an offloaded block each GPU holds a part where it is updated,
+fetches it over its own link if that is the host, and gathers the rest from the others (stage 3). All GPUs run the same
+collective first, the most urgent one.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,21 +28,22 @@ from autohete.lowering import lower
 from autohete.lowering.memory_waits import least_bytes
 from autohete.plan import Footprint, Format, Plan
 from autohete.plan.policy import Judge, Judgement
-from autohete.plan.rules import ByPriority, Rule, Slots
+from autohete.plan.rules import Barrier, ByPriority, Rule, Slots
 from autohete.planner.budgets import Budgets, Objective
-from autohete.planner.program import Program
+from autohete.planner.program import Allowed, Program
 from autohete.planner.search import best_counts, infeasible, least_memory
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
-from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
-from autohete.schedule import Kind
+from autohete.schedule import GPU_MEMORY, Kind
 
 
 @dataclass(frozen=True, slots=True)
 class AutoHete:
     """AutoHete.
+
+    Each technique can be turned off, to see what it adds.
 
     Args:
         priority: copies and updates run the lowest block index first. Off: each lane runs in issue order, like a CUDA stream.
@@ -45,12 +51,20 @@ class AutoHete:
         fused_casts: CPU Adam reads 16-bit gradients and writes 16-bit parameters itself.
         fp32_upload: CPU Adam reads 16-bit gradients; the fp32 master is uploaded, the GPU casts, and the host has no 16-bit
             copy. The offloading of ColossalAI (``auto_parallel/offload``), probably the origin of this system, does the same.
+        across_iterations: a forward waits for the update of its own block only. Off: the next iteration waits for all.
+        some_checkpointed: the first blocks recompute their activations. Off: all or none do.
+        parameter_offload: the first blocks have their parameters offloaded. Off: none.
+        gpu_updates: the GPU updates the first blocks. Off: the CPU updates all.
     """
 
     priority: bool = True
     prefetch_tuning: bool = True
     fused_casts: bool = False
     fp32_upload: bool = False
+    across_iterations: bool = True
+    some_checkpointed: bool = True
+    parameter_offload: bool = True
+    gpu_updates: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,7 +77,6 @@ class AutoHete:
         Raises:
             InfeasibleError: no plan fits. States the binding memory and the smallest budget that works.
         """
-        check_one_gpu("autohete", profile)
         program = self.program(profile)
 
         def judged(counts: Counts) -> Judgement:
@@ -78,12 +91,18 @@ class AutoHete:
 
     def program(self, profile: Profile) -> Program:
         """The integer program of this policy for ``profile``."""
-        hardware = profile.hardware
+        hardware, blocks = profile.hardware, len(profile.blocks)
+        allowed = Allowed(
+            checkpointed=None if self.some_checkpointed else (0, blocks - 2),
+            offloaded=None if self.parameter_offload else (0,),
+            cpu_updated=None if self.gpu_updates else (blocks,),
+        )
         return Program(
             costs=BlockCosts(profile, self._untuned(profile, Counts(0, 0, 0))),
             hardware=hardware,
             priority=self.priority,
             budgets=Budgets.of(hardware),
+            allowed=allowed,
         )
 
     def plan_for(self, profile: Profile, counts: Counts) -> Plan:
@@ -98,12 +117,15 @@ class AutoHete:
         element = profile.element_bytes
         upload = 4 if self.fp32_upload else element
         kernel_bytes, elementwise_bytes = self._traffic(profile)
-        units = counts.units(len(profile.blocks), gradients=Format(element), upload=Format(upload))
+        gpus = profile.hardware.gpus
+        units = counts.units(len(profile.blocks), gradients=Format(element), upload=Format(upload), gpus=gpus)
         rules: list[Rule] = []
-        if counts.cpu_updated > GRADIENT_SLOTS:
-            rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS))
-        if self.priority and counts.moves_several:
+        if counts.cpu_updated > GRADIENT_SLOTS * gpus:  # of a part each, in the same memory
+            rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS * gpus))
+        if self.priority and (counts.moves_several or gpus > 1):
             rules.append(ByPriority())
+        if not self.across_iterations and (counts.cpu_updated or counts.offloaded or gpus > 1):
+            rules.append(Barrier())
         return Plan(
             policy="autohete",
             units=units,
@@ -141,7 +163,17 @@ class AutoHete:
             if needed <= have:
                 return counts
             raise infeasible(memory, have, needed, profile.hardware)
-        raise AssertionError("on a GPU that is large enough everything fits without a host")
+        # No plan fits the GPU, and without updates on the GPU none does without the host, either: then the GPU is named, with
+        # what suffices if the host is large enough.
+        unlimited = replace(program, budgets=Budgets(math.inf, math.inf))
+        least = least_memory(
+            unlimited,
+            Objective.GPU_BYTES,
+            lambda counts: least_bytes(lower(profile, self._untuned(profile, counts)), GPU_MEMORY),
+        )
+        assert least is not None, "some plan is allowed"
+        have = budgets[Objective.GPU_BYTES]
+        raise infeasible(Objective.GPU_BYTES, have, max(least[0], have + 1), profile.hardware)
 
     def _traffic(self, profile: Profile) -> tuple[int, int]:
         """DRAM bytes per parameter of the Adam kernel and of the casts around it."""

@@ -80,8 +80,9 @@ class DeepOptimizerStates:
         gpu = UnitPlan(states=Rest(HOST_MEMORY, ahead=0))
         units = [gpu if unit in on_gpu else cpu for unit in range(count)]
         units[1:-1] = [replace(unit, activations=activations) for unit in units[1:-1]]
-        parts = [profile.hardware.part_of(block.parameters) for block in profile.blocks]  # one GPU's part of every sub-group
-        largest = max((parts[unit] for unit in on_gpu), default=0)
+        parts = [
+            profile.hardware.part_of(block.trained_parameters) for block in profile.blocks
+        ]  # one GPU's part of every sub-group
         unused = 4 * sum(parts[unit] for unit in on_gpu)  # gradients that stay on the GPU
         staged = 2 * max(parts) * (min(stride, count) - 1) if mixed else 0
         return Plan(
@@ -99,7 +100,7 @@ class DeepOptimizerStates:
             scales_gradients=True,
             footprint=Footprint(
                 # The buffers for states are permanently allocated.
-                gpu_buffer_bytes=largest * profile.optimizer_bytes,
+                gpu_buffer_bytes=max((profile.state_bytes(unit, parts[unit]) for unit in on_gpu), default=0),
                 # fp32 parameter, gradient and moments; the CPU's own moments.
                 host_pinned_bytes=(4, 4, 4, 4),
                 host_optimizer_bytes=8,
@@ -113,7 +114,7 @@ def _balanced(profile: Profile, elementwise_bytes: int) -> int:
     """The stride at which the CPU updates the others while the states of one block are fetched, updated and copied back."""
     block, gpus = 1, profile.hardware.gpus
     times = profile.blocks[block]
-    states = profile.hardware.part_of(times.parameters) * profile.optimizer_bytes
+    states = profile.state_bytes(block, profile.hardware.part_of(times.trained_parameters))
     away = profile.h2d_seconds(states) + times.gpu_update_seconds / gpus + profile.d2h_seconds(states)
     on_cpu = profile.cpu_update_seconds(block, traffic.ADAM_KERNEL, elementwise_bytes) / gpus
     count = len(profile.blocks)

@@ -137,10 +137,11 @@ class Fsdp2Offload:
         """GPU buffers for copies of the largest unit, in addition to its parameters and its gradients."""
         element, workload = profile.element_bytes, profile.workload
         master = 4 if traffic.is_mixed(profile) else 0
-        unit = max(block.parameters for block in profile.blocks)
+        unit = max(block.trained_parameters for block in profile.blocks)
+        frozen = max(map(profile.frozen_bytes, range(len(profile.blocks))))  # needs no cast
         tensor = min(unit, workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size))
         # Up: fp32 and its cast, for one tensor; or for one unit, plus the gathered copy.
-        fetched = tensor * (element + master) if self._copies_when_needed(profile) else unit * (2 * element + master)
+        fetched = tensor * (element + master) if self._copies_when_needed(profile) else unit * (2 * element + master) + frozen
         return fetched + unit * (element + master)  # down: the reduced gradient, and its fp32 cast
 
 

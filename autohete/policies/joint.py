@@ -40,8 +40,9 @@ from autohete.planner.steps import GRADIENT_SLOTS, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies.autohete import AutoHete
 from autohete.policies.several_gpus import check_one_gpu
-from autohete.profile import Profile
+from autohete.profile import Profile, analytic_profile
 from autohete.schedule import Kind, Schedule
+from autohete.workload import Units
 
 #: Systems that never move parameters, gradients or states. They are skipped if these do not fit.
 _STATES_ON_GPU = ("resident", "offload_activations", "capuchin", "sqrt_checkpoint", "rotor")
@@ -64,9 +65,17 @@ class Joint:
 
 
 def every_choice(profile: Profile) -> Choices:
-    """The choices for each unit. Gradients and updated parameters are copied in the format the GPU computes with."""
+    """The choices for each unit. Gradients and updated parameters are copied in the format the GPU computes with. On unified
+    hardware nothing is copied, so only recomputation is left to decide.
+    """
     element = Format(profile.element_bytes)
-    return all_choices(profile, upload=element, gradients=element)
+    choices = all_choices(profile, upload=element, gradients=element)
+    return choices.where(_needs_no_host) if profile.hardware.unified else choices
+
+
+def _needs_no_host(unit: UnitPlan) -> bool:
+    leaves = unit.parameters.leaves or unit.states.leaves or unit.kept.leaves
+    return not leaves and unit.update_on is Processor.GPU
 
 
 def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
@@ -81,11 +90,14 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
         search.start(part.where(_keeps_on_gpu).relaxation())
     limit = searches[0].seconds if searches else math.inf
     candidates = [plan for plan in _shipped(profile, judge, limit) if judge(plan).verdict is Verdict.OK]
+    coarse = of_blocks(family) if parts else None
     # Each part starts from all earlier results and runs the same search as the last part would: more choices never hurt.
     for part, search in zip(parts, searches, strict=True):
         for plan in candidates:
             if (assignment := part.choices.assignment(plan.units)) is not None:
                 search.try_(assignment)
+        if coarse is not None and (assignment := part.choices.assignment(coarse)) is not None:
+            search.try_(assignment)
         search.go_on()
         if search.best is not None:
             candidates += part.plans(search.best.assignment)
@@ -94,6 +106,35 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
     found = min(candidates, key=lambda plan: judge(plan).seconds)
     proven = [judge(plan).seconds for plan in candidates]
     return replace(found, bound_seconds=min([*proven, *([] if bound is None else [bound])]))
+
+
+def of_blocks(family: Family) -> tuple[UnitPlan, ...] | None:
+    """The best decisions if both sublayers of each block are planned alike, so that the finer search is never worse than that.
+
+    None if units are blocks already, if the profile was measured, or if nothing is found.
+    """
+    profile = family.profile
+    workload = replace(profile.workload, units=Units.BLOCK)
+    if profile.workload.units is Units.BLOCK or profile != analytic_profile(profile.workload, profile.hardware):
+        return None
+    blocks = analytic_profile(workload, profile.hardware)
+
+    def judge(plan: Plan) -> Judgement:
+        assignment = family.choices.assignment(_refined(plan.units))
+        if assignment is None:
+            raise InputError("the sublayers of a block have no such choice")
+        return family.judged(assignment)
+
+    try:
+        return _refined(best_plan(blocks, judge, every_choice(blocks)).units)
+    except InfeasibleError:
+        return None
+
+
+def _refined(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
+    """The decisions for embedding, two sublayers of each block, and head."""
+    first, *inner, last = units
+    return (first, *(unit for unit in inner for _ in range(2)), last)
 
 
 def _parts(family: Family) -> Iterator[Family]:
@@ -242,7 +283,8 @@ class Family:
 
 def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
     """Plans of the shipped systems with their default flags, except those that cannot be faster than ``best``."""
-    states = sum(block.parameters for block in profile.blocks) * (profile.element_bytes + profile.optimizer_bytes)
+    states = sum(map(profile.state_bytes, range(len(profile.blocks))))
+    states += sum(map(profile.parameter_bytes, range(len(profile.blocks))))
     for name, system in policies.POLICIES.items():
         if system is Joint or (name in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
             continue

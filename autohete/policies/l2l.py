@@ -107,7 +107,7 @@ def _artifact(profile: Profile) -> Plan:
         update_bytes=traffic.ADAM_KERNEL,
         elementwise_bytes=traffic.casts(profile),
         footprint=Footprint(
-            gpu_buffer_bytes=sum(block.parameters for block in profile.blocks) * element,
+            gpu_buffer_bytes=sum(block.trained_parameters for block in profile.blocks) * element,
             host_optimizer_bytes=profile.optimizer_bytes + element,
             host_parameter_bytes=element,
         ),

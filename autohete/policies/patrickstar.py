@@ -12,6 +12,10 @@ Model states live in chunks that *move* between host and GPU; a chunk is in one 
   updated parameters back as fp32 and cast on the GPU.
 - ``--with_async_move`` (off by default, one GPU only) puts moves on a copy stream: the host still waits for each, but kernels
   that are already queued overlap it (``core/chunk_data.py:263-273``).
+- Several GPUs (``core/client.py``, ``access_dist`` and ``_fetch_remote_chunks``): each owns one chunk of a group, brings it to
+  the GPU and gathers the others with a blocking all-gather, for forward and again for backward; they are released after each
+  use. Gradients go to the owner of the chunk, which updates it. Here blocks are gathered instead of groups of chunks, the
+  chunks that rest on the GPU are those of the first blocks, and a gradient has memory of its own until it is reduced.
 - Hybrid Adam: if all 16-bit chunks fit, the *first* optimizer chunks fill the remaining memory ("margin") and are updated on
   the GPU, after backward.
 """
@@ -25,9 +29,9 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.several_gpus import check_one_gpu
+from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, Kind, Value
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Value
 from autohete.workload import Precision
 
 #: ``utils/memory_monitor`` / ``core/memtracer.py``: share of the margin that optimizer chunks may take.
@@ -62,7 +66,6 @@ class PatrickStar:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        check_one_gpu("patrickstar", profile)
         if profile.workload.micro_batches > 1 and profile.workload.precision is not Precision.FP32:
             raise InputError(
                 "patrickstar cannot accumulate gradients: they take the place of the 16-bit parameters, which the next "
@@ -71,17 +74,21 @@ class PatrickStar:
         return with_checkpointing(self.checkpointing, lambda activations: self._place(profile, activations, judge), judge)
 
     def _place(self, profile: Profile, activations: Activations, judge: Judge) -> Plan:
-        element = profile.element_bytes
-        parameters = [block.parameters for block in profile.blocks]
-        transformer = range(1, len(parameters) - 1)
+        element, gpus = profile.element_bytes, profile.hardware.gpus
+        whole = [profile.parameter_bytes(block) for block in range(len(profile.blocks))]
+        # Of each block, the part in this GPU's chunks. A tied embedding is in all GPUs' chunks.
+        weights = [profile.hardware.part_of(size) for size in whole]
+        if profile.workload.tied_embeddings:
+            weights[0] = whole[0]
+        transformer = range(1, len(weights) - 1)
 
         def plan_for(kept: int, on_gpu: int) -> Plan:
             """The plan if ``kept`` transformer blocks fit on the GPU at a time; it updates the first ``on_gpu`` blocks."""
             # The system trains in 16 bit only. In fp32 the parameters are the master weights and must not be overwritten.
-            replaced = profile.workload.precision is not Precision.FP32
+            replaced = profile.workload.precision is not Precision.FP32 and gpus == 1
             common = UnitPlan(refresh=Format(4), gradients_replace_parameters=replaced)
             units = []
-            for block in range(len(parameters)):
+            for block in range(len(weights)):
                 unit = replace(common, update_on=Processor.GPU if block < on_gpu else Processor.CPU)
                 if block in transformer:
                     unit = replace(unit, activations=activations, parameters=route(block, kept))
@@ -93,8 +100,9 @@ class PatrickStar:
             moving = not self.async_move and any(unit.parameters.moves for unit in units)
             return Plan(
                 policy="patrickstar",
-                units=tuple(units),
+                units=shared(units, 3, profile) if gpus > 1 else tuple(units),
                 rules=(
+                    *([BlockingCopies(Kind.REDUCE_GRADIENTS)] if gpus > 1 else []),
                     *([BlockingCopies(Kind.WRITE_BACK_FORWARD)] if moving else []),
                     *([BlockingCopies(Kind.OFFLOAD_GRADIENTS, leaving)] if leaving else []),
                     SerialUpdates(with_copies=copied_late),  # ends with the first block; the next forward waits for it
@@ -111,6 +119,9 @@ class PatrickStar:
             )
 
         def route(block: int, kept: int) -> Route:
+            if gpus > 1:
+                home = GPU_MEMORY if block <= kept else HOST_MEMORY
+                return Route(home, ahead_in_forward=int(self.async_move), ahead_in_backward=int(self.async_move))
             if kept >= len(transformer):
                 return Route()
             stays_after_forward = block > len(transformer) - kept
@@ -125,21 +136,21 @@ class PatrickStar:
 
         # The warm-up iteration: memory that training needs in addition to its chunks.
         everything = plan_for(len(transformer), 0)
-        beside_chunks = judge(everything).gpu_peak_bytes - sum(parameters) * element
+        beside_chunks = judge(everything).gpu_peak_bytes - sum(weights)
         share = self.gpu_share / 100 * profile.hardware.gpu.memory_bytes
         room = min(share, profile.hardware.gpu_capacity_bytes) - beside_chunks
-        margin = (room - sum(parameters) * element) * _MARGIN_SHARE
+        margin = (room - sum(weights)) * _MARGIN_SHARE
         if margin >= 0:
             on_gpu = 0
-            while self.hybrid_adam and on_gpu < len(parameters) - 1:
-                margin -= parameters[on_gpu] * profile.optimizer_bytes
+            while self.hybrid_adam and on_gpu < len(weights) - 1:
+                margin -= profile.state_bytes(on_gpu, profile.hardware.part_of(profile.blocks[on_gpu].trained_parameters))
                 if margin < 0:
                     break
                 on_gpu += 1
             return plan_for(len(transformer), on_gpu)
-        room -= (parameters[0] + parameters[-1]) * element
-        kept = int(room // (max(parameters[1:-1]) * element))
-        return plan_for(max(kept, 1), 0)
+        room -= weights[0] + weights[-1]
+        kept = int(room // max(weights[1:-1]))
+        return plan_for(max(kept, 1 if gpus == 1 else 0), 0)
 
 
 SYSTEM = PatrickStar

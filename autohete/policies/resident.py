@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Plan, UnitPlan
+from autohete.plan import Activations, Footprint, Plan, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
@@ -24,15 +24,22 @@ class Resident:
     Args:
         checkpointing: full, selective, none, or the better of full and none.
         zero_stage: what several GPUs shard: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well.
+        deepspeed: before the update the gradients of a GPU's part are put together in one tensor and cast to fp32, as stages 1
+            and 2 of DeepSpeed do (``step`` in deepspeed/runtime/zero/stage_1_and_2.py at 0.18.6).
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     zero_stage: int = 0
+    deepspeed: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 <= self.zero_stage <= 3:
             raise InputError(f"resident:zero_stage={self.zero_stage} must be 0, 1, 2 or 3")
+        if self.deepspeed and self.zero_stage not in (1, 2):
+            raise InputError(
+                f"resident:deepspeed is for zero_stage 1 and 2, not {self.zero_stage}: give one of them, or leave it out"
+            )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
@@ -40,9 +47,21 @@ class Resident:
         def plan_for(activations: Activations) -> Plan:
             inner = UnitPlan(activations)
             units = (UnitPlan(), *[inner] * (len(profile.blocks) - 2), UnitPlan())
-            return Plan(policy="resident", units=shared(units, self.zero_stage, profile), rules=(GpuUpdatesAfterBackward(),))
+            return Plan(
+                policy="resident",
+                units=shared(units, self.zero_stage, profile),
+                rules=(GpuUpdatesAfterBackward(),),
+                footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
+            )
 
         return with_checkpointing(self.checkpointing, plan_for, judge)
+
+    def _update_bytes(self, profile: Profile) -> int:
+        """What is held while one GPU updates its part: one tensor in the format of gradients, and its fp32 cast."""
+        if not self.deepspeed:
+            return 0
+        part = profile.hardware.part_of(sum(block.trained_parameters for block in profile.blocks))
+        return part * (profile.element_bytes + 4 * profile.workload.precision.is_mixed)
 
 
 SYSTEM = Resident

@@ -44,29 +44,40 @@ class Rotor:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`. If nothing fits, returns the fastest plan with the least memory."""
-        chain = Chain(_stages(profile), profile.hardware.gpu_capacity_bytes - _there_bytes(profile), nested=self.nested)
-        units = tuple(UnitPlan(kept[0], again=tuple(kept[1:-1])) for kept in chain.forwards())
+        first = profile.first_trained  # those below have no backward
+        budget = (
+            profile.hardware.gpu_capacity_bytes - _there_bytes(profile) - (profile.blocks[first].input_bytes if first else 0)
+        )
+        chain = Chain(_stages(profile)[first:], budget, nested=self.nested)
+        units = (*[UnitPlan()] * first, *(UnitPlan(kept[0], again=tuple(kept[1:-1])) for kept in chain.forwards()))
         plan = Plan("rotor", units, rules=(GpuUpdatesAfterBackward(),))
-        return replace(plan, bound_seconds=_iteration_seconds(profile, plan)) if chain.exact else plan
+        # The program counts a recomputation as a forward.
+        exact = chain.exact and all(block.shorter_recompute_seconds is None for block in profile.blocks)
+        return replace(plan, bound_seconds=_iteration_seconds(profile, plan)) if exact else plan
 
 
 def _iteration_seconds(profile: Profile, plan: Plan) -> float:
     """Iteration time: the GPU runs all tasks one after another, and no other lane has any."""
     blocks = profile.blocks
-    passes = sum(round(block.forward_seconds * 1e9) + round(block.backward_seconds * 1e9) for block in blocks)
-    passes += sum(round(blocks[again.unit].forward_seconds * 1e9) for done in plan.recomputations() for again in done)
+    passes = sum(round(block.forward_seconds * 1e9) for block in blocks)
+    passes += sum(round(block.backward_seconds * 1e9) for block in blocks[profile.first_trained :])
+    for done in plan.recomputations():
+        for again in done:
+            times = blocks[again.unit]
+            passes += round((times.forward_seconds if again.hands_on else times.recompute_seconds) * 1e9)
     passes += round(profile.loss.seconds * 1e9)
-    updates = sum(round(block.gpu_update_seconds * 1e9) for block in blocks)
+    updates = sum(round(block.gpu_update_seconds * 1e9) for block in blocks if not block.is_frozen)
     return (profile.workload.micro_batches * passes + updates) * 1e-9
 
 
 def _gradients(profile: Profile) -> list[int]:
-    return [block.parameters * profile.element_bytes for block in profile.blocks]
+    return [block.trained_parameters * profile.element_bytes for block in profile.blocks]
 
 
 def _there_bytes(profile: Profile) -> int:
     """Bytes that are always allocated. Includes gradients if those of several micro-batches are accumulated."""
-    resident = sum(block.parameters * (profile.element_bytes + profile.optimizer_bytes) for block in profile.blocks)
+    states = sum(map(profile.state_bytes, range(len(profile.blocks))))
+    resident = states + sum(map(profile.parameter_bytes, range(len(profile.blocks))))
     return resident + (sum(_gradients(profile)) if profile.workload.micro_batches > 1 else 0)
 
 
@@ -87,9 +98,9 @@ def _stages(profile: Profile) -> list[Stage]:
             made, left = made + tied, left + tied + held_logits
             backward = max(
                 loss.logits_bytes + held_logits + backward + times.input_bytes + made,
-                2 * loss.logits_bytes + loss.workspace_bytes,
+                loss.peak_bytes,
             )
-        elif unit:
+        elif unit > profile.first_trained:
             backward += times.input_bytes + made
         else:
             backward += made

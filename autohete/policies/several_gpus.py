@@ -18,7 +18,10 @@ def shared(units: Iterable[UnitPlan], zero_stage: int, profile: Profile) -> tupl
         zero_stage: 0 to 3.
         profile: says whether embeddings are tied.
     """
-    first, *others = (replace(unit, zero_stage=zero_stage) for unit in units)
+    units = tuple(units)
+    different = {id(unit): unit for unit in units}  # mostly few
+    made = {number: replace(unit, zero_stage=zero_stage) for number, unit in different.items()}
+    first, *others = (made[id(unit)] for unit in units)
     if profile.workload.tied_embeddings:
         first = replace(first, zero_stage=min(zero_stage, 2))
     return (first, *others)

@@ -44,7 +44,8 @@ class SqrtCheckpoint:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        blocks = len(profile.blocks) - 2
+        frozen = max(profile.first_trained - 1, 0)  # blocks without backward, which are in no segment
+        blocks = max(len(profile.blocks) - 2 - frozen, 1)
         segments = min(self.segments or round(math.sqrt(blocks)), blocks)
         size, last = blocks // segments, blocks // segments * (segments - 1)
 
@@ -55,6 +56,7 @@ class SqrtCheckpoint:
             return Activations.DROP if block % size else Activations.RECOMPUTE
 
         inner = [UnitPlan(kept_by(block)) for block in range(blocks)]
+        inner = [*[UnitPlan()] * frozen, *inner][: len(profile.blocks) - 2]
         return Plan("sqrt_checkpoint", (UnitPlan(), *inner, UnitPlan()), rules=(GpuUpdatesAfterBackward(),))
 
 

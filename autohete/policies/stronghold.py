@@ -12,13 +12,18 @@ A window of ``w`` blocks slides over the model.
 - After backward of any other block, a thread pool copies its gradients *and* parameters to the host without blocking the GPU
   (``training.py:916-945``), and its CPU update starts at once; backward of block i - w waits for it.
 - Host: parameters and gradients pinned, both moments pageable: 16 bytes per parameter in fp32.
+- Several GPUs: the artifact reduces the gradients of what stays on the GPU, and leaves those on the host as "todo"
+  (``model/distributed.py``, ``allreduce_gradients``). Assumed here: each GPU updates a part of every block, as in ZeRO. The
+  first w blocks, embedding and head stay on each GPU; of the others each GPU fetches its part over its own link, and gathers
+  the rest from the other GPUs. What is gathered is dropped after its use instead of copied back. ``replicated``: Megatron's
+  data parallelism, which the artifact extends, in which each process holds and updates everything.
 - No CPU work crosses the end of the iteration. The artifact checkpoints every block.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
@@ -27,7 +32,7 @@ from autohete.plan.policy import Judge, Verdict, better
 from autohete.plan.rules import Barrier, Window
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.several_gpus import check_one_gpu
+from autohete.policies.several_gpus import shared
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
@@ -50,11 +55,13 @@ class StrongHold:
         window: number of blocks in the window. None: the fastest that fits.
         window_optimizer: the processor that updates what stays on the GPU. The artifact uses the GPU; ``best`` is the
             faster that fits.
+        replicated: several GPUs share nothing.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     window: int | None = None
     window_optimizer: WindowOptimizer = WindowOptimizer.BEST
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,7 +70,6 @@ class StrongHold:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        check_one_gpu("stronghold", profile)
 
         def plan_for(activations: Activations) -> Plan:
             return better([self._windowed(profile, activations, processor, judge) for processor in processors], judge)
@@ -79,7 +85,9 @@ class StrongHold:
         """The plan of the given window, or of the fastest: search from the widest that fits down while it gets faster."""
 
         def plan_for(window: int) -> Plan:
-            return _plan(profile, activations, window, processor)
+            return shape(profile, activations, window, processor)
+
+        shape = _plan if profile.hardware.gpus == 1 or self.replicated else _shared_plan
 
         if self.window is not None:
             return plan_for(min(self.window, len(profile.blocks) - 2))
@@ -145,6 +153,22 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
             one_host_copy=True,
         ),
     )
+
+
+def _shared_plan(profile: Profile, activations: Activations, window: int, window_optimizer: Processor) -> Plan:
+    """The plan of several GPUs that each update a part of every block."""
+    plan, last = _plan(profile, activations, window, window_optimizer), len(profile.blocks) - 1
+    staying = shared(plan.units, 2, profile)
+    leaving = [
+        replace(
+            unit,
+            parameters=replace(unit.parameters, moves=False, stays_after_backward=False),
+            zero_stage=3,
+        )
+        for unit in plan.units
+    ]
+    units = [replace(staying[i], parameters=Route()) if i in (0, last) or i <= window else leaving[i] for i in range(last + 1)]
+    return replace(plan, units=tuple(units), slots=None)
 
 
 SYSTEM = StrongHold

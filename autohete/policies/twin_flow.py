@@ -35,7 +35,6 @@ from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import shared
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
-from autohete.quantities import rounded_when_pinned
 from autohete.schedule import Kind, Value
 
 
@@ -126,7 +125,7 @@ class TwinFlow:
             footprint=Footprint(
                 # In addition to the states: the gradient in fp32, and in fp32 training a separate master.
                 gpu_buffer_bytes=bucket + on_gpu * (16 - profile.optimizer_bytes),
-                host_buffer_bytes=rounded_when_pinned(all_gradients) if self.pin_memory else all_gradients,
+                host_buffer_bytes=profile.hardware.host.pinned(all_gradients) if self.pin_memory else all_gradients,
                 host_optimizer_bytes=12 if self.pin_memory else 16,
                 host_pinned_bytes=(4,) if self.pin_memory else (),
                 host_pinned_together=True,
@@ -151,12 +150,12 @@ class TwinFlow:
 
 def _parameters(profile: Profile) -> list[int]:
     """For each unit, the parameters that one GPU updates."""
-    return [profile.hardware.part_of(block.parameters) for block in profile.blocks]
+    return [profile.hardware.part_of(block.trained_parameters) for block in profile.blocks]
 
 
 def _nearest(profile: Profile, ratio: int) -> int:
     """Number of units that the GPU updates so that the others' share is nearest to ``ratio`` percent; ties favour the fewer."""
-    parameters = [block.parameters for block in profile.blocks]
+    parameters = [block.trained_parameters for block in profile.blocks]
     return min(
         range(len(parameters) + 1),
         key=lambda on_gpu: abs(100 * sum(parameters[on_gpu:]) - ratio * sum(parameters)),

@@ -8,22 +8,24 @@ cost per kernel is added, and no pass is faster than the host launches its kerne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
+from autohete.hashing import Hashed, hashed_once
+from autohete.profile.adapters import additions
+from autohete.profile.loop import expert_loop
 from autohete.workload import BlockRole, Precision, Workload
-from autohete.workload.decoder_kernels import TRANSFORMERS_HEAD, both_parts, decoder_part
-from autohete.workload.kernels import IMPLEMENTATIONS, Part
+from autohete.workload.decoder_kernels import INPUT_ROWS, TRANSFORMERS_HEAD, both_parts, decoder_part
+from autohete.workload.kernels import GPT2_ROWS, IMPLEMENTATIONS, Part, without_inputs
 from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
+from autohete.workload.optimizers import Optimizer, moment_bytes, newton_schulz, orthogonalised, state_bytes, temporary_bytes
+from autohete.workload.training import LAST
 
 #: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
 _GEMM_INNER_HALF = 256
-#: Bytes that a fused AdamW on the GPU touches per parameter: master weight and both moments read and written in fp32 (24);
-#: gradient and, in mixed precision, the 16-bit parameter come on top.
-_ADAM_STATE_TRAFFIC_BYTES = 24
-#: Fused attention runs at about this fraction of the GEMM rate in forward (Dao 2023, table of A100 forward speeds), with FLOPs
-#: counted without the causal mask.
+#: Fused attention runs at about this fraction of the GEMM rate in forward (Dao 2023, table of A100 forward speeds).
 _ATTENTION_SHARE = 0.65
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
@@ -52,14 +54,15 @@ class SelectiveProfile:
         check_fields(self)
 
 
+@hashed_once
 @dataclass(frozen=True, slots=True)
-class BlockProfile:
+class BlockProfile(Hashed):
     """One unit, such as a transformer block: times in seconds on an undisturbed engine, sizes in bytes.
 
     Args:
         role: kind of unit.
         parameters: number of parameters it owns.
-        forward_seconds, backward_seconds: GPU time of one pass. A recomputation takes the time of a forward.
+        forward_seconds, backward_seconds: GPU time of one pass.
         gpu_update_seconds: optimizer step of this block on the GPU.
         input_bytes: its input, which is all that stays when the block is checkpointed. The input's gradient has the same size.
         activation_bytes: what forward keeps for backward, including its input.
@@ -69,6 +72,10 @@ class BlockProfile:
         measured_checkpointed_workspace_bytes: the same for a forward that keeps only the input, if measured.
         cpu_update_seconds: optimizer step on the CPU, if measured. None: derived from the bytes that the plan says it touches.
         selective: its selective recomputation. None: not available or not measured.
+        frozen_parameters: those of ``parameters`` that are not trained: they have no gradients, states or updates.
+        frozen_bytes: size of these, if they are not in the format the GPU computes with (quantised).
+        state_bytes: size of its optimizer states, with master weights. None: those of AdamW.
+        shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
     """
 
     role: BlockRole
@@ -84,14 +91,40 @@ class BlockProfile:
     cpu_update_seconds: float | None = None
     measured_checkpointed_workspace_bytes: int | None = None
     selective: SelectiveProfile | None = None
+    frozen_parameters: int = 0
+    frozen_bytes: int | None = None
+    state_bytes: int | None = None
+    shorter_recompute_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.shorter_recompute_seconds is not None and self.shorter_recompute_seconds > self.forward_seconds:
+            raise InputError(
+                f"a recomputation takes {self.shorter_recompute_seconds} s, longer than a forward ({self.forward_seconds} s): "
+                "give at most as much, or leave it out"
+            )
+        if not 0 <= self.frozen_parameters <= self.parameters:
+            raise InputError(f"{self.frozen_parameters} of {self.parameters} parameters are frozen: give 0 up to all of them")
         if self.selective is not None and self.selective.kept_bytes > self.kept_bytes:
             raise InputError(
                 f"a selective forward would keep {self.selective.kept_bytes} bytes, more than the {self.kept_bytes} of one "
                 "that keeps all: leave selective out"
             )
+
+    @property
+    def recompute_seconds(self) -> float:
+        """GPU time of a recomputation whose output is not needed."""
+        return self.forward_seconds if self.shorter_recompute_seconds is None else self.shorter_recompute_seconds
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters that are trained."""
+        return self.parameters - self.frozen_parameters
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether none of its parameters is trained, though it has some."""
+        return self.frozen_parameters == self.parameters > 0
 
     @property
     def kept_bytes(self) -> int:
@@ -127,12 +160,24 @@ class LossProfile:
         logits_bytes: size of the logits, and of their gradient.
         workspace_bytes: temporaries of the loss.
         keeps_logits: the logits stay until backward has ended.
+        in_place: the gradient is written in the place of the logits.
     """
 
     seconds: float
     logits_bytes: int
     workspace_bytes: int
     keeps_logits: bool = False
+    in_place: bool = False
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What the gradient of the logits takes in addition to them."""
+        return 0 if self.in_place else self.logits_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the loss takes at its peak: logits, their gradient and temporaries."""
+        return self.logits_bytes + self.gradient_bytes + self.workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +200,44 @@ class Profile:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state per parameter."""
-        return self.workload.precision.optimizer_bytes
+        """Bytes of AdamW's states per parameter: two fp32 moments, and in mixed precision the master weight. Footprints of
+        systems say what AdamW takes; see :meth:`saved_bytes`.
+        """
+        return 12 if self.workload.precision.is_mixed else 8
+
+    def state_bytes(self, block: int, count: int | None = None) -> int:
+        """Size of the optimizer states of ``count`` trained parameters of ``block``, with their masters. None: of all."""
+        trained, known = self.blocks[block].trained_parameters, self.blocks[block].state_bytes
+        count = trained if count is None else count
+        if known is None:
+            return count * self.optimizer_bytes
+        return -(-count * known // trained) if trained else 0
+
+    def saved_bytes(self, block: int, count: int | None = None) -> int:
+        """Bytes by which these states are smaller than AdamW's."""
+        count = self.blocks[block].trained_parameters if count is None else count
+        return count * self.optimizer_bytes - self.state_bytes(block, count)
+
+    def parameter_bytes(self, block: int) -> int:
+        """Size of all parameters of ``block`` where the GPU computes with them."""
+        return self.blocks[block].trained_parameters * self.element_bytes + self.frozen_bytes(block)
+
+    def frozen_bytes(self, block: int) -> int:
+        """Size of the frozen parameters of ``block``, in every memory."""
+        found = self.blocks[block]
+        return found.frozen_parameters * self.element_bytes if found.frozen_bytes is None else found.frozen_bytes
+
+    @property
+    def first_trained(self) -> int:
+        """The first block that is not frozen. Blocks below it need no backward.
+
+        Raises:
+            InputError: all are frozen.
+        """
+        found = next((i for i, block in enumerate(self.blocks) if not block.is_frozen), None)
+        if found is None:
+            raise InputError("all parameters are frozen: there is nothing to train; let at least one block have trained ones")
+        return found
 
     def h2d_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
         """Time to copy ``size_bytes`` to the GPU, alone on the link."""
@@ -203,8 +284,11 @@ class Profile:
         measured, cpu = self.blocks[block].cpu_update_seconds, self.hardware.cpu
         if measured is not None:
             return measured
+        optimizer = self.workload.training.optimizer
+        if kernel_bytes:  # what a system's kernel reads and writes with AdamW's states
+            kernel_bytes = max(kernel_bytes - 2 * (moment_bytes(Optimizer.ADAMW) - moment_bytes(optimizer)), 0.0)
         seconds = kernel_bytes / cpu.update_bandwidth + elementwise_bytes / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
-        return self.blocks[block].parameters * seconds / (cpu.concurrent_share if beside_gpu else 1.0)
+        return self.blocks[block].trained_parameters * seconds / (cpu.concurrent_share if beside_gpu else 1.0)
 
     def gpu_memory_seconds(self, traffic_bytes: float) -> float:
         """Time of a GPU kernel that is bound by ``traffic_bytes`` of memory traffic."""
@@ -225,16 +309,21 @@ def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:
 
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
     """The roofline profile of ``workload`` on ``hardware``."""
-    roofline = _Roofline(workload, hardware)
-    made: dict[object, BlockProfile] = {}  # equal units share one profile
-    blocks = []
+    roofline, firsts = _Roofline(workload, hardware), _first_alike(workload)
+    made = {unit: roofline.unit(unit) for unit in dict.fromkeys(firsts)}
+    return Profile(workload, hardware, tuple([made[unit] for unit in firsts]), roofline.loss())
+
+
+@lru_cache
+def _first_alike(workload: Workload) -> list[int]:
+    """For each unit, the first one that is equal, so that they share one profile."""
+    first: dict[object, int] = {}
+    found = []
     for unit in range(workload.blocks):
-        role = workload.role(unit)
-        alike = (role, workload.components(unit)) if workload.is_inner(unit) else role
-        if alike not in made:
-            made[alike] = roofline.unit(unit)
-        blocks.append(made[alike])
-    return Profile(workload, hardware, tuple(blocks), roofline.loss())
+        parts = workload.components(unit) if workload.is_inner(unit) else ()
+        alike = workload.role(unit), parts, workload.trains_base(unit), bool(workload.adapter_products(unit))
+        found.append(first.setdefault(alike, unit))
+    return found
 
 
 def _head_sizes(component: Attention | LatentAttention) -> tuple[int, int]:
@@ -252,6 +341,12 @@ class _Roofline:
             self.flops = gpu.peak_32bit_flops * efficiency
         else:
             self.flops = gpu.peak_16bit_flops * gpu.gemm_efficiency
+        self.flops_8bit = (gpu.peak_8bit_flops or 0.0) * gpu.gemm_efficiency
+        if workload.training.fp8 and not gpu.peak_8bit_flops:
+            raise InputError(
+                f"products are to be computed in fp8, but {hardware.name} does not say how fast: give it the figure "
+                "gpu.peak_8bit in a hardware file, choose hardware that has it, such as h100-pcie5, or train in bf16"
+            )
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
         self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
         self.multiprocessors = gpu.multiprocessors
@@ -259,21 +354,19 @@ class _Roofline:
         self.element = workload.precision.element_bytes
         self.kernels = IMPLEMENTATIONS[workload.kernels]
 
-    def _gemm_seconds(self, rows: float, columns: float, inner: float, batch: int = 1) -> float:
-        """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory."""
+    def _gemm_seconds(self, rows: float, columns: float, inner: float, batch: int = 1, *, fp8: bool = False) -> float:
+        """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory. With
+        fp8 the operands have one byte each; the result has not.
+        """
         shape = (inner + _GEMM_INNER_HALF) / inner
         if self.multiprocessors is not None:
             # Fractions of tiles: with whole tiles, 129 rows would be faster than 128, as more tiles share a wave's loss.
             waves = batch * rows * columns / _TILE**2 / self.multiprocessors
             shape *= (waves + _WAVES_HALF) / waves
-        arithmetic = 2 * batch * rows * columns * inner / self.flops * shape
-        traffic = self.element * batch * (rows * inner + inner * columns + rows * columns) / self.bandwidth
+        arithmetic = 2 * batch * rows * columns * inner / (self.flops_8bit if fp8 else self.flops) * shape
+        operand = 1 if fp8 else self.element
+        traffic = batch * (operand * (rows * inner + inner * columns) + self.element * rows * columns) / self.bandwidth
         return max(arithmetic, traffic)
-
-    def _backward_gemm_seconds(self, columns: int, inner: int) -> float:
-        """Time of the two products in backward of ``tokens x inner`` times ``inner x columns``: for input and weights."""
-        tokens = self.workload.tokens
-        return self._gemm_seconds(tokens, inner, columns) + self._gemm_seconds(inner, columns, tokens)
 
     def _core_seconds(self, component: Component) -> tuple[float, float]:
         """Time of the products without weights, forward and backward. The operations between them are in the table."""
@@ -284,32 +377,51 @@ class _Roofline:
             # Scores (and the gradient of the weights) have the head size as inner dimension, the others the sequence length.
             wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, value, s, batch)
             return wide + deep, wide + 3 * deep
-        seconds = w.tokens * component.core_flops(w.sequence_length) / (self.flops * _ATTENTION_SHARE)
+        seconds = w.tokens * component.flash_flops(w.attended_tokens) / (self.flops * _ATTENTION_SHARE)
         return seconds, _ATTENTION_BACKWARD * seconds
 
-    def _product_seconds(self, product: Product) -> tuple[float, float]:
-        """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows."""
-        rows = self.workload.tokens * product.rows / product.matrices
-        columns, inner, batch = product.columns, product.inner, product.matrices
+    def _product_seconds(self, product: Product, *, trained: bool = True, fp8: bool = False) -> tuple[float, float]:
+        """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows. Frozen
+        weights have no gradient: backward is the product for the input's alone.
+        """
+        looped = self.workload.looped_experts
+        batch = product.matrices if looped is None else min(product.matrices, looped)
+        rows, columns, inner = self.workload.tokens * product.rows / batch, product.columns, product.inner
         if rows < 1:  # some matrices are not used
             rows, batch = 1, round(rows * batch)
-        forward = self._gemm_seconds(rows, columns, inner, batch)
-        return forward, self._gemm_seconds(rows, inner, columns, batch) + self._gemm_seconds(inner, columns, rows, batch)
+        forward = self._gemm_seconds(rows, columns, inner, batch, fp8=fp8)
+        backward = self._gemm_seconds(rows, inner, columns, batch, fp8=fp8)
+        backward += self._gemm_seconds(inner, columns, rows, batch, fp8=fp8) * trained
+        if not fp8:
+            return forward, backward
+        # Transformer Engine, cast_transpose: 16 bit are read and 8 written; what the gradient of the weights needs is written
+        # a second time, transposed, and so are the weights, for the gradient of the input.
+        activations, gradients = rows * batch * inner * (3 + trained), rows * batch * columns * (3 + trained)
+        forward += (activations + 4 * batch * inner * columns) / self.bandwidth + 2 * self.overhead
+        return forward, backward + gradients / self.bandwidth + self.overhead
 
     def _products_seconds(self, unit: int) -> tuple[float, float]:
         """Time of all matrix products of a unit between embedding and head, forward and backward."""
-        components, h = self.workload.components(unit), self.workload.hidden_size
-        found = [self._product_seconds(product) for component in components for product in component.products(h)]
+        components, h, trained = self.workload.components(unit), self.workload.hidden_size, self.workload.trains_base(unit)
+        products = [product for component in components for product in component.products(h)]
+        fp8 = self.workload.training.fp8
+        found = [self._product_seconds(product, trained=trained, fp8=fp8) for product in products]
         found += [self._core_seconds(component) for component in components]
         return sum(forward for forward, _ in found), sum(backward for _, backward in found)
 
     def _part(self, unit: int) -> Part:
         """The kernels of a unit between embedding and head, in addition to its products."""
         w, block = self.workload, self.workload.block(unit)
+        frozen, adapted = not w.trains_base(unit), w.adapted_layers(unit)
         if block == gpt2_block(w.hidden_size, w.heads):
-            return self.kernels.part(w.role(unit))
+            part = self.kernels.part(w.role(unit))
+            used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
+            return without_inputs(part, {name for names in GPT2_ROWS.values() for name in names} - used) if frozen else part
         eager, flash = self.kernels.eager, self.kernels.flash
         parts = [decoder_part(block, w.hidden_size, one, eager=eager, flash=flash) for one in w.components(unit)]
+        if frozen:
+            used_by = [{layer.row for layer in adapted if layer.mixes is (one is block.mixer)} for one in w.components(unit)]
+            parts = [without_inputs(part, INPUT_ROWS - used) for part, used in zip(parts, used_by, strict=True)]
         return both_parts(*parts) if len(parts) == 2 else parts[0]
 
     def _scores(self, unit: int) -> int:
@@ -338,6 +450,7 @@ class _Roofline:
         hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
         parameters = w.unit_parameters(unit)
         selective: SelectiveProfile | None = None
+        shorter: float | None = None
         activations: float
         workspaces: tuple[float, float]
         if role is BlockRole.EMBEDDING:
@@ -351,10 +464,11 @@ class _Roofline:
             backward = self._pass_seconds(traffic / self.bandwidth, kernels)
             workspaces = (hidden_bytes, 0)
         elif role is BlockRole.HEAD:
-            activations = 2 * hidden_bytes  # the norm's input and the projection's
+            frozen = not w.trains_base(0 if w.tied_embeddings else unit)  # its matrix
+            activations = hidden_bytes * (1 if frozen else 2)  # the norm's input and the projection's
             gemm = self._gemm_seconds(w.tokens, w.vocabulary_size, w.hidden_size)
             forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2)
-            gemm_backward = self._backward_gemm_seconds(w.vocabulary_size, w.hidden_size)
+            _, gemm_backward = self._product_seconds(Product(w.vocabulary_size, w.hidden_size), trained=not frozen)
             backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4)
             workspaces = (0, hidden_bytes)
         else:
@@ -365,29 +479,75 @@ class _Roofline:
             if element == 2:
                 activations += 4 * (total("kept_casts") * w.tokens * h + total("kept_score_casts") * scores)
             gemm, gemm_backward = self._products_seconds(unit)
-            forward = self._pass_seconds(gemm + self._elementwise_seconds(part, "forward", scores), total("forward_kernels"))
+            added = additions(w, unit, self._product_seconds, self.bandwidth) + expert_loop(w, unit, self.bandwidth)
+            activations += added.kept_bytes
+            forward = self._pass_seconds(
+                gemm + self._elementwise_seconds(part, "forward", scores) + added.forward_seconds,
+                total("forward_kernels") + added.forward_kernels,
+            )
             backward = self._pass_seconds(
-                gemm_backward + self._elementwise_seconds(part, "backward", scores), total("backward_kernels")
+                gemm_backward + self._elementwise_seconds(part, "backward", scores) + added.backward_seconds,
+                total("backward_kernels") + added.backward_kernels,
             )
             selective = self._selective(unit, part, round(activations - hidden_bytes))
+            shorter = self._shorter_recompute_seconds(unit, part, scores)
             # The table's workspaces include the output, and in backward its gradient and that of the input.
             workspaces = (
-                (part.forward_workspace - 1) * hidden_bytes,
-                (part.backward_workspace - 2) * hidden_bytes + part.backward_score_workspace * element * scores,
+                (part.forward_workspace - 1) * hidden_bytes + added.workspace_bytes,
+                (part.backward_workspace - 2) * hidden_bytes
+                + part.backward_score_workspace * element * scores
+                + added.workspace_bytes,
             )
-        update_traffic = _ADAM_STATE_TRAFFIC_BYTES + (2 * element if element == 2 else element)
+        frozen_parameters = w.frozen_parameters(unit)
+        update, states = self._update(unit, parameters - frozen_parameters)
         return BlockProfile(
             role=role,
             parameters=parameters,
             forward_seconds=forward,
             backward_seconds=backward,
-            gpu_update_seconds=parameters * update_traffic / self.bandwidth + self.overhead,
+            gpu_update_seconds=update,
             input_bytes=round(min(activations, 8 * w.tokens if role is BlockRole.EMBEDDING else hidden_bytes)),
             activation_bytes=round(activations),
             forward_workspace_bytes=round(workspaces[0]),
             backward_workspace_bytes=round(workspaces[1]),
             selective=selective,
+            frozen_parameters=frozen_parameters,
+            frozen_bytes=w.frozen_bytes(unit),
+            state_bytes=None if w.training.optimizer is Optimizer.ADAMW else states,
+            shorter_recompute_seconds=shorter,
         )
+
+    def _shorter_recompute_seconds(self, unit: int, part: Part, scores: int) -> float | None:
+        """Time of a recomputation that stops at the last tensor that backward needs. An operation's inputs are saved before it
+        runs (``pack_hook`` of ``_recomputation_hook`` in torch/utils/checkpoint.py), so a product that is the last is left out.
+        """
+        w = self.workload
+        if not w.training.early_stop or w.looped_experts is not None or w.adapted_layers(unit):
+            return None
+        needed = part.until_saved()
+        last_product = needed.operations[-1].name == LAST
+        gemm, _ = self._products_seconds(unit)
+        if last_product:
+            component = w.components(unit)[-1]
+            gemm -= self._product_seconds(component.products(w.hidden_size)[-1])[0]
+        kernels = needed.total("forward_kernels") - last_product
+        return self._pass_seconds(gemm + self._elementwise_seconds(needed, "forward", scores), kernels)
+
+    def _update(self, unit: int, trained: int) -> tuple[float, int]:
+        """Time of an update of ``trained`` parameters on the GPU, and the size of its states. States and masters are read and
+        written, gradients read, and parameters written; in fp32 these are read, too.
+        """
+        w, element = self.workload, self.element
+        optimizer, matrices, mixed = w.training.optimizer, w.trained_matrices(unit), w.precision.is_mixed
+        states = state_bytes(optimizer, trained, matrices, mixed=mixed)
+        traffic = 2 * states + trained * (2 * element if mixed else 3 * element) + trained * temporary_bytes(optimizer)
+        seconds = traffic / self.bandwidth + self.overhead
+        for matrix in orthogonalised(optimizer, matrices):
+            products = newton_schulz(matrix)
+            seconds += (
+                sum(self._gemm_seconds(*sizes, batch=matrix.matrices) for sizes in products) + len(products) * self.overhead
+            )
+        return seconds, states
 
     def _selective(self, unit: int, part: Part, kept_bytes: int) -> SelectiveProfile | None:
         """Selective recomputation of a part that keeps ``kept_bytes`` in addition to its input."""
@@ -417,10 +577,12 @@ class _Roofline:
 
     def _chunked_loss(self) -> LossProfile:
         """Liger Kernel at 00eba63, ``ops/fused_linear_cross_entropy.py``: a kernel reads a chunk's logits twice, and writes
-        their gradient in their place; every chunk adds to the gradient of the head's matrix.
+        their gradient in their place; every chunk adds to the gradient of the head's matrix. LLMQ at b77d9691 does the same
+        (``src/kernels/fused_classifier.cu``, ``_backward_lmhead`` in ``src/models/llama_model.cpp``).
         """
         w, element = self.workload, self.element
         chunks = -(-w.tokens // w.loss_tokens)
-        traffic = 3 * element * w.tokens * w.vocabulary_size + 2 * element * chunks * w.vocabulary_size * w.hidden_size
+        added = chunks * w.trains_base(0 if w.tied_embeddings else w.blocks - 1)  # a frozen matrix has no gradient
+        traffic = 3 * element * w.tokens * w.vocabulary_size + 2 * element * added * w.vocabulary_size * w.hidden_size
         seconds = self._pass_seconds(traffic / self.bandwidth, 4 * chunks)
-        return LossProfile(seconds, element * w.loss_tokens * w.vocabulary_size, 0)
+        return LossProfile(seconds, element * w.loss_tokens * w.vocabulary_size, 0, in_place=True)

@@ -69,6 +69,8 @@ def read_profile(path: str | Path) -> Profile:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         raise InputError(f"profile {str(path)!r}: {error.title} {where}: {fault['msg']}; measure it again") from error
+    except InputError as error:
+        raise InputError(f"profile {str(path)!r}: {error}; measure it again") from error
     selective = [block.selective for block in blocks if block.selective is not None]
     numbers = [n for block in blocks for n in astuple(replace(block, selective=None)) if not isinstance(n, str)]
     for number in (*numbers, *(n for part in selective for n in astuple(part)), *astuple(loss)):

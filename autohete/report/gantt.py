@@ -32,7 +32,8 @@ from autohete.schedule import (
     Kind,
 )
 
-_LANE_NAMES = {
+#: Lanes and memories as figures call them.
+LANE_NAMES = {
     GPU: "GPU",
     H2D: "host to GPU",
     D2H: "GPU to host",
@@ -41,11 +42,12 @@ _LANE_NAMES = {
     NVME_WRITE: "NVMe write",
     COLLECTIVE: "all GPUs",
 }
-_MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host", PINNED_MEMORY: "pinned"}
+MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host", PINNED_MEMORY: "pinned"}
 
 # Inches and points (1/72 inch) on paper.
 _WIDTH_IN, _LANE_IN, _MEMORY_IN, _MARGIN_IN = 7.0, 0.36, 1.3, 1.35
 _MARGIN_BETWEEN_IN = 0.7  # between two rows of lanes
+_NARROW_LANE_IN = 0.2  # where many rows share a page
 _TITLE_PT = 14  # above the lanes, and above the numbers of the iterations
 _TEXT_PT, _DIGIT_PT, _PADDING_PT = 6.0, 3.8, 1.6
 _GAP_PT = 0.5  # white gap between neighbours of one kind, if there is room for it
@@ -95,19 +97,41 @@ def two_row_figure(a: Trace, b: Trace, iteration: int, title: str) -> Figure:
     Raises:
         InputError: one of the runs does not have this iteration.
     """
-    spans = [window_ns(trace, iteration, iteration) for trace in (a, b)]
+    return _stacked([(f"{trace.clock}: iteration {iteration} takes", trace) for trace in (a, b)], iteration, title, _LANE_IN)
+
+
+def stacked_figure(runs: Sequence[tuple[str, Trace]], iteration: int, title: str) -> Figure:
+    """Draw bars for one ``iteration`` of several runs, one below the other, on one time axis from the start of the iteration.
+
+    Each row has a name and ends with its iteration, so that a faster run is shorter.
+
+    Args:
+        runs: name and trace of each row; all by the same clock.
+        iteration: the number of the iteration.
+        title: above all rows.
+
+    Raises:
+        InputError: no runs, or one that does not have this iteration.
+    """
+    if not runs:
+        raise InputError("there are 0 runs to draw: give at least one")
+    return _stacked([(f"{name}:", trace) for name, trace in runs], iteration, title, _NARROW_LANE_IN, goes_on=False)
+
+
+def _stacked(runs: Sequence[tuple[str, Trace]], iteration: int, title: str, lane_in: float, *, goes_on: bool = True) -> Figure:
+    spans = [window_ns(trace, iteration, iteration) for _, trace in runs]
     longest = max(end - begin for begin, end in spans)
     with style():
-        lanes = [len(trace.schedule.lanes) for trace in (a, b)]
-        figure = Figure(figsize=(_WIDTH_IN, _MARGIN_IN + _MARGIN_BETWEEN_IN + _LANE_IN * sum(lanes)))
-        axes = figure.subplots(2, sharex=True, height_ratios=lanes)
+        lanes = [len(trace.schedule.lanes) for _, trace in runs]
+        height = _MARGIN_IN + _MARGIN_BETWEEN_IN * (len(runs) - 1) + lane_in * sum(lanes)
+        figure = Figure(figsize=(_WIDTH_IN, height))
+        axes = figure.subplots(len(runs), sharex=True, height_ratios=lanes, squeeze=False)[:, 0]
         figure.suptitle(title)
         rows = []
-        for each, trace, (begin, end) in zip(axes, (a, b), spans, strict=True):
-            takes = f"{trace.clock}: iteration {iteration} takes {format_seconds((end - begin) * 1e-9)}"
-            each.set_title(takes, loc="left", pad=_TITLE_PT)
-            rows.append(_Row(each, trace, (begin, begin + longest)))
-        _time_axis(axes[-1], rows[-1].span, None)
+        for each, (name, trace), (begin, end) in zip(axes, runs, spans, strict=True):
+            each.set_title(f"{name} {format_seconds((end - begin) * 1e-9)}", loc="left", pad=_TITLE_PT if goes_on else None)
+            rows.append(_Row(each, trace, (begin, begin + longest), None if goes_on else end))
+        _time_axis(axes[-1], rows[-1].span, None if goes_on else runs[0][1].clock)
         _draw_lanes(figure, rows, iteration)
     return figure
 
@@ -214,11 +238,12 @@ def _merged(bars: list[_Bar], narrow_ns: float) -> Iterator[_Bar]:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The lanes of ``trace`` during ``span`` (ns of its run), in ``axes``."""
+    """The lanes of ``trace`` during ``span`` (ns of its run), in ``axes``; it ends at ``end`` (None: goes on)."""
 
     axes: Axes
     trace: Trace
     span: tuple[int, int]
+    end: int | None = None
 
 
 def _draw_lanes(figure: Figure, rows: Sequence[_Row], first: int) -> None:
@@ -226,10 +251,10 @@ def _draw_lanes(figure: Figure, rows: Sequence[_Row], first: int) -> None:
     for row in rows:
         lanes = row.trace.schedule.lanes
         row.axes.set_ylim(len(lanes) - 0.5, -0.5)
-        row.axes.set_yticks(range(len(lanes)), [_LANE_NAMES.get(lane.name, lane.name) for lane in lanes])
+        row.axes.set_yticks(range(len(lanes)), [LANE_NAMES.get(lane.name, lane.name) for lane in lanes])
         row.axes.tick_params(axis="y", length=0)
         row.axes.spines["left"].set_visible(False)
-    bars = [_bars(row.trace, row.span) for row in rows]
+    bars = [_bars(row.trace, (row.span[0], row.end or row.span[1])) for row in rows]
     together = [bar for each in bars for bar in each]
     pale = sorted({bar.iteration for bar in together if _is_pale(bar.iteration, first)})
     kinds = sorted({bar.kind for bar in together}, key=KIND_ORDER.__getitem__)
@@ -245,7 +270,8 @@ def _draw_lanes(figure: Figure, rows: Sequence[_Row], first: int) -> None:
         points = row.axes.get_window_extent().width * 72 / figure.dpi / length  # of one nanosecond
         _draw_bars(row.axes, shown, first, row.span, points)
         _draw_numbers(row.axes, shown, first, row.span, points)
-        _draw_iterations(row.axes, row.trace, row.span, points)
+        if row.end is None:
+            _draw_iterations(row.axes, row.trace, row.span, points)
 
 
 def _is_pale(iteration: int, first: int) -> bool:
@@ -347,7 +373,7 @@ def _draw_memory(axes: Axes, occupancy: Occupancy, span: tuple[int, int]) -> Non
         color="#A04600",
     )
     axes.set_ylim(0, max(capacity, float(used.max(initial=0)) / gib) * 1.2)
-    axes.set_ylabel(f"{_MEMORY_NAMES.get(occupancy.memory, occupancy.memory)} memory\n(GiB)")
+    axes.set_ylabel(f"{MEMORY_NAMES.get(occupancy.memory, occupancy.memory)} memory\n(GiB)")
     peak = int(used.argmax())
     axes.plot([(float(times[peak]) - span[0]) / scale], [used[peak] / gib], "o", color="black", markersize=3, clip_on=False)
     axes.set_title(_peak_text(occupancy, int(used[peak])), loc="left", size="small")

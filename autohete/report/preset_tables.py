@@ -9,11 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
-from rich.text import Text
 
 from autohete.errors import unknown_name
-from autohete.hardware import WrittenFigure, preset_names, read_hardware, written_figures
+from autohete.hardware import WrittenFigure, left_out, preset_names, read_hardware, written_figures
 from autohete.report.tables import console, say, table
 from autohete.workload import WORKLOADS, BlockRole, Workload
 from autohete.workload.config import model_names, model_source, read_model
@@ -43,8 +41,15 @@ def print_hardware(source: str | Path) -> None:
     """
     out, figures = console(), written_figures(source)
     document = read_hardware(source)
-    notes = document.hardware().notes
-    say(out, f"{document.name}: {document.title}\n")
+    notes = document.hardware().remarks
+    say(out, f"{document.name}: {document.title}")
+    if document.unified:
+        say(out, "unified: CPU and GPU have one pool of memory, gpu.memory, and nothing is copied")
+    elif document.host is not None and document.host.numa == "far":
+        say(out, "host.numa is far: copies use memory of another domain, at links.*.far_bandwidth")
+    for line in left_out(source):
+        say(out, line)
+    say(out, "")
     homes = list(dict.fromkeys(figure.home for figure in figures))
     for part, own in groupby(figures, key=lambda figure: figure.key.rpartition(".")[0]):
         model = getattr(getattr(document, part, None), "model", None)  # links have none
@@ -62,7 +67,7 @@ def _print_part(out: Console, title: str, figures: list[WrittenFigure], *, sever
         shown.add_row(_name(figure), _readable(figure.value), _range(figure), figure.date, *home)
     out.print(shown)
     for figure in figures:
-        _say_indented(out, f"{_name(figure)}: {figure.source}")
+        say(out, f"  {_name(figure)}: {figure.source}", style="dim", indent=0)
     out.print()
 
 
@@ -84,14 +89,6 @@ def _readable(written: str | float) -> str:
     found = re.fullmatch(r"\s*([-+.\deE]*\d\.?)\s*([A-Za-z/]*)\s*", str(written))
     assert found is not None  # it has been validated
     return f"{float(found[1]):.6g} {found[2]}".rstrip()
-
-
-def _say_indented(out: Console, line: str) -> None:
-    """Print a line of plain text as ``say`` does, its second and further rows indented."""
-    if out.is_terminal:
-        out.print(Padding(Text(line, style="dim"), (0, 0, 0, 2)))
-    else:
-        say(out, f"  {line}")
 
 
 def print_model(workload: Workload, source: str | None) -> None:

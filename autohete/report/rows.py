@@ -97,7 +97,7 @@ def read_rows(path: str, header: Sequence[str]) -> tuple[list[Row], int]:
     found = lines[0] if lines else []
     if found != list(header):
         raise InputError(
-            f"{path!r} cannot be continued: {_difference(found, header)}; sweep over the same keys, or give another --out"
+            f"{path!r} cannot be continued: {difference(found, header)}; sweep over the same keys, or give another --out"
         )
     for number, line in enumerate(lines, start=1):
         if len(line) != len(header):
@@ -107,7 +107,8 @@ def read_rows(path: str, header: Sequence[str]) -> tuple[list[Row], int]:
     return [dict(zip(header, line, strict=True)) for line in lines[1:]], end
 
 
-def _difference(found: Sequence[str], header: Sequence[str]) -> str:
+def difference(found: Sequence[str], header: Sequence[str]) -> str:
+    """Describe how the header of a file differs from that of this sweep."""
     missing = [name for name in header if name not in found]
     other = [name for name in found if name not in header]
     if not (missing or other):

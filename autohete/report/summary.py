@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from itertools import groupby
 
 from autohete.analysis.bounds import period_bounds
-from autohete.analysis.usage import Cause, usage
-from autohete.errors import InfeasibleError
+from autohete.analysis.usage import Cause, Usage, usage
+from autohete.errors import AutoHeteError, InfeasibleError
 from autohete.execution.trace import Clock
-from autohete.hardware import Hardware
-from autohete.plan import Plan, PlanCounts, UnitPlan
+from autohete.plan import Activations, PlanCounts, Processor, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.policies import NamedPolicy
 from autohete.profile import Profile
@@ -119,12 +121,18 @@ def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
     }
 
 
-def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
-    """Summarize ``simulation``, which ``policy`` planned."""
+def summarize(simulation: Simulation, policy: NamedPolicy, *, only_numbers: bool = False) -> Summary:
+    """Summarize ``simulation``, which ``policy`` planned.
+
+    Args:
+        simulation: by the simulator, or an execution.
+        policy: whose plan it is.
+        only_numbers: leave out the assumptions, and what lanes do over time, which take as long to find as all the rest.
+    """
     s = simulation
     fits = s.verdict is Verdict.OK
     bounds = period_bounds(s.schedule)
-    use = usage(s.trace, s.steady)
+    use = Usage({}, {}) if only_numbers else usage(s.trace, s.steady)
     timing = safety(s) if fits else None
     safe = timing.safe if timing else None
     explanation = ""
@@ -141,8 +149,8 @@ def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
         hardware=s.profile.hardware.name,
         policy=s.plan.policy,
         gpus=s.profile.hardware.gpus,
-        assumptions=assumptions(s.profile.workload, policy),
-        notes=s.profile.hardware.notes,
+        assumptions={} if only_numbers else assumptions(s.profile.workload, policy),
+        notes=s.profile.hardware.remarks,
         clock=s.trace.clock,
         verdict=s.verdict,
         explanation=explanation,
@@ -170,57 +178,98 @@ def summarize(simulation: Simulation, policy: NamedPolicy) -> Summary:
         idle_seconds=use.idle_seconds,
         bound_seconds=bounds.seconds,
         binds=bounds.binds,
-        plan=s.plan.counts,
+        plan=counts(s),
         gpu_holders=s.gpu.holders,
     )
 
 
-def answer(profile: Profile, policy: NamedPolicy) -> tuple[Summary, Simulation | None]:
-    """Simulate and summarize. "Nothing fits" is an answer too, without a simulation."""
+def answer(profile: Profile, policy: NamedPolicy, *, only_numbers: bool = False) -> tuple[Summary, Simulation | None]:
+    """Simulate and :func:`summarize`. "Nothing fits" and "cannot run on one pool of memory" are answers too, without a
+    simulation.
+    """
     try:
         simulation = simulate_policy(profile, policy)
     except InfeasibleError as error:
-        return _infeasible(profile.workload, profile.hardware, policy, error), None
-    return summarize(simulation, policy), simulation
+        return _unanswered(profile, policy, Verdict(f"{error.constraint}-out-of-memory"), str(error), error), None
+    return summarize(simulation, policy, only_numbers=only_numbers), simulation
 
 
-def runs_of_equal_units(plan: Plan) -> list[tuple[int, int, UnitPlan]]:
-    """Return first unit, last unit and decisions of each run of units planned alike; the embedding is its own run."""
-    runs: list[tuple[int, int, UnitPlan]] = []
-    for number, unit in enumerate(plan.units):
-        if number > 1 and runs[-1][2] == unit:
-            runs[-1] = (runs[-1][0], number, unit)
-        else:
-            runs.append((number, number, unit))
-    return runs
+def answer_or_refusal(profile: Profile, policy: NamedPolicy) -> tuple[Summary, Simulation | None]:
+    """The same, with a policy that refuses the workload or the hardware, or whose plan cannot be lowered, as an answer, too."""
+    try:
+        return answer(profile, policy)
+    except AutoHeteError as error:
+        return _unanswered(profile, policy, Verdict.INVALID, str(error).removeprefix(f"{policy.name}: ")), None
+
+
+class Training(StrEnum):
+    """What is done with a unit's parameters."""
+
+    TRAINED = "trained"
+    FROZEN = "frozen"
+    FROZEN_BELOW = "frozen, without backward"
+
+
+def training_of(profile: Profile, unit: int) -> Training:
+    """Return whether a unit is trained, frozen, or frozen below all that is trained, where backward does not come."""
+    if not profile.blocks[unit].is_frozen:
+        return Training.TRAINED
+    return Training.FROZEN if unit >= profile.first_trained else Training.FROZEN_BELOW
+
+
+def counts(simulation: Simulation) -> PlanCounts:
+    """Return the counts of a plan without what it says of frozen units: they have no updates, and some no backward."""
+    plan, profile = simulation.plan, simulation.profile
+    told = [(unit, training_of(profile, number)) for number, unit in enumerate(plan.units)]
+    return replace(
+        plan.counts,
+        checkpointed_blocks=sum(
+            unit.activations is not Activations.KEEP for unit, training in told if training is not Training.FROZEN_BELOW
+        ),
+        offloaded_optimizer_blocks=sum(
+            unit.update_on is Processor.CPU for unit, training in told if training is Training.TRAINED
+        ),
+    )
+
+
+def runs_of_equal_units(simulation: Simulation) -> list[tuple[int, int, UnitPlan]]:
+    """Return first unit, last unit and decisions of each run of units planned and trained alike; the embedding is its own."""
+    units = range(len(simulation.plan.units))
+    return _runs(simulation, [units[:1], units[1:]])
 
 
 def runs_of_equal_roles(simulation: Simulation) -> list[tuple[int, int, UnitPlan]]:
     """The same for units of one role after the other: all that do not belong to a role are left out between them."""
-    runs: list[tuple[int, int, UnitPlan]] = []
-    for role in dict.fromkeys(block.role for block in simulation.profile.blocks):
-        begin = len(runs)
-        for number, (block, unit) in enumerate(zip(simulation.profile.blocks, simulation.plan.units, strict=True)):
-            if block.role is not role:
-                continue
-            if len(runs) > begin and runs[-1][2] == unit:
-                runs[-1] = (runs[-1][0], number, unit)
-            else:
-                runs.append((number, number, unit))
-    return runs
+    blocks = simulation.profile.blocks
+    roles = dict.fromkeys(block.role for block in blocks)
+    return _runs(simulation, [[unit for unit, block in enumerate(blocks) if block.role is role] for role in roles])
 
 
-def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, error: InfeasibleError) -> Summary:
+def _runs(simulation: Simulation, parts: Iterable[Iterable[int]]) -> list[tuple[int, int, UnitPlan]]:
+    plan, profile = simulation.plan, simulation.profile
+    found = []
+    for part in parts:
+        for (decided, _), same in groupby(part, lambda unit: (plan.units[unit], training_of(profile, unit))):
+            units = list(same)
+            found.append((units[0], units[-1], decided))
+    return found
+
+
+def _unanswered(
+    profile: Profile, policy: NamedPolicy, verdict: Verdict, explanation: str, short: InfeasibleError | None = None
+) -> Summary:
+    """Summarize why there is no plan; ``short`` names the memory, if it is one that is too small."""
+    needed = {short.constraint: short.needed_bytes} if short else {}
     return Summary(
-        workload=workload.name,
-        hardware=hardware.name,
+        workload=profile.workload.name,
+        hardware=profile.hardware.name,
         policy=policy.name,
-        gpus=hardware.gpus,
-        assumptions=assumptions(workload, policy),
-        notes=hardware.notes,
+        gpus=profile.hardware.gpus,
+        assumptions=assumptions(profile.workload, policy),
+        notes=profile.hardware.remarks,
         clock=Clock.SIMULATED,
-        verdict=Verdict(f"{error.constraint}-out-of-memory"),
-        explanation=str(error),
+        verdict=verdict,
+        explanation=explanation,
         iteration_seconds=None,
         first_iteration_seconds=None,
         drain_seconds=None,
@@ -229,14 +278,14 @@ def _infeasible(workload: Workload, hardware: Hardware, policy: NamedPolicy, err
         samples_per_second=None,
         tokens_per_second=None,
         tflops_per_gpu=None,
-        gpu_peak_bytes=error.needed_bytes if error.constraint == "gpu" else None,
-        host_peak_bytes=error.needed_bytes if error.constraint == "host" else None,
-        gpu_capacity_bytes=hardware.gpu_capacity_bytes,
-        host_capacity_bytes=hardware.host.memory_bytes,
+        gpu_peak_bytes=needed.get("gpu"),
+        host_peak_bytes=needed.get("host"),
+        gpu_capacity_bytes=profile.hardware.gpu_capacity_bytes,
+        host_capacity_bytes=profile.hardware.host.memory_bytes,
         gpu_worst_bytes=None,
         host_worst_bytes=None,
-        pinned_peak_bytes=error.needed_bytes if error.constraint == "pinned" else None,
-        pinned_capacity_bytes=hardware.host.pinned_bytes,
+        pinned_peak_bytes=needed.get("pinned"),
+        pinned_capacity_bytes=profile.hardware.host.pinned_bytes,
         pinned_worst_bytes=None,
         memory_waits=None,
         safe_iteration_seconds=None,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import rich.table
 from rich import box
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.markup import escape
 from rich.text import Text
@@ -20,7 +21,16 @@ from autohete.plan import PlanCounts, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES
 from autohete.quantities import format_bytes, format_seconds
-from autohete.report.summary import Summary, described_blocks, node_text, runs_of_equal_roles, runs_of_equal_units
+from autohete.report.summary import (
+    Summary,
+    Training,
+    counts,
+    described_blocks,
+    node_text,
+    runs_of_equal_roles,
+    runs_of_equal_units,
+    training_of,
+)
 from autohete.schedule import CPU, GPU, HOST_MEMORY
 from autohete.simulate import Simulation
 from autohete.workload import WORKLOADS, Units, Workload
@@ -31,18 +41,47 @@ from autohete.workload.model import Experts
 IN_JSON = "--json has them"
 #: Minimum width of a text column that can wrap.
 _FEW_WORDS = 20
+#: Where a line may break: at blanks, but not between a number and its unit.
+_BREAKS = re.compile(r"(?<!\d) +| +(?!(?:%|x|B|[kKMGTP]i?B|[kKMGTP]?FLOP|tokens|s|ms|us|ns)(?![\w]))")
 
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal; in a file or a pipe 160 columns, or the environment's ``COLUMNS``."""
     plain = Console(stderr=stderr)
+    return plain if plain.is_terminal or _width_given() else Console(stderr=stderr, width=160)
+
+
+def _width_given() -> bool:
     asked = os.environ.get("COLUMNS", "")
-    return plain if plain.is_terminal or (asked.isdecimal() and int(asked) > 0) else Console(stderr=stderr, width=160)
+    return asked.isdecimal() and int(asked) > 0
 
 
-def say(out: Console, line: str, style: str | None = None) -> None:
-    """Print a line of plain text: wrapped between words on a terminal, unwrapped in a file or a pipe."""
-    out.print(line, style=style, markup=False, soft_wrap=not out.is_terminal)
+def wrapped(line: str, width: int, indent: int = 0) -> list[str]:
+    """Break a line between words into rows of at most ``width`` cells; the second and further rows begin with blanks.
+
+    A number stays together with its unit. A word that is longer than a row, such as a path, is folded.
+    """
+    start = line[: len(line) - len(line.lstrip(" "))]
+    following = start + " " * indent if len(start) + indent < width // 2 else ""
+    rows, row, empty = [], start, True
+    for word in _BREAKS.split(line.strip(" ")):
+        if not empty and cell_len(row) + 1 + cell_len(word) > width:
+            rows.append(row)
+            row, empty = following, True
+        row, empty = row + ("" if empty else " ") + word, False
+        if cell_len(row) > width:
+            *full, row = chop_cells(row, width)
+            rows += full
+    return [*rows, row]
+
+
+def say(out: Console, line: str, style: str | None = None, indent: int = 2) -> None:
+    """Print plain text: wrapped between words where the width is known, that is, on a terminal or with the environment's
+    ``COLUMNS``; unwrapped in another file or pipe. Further rows of a line are indented.
+    """
+    for each in line.split("\n"):
+        for row in wrapped(each, out.width, indent) if out.is_terminal or _width_given() else [each]:
+            out.print(row, style=style, markup=False, soft_wrap=True)
 
 
 class FittedTable:
@@ -52,7 +91,7 @@ class FittedTable:
     of ``give_way`` in order, then the others from the right, never the first. A line below the table names them.
 
     Args:
-        title: one line, printed above.
+        title: printed above.
         columns: headers.
         words: places of the columns with words, left-aligned; the others have numbers, right-aligned.
         give_way: headers of the least important columns, least important first; ``wait`` stands for ``wait A`` and
@@ -87,13 +126,15 @@ class FittedTable:
             shown.add_column(self._columns[place], justify=justify, width=width, overflow="fold")
         for cells, end_section in self._rows:
             shown.add_row(*(cells[place] for place in widths), end_section=end_section)
-        yield Text(self._title, style="table.title")
+        for row in wrapped(self._title, options.max_width):
+            yield Text(row, style="table.title")
         # Wider than the console only if even the narrowest form is.
         yield from console.render(shown, options.update_width(max(options.max_width, _total_width(widths))))
         left_out = [header for place, header in enumerate(self._columns) if place not in widths]
         if left_out:
             elsewhere = f"; {self._elsewhere}" if self._elsewhere else ""
-            yield Text(f"not shown at this width: {', '.join(left_out)}{elsewhere}", style="dim")
+            for row in wrapped(f"not shown at this width: {', '.join(left_out)}{elsewhere}", options.max_width, indent=2):
+                yield Text(row, style="dim")
         yield Text()
 
     def _fit(self, room: int) -> dict[int, int]:
@@ -177,24 +218,29 @@ def _print_decisions(out: Console, found: Simulation) -> None:
     plan, profile = found.plan, found.profile
     node, by_block = node_text(profile.hardware.name, profile.hardware.gpus), profile.workload.units is Units.BLOCK
     shown = table(
-        f"{profile.workload.name}{units_text(profile.workload)} on {node}: {plan.policy}, plan {plan.counts}",
+        f"{profile.workload.name}{units_text(profile.workload)} on {node}: {plan.policy}, plan {counts(found)}",
         ["blocks" if by_block else "units", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
         left=4,
         elsewhere=IN_JSON,
     )
-    for first, last, unit in runs_of_equal_units(plan) if by_block else runs_of_equal_roles(found):
+    for first, last, unit in runs_of_equal_units(found) if by_block else runs_of_equal_roles(found):
         route, role = unit.parameters, "" if by_block else f", {profile.blocks[first].role}"
+        trained = training_of(profile, first)
         shown.add_row(
             (str(first) if first == last else f"{first} to {last}") + role,
-            _forwards(unit),
+            "-" if trained is Training.FROZEN_BELOW else _forwards(unit),
             "offloaded" if route.home == HOST_MEMORY else "resident",
-            f"{unit.update_on}, {100 * unit.gpu_share:.0f} % gpu" if unit.gpu_share else unit.update_on,
+            _optimizer(unit) if trained is Training.TRAINED else "frozen",
             _passes(route.ahead_in_forward) if route.home == HOST_MEMORY else "-",
             _passes(route.ahead_in_backward) if route.home == HOST_MEMORY else "-",
         )
     out.print(shown)
     if plan.rules:
         say(out, f"rules: {', '.join(map(str, plan.rules))}")
+
+
+def _optimizer(unit: UnitPlan) -> str:
+    return f"{unit.update_on}, {100 * unit.gpu_share:.0f} % gpu" if unit.gpu_share else unit.update_on
 
 
 def _forwards(unit: UnitPlan) -> str:
@@ -262,11 +308,15 @@ def _assumed(workload: Workload) -> str:
     """Return the assumptions of the answer, given or default."""
     w = workload
     tied = "tied" if w.tied_embeddings else "untied"
-    chunked = ", chunked loss" if w.chunked_loss else ""
+    times = "" if w.loss_chunks is None else f" in {w.loss_chunks} chunks"
+    chunked = f", {'loss' + times if times else 'chunked loss'}" if w.chunked_loss else ""
+    packed = f", sequences packed of documents of {w.document_length} tokens" if w.document_length is not None else ""
+    apart = w.training.lora is not None or w.training.last_blocks is not None
+    trained = f", {w.trained_parameters / 1e6:,.1f}M parameters trained" if apart else ""
     clipped = f", gradients clipped to {w.clip_norm:g}" if w.clip_norm else ""
     return (
         f"assumed: hidden {w.hidden_size}, {'; '.join(described_blocks(w))}; vocabulary {w.vocabulary_size} ({tied}), "
-        f"{w.precision}, kernels {w.kernels}{units_text(w)}{chunked}, AdamW{clipped}; "
+        f"{w.precision}, kernels {w.kernels}{units_text(w)}{chunked}{packed}, {w.training}{trained}{clipped}; "
         "flags of policies as `autohete presets` lists them"
     )
 

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from autohete.execution.trace import Trace
 from autohete.quantities import format_seconds
+from autohete.report.tables import say
 from autohete.schedule import KIND_MEANING, Kind
 
 #: One letter per kind; kinds not listed use the letter of their task id. Styles distinguish neighbouring tasks.
@@ -35,12 +36,13 @@ def print_iteration(out: Console, trace: Trace, iteration: int, width: int | Non
     anchors = trace.anchors()
     begin = int(anchors[iteration])
     end = int(anchors[iteration + 1]) if iteration + 1 < trace.iterations else int(trace.end_ns[iteration].max())
-    cells = (width or min(out.width, 120)) - 6
+    names = max(4, *(len(lane.name) for lane in trace.schedule.lanes))
+    cells = max((width or min(out.width, 120)) - 2 - names, 1)
     edges = np.linspace(begin, end, cells + 1)
-    out.print(f"one iteration, {format_seconds((end - begin) * 1e-9)} ({trace.clock}):")
+    say(out, f"one iteration, {format_seconds((end - begin) * 1e-9)} ({trace.clock}):")
     seen: dict[str, str] = {}
     for lane in trace.schedule.lanes:
-        row = Text(f"{lane.name:>4} ")
+        row = Text(f"{lane.name:>{names}} ")
         best, letters = np.zeros(cells), [" "] * cells
         for i in trace.lane_tasks(lane.name):
             kind = trace.schedule.tasks[i].id.kind
@@ -53,6 +55,5 @@ def print_iteration(out: Console, trace: Trace, iteration: int, width: int | Non
         for letter in letters:
             row.append("·" if letter == " " else letter, style=_STYLES.get(letter, "dim" if letter == " " else ""))
         out.print(row, soft_wrap=True)
-    out.print(
-        "     " + ", ".join(f"{letter} {meaning}" for letter, meaning in sorted(seen.items())), style="dim", soft_wrap=True
-    )
+    blanks = " " * (names + 1)
+    say(out, blanks + ", ".join(f"{letter} {meaning}" for letter, meaning in sorted(seen.items())), style="dim", indent=0)

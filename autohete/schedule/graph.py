@@ -18,16 +18,17 @@ def urgency(task: Task) -> Urgency:
 
 
 class Graph:
-    """A schedule's edges as index lists.
+    """A schedule's edges as index lists. Durations are not part of it.
 
     Attributes:
+        lanes: the schedule's lanes.
         lane: lane index of each task.
         successors: for each task the (task, back) pairs that wait for it.
         waits: number of same-iteration edges and of back-reaching edges of each task.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+        self.lanes, self._tasks = schedule.lanes, schedule.tasks
         self.index = {task.id: i for i, task in enumerate(schedule.tasks)}
         lanes = {lane.name: i for i, lane in enumerate(schedule.lanes)}
         self.lane = [lanes[task.lane] for task in schedule.tasks]
@@ -43,7 +44,7 @@ class Graph:
     @cached_property
     def lane_tasks(self) -> list[list[int]]:
         """Task indices of each lane in issue order."""
-        found: list[list[int]] = [[] for _ in self.schedule.lanes]
+        found: list[list[int]] = [[] for _ in self.lanes]
         for i, lane in enumerate(self.lane):
             found[lane].append(i)
         return found
@@ -51,14 +52,14 @@ class Graph:
     @cached_property
     def urgency(self) -> list[Urgency]:
         """For each task, the sort key of a priority lane. The iteration ranks right after its first number."""
-        return [urgency(task) for task in self.schedule.tasks]
+        return [urgency(task) for task in self._tasks]
 
     def edges(self) -> Iterator[tuple[int, int, int]]:
         """All (predecessor, successor, back): explicit edges, and the order that fifo lanes impose, including wrap-around."""
         for before, successors in enumerate(self.successors):
             for after, back in successors:
                 yield before, after, back
-        for lane, tasks in zip(self.schedule.lanes, self.lane_tasks, strict=True):
+        for lane, tasks in zip(self.lanes, self.lane_tasks, strict=True):
             if lane.discipline is Discipline.FIFO and tasks:
                 for before, after in zip(tasks, tasks[1:], strict=False):
                     yield before, after, 0

@@ -12,6 +12,10 @@ def order(schedule: Schedule) -> list[tuple[int, int, int]]:
     A fifo lane fully orders its own tasks. On a priority lane each task waits for its own instance of the previous
     iteration.
     """
+    return schedule.once(_order)
+
+
+def _order(schedule: Schedule) -> list[tuple[int, int, int]]:
     graph = schedule.graph()
     fifo = [lane.discipline is Discipline.FIFO for lane in schedule.lanes]
     edges = {(i, i, 1) for i, lane in enumerate(graph.lane) if not fifo[lane]}

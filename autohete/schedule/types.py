@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple, cast
 
 from autohete.errors import check_fields
 from autohete.schedule.ids import BufferId, TaskId
 
 if TYPE_CHECKING:
     from autohete.schedule.graph import Graph
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
 class Edge(NamedTuple):
@@ -151,6 +155,8 @@ class Schedule:
     resident: tuple[Buffer, ...] = ()
     flows: tuple[Flow, ...] = ()
     resources: tuple[SharedResource, ...] = ()
+    #: What :meth:`once` has computed, by function and arguments.
+    _known: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         from autohete.schedule.text import lines
@@ -166,11 +172,50 @@ class Schedule:
         """``memory`` and its parts: a buffer in any of them occupies it."""
         return frozenset({memory, *(part.name for part in self.memories if part.part_of == memory)})
 
+    def timed(
+        self,
+        durations_ns: Sequence[int],
+        memories: tuple[Memory, ...],
+        flows: tuple[Flow, ...] = (),
+        resources: tuple[SharedResource, ...] = (),
+    ) -> Schedule:
+        """Return the schedule with other durations, capacities and shared bandwidth.
+
+        Args:
+            durations_ns: one for each task.
+            memories: those of this schedule, with any capacity.
+            flows, resources: shared bandwidth.
+        """
+        tasks = tuple(
+            [
+                Task(task, lane, duration, after, priority, allocates, frees)
+                for (task, lane, _, after, priority, allocates, frees), duration in zip(self.tasks, durations_ns, strict=True)
+            ]
+        )
+        found = replace(self, tasks=tasks, memories=memories, flows=flows, resources=resources)
+        object.__setattr__(found, "_known", self._known)
+        return found
+
+    def once(self, function: Callable[[Schedule, *Args], T], *args: *Args) -> T:
+        """Return ``function(self, *args)``, computed once for all schedules that differ in what :meth:`timed` changes.
+
+        Args:
+            function: its result must not depend on durations, capacities or shared bandwidth.
+        """
+        key = function, args
+        if key not in self._known:
+            self._known[key] = function(self, *args)
+        return cast("T", self._known[key])
+
+    def tasks_of(self, lane: str) -> list[int]:
+        """Return the indices of the tasks of ``lane`` in issue order."""
+        return self.once(_tasks_of, lane)
+
     def graph(self) -> Graph:
         """The schedule with names resolved to indices, for executors. Call :meth:`validate` first."""
         from autohete.schedule.graph import Graph
 
-        return Graph(self)
+        return self.once(Graph)
 
     def validate(self) -> Schedule:
         """Check that the schedule can be executed forever. Returns the schedule itself.
@@ -182,3 +227,7 @@ class Schedule:
 
         validate(self)
         return self
+
+
+def _tasks_of(schedule: Schedule, lane: str) -> list[int]:
+    return [i for i, task in enumerate(schedule.tasks) if task.lane == lane]

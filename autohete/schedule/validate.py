@@ -15,6 +15,15 @@ from autohete.schedule.types import Discipline, Schedule, Task
 
 
 def validate(schedule: Schedule) -> None:
+    schedule.once(_validate_order)
+    for task in schedule.tasks:
+        if type(task.duration_ns) is not int or task.duration_ns < 0:
+            raise ScheduleError(f"task {task.id} lasts {task.duration_ns} ns: a duration is a whole number, not negative")
+    _validate_sharing(schedule, [lane.name for lane in schedule.lanes])
+
+
+def _validate_order(schedule: Schedule) -> None:
+    """Check all that durations do not change."""
     if not schedule.lanes:
         raise ScheduleError("a schedule without a lane has no iterations to count: give at least one")
     lanes = _unique("lane", [lane.name for lane in schedule.lanes])
@@ -24,7 +33,6 @@ def validate(schedule: Schedule) -> None:
     if len(places) < len(schedule.tasks):
         _unique("task", [str(task.id) for task in schedule.tasks])
     waits = _Waits(schedule, lanes, places)
-    _validate_sharing(schedule, lanes)
     _validate_buffers(schedule, memories, _Ancestors(waits, _order(schedule, waits)), places)
 
 
@@ -88,8 +96,6 @@ class _Waits:
         for place, task in enumerate(schedule.tasks):
             if task.lane not in of_lane:
                 raise ScheduleError(f"task {task.id} has no lane: {task.lane!r} is not one of {', '.join(lanes) or 'none'}")
-            if type(task.duration_ns) is not int or task.duration_ns < 0:
-                raise ScheduleError(f"task {task.id} lasts {task.duration_ns} ns: a duration is a whole number, not negative")
             of_lane[task.lane].append(place)
             for edge in task.after:
                 before = places.get(edge.task)

@@ -11,8 +11,9 @@ from autohete.errors import InputError, ScheduleError
 from autohete.execution.queues import LaneQueue, lane_queues
 from autohete.execution.sharing import Sharing
 from autohete.execution.trace import Clock, Trace
-from autohete.schedule import Graph, Schedule
+from autohete.schedule import Schedule
 from autohete.sim.links import SharedLinks
+from autohete.sim.recurrence import undisturbed_trace
 
 
 class SimExecutor:
@@ -20,10 +21,11 @@ class SimExecutor:
 
     Args:
         validate: check each schedule before it runs; a search over lowered plans, which are valid, may save the time.
+        by_events: simulate events even if a recurrence gives the same times (``recurrence.py``), which is quicker.
     """
 
-    def __init__(self, *, validate: bool = True) -> None:
-        self._validate = validate
+    def __init__(self, *, validate: bool = True, by_events: bool = False) -> None:
+        self._validate, self._by_events = validate, by_events
 
     def run(self, schedule: Schedule, iterations: int) -> Trace:
         """Simulate ``iterations`` iterations of ``schedule``; see :class:`autohete.execution.Executor`."""
@@ -31,7 +33,8 @@ class SimExecutor:
             raise InputError(f"cannot run {iterations} iterations: at least 1")
         if self._validate:
             schedule.validate()
-        return _Run(schedule.graph(), iterations).trace()
+        found = None if self._by_events else undisturbed_trace(schedule, iterations)
+        return found or _Run(schedule, iterations).trace()
 
 
 class _Lane:
@@ -47,19 +50,20 @@ class _Lane:
 class _Run:
     """Lanes wait for the edges of a task, are occupied by it, and signal its end."""
 
-    def __init__(self, graph: Graph, iterations: int) -> None:
-        self.graph, self.iterations = graph, iterations
+    def __init__(self, schedule: Schedule, iterations: int) -> None:
+        graph = schedule.graph()
+        self.schedule, self.iterations = schedule, iterations
         self.tasks = tasks = len(graph.lane)
         same = [waits for waits, _ in graph.waits]
         both = [waits + back for waits, back in graph.waits]
         self.waits = same + both * (iterations - 1)
-        self.durations_ns = [task.duration_ns for task in graph.schedule.tasks]
+        self.durations_ns = [task.duration_ns for task in schedule.tasks]
         # Integers; SimPy's type for the present is float.
         self.ready: list[float] = [0] * len(self.waits)
         self.started: list[float] = [0] * len(self.waits)
         self.ended: list[float] = [-1] * len(self.waits)
         self.env = simpy.Environment(initial_time=0)
-        sharing, names, queues = Sharing(graph.schedule), [lane.name for lane in graph.schedule.lanes], lane_queues(graph)
+        sharing, names, queues = Sharing(schedule), [lane.name for lane in schedule.lanes], lane_queues(graph)
         lanes = [_Lane(name, queue, name in sharing.lanes, self.end) for name, queue in zip(names, queues, strict=True)]
         of_name = dict(zip(names, lanes, strict=True))
         self.links = SharedLinks(self.env, sharing, lambda arrived: self.end([of_name[name] for name in arrived]))
@@ -76,12 +80,12 @@ class _Run:
     def trace(self) -> Trace:
         self.choose()
         self.env.run()
-        tasks, shape = self.graph.schedule.tasks, (self.iterations, self.tasks)
+        tasks, shape = self.schedule.tasks, (self.iterations, self.tasks)
         if -1 in self.ended:
             iteration, task = divmod(self.ended.index(-1), self.tasks)
             raise ScheduleError(f"{tasks[task].id.at(iteration)} never became ready: the schedule is stuck")
         ready, start, end = (np.array(times, np.int64).reshape(shape) for times in (self.ready, self.started, self.ended))
-        return Trace(self.graph.schedule, Clock.SIMULATED, ready, start, end)
+        return Trace(self.schedule, Clock.SIMULATED, ready, start, end)
 
     def choose(self) -> None:
         """Each idle lane takes what is next, if it is ready."""

@@ -69,9 +69,9 @@ def plan_faults(profile: Profile, plan: Plan) -> list[str]:
         return [str(error)]
     return [
         *parameter_faults(profile, plan, schedule),
-        *gradient_faults(plan, schedule),
+        *gradient_faults(profile, plan, schedule),
         *clipping_faults(profile, plan, schedule),
-        *activation_faults(plan, schedule),
+        *activation_faults(profile, plan, schedule),
         *memory_faults(schedule),
         *trace_faults(list_schedule(schedule, _ITERATIONS)),
     ]
@@ -126,7 +126,15 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
     paths, last = Paths(schedule), len(plan.units) - 1
     faults: list[str] = []
     end = profile.workload.micro_batches - 1  # the last micro-batch, whose backward the update follows
+    faults += [
+        f"{task.id} is there, but unit {task.id.unit} is frozen"
+        for task in schedule.tasks
+        if task.id.kind in _OF_TRAINED and profile.blocks[task.id.unit].is_frozen
+    ]
     for block, decisions in enumerate(plan.units):
+        if profile.blocks[block].is_frozen:
+            faults += _frozen_faults(paths, plan, block, has_backward=block >= profile.first_trained)
+            continue
         on_cpu = decisions.update_on is Processor.CPU
         route = decisions.parameters
         leaves = route.home == HOST_MEMORY
@@ -189,8 +197,48 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
     return faults
 
 
-def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
-    """Updates that may take gradients that are unfinished, not yet copied, already freed, or overwritten by the next ones."""
+#: Tasks that only units with trained parameters have.
+_OF_TRAINED = (
+    Kind.GPU_UPDATE,
+    Kind.CPU_UPDATE,
+    Kind.OFFLOAD_GRADIENTS,
+    Kind.REDUCE_GRADIENTS,
+    Kind.ACCUMULATE,
+    Kind.GRADIENT_NORM,
+    Kind.REFRESH,
+    Kind.WRITE_BACK_BACKWARD,
+    Kind.GATHER_UPDATED,
+    Kind.FETCH_STATES,
+    Kind.WRITE_BACK_STATES,
+    Kind.READ_STATES,
+    Kind.WRITE_STATES,
+    Kind.WRITE_GRADIENTS,
+)
+
+
+def _frozen_faults(paths: Paths, plan: Plan, block: int, *, has_backward: bool) -> list[str]:
+    """Passes of a frozen unit whose parameters may not be there."""
+    route = plan.units[block].parameters
+    forward, fetch = TaskId(Kind.FORWARD, block), TaskId(Kind.PREFETCH_FORWARD, block)
+    stays = has_backward and route.stays_after_backward
+    faults = chain_faults(paths, (fetch, 0), (forward, 0)) if route.leaves and not stays else []
+    user = TaskId(Kind.BACKWARD if plan.units[block].activations is Activations.KEEP else Kind.RECOMPUTE, block)
+    fetch = TaskId(Kind.PREFETCH_BACKWARD, block)
+    if has_backward and route.leaves and not route.stays_after_forward:
+        faults += chain_faults(paths, (forward, 0), (fetch, 0), (user, 0))
+    if not has_backward:
+        faults += [f"{task} is there, but unit {block} has no backward" for task in (fetch, user) if task in paths.tasks]
+    return faults
+
+
+def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:
+    """Updates that may take gradients that are unfinished, not yet copied, already freed, or overwritten by the next ones.
+
+    Args:
+        profile: says which units are frozen.
+        plan: says who updates each block.
+        schedule: of this plan.
+    """
     paths, micro_batches = Paths(schedule), schedule.micro_batches
     faults = [
         f"{task.id} frees {free.id}, but they do not replace the parameters"
@@ -208,6 +256,8 @@ def gradient_faults(plan: Plan, schedule: Schedule) -> list[str]:
         if free.id.value is Value.GRADIENT_SHARD and task.id.kind is Kind.REDUCE_GRADIENTS
     ]
     for block, decisions in enumerate(plan.units):
+        if profile.blocks[block].is_frozen:
+            continue
         backwards = [TaskId(Kind.BACKWARD, block, m) for m in range(micro_batches)]
         backward = backwards[-1]
         stage, reduced = _zero_stage(schedule, decisions), {}
@@ -264,6 +314,8 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
     last = profile.workload.micro_batches - 1
     lanes = {task.id: task.lane for task in schedule.tasks}
     for block, decisions in enumerate(plan.units):
+        if profile.blocks[block].is_frozen:
+            continue
         on_cpu, norm = decisions.update_on is Processor.CPU, TaskId(Kind.GRADIENT_NORM, block)
         update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, block)
         # Of an embedding that is tied to the head its own backward is the last.
@@ -299,14 +351,20 @@ def _state_faults(paths: Paths, decisions: UnitPlan, update: TaskId) -> list[str
     return chain_faults(paths, *((task, 0) for task in chain), (chain[0], 1))
 
 
-def activation_faults(plan: Plan, schedule: Schedule) -> list[str]:
-    """Passes that may overtake one another, and backwards that may find no activations."""
+def activation_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:
+    """Passes that may overtake one another, and backwards that may find no activations.
+
+    Args:
+        profile: says from which unit on there is backward.
+        plan: says what each forward keeps.
+        schedule: of this plan.
+    """
     paths, last = Paths(schedule), len(plan.units) - 1
     passes: list[TaskId] = []
     faults: list[str] = []
     for m in range(schedule.micro_batches):
         passes += [*(TaskId(Kind.FORWARD, block, m) for block in range(last + 1)), TaskId(Kind.LOSS, last, m)]
-        for block, recomputed in reversed([*enumerate(plan.recomputations())]):
+        for block, recomputed in reversed([*enumerate(plan.recomputations())][profile.first_trained :]):
             passes += [TaskId(Kind.RECOMPUTE, again.unit, m, again=again.again) for again in recomputed]
             passes.append(TaskId(Kind.BACKWARD, block, m))
             if plan.units[block].kept.leaves:

@@ -70,6 +70,8 @@ from autohete.schedule import (
     Value,
 )
 from autohete.workload import Kernels, Precision, Units, Workload
+from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Lora, Training
 
 Draw = st.DrawFn
 
@@ -77,15 +79,16 @@ Draw = st.DrawFn
 @st.composite
 def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> Workload:
     """Small GPT shapes in all precisions, tied or not, with fused attention or without, with gradients clipped or not, cut
-    into blocks or into sublayers.
+    into blocks or into sublayers, trained as a whole or in part.
     """
     heads = draw(st.integers(1, 4))
     units = draw(st.sampled_from([Units.BLOCK, Units.BLOCK, Units.SUBLAYER]))
     most = max_transformer_blocks if units is Units.BLOCK else max(1, max_transformer_blocks // 2)
+    blocks = draw(st.integers(1, most))
     return Workload(
         name="random",
         hidden_size=heads * draw(st.sampled_from([1, 8, 64])),
-        transformer_blocks=draw(st.integers(1, most)),
+        transformer_blocks=blocks,
         heads=heads,
         vocabulary_size=draw(st.integers(1, 2000)),
         sequence_length=draw(st.integers(1, 256)),
@@ -96,7 +99,20 @@ def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: in
         micro_batches=draw(st.integers(1, max_micro_batches)),
         clip_norm=draw(st.sampled_from([None, None, 1.0])),
         units=units,
+        training=draw(_trainings(blocks)),
     )
+
+
+@st.composite
+def _trainings(draw: Draw, blocks: int) -> Training:
+    """All parameters, adapters, or the last of so many transformer blocks."""
+    # All of these have a kernel for the CPU, and update any share of a unit.
+    optimizer = draw(st.sampled_from([Optimizer.ADAMW, Optimizer.ADAMW, Optimizer.SGD, Optimizer.SGD_MOMENTUM]))
+    if draw(st.booleans()):
+        return Training(optimizer=optimizer)
+    targets = draw(st.sampled_from([("all",), ("attention",), ("mlp",), ("c_attn", "c_fc")]))
+    lora = draw(st.none() | st.builds(Lora, st.integers(1, 4), st.just(targets), st.booleans()))
+    return Training(lora, draw(st.none() | st.integers(1, blocks)), optimizer)
 
 
 def _decades(lowest: int, highest: int) -> st.SearchStrategy[float]:
@@ -155,14 +171,25 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
     seconds = st.one_of(st.just(0.0), st.integers(0, 9).map(lambda x: x * 1e-9), _decades(-8, 0))
     sizes = st.one_of(st.integers(0, 9), st.integers(0, 10**8))
 
+    trained_first, apart = draw(st.integers(0, workload.blocks - 1)), draw(st.booleans())
+
+    def frozen(index: int, parameters: int) -> int:
+        """Of one unit in every profile nothing is frozen."""
+        if not apart or index == trained_first:
+            return 0
+        return draw(st.sampled_from([0, parameters // 2, parameters, parameters]))
+
     def block(index: int) -> BlockProfile:
+        parameters = draw(st.one_of(st.integers(1, 9), st.integers(1, 10**7)))
         kept = draw(sizes)
         given = draw(st.integers(0, kept))
         measured = st.none() | sizes
         selective = st.builds(SelectiveProfile, st.integers(0, kept - given), seconds, measured, measured)
         return BlockProfile(
             role=workload.role(index),
-            parameters=draw(st.one_of(st.integers(1, 9), st.integers(1, 10**7))),
+            parameters=parameters,
+            frozen_parameters=frozen(index, parameters),
+            frozen_bytes=draw(st.none() | st.integers(1, parameters)) if apart else None,
             forward_seconds=draw(seconds),
             backward_seconds=draw(seconds),
             gpu_update_seconds=draw(seconds),
@@ -211,7 +238,8 @@ def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
 def plans(draw: Draw, profile: Profile) -> Plan:
     """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing."""
     accumulates = profile.workload.micro_batches > 1
-    forwards = draw(_forwards(len(profile.blocks)))
+    below = max(profile.first_trained - 1, 0)  # a unit that drops its input has one below it that is recomputed
+    forwards = [[Activations.KEEP]] * below + draw(_forwards(len(profile.blocks) - below))
     delayed = draw(st.booleans()) and not accumulates
     gradients = Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans()))
     refresh = Format(draw(st.sampled_from([2, 4])), draw(st.booleans()), draw(st.booleans()))

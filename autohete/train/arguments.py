@@ -9,6 +9,7 @@ from autohete.errors import InputError
 from autohete.hardware import Hardware
 from autohete.profile import Profile
 from autohete.runtime.optimizer import Adam
+from autohete.workload.training import FULL
 
 
 def check_arguments(
@@ -40,6 +41,11 @@ def check_arguments(
         raise InputError(f"hardware is {_named(hardware)}: give a Hardware, such as load_hardware('v100-32gb-dgx2')")
     if profile is not None and not isinstance(profile, Profile):
         raise InputError(f"profile is {_named(profile)}: give a Profile, such as read_profile('profile.json')")
+    if profile is not None and profile.workload.training != FULL:
+        raise InputError(
+            f"profile is for {profile.workload.training}, which only the simulator has: freeze parameters with requires_grad, "
+            "and profile the model as it is"
+        )
 
 
 def _named(value: object) -> str:

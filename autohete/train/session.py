@@ -20,7 +20,7 @@ from autohete.errors import InputError, check_fields, check_whole
 from autohete.hardware import load_hardware
 from autohete.profile.file import read_profile, write_profile
 from autohete.quantities import format_bytes, format_seconds, parse_quantity
-from autohete.report.tables import console, table, units_text
+from autohete.report.tables import console, say, table, units_text
 from autohete.report.terminal import print_iteration
 from autohete.workload import Precision, Units, Workload
 
@@ -199,21 +199,21 @@ def train(
         prediction = trainer.prepare(first)
         prepared = time.perf_counter() - begin
         times = f"{text_model.micro_batches} x " if text_model.micro_batches > 1 else ""
-        out.print(
+        say(
+            out,
             f"{workload.name}: {workload.parameters / 1e6:.1f} M parameters, batch {times}{workload.batch_size} x "
             f"{workload.sequence_length} tokens, {workload.precision}{units_text(workload)}; text: "
             f"{data.train_tokens:,} tokens to train on, {data.validation_tokens:,} held back",
-            soft_wrap=True,
         )
         share = prediction.gpu.capacity_bytes / trainer.resident_bytes
         budget = format_bytes(prediction.gpu.capacity_bytes) if share < 1000 else "no limit"
-        out.print(
+        say(
+            out,
             f"{prediction.plan.policy}: plan {prediction.plan.counts}; device memory {budget}, resident it would need "
             f"{format_bytes(trainer.resident_bytes)}; measured and planned in {prepared:.1f} s",
-            soft_wrap=True,
         )
         if trainer.slowdown > 1:
-            out.print(f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here", soft_wrap=True)
+            say(out, f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here")
         begin = time.perf_counter()
         losses = _steps(trainer, first, batches, steps, tokens)
         seconds = time.perf_counter() - begin
@@ -277,10 +277,10 @@ def _validation(trainer: Trainer, data: TextData, sequences: int) -> float:
 def _print_end(out: Console, trainer: Trainer, losses: list[float], validation: float, tokens_per_second: float) -> None:
     found = trainer.comparison()
     skipped = f", {trainer.skipped_steps} steps skipped (loss or gradient not finite)" if trainer.skipped_steps else ""
-    out.print(
+    say(
+        out,
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-back text {validation:.3f} (perplexity "
         f"{math.exp(min(validation, 700.0)):.1f}); {tokens_per_second:,.0f} tokens/s{skipped}",
-        soft_wrap=True,
     )
     shown = table("predicted beside measured", ["", "predicted", f"{found.clock}", "difference"])
     rows = [
@@ -313,13 +313,13 @@ def _write_files(
     for path, timeline in ((trace, measured), (predicted_trace, trainer.prediction.trace)):
         if path is not None:
             write_perfetto(path, timeline, [occupancy(timeline, memory) for memory in (GPU_MEMORY, HOST_MEMORY)])
-            out.print(f"written: {path}")
+            say(out, f"written: {path}")
     if gantt is not None:
         predicted = trainer.prediction.trace
         iteration = min(predicted.iterations, measured.iterations) - 2
         title = f"{workload.name}: {trainer.prediction.plan.policy}"
         save_figure(two_row_figure(predicted, measured, max(iteration, 0), title), gantt)
-        out.print(f"written: {gantt}")
+        say(out, f"written: {gantt}")
 
 
 @_memory_told()
@@ -336,7 +336,7 @@ def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path:
     )
     write_profile(path, found, document, measured)
     out = console()
-    out.print(f"{measured['machine']}; {measured['versions']}; {measured['date']}", soft_wrap=True)
+    say(out, f"{measured['machine']}; {measured['versions']}; {measured['date']}")
     columns = ["block", "parameters", "forward", "backward", "device update", "CPU update", "input", "activations", "workspace"]
     shown = table(f"one block of each kind of {workload.name}, measured", columns)
     for block in {block.role: block for block in found.blocks}.values():
@@ -365,4 +365,4 @@ def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path:
         "-",
     )
     out.print(links)
-    out.print(f"written: {path}; use it with autohete simulate --profile {path}", soft_wrap=True)
+    say(out, f"written: {path}; use it with autohete simulate --profile {path}")

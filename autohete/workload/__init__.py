@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from autohete.errors import InputError, check_fields, unknown_name
-from autohete.workload.model import Architecture, Block, Experts, FeedForward, Mixer, Norm, gpt2_block
+from autohete.hashing import Hashed, hashed_once
+from autohete.workload.model import Architecture, Block, Experts, FeedForward, Mixer, Norm, Product, gpt2_block
+from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import FULL, NF4_BYTES, LinearLayer, Training, is_target, linear_layers
 
 
 class Precision(StrEnum):
@@ -27,9 +31,9 @@ class Precision(StrEnum):
         return 4 if self is Precision.FP32 else 2
 
     @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of AdamW state per parameter: two fp32 moments, and the master weight if there is one."""
-        return 8 if self is Precision.FP32 else 12
+    def is_mixed(self) -> bool:
+        """Whether master weights are apart from parameters."""
+        return self is not Precision.FP32
 
 
 class Kernels(StrEnum):
@@ -85,8 +89,9 @@ LIMITS = {
 }
 
 
+@hashed_once
 @dataclass(frozen=True, slots=True)
-class Workload:
+class Workload(Hashed):
     """A transformer, what computes it, and the batch that one GPU works on.
 
     Args:
@@ -105,7 +110,13 @@ class Workload:
             ``torch.nn.utils.clip_grad_norm_`` does; None: they are not clipped.
         units: see :class:`Units`.
         chunked_loss: logits are made, used and dropped some tokens at a time, as Liger Kernel does.
+        loss_chunks: the number of these times; None: as many as Liger Kernel takes, if ``chunked_loss``.
         architecture: what its blocks are; None: all are GPT-2's, and positions are learned, as many as a sequence has tokens.
+        training: what of it is trained, and how.
+        document_length: a sequence is packed of documents of so many tokens, and attention stays within each; None: a sequence
+            is one document.
+        looped_experts: experts are computed one after another, as ``transformers`` 4 trains them, and so many of each block get
+            tokens; None: all do, in grouped products.
     """
 
     name: str
@@ -122,7 +133,11 @@ class Workload:
     clip_norm: float | None = None
     units: Units = Units.BLOCK
     chunked_loss: bool = False
+    loss_chunks: int | None = None
     architecture: Architecture | None = None
+    training: Training = FULL
+    document_length: int | None = None
+    looped_experts: int | None = None
 
     def __post_init__(self) -> None:
         for field, limit in LIMITS.items():
@@ -130,6 +145,12 @@ class Workload:
             if type(value) is not int or not 1 <= value <= limit:
                 raise InputError(f"{field} is {value!r}: it must be a whole number between 1 and {limit:,}")
         check_fields(self)
+        if self.loss_chunks is not None and not self.chunked_loss:
+            raise InputError(f"loss_chunks is {self.loss_chunks}, but the loss is not chunked: give chunked_loss as well")
+        if self.loss_chunks is not None and not 1 <= self.loss_chunks <= self.tokens:
+            raise InputError(
+                f"loss_chunks is {self.loss_chunks}: it must be a whole number from 1 to the {self.tokens} tokens of a batch"
+            )
         if self.architecture is not None:
             _check_positions(self.architecture, self.sequence_length)
         elif self.hidden_size % self.heads:
@@ -138,6 +159,57 @@ class Workload:
                 "each head takes an equal part of the hidden size, so choose a divisor"
             )
         check_clip_norm(self.clip_norm)
+        self._check_documents()
+        self._check_loop()
+        last = self.training.last_blocks
+        if last is not None and last > self.transformer_blocks:
+            raise InputError(
+                f"the last {last} blocks are to be trained, but there are {self.transformer_blocks}: give at most as many"
+            )
+        blocks = (gpt2_block(self.hidden_size, self.heads),) if self.architecture is None else self.architecture.blocks
+        self.training.check(blocks[: self.transformer_blocks], self.hidden_size)
+        if self.training.fp8 and not self.precision.is_mixed:
+            raise InputError("fp8 is for products of 16-bit parameters, but precision is fp32: train in bf16")
+        if self.training.optimizer is Optimizer.ADAMW_BF16 and self.precision is not Precision.BF16:
+            raise InputError(f"adamw_bf16 has masters and moments in bf16, but precision is {self.precision}: train in bf16")
+        if self.training.lora is not None and not any(self.adapter_products(unit) for unit in range(self.blocks)):
+            raise InputError(
+                f"{self.training}: none of these blocks has such a layer, so nothing would be trained; give other targets or "
+                "more blocks"
+            )
+
+    def _check_documents(self) -> None:
+        if self.document_length is None:
+            return
+        if not 1 <= self.document_length <= self.sequence_length:
+            raise InputError(
+                f"document_length is {self.document_length}: give 1 up to the {self.sequence_length} tokens of a sequence"
+            )
+        if self.kernels not in (Kernels.FUSED, Kernels.EAGER_FLASH):
+            raise InputError(
+                f"kernels {self.kernels} compute scores between all tokens of a sequence, so documents save nothing: use "
+                "fused or eager_flash, or leave document_length out"
+            )
+
+    def _check_loop(self) -> None:
+        if self.looped_experts is None:
+            return
+        parts = () if self.architecture is None else (block.feed_forward for block in self.architecture.blocks)
+        mixtures = [part for part in parts if isinstance(part, Experts)]
+        if not mixtures:
+            raise InputError(f"looped_experts is {self.looped_experts}, but {self.name} has no experts: leave it out")
+        if self.kernels not in (Kernels.EAGER, Kernels.EAGER_FLASH):
+            raise InputError(f"looped_experts is for eager kernels, but kernels is {self.kernels}: use eager or eager_flash")
+        least, most = max(part.active for part in mixtures), min(part.count for part in mixtures)
+        if not least <= self.looped_experts <= most:
+            raise InputError(
+                f"looped_experts is {self.looped_experts}: give {least}, to which a token goes, up to all {most} of a block"
+            )
+
+    @property
+    def attended_tokens(self) -> int:
+        """Tokens that attention without a window relates to each other: those of a document."""
+        return self.sequence_length if self.document_length is None else self.document_length
 
     @property
     def clips(self) -> bool:
@@ -178,11 +250,13 @@ class Workload:
 
     @property
     def loss_tokens(self) -> int:
-        """Tokens whose logits are in memory at a time: all, or so many that the logits are about as large as the head's input
-        (Liger Kernel at 00eba63, ``ops/fused_linear_cross_entropy.py``).
+        """Tokens whose logits are in memory at a time: all, a given share, or so many that the logits are about as large as the
+        head's input (Liger Kernel at 00eba63, ``ops/fused_linear_cross_entropy.py``).
         """
         if not self.chunked_loss:
             return self.tokens
+        if self.loss_chunks is not None:
+            return -(-self.tokens // self.loss_chunks)
         chunk = -(-self.tokens // -(-self.vocabulary_size // self.hidden_size))
         return min(self.tokens, 1 << (chunk - 1).bit_length())
 
@@ -192,7 +266,7 @@ class Workload:
         return self.batch_size * self.micro_batches
 
     def unit_parameters(self, unit: int) -> int:
-        """Parameters that ``unit`` owns, counted from 0.
+        """Parameters that ``unit`` owns, counted from 0, with those of its adapters.
 
         Of a block or sublayer: what :class:`~autohete.workload.model.Block` counts, such as ``12 h^2 + 13 h`` for GPT-2
         (Narayanan et al. 2021, eq. 2). Embedding: tokens and learned positions. Head: the final norm, and the projection where
@@ -205,7 +279,8 @@ class Workload:
             norm = Norm.LAYER if architecture is None else architecture.final_norm
             return norm.parameters(h) + (0 if self.tied_embeddings else self.vocabulary_size * h)
         parts = self.components(unit)
-        return sum(part.parameters(h) for part in parts) + len(parts) * self.block(unit).norm_parameters(h)
+        own = sum(part.parameters(h) for part in parts) + len(parts) * self.block(unit).norm_parameters(h)
+        return own + self._adapter_parameters(unit)
 
     def components(self, unit: int) -> tuple[Mixer | FeedForward, ...]:
         """The components of ``unit``, which is neither embedding nor head: mixer and feed-forward part, or one of them."""
@@ -216,26 +291,129 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Trained parameters of the whole model."""
+        """Parameters of the whole model, trained or not."""
         return sum(self.unit_parameters(unit) for unit in range(self.blocks))
 
     @property
+    def trained_parameters(self) -> int:
+        """Trained parameters of the whole model."""
+        return self.parameters - sum(self.frozen_parameters(unit) for unit in range(self.blocks))
+
+    def _is_reached(self, unit: int) -> bool:
+        """Whether ``unit`` is among the last blocks, or above them, if only those are trained."""
+        last = self.training.last_blocks
+        first = 0 if last is None else self.blocks - 1 - last * len(_PARTS[self.units])
+        return unit >= first
+
+    def trains_base(self, unit: int) -> bool:
+        """Whether the unit's own parameters are trained, rather than frozen."""
+        return self.training.lora is None and self._is_reached(unit)
+
+    def frozen_parameters(self, unit: int) -> int:
+        """Those of :meth:`unit_parameters` that are not trained."""
+        return 0 if self.trains_base(unit) else self.unit_parameters(unit) - self._adapter_parameters(unit)
+
+    def frozen_bytes(self, unit: int) -> int | None:
+        """Bytes of the frozen parameters; None: they are held in the format that the GPU computes with."""
+        quantised = self.quantised_parameters(unit)
+        if not quantised:
+            return None
+        others = self.frozen_parameters(unit) - quantised
+        return others * self.precision.element_bytes + math.ceil(quantised * NF4_BYTES)
+
+    def quantised_parameters(self, unit: int) -> int:
+        """Parameters of the unit's linear layers, if they are quantised; 0 for embedding and head."""
+        lora = self.training.lora
+        if lora is None or not lora.quantised:
+            return 0
+        return sum(layer.shape.parameters for layer in self.linear_layers(unit))
+
+    def linear_layers(self, unit: int) -> tuple[LinearLayer, ...]:
+        """The unit's linear layers; none of embedding and head."""
+        if not self.is_inner(unit):
+            return ()
+        return tuple(
+            layer for part in self.components(unit) for layer in linear_layers(self.block(unit), self.hidden_size, part)
+        )
+
+    def adapted_layers(self, unit: int) -> tuple[LinearLayer, ...]:
+        """The linear layers of the unit that have adapters."""
+        lora = self.training.lora
+        if lora is None or not self._is_reached(unit):
+            return ()
+        return tuple(layer for layer in self.linear_layers(unit) if is_target(lora, layer))
+
+    def adapter_products(self, unit: int) -> tuple[Product, ...]:
+        """The products of the unit's adapters, in pairs."""
+        lora = self.training.lora
+        if lora is None:
+            return ()
+        return tuple(product for layer in self.adapted_layers(unit) for product in layer.adapter_products(lora.rank))
+
+    def trained_matrices(self, unit: int) -> tuple[Product, ...]:
+        """The matrices among the unit's trained parameters, as its optimizer sees them. To Muon those of embedding and head are
+        none.
+        """
+        adapters = self.adapter_products(unit)
+        if adapters or not self.trains_base(unit):
+            return adapters
+        if self.is_inner(unit):
+            return tuple(product for part in self.components(unit) for product in part.products(self.hidden_size))
+        outer = unit > 0 and self.tied_embeddings
+        return () if outer or self.training.optimizer is Optimizer.MUON else (Product(self.vocabulary_size, self.hidden_size),)
+
+    def _adapter_parameters(self, unit: int) -> int:
+        return sum(product.parameters for product in self.adapter_products(unit))
+
+    def first_trained(self) -> int:
+        """The first unit that has trained parameters. Units below it need no backward."""
+        return next(unit for unit in range(self.blocks) if self.frozen_parameters(unit) < self.unit_parameters(unit))
+
+    @property
     def model_flops(self) -> int:
-        """FLOPs of one iteration that the model asks for: forward plus twice that for backward, no recomputation.
+        """FLOPs of one iteration that the model asks for, without recomputation: forward, and backward for what is trained.
 
         Matrix products and full (not causal) attention; for GPT-2 ``3 * (24 b s h^2 + 4 b s^2 h) L + 6 b s h V``
-        (Narayanan et al. 2021, section 5.1, without its recomputation).
+        (Narayanan et al. 2021, section 5.1, without its recomputation). A product with frozen weights has the gradient of its
+        input alone, which is as much as its forward; units below the first trained one have no backward.
         """
-        return 3 * self.micro_batches * self.forward_flops
+        return _model_flops(self)
 
     @property
     def forward_flops(self) -> int:
         """FLOPs of the forward pass of one micro-batch, counted like ``model_flops``."""
-        h, inner = self.hidden_size, range(1, self.blocks - 1)
-        parts = [part for unit in inner for part in self.components(unit)]
-        products = sum(product.token_flops for part in parts for product in part.products(h))
-        cores = sum(part.core_flops(self.sequence_length) for part in parts)
-        return self.tokens * (products + cores + 2 * h * self.vocabulary_size)
+        units = range(1, self.blocks)
+        return self.tokens * sum(
+            self._products_flops(unit) + self._adapter_flops(unit) + self._core_flops(unit) for unit in units
+        )
+
+    @property
+    def _backward_flops(self) -> int:
+        first, found = self.first_trained(), 0
+        for unit in range(max(first, 1), self.blocks):
+            trained = self.trains_base(0 if unit == self.blocks - 1 and self.tied_embeddings else unit)
+            found += (1 + trained) * self._products_flops(unit)
+            found += 2 * (self._adapter_flops(unit) + self._core_flops(unit))
+        return self.tokens * found
+
+    def _products_flops(self, unit: int) -> int:
+        """FLOPs for one token of the products with the unit's own weights, forward."""
+        h = self.hidden_size
+        if not self.is_inner(unit):
+            return 2 * h * self.vocabulary_size
+        return sum(product.token_flops for part in self.components(unit) for product in part.products(h))
+
+    def _adapter_flops(self, unit: int) -> int:
+        return sum(product.token_flops for product in self.adapter_products(unit))
+
+    def _core_flops(self, unit: int) -> int:
+        parts = self.components(unit) if self.is_inner(unit) else ()
+        return sum(part.core_flops(self.attended_tokens) for part in parts)
+
+
+@lru_cache
+def _model_flops(workload: Workload) -> int:
+    return workload.micro_batches * (workload.forward_flops + workload._backward_flops)
 
 
 def _check_positions(architecture: Architecture, sequence_length: int) -> None:

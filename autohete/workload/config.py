@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from autohete.errors import InputError, unknown_name
+from autohete.errors import InputError, suggestion, unknown_name
 from autohete.workload import Workload
 from autohete.workload.families import FAMILIES
 
@@ -61,7 +62,7 @@ def _config(name_or_path: str) -> tuple[dict[str, Any], str]:
         text, name = _read(name_or_path)
     try:
         config: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{name_or_path!r} is not JSON: {str(error)[:200]}; give a model's config.json") from error
     if not isinstance(config, dict):
         raise InputError(f"{name_or_path!r} holds no JSON object: give a model's config.json")
@@ -87,8 +88,10 @@ def parse_model(config: dict[str, Any], name: str) -> Workload:
     try:
         found = FAMILIES[family].model_validate_json(json.dumps(config))
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:8])
-        raise InputError(f"{name!r} ({family}) cannot be used: {faults}") from error
+        faults = "; ".join(_fault(fault) for fault in error.errors()[:8])
+        raise InputError(
+            f"{name!r} ({family}) cannot be used: {faults}; compare the file with the model's on the Hub"
+        ) from error
     return Workload(
         name,
         hidden_size=found.hidden_size,
@@ -98,6 +101,14 @@ def parse_model(config: dict[str, Any], name: str) -> Workload:
         tied_embeddings=found.tie_word_embeddings,
         architecture=found.architecture(),
     )
+
+
+def _fault(fault: ErrorDetails) -> str:
+    """Say what is wrong with a key, and what was given for it."""
+    key = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "missing":
+        return f"{key} is missing"
+    return f"{key} is {json.dumps(fault['input'])[:40]}: {fault['msg'].removeprefix('Input ')}"
 
 
 def _bundled() -> Traversable:
@@ -114,11 +125,13 @@ def _read(given: str) -> tuple[str, str]:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise InputError(f"model {given!r} is {path.stat().st_size} bytes long: give a config.json, not the weights")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        inside = " (config.json in it)" if path != Path(given) else ""
         raise InputError(
-            f"model {given!r} cannot be read: {reason}; give a name that autohete presets lists, or a config.json"
+            f"model {given!r}{inside} cannot be read: {reason}; give a name that autohete presets lists, or a config.json"
+            f"{suggestion(given, model_names())}"
         ) from error
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return text, name or path.stem

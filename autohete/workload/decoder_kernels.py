@@ -28,7 +28,10 @@ from autohete.workload.model import (
     Norm,
     NormPlace,
 )
+from autohete.workload.training import FIRST, LAST, LATENT
 
+#: Rows that keep the input of a product with weights, and nothing else. A router's keeps more.
+INPUT_ROWS = frozenset({FIRST, LATENT, LAST})
 #: Bytes of the indices that sort tokens by expert, for each expert of a token: four arrays of 64-bit integers.
 _INDEX_BYTES = 32
 _TRANSFORMERS = "transformers 5.23, models/"

@@ -8,9 +8,11 @@ gradients are counted in their rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from autohete.workload import BlockRole, Kernels
+from autohete.workload.training import FIRST, LAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,10 @@ class Selection:
     products: bool = False
 
 
+#: The columns of what is kept for backward.
+_KEPT = ("kept", "kept_mask", "kept_scores", "kept_score_mask", "kept_fp32", "kept_casts", "kept_score_casts")
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The kernels of a transformer block, or of one of its sublayers.
@@ -114,6 +120,29 @@ class Part:
     def total(self, column: str) -> float:
         """The sum of one column of the table."""
         return float(sum(getattr(operation, column) for operation in self.operations))
+
+    def until_saved(self) -> Part:
+        """The operations up to the last that keeps something, or that multiplies by weights, which are kept too."""
+        last = max(i for i, one in enumerate(self.operations) if one.name == LAST or any(getattr(one, c) for c in _KEPT))
+        return replace(self, operations=self.operations[: last + 1])
+
+
+def without_inputs(part: Part, names: Collection[str]) -> Part:
+    """``part`` without what the operations ``names``, products with frozen weights, keep: inputs, which only the gradients of
+    weights need. What selective recomputation would have released of it is released anyway.
+    """
+    kept, released, previous = [], 0.0, ""
+    for one in part.operations:
+        frozen = one.name in names
+        if frozen and part.selection is not None and previous in part.selection.again:
+            released += one.kept
+        kept.append(replace(one, kept=0) if frozen else one)
+        if one.forward_kernels:
+            previous = one.name
+    selection = part.selection
+    if selection is not None and not selection.products:
+        selection = replace(selection, kept=selection.kept - released)
+    return replace(part, operations=tuple(kept), selection=selection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +230,13 @@ _HF_MLP = _rows(
     ("mlp dropout", "G:356", 2, 2, 0, 0, 0, 1, 0, 0, 1, 1),
     ("residual", "G:428", 3, 3, 0, 0, 0, 0, 0, 0, 1, 1),
 )
+#: For each product, by whether it is attention's and which of the two it is: the rows that keep its input.
+GPT2_ROWS = {
+    (True, FIRST): ("c_attn", "query_key_value"),
+    (True, LAST): ("attention c_proj", "dense"),
+    (False, FIRST): ("c_fc", "dense_h_to_4h"),
+    (False, LAST): ("mlp c_proj", "dense_4h_to_h"),
+}
 #: With scaled_dot_product_attention and its flash kernel, queries, keys, values and the merged heads need no copies.
 _HF_FLASH = (
     Operation("split of q, k, v", "models/gpt2/modeling_gpt2.py (5.x)", backward=6, kept=3, backward_kernels=1),

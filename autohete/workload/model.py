@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import lru_cache
 
 from autohete.errors import InputError, check_fields
 
@@ -95,9 +96,29 @@ class Component(ABC):
         ``torch.utils.flop_counter`` count)."""
         return 0
 
+    def flash_flops(self, sequence_length: int) -> float:
+        """Those of ``core_flops`` that a fused kernel computes, which skips what the causal mask hides."""
+        return self.core_flops(sequence_length)
+
     def parameters(self, hidden_size: int) -> int:
         """All its parameters."""
         return sum(product.parameters for product in self.products(hidden_size)) + self.vectors(hidden_size)
+
+
+#: Queries that FlashAttention-2 works on at a time (Dao-AILab/flash-attention v2.7.4, ``csrc/flash_attn/src/
+#: flash_fwd_launch_template.h``, ``kBlockM`` for heads of 64 and 128 elements).
+_QUERY_TILE = 128
+
+
+def causal_tokens(sequence_length: int, window: int | None = None) -> float:
+    """Tokens that a query is multiplied with in a causal fused kernel, on average.
+
+    A tile of queries takes all keys up to its last query; in a sliding window it begins with those of its first one.
+    """
+    reach = sequence_length if window is None else min(window, sequence_length)
+    seen = reach - reach**2 / (2 * sequence_length)
+    cut = _QUERY_TILE / 2 * (1 + (reach < sequence_length))
+    return min(seen + cut, sequence_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +178,9 @@ class Attention(Component):
         seen = sequence_length if self.window is None else min(self.window, sequence_length)
         return 4 * seen * self.query_size
 
+    def flash_flops(self, sequence_length: int) -> float:
+        return 4 * causal_tokens(sequence_length, self.window) * self.query_size
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention(Component):
@@ -211,6 +235,9 @@ class LatentAttention(Component):
 
     def core_flops(self, sequence_length: int) -> int:
         return 2 * sequence_length * (self.query_size + self.value_size)
+
+    def flash_flops(self, sequence_length: int) -> float:
+        return 2 * causal_tokens(sequence_length) * (self.query_size + self.value_size)
 
 
 #: Tokens that linear attention works on at a time, in transformers and in flash-linear-attention.
@@ -321,6 +348,11 @@ class Experts(Component):
     router_fp32: bool = False
     weights_fp32: bool = False
 
+    def __post_init__(self) -> None:
+        Component.__post_init__(self)
+        if self.active > self.count:
+            raise InputError(f"each token goes to {self.active} of {self.count} experts: it can go to all of them at most")
+
     def __str__(self) -> str:
         shared = "" if self.shared is None else f" + {self.shared.width}"
         return f"{self.active} of {self.count} experts x {self.expert.width}{shared}"
@@ -393,6 +425,7 @@ class Architecture:
             raise InputError("blocks is empty: give at least one block")
 
 
+@lru_cache
 def gpt2_block(hidden_size: int, heads: int) -> Block:
     """A block of GPT-2 (Radford et al. 2019), whose MLP is four times as wide as the model."""
     attention = Attention(heads, heads, hidden_size // heads, bias=True, output_bias=True, rotary=False)

@@ -1,0 +1,213 @@
+"""What other hardware would bring: each change by itself, simulated with the plan that there is and planned anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autohete.answer.policies import JOINT, default_policies, longest_first
+from autohete.answer.run import Run
+from autohete.answer.site import Site
+from autohete.answer.types import Candidate, Change, Gain
+from autohete.errors import AutoHeteError, InputError
+from autohete.hardware import Hardware
+from autohete.plan import Plan
+from autohete.plan.policy import Verdict
+from autohete.policies import parse_policy
+from autohete.profile import Profile, analytic_profile
+from autohete.quantities import format_bytes
+from autohete.report.summary import answer_or_refusal
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
+from autohete.simulate import Simulation, simulate_plan
+from autohete.workload import Workload
+from autohete.workload.training import Lora
+
+_MORE_GPU_BYTES = 8 * 2**30
+
+
+def purchases(site: Site, simulation: Simulation | None) -> Iterator[Change]:
+    """What could be bought, each by itself: sizes and rates of the whole node."""
+    now = site.whole()
+    larger = now.gpu.memory_bytes + _MORE_GPU_BYTES
+    yield Change(
+        f"{format_bytes(_MORE_GPU_BYTES)} more GPU memory ({format_bytes(larger)}{' each' if site.gpus > 1 else ''})",
+        {"gpu.memory": f"{larger}B"},
+        memory=GPU_MEMORY,
+    )
+    if not now.unified:
+        yield from _host_purchases(now)
+    if now.nvme is not None and simulation is not None and any(unit.reads_states for unit in simulation.plan.units):
+        drives = {"read": 2 * now.nvme.read_bandwidth, "write": 2 * now.nvme.write_bandwidth}
+        yield Change(
+            f"twice the drives ({' and '.join(f'{rate / 1e9:.3g}' for rate in drives.values())} GB/s)",
+            {f"nvme.{name}_bandwidth": _rate(rate) for name, rate in drives.items()}
+            | {"nvme.capacity": f"{2 * now.nvme.capacity_bytes}B"},
+        )
+    if now.interconnect is not None:
+        more = site.gpus + 1 if site.gpus < now.interconnect.gpus else site.gpus + now.interconnect.gpus
+        if more <= now.interconnect.gpus or now.interconnect.network_bandwidth is not None:
+            yield Change(f"{more} GPUs instead of {site.gpus}, each with this batch", {}, gpus=more)
+
+
+def _host_purchases(now: Hardware) -> Iterator[Change]:
+    """More of the host, its DRAM, its CPU and the link; ``now`` has one memory domain's part of what the figures give."""
+    host, cpu, domains = now.host, now.cpu, now.host.memory_domains
+    if host.pinned_bytes is not None:
+        limit = 2 * host.pinned_bytes * domains
+        yield Change(
+            f"twice the pinned memory ({format_bytes(limit)})", {"host.pinned_memory": f"{limit}B"}, memory=PINNED_MEMORY
+        )
+    twice = 2 * host.memory_bytes * domains
+    yield Change(
+        f"twice the host memory ({format_bytes(twice)})",
+        {"host.memory": f"{twice}B"},
+        memory=HOST_MEMORY,
+    )
+    links = {"h2d": 2 * now.h2d.bandwidth, "d2h": 2 * now.d2h.bandwidth}
+    rates = " and ".join(f"{rate / 1e9:.3g}" for rate in links.values())
+    if now.h2d.far:  # what is between the domains is part of the platform, and its rate the one that counts
+        yield Change(
+            f"twice the rate to the far memory ({rates} GB/s)",
+            {f"links.{name}.far_bandwidth": _rate(rate) for name, rate in links.items()},
+        )
+    else:
+        yield Change(
+            f"the next generation of the link, twice as fast ({rates} GB/s)",
+            {f"links.{name}.bandwidth": _rate(rate) for name, rate in links.items()},
+        )
+    dram = 1.25 * host.memory_bandwidth * domains
+    yield Change(f"25 % more DRAM bandwidth ({dram / 1e9:.3g} GB/s)", {"host.memory_bandwidth": _rate(dram)})
+    cores = max(round(1.25 * cpu.cores), cpu.cores + 1)
+    kernels = {
+        "update_bandwidth": cpu.update_bandwidth,
+        "elementwise_bandwidth": cpu.elementwise_bandwidth,
+        "ranks_update_bandwidth": cpu.ranks_update_bandwidth,
+    }
+    faster = {f"cpu.{name}": _rate(rate * cores / cpu.cores) for name, rate in kernels.items() if rate is not None}
+    yield Change(f"{cores} CPU cores instead of {cpu.cores}", {"cpu.cores": str(cores), **faster})
+
+
+def _rate(value: float) -> str:
+    return f"{value:.12g}B/s"
+
+
+def free_changes(workload: Workload) -> Iterator[Change]:
+    """What costs nothing to change: it computes the same gradients."""
+    chunked = replace(workload, chunked_loss=True)
+    if chunked.loss_tokens < workload.loss_tokens:
+        yield Change("--chunked-loss (logits some tokens at a time)", {}, workload=chunked)
+
+
+def adapter_changes(workload: Workload) -> Iterator[Change]:
+    """Adapters instead of all parameters: what people do where all do not fit. It trains something else."""
+    if workload.training.lora is None and workload.training.last_blocks is None:
+        for options, lora in (("--lora 16", Lora(16)), ("--lora 16 --qlora", Lora(16, quantised=True))):
+            with suppress(InputError):  # such as an optimizer that does not go with it
+                adapted = replace(workload, training=replace(workload.training, lora=lora))
+                yield Change(f"{options} ({adapted.trained_parameters / 1e6:,.0f}M parameters)", {}, workload=adapted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """A change to simulate with one policy, or with the plan that there is."""
+
+    change: Change
+    policy: str
+    plan: Plan | None
+
+
+def simulate_changes(
+    profile: Profile,
+    site: Site,
+    changes: Sequence[Change],
+    candidates: Sequence[Candidate],
+    names: Sequence[str],
+    run: Run,
+) -> list[Gain]:
+    """Simulate each change with the best plan as it is, and with the best and the next best policies planned anew.
+
+    ``joint`` plans too wherever it can: it is never slower than a policy that only fits after the change. For several GPUs,
+    where it cannot, all policies plan.
+    """
+    fitting = [each for each in candidates if each.fits]
+    best = fitting[0] if fitting else None
+    work: list[_Again] = []
+    for change in changes:
+        gpus = change.gpus or site.gpus
+        covers = gpus == 1 and JOINT in names
+        chosen = [each.name for each in fitting if not each.same_plan_as][:2]
+        if change.gpus is not None:
+            chosen = [*dict.fromkeys([*names, *default_policies(gpus)])]
+        elif covers:
+            chosen = [*dict.fromkeys([JOINT, *chosen])]
+        elif gpus > 1 or not fitting:
+            chosen = [*names]
+        work += [_Again(change, name, None) for name in longest_first(chosen)]
+        if best is not None and change.gpus is None:
+            work.append(_Again(change, best.name, best.plan))
+    results = run(partial(_with_change, profile.workload, site), work)
+    now = min((each.seconds / _tokens(profile) for each in fitting), default=None)
+    found = []
+    for change in changes:
+        here = [result for asked, result in zip(work, results, strict=True) if asked.change == change]
+        found.append(_gain(change, min(here, key=lambda result: result.key), now, _tokens(profile)))
+    return found
+
+
+def _tokens(profile: Profile) -> int:
+    """Tokens of an iteration on all GPUs."""
+    return profile.workload.samples * profile.workload.sequence_length * profile.hardware.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """How one policy, or one plan, does after a change."""
+
+    policy: str
+    verdict: Verdict
+    explanation: str
+    seconds: float | None
+    tokens_per_second: float | None
+
+    @property
+    def key(self) -> tuple[bool, float, bool]:
+        """Orders results: what fits, the fastest first, then what is planned for one reason only."""
+        token = 0.0 if self.tokens_per_second is None else 1 / self.tokens_per_second
+        return self.verdict is not Verdict.OK, token, self.policy == JOINT
+
+
+def _with_change(workload: Workload, site: Site, asked: _Again) -> _Result:
+    change = asked.change
+    there = replace(site, gpus=change.gpus or site.gpus)
+    try:
+        profile = analytic_profile(change.workload or workload, there.hardware(change.moved))
+        if asked.plan is None:
+            summary, _ = answer_or_refusal(profile, parse_policy(asked.policy))
+            return _Result(
+                asked.policy, summary.verdict, summary.explanation, summary.iteration_seconds, summary.tokens_per_second
+            )
+        kept = simulate_plan(profile, asked.plan)
+    except AutoHeteError as error:  # a plan or a number of GPUs that is not possible after the change
+        return _Result(asked.policy, Verdict.INVALID, str(error), None, None)
+    if kept.verdict is not Verdict.OK:
+        return _Result(asked.policy, kept.verdict, "", None, None)
+    return _Result(asked.policy, kept.verdict, "", kept.iteration_seconds, kept.tokens_per_second)
+
+
+def _gain(change: Change, best: _Result, now: float | None, tokens: int) -> Gain:
+    if best.tokens_per_second is None:
+        return Gain(change, "", best.verdict, best.explanation, None, None, None, None)
+    each = 1 / best.tokens_per_second
+    saved = None if now is None else now - each
+    return Gain(
+        change,
+        best.policy,
+        best.verdict,
+        "",
+        best.seconds,
+        best.tokens_per_second,
+        None if saved is None else saved * tokens,
+        None if saved is None or now is None else saved / now,
+    )

@@ -1,0 +1,119 @@
+"""The least memory with which something fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from autohete.answer.policies import longest_first
+from autohete.answer.run import Run
+from autohete.answer.types import Need
+from autohete.errors import AutoHeteError, InfeasibleError
+from autohete.plan.policy import Verdict
+from autohete.policies import parse_policy
+from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
+from autohete.simulate import simulate_policy
+
+#: As good as any size of memory.
+_PLENTY = 2**50
+#: Attempts to find the least memory; each begins at what the one before it was short of.
+_ATTEMPTS = 8
+
+
+def least_memory(profile: Profile, system_bytes: int, names: Sequence[str], run: Run) -> list[Need]:
+    """The least GPU memory, host memory and limit of pinned memory, each alone; or of GPU and host, if none alone is enough."""
+    limited = profile.hardware.host.pinned_bytes is not None
+    memories = [GPU_MEMORY, HOST_MEMORY, *([PINNED_MEMORY] if limited else [])]
+    work = [(name, memory) for memory in memories for name in longest_first(names)]
+    results = run(partial(_least, profile), work)
+    needs = []
+    for memory in memories:
+        sized = [found for (_, asked), found in zip(work, results, strict=True) if asked == memory and found is not None]
+        if sized:
+            least = min(sized, key=lambda found: (_size(found[1], memory), found[2]))
+            needs.append(_need((memory,), least, system_bytes))
+    if needs:
+        return needs
+    plenty = _with_size(profile, HOST_MEMORY, _PLENTY)
+    if limited:
+        plenty = _with_size(plenty, PINNED_MEMORY, _PLENTY)
+    order = longest_first(names)
+    sized = [found for found in run(partial(_least_of_both, plenty), order) if found is not None]
+    if sized:
+        least = min(sized, key=lambda found: _sizes(found[1]))
+        needs.append(_need((GPU_MEMORY, HOST_MEMORY), least, system_bytes))
+    return needs
+
+
+def _sizes(profile: Profile) -> tuple[int, int]:
+    return _size(profile, GPU_MEMORY), _size(profile, HOST_MEMORY)
+
+
+def _need(grows: tuple[str, ...], least: tuple[str, Profile, float], system_bytes: int) -> Need:
+    policy, profile, seconds = least
+    hardware = profile.hardware
+    return Need(
+        grows,
+        hardware.gpu.memory_bytes,
+        hardware.host.memory_bytes + system_bytes // hardware.gpus_of_node,
+        hardware.host.pinned_bytes,
+        policy,
+        seconds,
+    )
+
+
+def _size(profile: Profile, memory: str) -> int:
+    hardware = profile.hardware
+    if memory == PINNED_MEMORY and hardware.host.pinned_bytes is not None:
+        return hardware.host.pinned_bytes
+    return hardware.gpu_capacity_bytes if memory == GPU_MEMORY else hardware.host.memory_bytes
+
+
+def _with_size(profile: Profile, memory: str, size_bytes: int) -> Profile:
+    """Return ``profile`` with another size of one memory for tensors."""
+    hardware = profile.hardware
+    gpu, host = hardware.gpu, hardware.host
+    if memory == GPU_MEMORY:
+        gpu = replace(gpu, memory_bytes=size_bytes + gpu.reserved_bytes)
+    elif memory == PINNED_MEMORY:
+        host = replace(host, pinned_bytes=size_bytes)
+    else:
+        host = replace(host, memory_bytes=size_bytes)
+    return replace(profile, hardware=replace(hardware, gpu=gpu, host=host))
+
+
+def _least(profile: Profile, asked: tuple[str, str]) -> tuple[str, Profile, float] | None:
+    """The policy, the profile with the least size of one memory with which it fits, and its time; None if that is not enough.
+
+    From 1 byte on, each attempt has what the one before it was short of: the size that a policy's error names, or its peak.
+    """
+    name, memory = asked
+    policy, size = parse_policy(name), 1
+    for _ in range(_ATTEMPTS):
+        there = _with_size(profile, memory, size)
+        try:
+            found = simulate_policy(there, policy)
+        except InfeasibleError as error:
+            short, needed = error.constraint, error.needed_bytes
+        except AutoHeteError:
+            return None
+        else:
+            if found.verdict is Verdict.OK:
+                return name, there, found.iteration_seconds
+            occupied = next(one for one in found.memories if not one.fits)
+            others = [one for one in found.memories if not one.fits and one.memory != memory]
+            if others:
+                return None
+            short, needed = occupied.memory, occupied.peak_bytes
+        if short != memory:
+            return None
+        size = max(needed, size + 1)
+    return None
+
+
+def _least_of_both(plenty: Profile, name: str) -> tuple[str, Profile, float] | None:
+    """The least GPU memory with any amount of host memory, and with that the least host memory."""
+    first = _least(plenty, (name, GPU_MEMORY))
+    return None if first is None else _least(first[1], (name, HOST_MEMORY))

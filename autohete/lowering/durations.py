@@ -1,0 +1,131 @@
+"""How long the tasks of a schedule take: seconds on an undisturbed lane, as functions of a profile.
+
+All else about a task follows from sizes, so one lowering serves all profiles that differ in times and rates only. Tasks that do
+the same share one function: it is made once, and asked once for each profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from autohete.profile import Profile
+
+Duration = Callable[[Profile], float]
+
+#: A year and a half. Thousands of such tasks in sequence still fit 64-bit nanoseconds.
+LONGEST_TASK_SECONDS = 5e7
+#: Keeps so many functions of a kind.
+_kept = lru_cache(maxsize=2**12)
+#: Kernels after the norms: stack, norm of norms, sum, quotient, clamp.
+_COEFFICIENT_KERNELS = 5
+
+
+@_kept
+def forward(unit: int) -> Duration:
+    """A forward of ``unit``, or a recomputation that makes its output."""
+    return lambda profile: profile.blocks[unit].forward_seconds
+
+
+@_kept
+def recompute(unit: int) -> Duration:
+    """A recomputation of ``unit`` whose output is not needed."""
+    return lambda profile: profile.blocks[unit].recompute_seconds
+
+
+@_kept
+def selective(unit: int) -> Duration:
+    """The selective recomputation of ``unit``."""
+
+    def seconds(profile: Profile) -> float:
+        found = profile.blocks[unit].selective
+        assert found is not None, "the plan was lowered for units that can be recomputed selectively"
+        return found.seconds
+
+    return seconds
+
+
+@_kept
+def backward(unit: int) -> Duration:
+    """A backward of ``unit``."""
+    return lambda profile: profile.blocks[unit].backward_seconds
+
+
+def loss(profile: Profile) -> float:
+    """The loss."""
+    return profile.loss.seconds
+
+
+@_kept
+def to_gpu(size_bytes: int, *, pinned: bool = True) -> Duration:
+    """A copy from the host."""
+    return lambda profile: profile.h2d_seconds(size_bytes, pinned=pinned)
+
+
+@_kept
+def to_host(size_bytes: int, *, pinned: bool = True) -> Duration:
+    """A copy to the host."""
+    return lambda profile: profile.d2h_seconds(size_bytes, pinned=pinned)
+
+
+@_kept
+def on_drives(size_bytes: int, *, write: bool) -> Duration:
+    """A read or write of NVMe."""
+    return lambda profile: profile.nvme_seconds(size_bytes, write=write)
+
+
+@_kept
+def collective(size_bytes: int, rounds: int = 1) -> Duration:
+    """A gather or a reduction to parts; an all-reduce has two rounds."""
+    return lambda profile: rounds * profile.collective_seconds(size_bytes)
+
+
+@_kept
+def gpu_kernel(traffic_bytes: float) -> Duration:
+    """A kernel on the GPU that its memory bounds."""
+    return lambda profile: profile.gpu_memory_seconds(traffic_bytes)
+
+
+@_kept
+def cpu_kernel(traffic_bytes: float, *, beside_gpu: bool) -> Duration:
+    """An elementwise kernel on the CPU."""
+    return lambda profile: profile.elementwise_seconds(traffic_bytes, beside_gpu=beside_gpu)
+
+
+@_kept
+def gpu_update(unit: int, scaled_bytes: int | None, share: float) -> Duration:
+    """A share of the update on the GPU, with a pass over the gradients that scales them, if any."""
+
+    def seconds(profile: Profile) -> float:
+        scaling = 0.0 if scaled_bytes is None else profile.gpu_memory_seconds(scaled_bytes)
+        return (profile.blocks[unit].gpu_update_seconds + scaling) * share
+
+    return seconds
+
+
+@_kept
+def cpu_update(
+    unit: int, kernel_bytes: float, elementwise_bytes: float, scaled_bytes: int | None, share: float, *, beside_gpu: bool
+) -> Duration:
+    """The same on the CPU, where the traffic of its kernels counts."""
+
+    def seconds(profile: Profile) -> float:
+        scaling = 0.0 if scaled_bytes is None else profile.elementwise_seconds(scaled_bytes, beside_gpu=beside_gpu)
+        update = profile.cpu_update_seconds(unit, kernel_bytes, elementwise_bytes, beside_gpu=beside_gpu)
+        return (update + scaling) * share
+
+    return seconds
+
+
+@_kept
+def coefficient(*, on_cpu: bool, from_gpu: bool, to_gpu: bool, in_parts: bool) -> Duration:
+    """The clipping coefficient: kernels on the GPU, or on the CPU copies of single numbers. If each GPU has the norms of its
+    part only, an all-reduce of one number comes first.
+    """
+
+    def seconds(profile: Profile) -> float:
+        copies = profile.d2h_seconds(0) * from_gpu + profile.h2d_seconds(0) * to_gpu
+        alone = copies if on_cpu else _COEFFICIENT_KERNELS * profile.hardware.gpu.kernel_overhead_seconds
+        return alone + 2 * profile.collective_seconds(0) * in_parts
+
+    return seconds

@@ -1,0 +1,44 @@
+"""What of a profile the tasks of a plan follow from, except for their durations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from autohete.hardware import Cpu, Gpu, Hardware, Host, Link
+from autohete.profile import BlockProfile, Profile
+
+
+def sizes_of(profile: Profile) -> Profile:
+    """Return ``profile`` without its times, and without the rates and capacities of its hardware.
+
+    Lowering sees nothing else, so what it makes holds for all profiles of these sizes.
+    """
+    hardware, host = profile.hardware, profile.hardware.host
+    return Profile(
+        profile.workload,
+        _without_rates(hardware.gpus, hardware.unified, host.rounds_pinned, host.pinned_bytes is not None),
+        tuple(map(_without_times, profile.blocks)),
+        replace(profile.loss, seconds=0.0),
+    )
+
+
+@lru_cache
+def _without_rates(gpus: int, unified: bool, rounds_pinned: bool, limits_pinned: bool) -> Hardware:
+    gpu, link = Gpu(0, 0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0), Link(1.0, 1.0, 0.0)
+    host = Host(0, 1.0, 1.0, 0 if limits_pinned else None, rounds_pinned=rounds_pinned)
+    return Hardware("any", gpu, link, link, host, Cpu(1, 1.0), gpus=gpus, unified=unified)
+
+
+@lru_cache(maxsize=512)
+def _without_times(block: BlockProfile) -> BlockProfile:
+    selective = block.selective and replace(block.selective, seconds=0.0)
+    return replace(
+        block,
+        forward_seconds=0.0,
+        backward_seconds=0.0,
+        gpu_update_seconds=0.0,
+        cpu_update_seconds=None,
+        selective=selective,
+        shorter_recompute_seconds=None,
+    )

@@ -1,0 +1,398 @@
+"""An answer as text: one page that fits 80 columns, without colours, the same bytes for the same answer."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from autohete.analysis.bounds import period_bounds
+from autohete.answer import NOISE, Answer, Budget, Candidate, Gain, Interval, Need
+from autohete.largest import Largest
+from autohete.plan import Activations, UnitPlan
+from autohete.plan.policy import Verdict
+from autohete.quantities import format_bytes, format_count, format_seconds
+from autohete.report.summary import Summary, Training, described_blocks, node_text, proven_within, training_of
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
+from autohete.simulate import Simulation
+from autohete.workload import Units
+
+WIDTH = 80
+_NAMES = {GPU_MEMORY: "GPU memory", PINNED_MEMORY: "pinned memory", HOST_MEMORY: "host memory", "nvme": "NVMe"}
+#: What a model is, rather than how it is trained: nobody assumes it.
+_OF_THE_MODEL = (
+    "name",
+    "hidden_size",
+    "transformer_blocks",
+    "heads",
+    "vocabulary_size",
+    "tied_embeddings",
+    "blocks",
+    "policy",
+)
+_TIMES = (("year", 365.25 * 86400), ("day", 86400.0), ("hour", 3600.0), ("minute", 60.0))
+
+
+def answer_text(answer: Answer, columns: int = WIDTH) -> str:
+    """Return the page: whether it fits, the plan, the other policies, what would help, and what was assumed.
+
+    Lines longer than ``columns`` are wrapped; the page is never wider than 80 columns.
+    """
+    parts = ("\n".join(row for line in lines for row in _narrowed(line, columns)) for _, lines in sections(answer))
+    return "\n\n".join(parts) + "\n"
+
+
+def _narrowed(line: str, columns: int) -> list[str]:
+    further = " " * (len(line) - len(line.lstrip()) + 2)
+    wrapped = textwrap.wrap(line, columns, subsequent_indent=further, break_on_hyphens=False, break_long_words=False)
+    return wrapped if len(line) > columns else [line]
+
+
+def sections(answer: Answer) -> list[tuple[str, list[str]]]:
+    """Return the parts of the page: a title for each, and its lines."""
+    parts = [
+        ("Answer", _verdict(answer)),
+        ("Memory", _memory(answer)),
+        ("Plan", _plan(answer)),
+        ("Policies", _policies(answer)),
+        ("What to buy", _gains(answer)),
+        ("The largest that fits", _largest(answer)),
+        ("Assumptions", _assumed(answer)),
+    ]
+    return [(title, lines) for title, found in parts if (lines := list(found))]
+
+
+# --- whether it fits ----------------------------------------------------------------------------------------------
+
+
+def _verdict(answer: Answer) -> Iterator[str]:
+    workload, hardware = answer.profile.workload, answer.profile.hardware
+    times = f"{workload.micro_batches} x " if workload.micro_batches > 1 else ""
+    yield from _wrapped(
+        f"{workload.name} ({workload.parameters / 1e9:.2f}B parameters, {times}{workload.batch_size} x "
+        f"{workload.sequence_length} tokens) on {node_text(hardware.name, hardware.gpus)}, {_clock(answer)}"
+    )
+    yield ""
+    best, found = answer.best, answer.simulation
+    if best is None or found is None:
+        yield from _wrapped("DOES NOT FIT under any policy.")
+        yield from _needs(answer)
+        return
+    yield from _wrapped(
+        f"FITS: {best.name} takes {format_seconds(best.seconds)} per iteration, {found.tokens_per_second:,.0f} tokens/s."
+    )
+    if answer.training_seconds is not None:
+        yield from _wrapped(f"{format_count(answer.tokens)} tokens take {_long(answer.training_seconds)}.", indent=2)
+    if answer.interval is not None:
+        yield from _wrapped(_interval(answer.interval, best), indent=2)
+    yield from _wrapped(_offload(answer, best), indent=2)
+
+
+def _clock(answer: Answer) -> str:
+    return str(answer.candidates[0].summary.clock)
+
+
+def _offload(answer: Answer, best: Candidate) -> str:
+    if not answer.do_not_offload:
+        resident = next((each for each in answer.candidates if each.fits and each.stays), None)
+        if resident is None:
+            return "Offloading is needed: no plan fits that keeps everything on the GPU."
+        return (
+            f"Offloading pays: keeping everything on the GPU ({resident.name}) takes {format_seconds(resident.seconds)}, "
+            f"{_slower(resident, best)}."
+        )
+    recomputes = best.plan is not None and best.plan.checkpointed_blocks
+    fastest = min(answer.candidates, key=lambda each: each.seconds)
+    gain = ""
+    if fastest.seconds < best.seconds:
+        gain = (
+            f" Offloading ({fastest.name}) would save {100 * (1 - fastest.seconds / best.seconds):.2f} %, which is less than "
+            f"the {100 * NOISE:.0f} % that this page tells apart."
+        )
+    return f"Do not offload: everything fits on the GPU{' with recomputation' if recomputes else ''}, and that is best.{gain}"
+
+
+def _interval(interval: Interval, best: Candidate) -> str:
+    low, high = format_seconds(interval.low_seconds), format_seconds(interval.high_seconds)
+    draws, seed = interval.sampling.draws, interval.sampling.seed
+    fitting = f"all {draws}" if interval.fitting == draws else f"{interval.fitting}"
+    short = ", ".join(f"{_NAMES[memory]} is short in {count}" for memory, count in interval.short.items())
+    return (
+        f"{low} to {high} if the {interval.figures} uncertain figures of the hardware are drawn from their ranges "
+        f"(5 to 95 % of {draws} draws, seed {seed}); this plan fits in {fitting}"
+        f"{f' of them ({short})' if short else ''}."
+    )
+
+
+def _needs(answer: Answer) -> Iterator[str]:
+    if not answer.needs:
+        yield from _wrapped("No size of GPU and host memory was found with which a policy fits.", indent=2)
+    for need in answer.needs:
+        yield from _wrapped(_need(answer, need), indent=2)
+
+
+def _need(answer: Answer, need: Need) -> str:
+    gpu = answer.profile.hardware.gpu
+    sizes = {
+        GPU_MEMORY: f"a GPU with {format_bytes(need.gpu_bytes)} (now {format_bytes(gpu.memory_bytes)})",
+        HOST_MEMORY: f"{format_bytes(need.host_bytes)} of host memory (now {_total(answer, HOST_MEMORY)})",
+        PINNED_MEMORY: f"{format_bytes(need.pinned_bytes or 0)} of pinned memory",
+    }
+    wanted = " and ".join(sizes[memory] for memory in need.grows)
+    return f"It would with {wanted}: {need.policy}, {format_seconds(need.iteration_seconds)} per iteration."
+
+
+def _total(answer: Answer, memory: str) -> str:
+    return format_bytes(next(budget.total_bytes for budget in answer.budgets if budget.memory == memory))
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def _memory(answer: Answer) -> Iterator[str]:
+    yield f"{'memory':<9}{'used':>11}{'available':>12}   of"
+    for budget in answer.budgets:
+        used = "-" if budget.used_bytes is None else format_bytes(budget.used_bytes)
+        yield f"{budget.memory:<9}{used:>11}{format_bytes(budget.available_bytes):>12}   {_kept_back(budget)}"
+    if answer.profile.hardware.gpus > 1:
+        yield from _wrapped("of each GPU; host and pinned memory are its share of the node")
+    if answer.best is not None and not answer.gains:
+        return  # nothing was varied, so nothing is known to bind
+    names = " and ".join(_NAMES[memory] for memory in answer.binds)
+    if answer.best is None:
+        yield from _wrapped(f"binds: {names or 'no memory alone'}")
+    elif names:
+        yield from _wrapped(f"binds: {names}; more of it would save time, see below")
+    else:
+        yield from _wrapped("binds: no memory; more of any would not save time")
+
+
+def _kept_back(budget: Budget) -> str:
+    kept, total = budget.total_bytes - budget.available_bytes, format_bytes(budget.total_bytes)
+    if budget.memory == GPU_MEMORY:
+        return f"{total}; {format_bytes(kept)} for CUDA and libraries"
+    if budget.memory == HOST_MEMORY:
+        return f"{total}; {format_bytes(kept)} left to the system"
+    return "a limit of its own" if budget.limited else "the host's; no limit of its own"
+
+
+# --- plan ---------------------------------------------------------------------------------------------------------
+
+
+def _plan(answer: Answer) -> Iterator[str]:
+    found, best = answer.simulation, answer.best
+    if found is None or best is None:
+        return
+    plan, workload = found.plan, answer.profile.workload
+    units = "blocks" if workload.units is Units.BLOCK else "units"
+    yield from _wrapped(f"plan of {best.name}, by {units} (0 is the embedding, {len(plan.units) - 1} the head):")
+    for places, words in decisions(found):
+        yield from _wrapped(f"{places}: {words}", indent=2)
+    yield from _wrapped(f"bound by {period_bounds(found.schedule).binds}")
+    within = proven_within(found)
+    if within is not None:
+        least = format_seconds(found.iteration_seconds / (1 + within))
+        yield from _wrapped(f"proven: no plan that this policy could choose takes less than {least}")
+    if found.waits:
+        yield from _wrapped(f"it fits with {found.waits} waits for memory")
+
+
+def decisions(found: Simulation) -> list[tuple[str, str]]:
+    """Return the units that are planned alike, such as ``1 to 4, 7``, and how; prefetch distances are left out."""
+    places: dict[str, list[int]] = {}
+    for number, unit in enumerate(found.plan.units):
+        places.setdefault(describe(unit, training_of(found.profile, number)), []).append(number)
+    return [(_runs(numbers), words) for words, numbers in places.items()]
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)
+
+
+_KEPT = {
+    Activations.KEEP: "keep activations",
+    Activations.SELECTIVE: "recompute some activations",
+    Activations.RECOMPUTE: "recompute activations",
+    Activations.DROP: "recompute activations and input",
+}
+
+
+def describe(unit: UnitPlan, training: Training) -> str:
+    """Return a unit's decisions in words, but not those that mean nothing where it is frozen."""
+    words = []
+    if training is not Training.FROZEN_BELOW:
+        words.append(_KEPT[unit.activations] + (f" (kept on the {unit.kept.home})" if unit.kept.leaves else ""))
+    words.append("parameters on the host" if unit.parameters.home == HOST_MEMORY else "parameters on the GPU")
+    if training is not Training.TRAINED:
+        return ", ".join([*words, training])
+    states = f", states on {'NVMe' if unit.states.home == 'nvme' else 'the host'}" if unit.states.leaves else ""
+    share = f" ({100 * unit.gpu_share:.0f} % by the GPU)" if unit.gpu_share else ""
+    words.append(f"{unit.update_on.upper()} updates{share}{states}")
+    return ", ".join(words)
+
+
+# --- policies -----------------------------------------------------------------------------------------------------
+
+
+def _policies(answer: Answer) -> Iterator[str]:
+    best, following = answer.best, answer.next_best
+    if best is not None:
+        if following is None:
+            yield from _wrapped("next best: none; no other plan fits")
+        else:
+            yield from _wrapped(f"next best: {following.name}, {_slower(following, best)}")
+    fitting = [each for each in answer.candidates if each.fits]
+    if fitting and best is not None:
+        yield f"{'policy':<26}{'iteration':>10}{'tokens/s':>11}"
+        for each in fitting:
+            rate = each.summary.tokens_per_second or 0.0
+            note = f"same plan as {each.same_plan_as}" if each.same_plan_as else "" if each is best else _slower(each, best)
+            yield f"{each.name:<26}{format_seconds(each.seconds):>10}{rate:>11,.0f}   {note}".rstrip()
+    short = [each for each in answer.candidates if not each.fits and each.summary.verdict is not Verdict.INVALID]
+    if short:
+        yield "does not fit:"
+        for each in short:
+            yield from _wrapped(f"{each.name}: {_shortage(each.summary)}", indent=2)
+    refused = [each for each in answer.candidates if each.summary.verdict is Verdict.INVALID]
+    if refused:
+        yield "cannot plan this:"
+        for each in refused:
+            reason = _fact(each.summary)
+            yield from _wrapped(reason if reason.startswith(f"{each.name} ") else f"{each.name}: {reason}", indent=2)
+
+
+def _slower(each: Candidate, best: Candidate) -> str:
+    share = each.seconds / best.seconds - 1
+    if abs(share) < NOISE:
+        return f"as fast, within {100 * NOISE:.0f} %"
+    return f"{100 * share:.0f} % slower" if share > 0 else f"{-100 * share:.0f} % faster"
+
+
+def _shortage(summary: Summary) -> str:
+    """One line: the memory, what is needed of it and what there is."""
+    memory = summary.verdict.removesuffix("-out-of-memory")
+    peaks = {
+        GPU_MEMORY: (summary.gpu_peak_bytes, summary.gpu_capacity_bytes),
+        HOST_MEMORY: (summary.host_peak_bytes, summary.host_capacity_bytes),
+        PINNED_MEMORY: (summary.pinned_peak_bytes, summary.pinned_capacity_bytes),
+    }
+    used, capacity = peaks.get(memory, (None, None))
+    if used is None or capacity is None:
+        return _fact(summary)
+    return f"needs {format_bytes(used)} of {_NAMES[memory]}, there are {format_bytes(capacity)}"
+
+
+def _fact(summary: Summary) -> str:
+    """An explanation without its cure, which is for somebody who has asked for this policy; JSON has both."""
+    return summary.explanation.partition(": ")[0]
+
+
+# --- what would help ----------------------------------------------------------------------------------------------
+
+
+def _gains(answer: Answer) -> Iterator[str]:
+    if answer.gains:
+        yield from _wrapped("what one purchase would bring, with the best plan then (more than one may bring more):")
+        for gain in answer.gains:
+            yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}", indent=2)
+        if answer.profile.hardware.interconnect is None:
+            yield from _wrapped("one more GPU: not simulated, the hardware has no table [interconnect]", indent=2)
+    if answer.free:
+        yield "what costs nothing:"
+        for gain in answer.free:
+            yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}", indent=2)
+    if answer.adapters:
+        yield "training adapters instead of all parameters:"
+        for gain in answer.adapters:
+            yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}", indent=2)
+
+
+def _gain(answer: Answer, gain: Gain) -> str:
+    best, seconds = answer.best, gain.iteration_seconds
+    if seconds is None:
+        return "would not fit" if best is not None else "still does not fit"
+    if gain.saved_seconds is None or gain.saved_share is None:
+        return f"FITS, {format_seconds(seconds)} per iteration ({gain.policy})"
+    other = "" if best is None or gain.policy == best.name else f", with {gain.policy}"
+    if not gain.helps:  # what is bought may be left unused, so it is never slower
+        if gain in answer.gains:
+            return "buys nothing"
+        return f"{-100 * gain.saved_share:.0f} % slower" if gain.saved_share <= -NOISE else "no faster"
+    if gain.change.gpus is not None:
+        return f"{gain.tokens_per_second:,.0f} tokens/s, {100 * gain.saved_share:.0f} % less time for a token{other}"
+    return (
+        f"saves {format_seconds(gain.saved_seconds)} per iteration, {100 * gain.saved_share:.0f} % "
+        f"({format_seconds(seconds)}{other})"
+    )
+
+
+def _largest(answer: Answer) -> Iterator[str]:
+    for found in answer.largest:
+        yield from _wrapped(largest_text(found))
+
+
+def largest_text(found: Largest) -> str:
+    """One line: the largest value, and what limits it."""
+    name = found.figure.replace("_", " ")
+    if not found.value:
+        return f"not even {name} 1 fits: {found.limit}"
+    return f"largest {name} that fits: {found.value:,}; one more does not: {found.limit}"
+
+
+# --- assumptions --------------------------------------------------------------------------------------------------
+
+
+def _assumed(answer: Answer) -> Iterator[str]:
+    workload, hardware = answer.profile.workload, answer.profile.hardware
+    given = set(answer.given)
+    figures: Mapping[str, object] = answer.candidates[0].summary.assumptions
+    assumed = [
+        f"{name.replace('_', ' ')} {_value(value)}"
+        for name, value in figures.items()
+        if name not in _OF_THE_MODEL and name not in given
+    ]
+    if "hardware" not in given:
+        assumed.append(f"hardware {hardware.name}")
+    for name, memory in (("gpu_memory", GPU_MEMORY), ("host_memory", HOST_MEMORY)):
+        if name not in given:
+            assumed.append(f"{_NAMES[memory]} {_total(answer, memory)}")
+    if "system_memory" not in given and not hardware.unified:
+        assumed.append(f"{format_bytes(answer.system_bytes)} of host memory left to the system")
+    if "tokens" not in given:
+        assumed.append(f"{format_count(answer.tokens)} tokens")
+    yield from _wrapped(f"assumed, not given: {', '.join(assumed)}; policies with their default flags.")
+    yield from _wrapped(f"model: {'; '.join(described_blocks(workload))}; vocabulary {workload.vocabulary_size:,}.")
+    for note in hardware.remarks:
+        yield from _wrapped(f"note: {note}")
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+def _long(seconds: float) -> str:
+    """Return a time of minutes, hours, days or years."""
+    for unit, size in _TIMES:
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}s"
+    return format_seconds(seconds)
+
+
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + 2),
+        break_on_hyphens=False,
+    )

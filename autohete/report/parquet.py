@@ -1,0 +1,135 @@
+"""The file of a sweep as Parquet. Needs pyarrow, which is an optional dependency.
+
+A Parquet file can only be read once its end is written. So rows first go into a CSV journal beside it, as they come; at the end
+the journal becomes row groups of the file, which appears whole. What is interrupted is continued from both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from autohete.errors import InputError
+from autohete.plan import PlanCounts
+from autohete.report.rows import COLUMNS, Row, difference, read_rows, row_writer
+from autohete.report.summary import Summary
+from autohete.report.write import atomic_write
+
+#: Rows of a group; a reader loads one at a time.
+_GROUP = 10_000
+
+
+def is_parquet(path: str) -> bool:
+    """Whether the name ends in ``.parquet``."""
+    return path.endswith(".parquet")
+
+
+def journal_of(path: str) -> str:
+    """Return the file that has the rows until the Parquet file is complete."""
+    return f"{path}.csv"
+
+
+def check_pyarrow() -> None:
+    """Check that Parquet can be written.
+
+    Raises:
+        InputError: pyarrow is not installed.
+    """
+    _pyarrow()
+
+
+def _pyarrow() -> tuple[ModuleType, ModuleType]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError(
+            "a .parquet file needs pyarrow: install it with `pip install 'autohete[parquet]'`, or give a .csv file"
+        ) from error
+    return pyarrow, pyarrow.parquet
+
+
+def _kind(name: str, keys: Sequence[str]) -> type:
+    """Return what a column holds: bool, int, float or str. Keys are text, since values such as ``8GB`` have units."""
+    if name in keys or name not in COLUMNS:
+        return str
+    first, _, count = name.partition(".")
+    hint = get_type_hints(PlanCounts)[count] if count else get_type_hints(Summary)[first]
+    kinds = set(getattr(hint, "__args__", (hint,)))
+    return next((kind for kind in (bool, float, int) if kind in kinds), str)
+
+
+def _cell(text: str, kind: type) -> object:
+    if kind is str:
+        return text
+    if not text:
+        return None
+    return text == "true" if kind is bool else kind(text)
+
+
+def _schema(header: Sequence[str], keys: Sequence[str]) -> Any:
+    arrow, _ = _pyarrow()
+    types = {bool: arrow.bool_(), int: arrow.int64(), float: arrow.float64(), str: arrow.string()}
+    return arrow.schema([(name, types[_kind(name, keys)]) for name in header])
+
+
+def read_parquet(path: str, header: Sequence[str]) -> list[Row]:
+    """Read the rows of a sweep's Parquet file and of its journal; none if there is neither.
+
+    Raises:
+        InputError: not a file of a sweep with this header.
+    """
+    return [*_read(path, header), *read_rows(journal_of(path), header)[0]]
+
+
+def _read(path: str, header: Sequence[str]) -> list[Row]:
+    if not os.path.exists(path):
+        return []
+    arrow, parquet = _pyarrow()
+    try:
+        table = parquet.read_table(path)
+    except (arrow.ArrowException, OSError) as error:
+        problem = str(error).splitlines()[0]
+        raise InputError(f"{path!r} is not a sweep's file: {problem}; give another --out") from error
+    if table.column_names != list(header):
+        found = difference(table.column_names, header)
+        raise InputError(f"{path!r} cannot be continued: {found}; sweep over the same keys, or give another --out")
+    return [{name: _text(value) for name, value in row.items()} for row in table.to_pylist()]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else value if isinstance(value, str) else repr(value)
+
+
+@contextmanager
+def parquet_writer(path: str, header: Sequence[str], keys: Sequence[str]) -> Iterator[Callable[[Row], None]]:
+    """Continue the Parquet file ``path``: each row reaches its journal at once, and at the end all are row groups of it."""
+    journal = journal_of(path)
+    _, kept = read_rows(journal, header)
+    with row_writer(journal, header, kept) as write:
+        yield write
+    rows, _ = read_rows(journal, header)
+    schema = _schema(header, keys)
+    arrow, parquet = _pyarrow()
+
+    def fill(stream: object) -> None:
+        with parquet.ParquetWriter(stream, schema) as writer:
+            if os.path.exists(path):
+                before = parquet.ParquetFile(path)
+                for group in range(before.num_row_groups):
+                    writer.write_table(before.read_row_group(group).cast(schema))
+            for begin in range(0, len(rows), _GROUP):
+                some = rows[begin : begin + _GROUP]
+                columns: Mapping[str, list[object]] = {
+                    name: [_cell(row[name], _kind(name, keys)) for row in some] for name in header
+                }
+                writer.write_table(arrow.Table.from_pydict(columns, schema=schema))
+
+    if rows or not os.path.exists(path):
+        atomic_write(path, fill)
+    os.remove(journal)

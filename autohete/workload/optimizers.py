@@ -1,0 +1,142 @@
+"""Optimizers: what each keeps of a parameter, what an update reads and writes, and which processors have a kernel for it.
+
+Sizes hold for mixed precision as for fp32; masters that an optimizer has in mixed precision only are counted there alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autohete.workload.model import Product
+
+
+class Optimizer(StrEnum):
+    """The optimizer of all trained parameters.
+
+    ``ADAMW_BF16`` has its master weights and moments in bf16. ``MUON`` updates the matrices of blocks, and AdamW the rest:
+    embedding, head, norms and biases.
+    """
+
+    ADAMW = "adamw"
+    ADAMW_BF16 = "adamw_bf16"
+    ADAMW8BIT = "adamw8bit"
+    SGD = "sgd"
+    SGD_MOMENTUM = "sgd_momentum"
+    ADAFACTOR = "adafactor"
+    MUON = "muon"
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """One row of the table, bytes per parameter.
+
+    Args:
+        label: in words.
+        source: what was read.
+        states: moments.
+        master: master weights in mixed precision.
+        cpu_kernel: there is a fused kernel for the CPU.
+        shares: any elements can be updated by themselves, as ZeRO and shared updates need it.
+        temporaries: traffic in addition to one pass over states, master, gradient and parameter.
+        factored: matrices have a row and a column of fp32 statistics instead of ``states``, which vectors have.
+        orthogonalised: matrices are updated as a whole; ``states`` are those of matrices, vectors have AdamW's.
+    """
+
+    label: str
+    source: str
+    states: float
+    master: int = 4
+    cpu_kernel: bool = False
+    shares: bool = True
+    temporaries: float = 0
+    factored: bool = False
+    orthogonalised: bool = False
+
+
+_ADAMW_STATES = 8
+#: Elements that share an fp32 scale in 8-bit states.
+_BLOCK = 256
+_FUSED_SGD = "torch 2.13, torch._fused_sgd_, for CPU and CUDA"
+_OPTIMIZERS = {
+    Optimizer.ADAMW: _Optimizer(
+        "AdamW", "torch 2.13, torch._fused_adamw_; DeepSpeed csrc/adam/cpu_adam.cpp", _ADAMW_STATES, cpu_kernel=True
+    ),
+    # bf16_master_weights_and_grads with bf16_optimizer_states: 2 bytes of master and two of each moment, also with offload.
+    Optimizer.ADAMW_BF16: _Optimizer("AdamW in bf16", "DeepSpeed pulls 7700 and 8010", 4, master=2, cpu_kernel=True),
+    # Two states of 8 bit with a scale for each block: of 256 elements since 0.44, of 2048 before (as at 06029dd6). Tensors of
+    # fewer than 4096 elements keep 32 bit, which is not counted.
+    Optimizer.ADAMW8BIT: _Optimizer("8-bit AdamW", "bitsandbytes, optim/optimizer.py, Optimizer2State", 2 * (1 + 4 / _BLOCK)),
+    Optimizer.SGD: _Optimizer("SGD", _FUSED_SGD, 0, cpu_kernel=True),
+    Optimizer.SGD_MOMENTUM: _Optimizer("SGD with momentum", _FUSED_SGD, 4, cpu_kernel=True),
+    # Without fused kernel: squares (fp32 read, written), their means by row and column (8 read), the update (12), its norm (4)
+    # and scaling (8).
+    Optimizer.ADAFACTOR: _Optimizer(
+        "Adafactor", "transformers, optimization.py, no first moment", 4, temporaries=40, shares=False, factored=True
+    ),
+    Optimizer.MUON: _Optimizer("Muon", "torch 2.13, optim/_muon.py", 4, shares=False, orthogonalised=True),
+}
+#: Newton-Schulz iterations of Muon.
+_ROUNDS = 5
+
+
+def optimizer_source(optimizer: Optimizer) -> str:
+    """Where the figures of ``optimizer`` come from."""
+    return _OPTIMIZERS[optimizer].source
+
+
+def optimizer_label(optimizer: Optimizer) -> str:
+    """The optimizer in words."""
+    return _OPTIMIZERS[optimizer].label
+
+
+def has_cpu_kernel(optimizer: Optimizer) -> bool:
+    """Whether the CPU can update with it."""
+    return _OPTIMIZERS[optimizer].cpu_kernel
+
+
+def updates_any_share(optimizer: Optimizer) -> bool:
+    """Whether a part of a unit can be updated by itself."""
+    return _OPTIMIZERS[optimizer].shares
+
+
+def state_bytes(optimizer: Optimizer, trained: int, matrices: Sequence[Product], *, mixed: bool) -> int:
+    """Bytes of optimizer states, and of master weights where there are any.
+
+    Args:
+        optimizer: the optimizer.
+        trained: trained parameters.
+        matrices: those of them that are matrices of a block; the rest are vectors, or matrices of embedding and head.
+        mixed: parameters are in 16 bit.
+    """
+    row = _OPTIMIZERS[optimizer]
+    inside = sum(matrix.parameters for matrix in matrices)
+    found = row.master * trained * mixed + row.states * inside
+    if row.factored:
+        found += sum(4 * matrix.matrices * (matrix.columns + matrix.inner) for matrix in matrices) - row.states * inside
+    return math.ceil(found + (_ADAMW_STATES if row.orthogonalised else row.states) * (trained - inside))
+
+
+def moment_bytes(optimizer: Optimizer) -> float:
+    """Bytes of moments per parameter that a CPU kernel reads and writes."""
+    return _OPTIMIZERS[optimizer].states
+
+
+def temporary_bytes(optimizer: Optimizer) -> float:
+    """Traffic of temporaries per parameter."""
+    return _OPTIMIZERS[optimizer].temporaries
+
+
+def orthogonalised(optimizer: Optimizer, matrices: Sequence[Product]) -> tuple[Product, ...]:
+    """The matrices that an update on the GPU orthogonalises."""
+    return tuple(matrices) if _OPTIMIZERS[optimizer].orthogonalised else ()
+
+
+def newton_schulz(matrix: Product) -> tuple[tuple[int, int, int], ...]:
+    """Products of Muon's iterations on one matrix, as rows, columns and inner size: with r the smaller side and c the larger,
+    ``20 r^2 c + 10 r^3`` FLOPs.
+    """
+    r, c = sorted((matrix.columns, matrix.inner))
+    return ((r, r, c), (r, r, r), (r, c, r)) * _ROUNDS

@@ -1,0 +1,220 @@
+"""What of a model is trained: all of it, its last blocks, or low-rank adapters beside a frozen base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from autohete.errors import InputError, check_fields, unknown_name
+from autohete.workload.model import (
+    Activation,
+    Attention,
+    Block,
+    Experts,
+    FeedForward,
+    LatentAttention,
+    LinearAttention,
+    Mixer,
+    Mlp,
+    Norm,
+    Product,
+)
+from autohete.workload.optimizers import Optimizer, optimizer_label
+
+#: Words for several linear layers at a time, in ``Lora.targets``.
+GROUPS = ("all", "attention", "mlp")
+#: Bytes of a parameter in NF4 with double quantisation (QLoRA, arXiv 2305.14314, section 3): 4 bits; an 8-bit scale for each
+#: block of 64; an fp32 scale for each 256 of these. As bitsandbytes stores it (``functional.py``, ``quantize_4bit`` with
+#: ``compress_statistics``): 4.127 bits.
+NF4_BYTES = (4 + Fraction(8, 64) + Fraction(32, 64 * 256)) / 8
+_LARGEST_RANK = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), as PEFT adds them: ``x A B`` beside ``x W`` of a linear layer.
+
+    The base is frozen, embedding, norms and head included; adapters have no bias and no dropout. They are held and updated like
+    any trained parameter of the workload's precision: in 16 bit with an fp32 master, where PEFT by default holds them in fp32.
+
+    Args:
+        rank: columns of A and rows of B.
+        targets: the linear layers that have adapters: ``all``, ``attention``, ``mlp``, or names such as ``q_proj``. ``all`` are
+            those of blocks without routers, as PEFT's ``all-linear``; each expert counts as linear layers of its own.
+        quantised: the linear layers of blocks are held in NF4 and dequantised before each use (QLoRA).
+    """
+
+    rank: int
+    targets: tuple[str, ...] = ("all",)
+    quantised: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 1 <= self.rank <= _LARGEST_RANK:
+            raise InputError(f"the rank of LoRA is {self.rank}: give 1 to {_LARGEST_RANK:,}, such as 16")
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise InputError(
+                f"the targets of LoRA are {', '.join(self.targets) or 'none'}: give {', '.join(GROUPS)}, or names of linear "
+                "layers, each once"
+            )
+
+    def __str__(self) -> str:
+        quantised = ", base in NF4" if self.quantised else ""
+        return f"LoRA of rank {self.rank} on {', '.join(self.targets)}{quantised}"
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a model is trained.
+
+    Args:
+        lora: adapters; None: parameters are trained themselves.
+        last_blocks: only so many transformer blocks, from the last, are trained (or have adapters), and without adapters the
+            head: its norm, and its matrix unless that is the embedding's. Everything below is frozen. None: all are trained.
+        optimizer: see :class:`~autohete.workload.optimizers.Optimizer`.
+        fp8: products with the weights of blocks are computed in 8 bit, from operands that are cast before each (Transformer
+            Engine's ``fp8_autocast``). All values that rest or are copied stay in 16 bit, activations included.
+        early_stop: the recomputation of a block ends when all that backward needs is there (``torch.utils.checkpoint`` with
+            ``use_reentrant=False``), which leaves out the last product of a dense block without dropout.
+    """
+
+    lora: Lora | None = None
+    last_blocks: int | None = None
+    optimizer: Optimizer = Optimizer.ADAMW
+    fp8: bool = False
+    early_stop: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.early_stop and self.fp8:
+            raise InputError("early_stop is not known for fp8, whose products save their inputs after they ran: leave out one")
+        if self.last_blocks is not None and self.last_blocks < 1:
+            raise InputError(f"the last {self.last_blocks} blocks are to be trained: give at least 1, or leave it out")
+
+    def __str__(self) -> str:
+        parts = [str(self.lora)] if self.lora else []
+        if self.last_blocks is not None:
+            parts.append(f"only the last {self.last_blocks} blocks{'' if self.lora else ' and the head'} trained")
+        parts += ["products of blocks in fp8"] if self.fp8 else []
+        parts += ["recomputation that stops early"] if self.early_stop else []
+        return ", ".join([optimizer_label(self.optimizer), *parts])
+
+    def check(self, blocks: tuple[Block, ...], hidden_size: int) -> None:
+        """Refuse targets that none of the model's ``blocks`` has.
+
+        Raises:
+            InputError: names those that there are.
+        """
+        if self.lora is None:
+            return
+        layers = [layer for block in dict.fromkeys(blocks) for layer in linear_layers(block, hidden_size)]
+        names = sorted({layer.name for layer in layers})
+        for target in self.lora.targets:
+            if target not in (*names, *GROUPS):
+                raise unknown_name("target of LoRA", target, (*names, *GROUPS))
+
+
+#: All parameters are trained.
+FULL = Training()
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayer:
+    """A linear layer as the model's code has it. Several may be one product here, such as those of queries, keys and values.
+
+    Args:
+        name: in ``transformers``.
+        shape: its product with the weights.
+        mixes: it belongs to the mixer of its block, not to the feed-forward part.
+        row: what the table of kernels calls the operation that keeps its input.
+    """
+
+    name: str
+    shape: Product
+    mixes: bool
+    row: str
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of an adapter: ``rank * (inner + columns)`` for each matrix."""
+        return rank * (self.shape.inner + self.shape.columns) * self.shape.matrices
+
+    def adapter_products(self, rank: int) -> tuple[Product, Product]:
+        """The two products of an adapter."""
+        shape = self.shape
+        return (
+            Product(rank, shape.inner, shape.rows, shape.matrices),
+            Product(shape.columns, rank, shape.rows, shape.matrices),
+        )
+
+
+#: Rows of :mod:`autohete.workload.decoder_kernels` that keep the input of linear layers.
+FIRST, LATENT, LAST = "first product", "product of a latent vector", "last product"
+
+
+def linear_layers(block: Block, hidden_size: int, component: Mixer | FeedForward | None = None) -> tuple[LinearLayer, ...]:
+    """The linear layers of ``block`` or of one of its components, without routers and gates of shared experts."""
+    parts = (block.mixer, block.feed_forward) if component is None else (component,)
+    return tuple(layer for part in parts for layer in _layers(block, hidden_size, part))
+
+
+def _layers(block: Block, h: int, component: Mixer | FeedForward) -> Iterator[LinearLayer]:
+    match component:
+        case Attention():
+            yield from _attention(block, h, component)
+        case LatentAttention():
+            products = component.products(h)
+            first = ("q_proj",) if component.query_rank is None else ("q_a_proj", "q_b_proj")
+            for name, product in zip((*first, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"), products, strict=True):
+                row = LATENT if name in ("q_b_proj", "kv_b_proj") else LAST if name == "o_proj" else FIRST
+                yield LinearLayer(name, product, True, row)
+        case LinearAttention():
+            names = ("in_proj_qkvz", "in_proj_ba", "out_proj")
+            for name, product in zip(names, component.products(h), strict=True):
+                yield LinearLayer(name, product, True, LAST if name == "out_proj" else FIRST)
+        case Mlp():
+            yield from _mlp(block, h, component)
+        case Experts():
+            yield from _mlp(block, h, component.expert, component.active, component.count)
+            if component.shared is not None:
+                yield from _mlp(block, h, component.shared)
+
+
+def _is_gpt2(block: Block) -> bool:
+    """Whether layers have GPT-2's names. OPT, the other family without rotated positions, has another activation function."""
+    mlp = block.feed_forward
+    return _is_opt(block) and isinstance(mlp, Mlp) and mlp.activation is Activation.GELU_NEW
+
+
+def _is_opt(block: Block) -> bool:
+    """Whether layers have the names of OPT, or of GPT-2."""
+    return isinstance(block.mixer, Attention) and not block.mixer.rotary and block.norm is Norm.LAYER
+
+
+def _attention(block: Block, h: int, a: Attention) -> Iterator[LinearLayer]:
+    first, last = a.products(h)
+    if _is_gpt2(block) or block.joint:
+        yield LinearLayer("c_attn" if _is_gpt2(block) else "qkv_proj", first, True, FIRST)
+    else:
+        yield LinearLayer("q_proj", Product(first.columns - 2 * a.key_value_size, h), True, FIRST)
+        for name in ("k_proj", "v_proj"):
+            yield LinearLayer(name, Product(a.key_value_size, h), True, FIRST)
+    yield LinearLayer("c_proj" if _is_gpt2(block) else "out_proj" if _is_opt(block) else "o_proj", last, True, LAST)
+
+
+def _mlp(block: Block, h: int, mlp: Mlp, rows: int = 1, matrices: int = 1) -> Iterator[LinearLayer]:
+    names: tuple[str, ...]
+    down = "down_proj"
+    if not mlp.gated:
+        names, down = (("c_fc",), "c_proj") if _is_gpt2(block) else (("fc1",), "fc2")
+    else:
+        names = ("gate_up_proj",) if block.joint else ("gate_proj", "up_proj")
+    for name in names:
+        yield LinearLayer(name, Product(mlp.up // len(names), h, rows, matrices), False, FIRST)
+    yield LinearLayer(down, Product(h, mlp.width, rows, matrices), False, LAST)
+
+
+def is_target(lora: Lora, layer: LinearLayer) -> bool:
+    """Whether the layer has an adapter."""
+    group = "attention" if layer.mixes else "mlp"
+    return any(target in ("all", group, layer.name) for target in lora.targets)

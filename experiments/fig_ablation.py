@@ -1,0 +1,152 @@
+"""What does each technique of AutoHete add, on one GPU and on four?
+
+Command: ``python experiments/fig_ablation.py [--out DIR] [--jobs N]``. Machine: any; everything is simulated.
+
+AutoHete plans each model of the published comparison on its node, with one of its techniques turned off at a time. The loss
+of throughput without a technique is that technique's share: a technique that others can replace loses little. Where a model
+does not train without it, the technique is what makes it fit.
+
+Writes ``fig_ablation.{png,pdf,csv}``.
+
+What would refute it: a measured ablation in which another technique matters most. Throughput may rise where priority is off:
+taking the most urgent task that is ready is not always the best order, and may need GPU memory that an update could use.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_ablation.py` from anywhere
+
+if __name__ == "__main__":  # before the imports that take time
+    from autohete.cli.interrupt import catch_interrupts
+
+    catch_interrupts("fig_ablation")
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import mean
+
+import numpy as np
+from cyclopts import App
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from autohete.cli.app import run_app
+from autohete.report.style import style
+from autohete.report.tables import table
+from autohete.report.write import make_folder
+from experiments.comparison import AUTOHETE, MODELS, NODE
+from experiments.shared import FOLDER, Cell, Found, Grid, grid_lines, print_table, run_all, save
+
+#: Names of the techniques, with AutoHete without each.
+WITHOUT = {
+    "priority": "autohete:priority=off",
+    "overlap of iterations": "autohete:across_iterations=off",
+    "prefetch tuning": "autohete:prefetch_tuning=off",
+    "recomputing some blocks": "autohete:some_checkpointed=off",
+    "offload of parameters": "autohete:parameter_offload=off",
+    "updates on the GPU": "autohete:gpu_updates=off",
+}
+NAMES = ("gpus", "batch_per_gpu", "model")
+
+
+def grid(models: Sequence[str], gpus: Mapping[int, int]) -> Grid:
+    """Every number of GPUs with its batch, every model, with all techniques and without each."""
+    return {
+        (count, batch, model, policy): Cell(replace(MODELS[model], batch_size=batch), policy, NODE, (), count)
+        for count, batch in gpus.items()
+        for model in models
+        for policy in (AUTOHETE, *WITHOUT.values())
+    }
+
+
+def losses(models: Sequence[str], count: int, batch: int, cells: Grid, found: Found) -> dict[str, list[float | None]]:
+    """Loss of throughput without each technique, by model, in percent. None: does not fit without it."""
+
+    def rate(model: str, policy: str) -> float | None:
+        return found[cells[count, batch, model, policy]].tokens_per_second
+
+    lost: dict[str, list[float | None]] = {}
+    for name, policy in WITHOUT.items():
+        lost[name] = []
+        for model in models:
+            full, less = rate(model, AUTOHETE), rate(model, policy)
+            lost[name].append(100 * (1 - less / full) if full is not None and less is not None else None)
+    return lost
+
+
+def draw(models: Sequence[str], gpus: Mapping[int, int], cells: Grid, found: Found) -> Figure:
+    """Draw a table per number of GPUs: the loss without each technique, darker where it is larger."""
+    with style():
+        figure = Figure(figsize=(7.0, 0.6 + (0.55 + 0.22 * len(WITHOUT)) * len(gpus)), layout="constrained")
+        rows = figure.subplots(len(gpus), 1, squeeze=False)[:, 0]
+        for axes, (count, batch) in zip(rows, gpus.items(), strict=True):
+            _draw_losses(axes, models, losses(models, count, batch, cells, found))
+            axes.set_title(f"{count} GPU{'s' * (count > 1)}, batch of {batch} per GPU: loss of throughput without it (%)")
+        rows[-1].set_xlabel("parameters of the model; simulated")
+    return figure
+
+
+def _draw_losses(axes: Axes, models: Sequence[str], lost: Mapping[str, Sequence[float | None]]) -> None:
+    values = np.array([[np.nan if x is None else x for x in row] for row in lost.values()])
+    axes.imshow(values, cmap=colormaps["cividis_r"].with_extremes(bad="0.95"), vmin=0, vmax=50, aspect="auto")
+    for y, row in enumerate(lost.values()):
+        for x, value in enumerate(row):
+            text = "no fit" if value is None else "0" if abs(value) < 0.05 else f"{value:.1f}"
+            ink = "white" if value is not None and value > 25 else "black"
+            axes.text(x, y, text, ha="center", va="center", fontsize=6.5, color=ink)
+    axes.set_xticks(range(len(models)), [f"{MODELS[model].parameters / 1e9:.1f}B" for model in models])
+    axes.set_yticks(range(len(lost)), list(lost), fontsize=7)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def print_losses(models: Sequence[str], gpus: Mapping[int, int], cells: Grid, found: Found) -> None:
+    """Print average and largest loss without each technique, over the models that train without it."""
+    columns = ["without", "GPUs", "average", "largest", "models that need it"]
+    shown = table("loss of throughput of AutoHete, simulated", columns, left=1)
+    for count, batch in gpus.items():
+        for name, row in losses(models, count, batch, cells, found).items():
+            known = [x for x in row if x is not None]
+            numbers = (f"{mean(known):.1f} %", f"{max(known):.1f} %") if known else ("-", "-")
+            shown.add_row(name, str(count), *numbers, f"{len(row) - len(known)} of {len(row)}")
+    print_table(shown)
+
+
+def main(
+    *,
+    out: Path = FOLDER,
+    jobs: int | None = None,
+    models: tuple[str, ...] = ("gpt-2b", "gpt-4b", "gpt-6b", "gpt-10b", "gpt-15b", "gpt-22b"),
+    one: int = 8,
+    four: int = 2,
+) -> None:
+    """Simulate, print and draw.
+
+    Parameters
+    ----------
+    out:
+        Folder for the files.
+    jobs:
+        Number of processes. By default one per core.
+    models:
+        Models of the published comparison.
+    one:
+        Batch on one GPU.
+    four:
+        Batch of each of four GPUs.
+    """
+    make_folder(out)
+    gpus = {1: one, 4: four}
+    cells = grid(models, gpus)
+    found = run_all(Cell.run, cells.values(), jobs)
+    print_losses(models, gpus, cells, found)
+    save(out, "fig_ablation", draw(models, gpus, cells, found), grid_lines(NAMES, cells, found))
+
+
+if __name__ == "__main__":
+    run_app(App(name="fig_ablation", default_command=main, help=__doc__))

@@ -1,0 +1,133 @@
+"""How large a model does each system train, by the memory of the GPU and of the host?
+
+Command: ``python experiments/fig_max_model.py [--out DIR] [--jobs N]``. Machine: any; everything is simulated.
+
+Blocks of one width (that of the published 15B and 18B models) are added until training does not fit. On the left the GPU's
+memory changes, with the host of the published node; on the right the host's, with its GPU.
+
+Writes ``fig_max_model.{png,pdf,csv}``.
+
+What would refute it: a system that trains a larger model with less memory, or a model beyond these limits that the published
+comparison trained with that system.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_max_model.py` from anywhere
+
+if __name__ == "__main__":  # before the imports that take time
+    from autohete.cli.interrupt import catch_interrupts
+
+    catch_interrupts("fig_max_model")
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cyclopts import App
+from matplotlib.figure import Figure
+
+from autohete.cli.app import run_app
+from autohete.execution.trace import Clock
+from autohete.hardware import load_hardware
+from autohete.largest import Figure as Grows
+from autohete.largest import largest
+from autohete.policies import parse_policy
+from autohete.report.tables import table
+from autohete.report.write import make_folder
+from experiments.comparison import MODELS, NODE
+from experiments.shared import FOLDER, Panel, draw_panels, look, print_table, run_all, save, ticks
+
+POLICIES = ("resident", "zero_offload", "patrickstar", "stronghold", "streamed_states:weights", "autohete")
+#: The model whose blocks are counted.
+MODEL = "gpt-15b"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A search for the largest model: of a policy, with ``gib`` of memory of the GPU or of the host."""
+
+    policy: str
+    memory: str
+    gib: int
+
+    def run(self) -> Largest:
+        """Search; takes up to half a minute."""
+        hardware = load_hardware(NODE, {f"{self.memory}.memory": f"{self.gib}GiB"})
+        found = largest(MODELS[MODEL], hardware, parse_policy(self.policy), Grows.BLOCKS)
+        return Largest(found.value, found.workload.parameters if found.value else 0, found.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """Blocks and parameters of the largest model (0 if not even one block fits), and why one more block is too many."""
+
+    blocks: int
+    parameters: int
+    limit: str
+
+
+Limits = Mapping[Limit, Largest]
+
+
+def lines(found: Limits) -> list[list[object]]:
+    """One row per search."""
+    rows: list[list[object]] = [["memory", "gib", "policy", "blocks", "parameters", "limit", "clock"]]
+    return rows + [[s.memory, s.gib, s.policy, f.blocks, f.parameters, f.limit, Clock.SIMULATED] for s, f in found.items()]
+
+
+def print_limits(found: Limits) -> None:
+    """Print billions of parameters: a row per memory, a column per policy."""
+    shown = table("largest model, billions of parameters", ["", *(look(policy).label for policy in POLICIES)], left=1)
+    for memory, gib in dict.fromkeys((search.memory, search.gib) for search in found):
+        sizes = (found[Limit(policy, memory, gib)].parameters / 1e9 for policy in POLICIES)
+        shown.add_row(f"{memory}, {gib} GiB", *(f"{size:.1f}" if size else "-" for size in sizes))
+    print_table(shown)
+
+
+def draw(found: Limits, gpu: Sequence[int], host: Sequence[int]) -> Figure:
+    """Draw the largest model by the GPU's memory and by the host's."""
+    panels = []
+    for memory, sizes, title in (("gpu", gpu, "host of the published node, 440 GB"), ("host", host, "its GPU, 40 GB")):
+        lines = {
+            policy: [
+                (float(s.gib), f.parameters / 1e9 or None) for s, f in found.items() if (s.memory, s.policy) == (memory, policy)
+            ]
+            for policy in POLICIES
+        }
+        label = f"{'GPU' if memory == 'gpu' else memory} memory (GiB)"
+        panels.append(Panel(title, label, "largest model (billions of parameters)", ticks(sizes), lines))
+    return draw_panels(panels)
+
+
+def main(
+    *,
+    out: Path = FOLDER,
+    jobs: int | None = None,
+    gpu: tuple[int, ...] = (8, 12, 16, 24, 40, 80),
+    host: tuple[int, ...] = (32, 64, 128, 256, 512),
+) -> None:
+    """Search, print and draw.
+
+    Parameters
+    ----------
+    out:
+        Folder for the files.
+    jobs:
+        Number of processes. By default one per core.
+    gpu:
+        Memories of the GPU in GiB.
+    host:
+        Memories of the host in GiB.
+    """
+    make_folder(out)
+    searches = [Limit(p, memory, gib) for memory, sizes in (("gpu", gpu), ("host", host)) for gib in sizes for p in POLICIES]
+    found = run_all(Limit.run, searches, jobs)
+    print_limits(found)
+    save(out, "fig_max_model", draw(found, gpu, host), lines(found))
+
+
+if __name__ == "__main__":
+    run_app(App(name="fig_max_model", default_command=main, help=__doc__))

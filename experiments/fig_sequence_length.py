@@ -1,0 +1,99 @@
+"""How does throughput depend on the length of sequences, at the same number of tokens?
+
+Command: ``python experiments/fig_sequence_length.py [--out DIR] [--jobs N]``. Machine: any; everything is simulated.
+
+Each iteration has 32,768 tokens per GPU, as 64 sequences of 512 to one of 32,768. The kernels are fused, with FlashAttention:
+eager attention stores a score for each pair of tokens, 64 times as many at the end as at the beginning. What grows is the time
+of attention; parameters, gradients and updates stay the same, and activations nearly.
+
+Writes ``fig_sequence_length.{png,pdf,csv}``.
+
+What would refute it: a system whose throughput falls faster than that of the GPU's own work, shown by the system that moves
+nothing, since longer passes hide more of the copies.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_sequence_length.py` from anywhere
+
+if __name__ == "__main__":  # before the imports that take time
+    from autohete.cli.interrupt import catch_interrupts
+
+    catch_interrupts("fig_sequence_length")
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cyclopts import App
+from matplotlib.figure import Figure
+
+from autohete.cli.app import run_app
+from autohete.errors import InputError
+from autohete.report.write import make_folder
+from autohete.workload import Kernels
+from experiments.comparison import MODELS, NODE
+from experiments.shared import FOLDER, Cell, Found, Grid, Panel, draw_panels, grid_lines, lines_of, print_rates, run_all, save
+
+POLICIES = ("zero_offload", "patrickstar", "stronghold", "autohete", "joint")
+NAMES = ("model", "sequence_length")
+TOKENS = 32_768
+
+
+def grid(model: str, lengths: Sequence[int]) -> Grid:
+    """Every length and policy."""
+    if any(TOKENS % length for length in lengths):
+        raise InputError(f"lengths are {', '.join(map(str, lengths))}: give divisors of {TOKENS}, the tokens of an iteration")
+    fused = replace(MODELS[model], kernels=Kernels.FUSED)
+    return {
+        (model, length, policy): Cell(replace(fused, sequence_length=length, batch_size=TOKENS // length), policy, NODE)
+        for length in lengths
+        for policy in POLICIES
+    }
+
+
+def draw(model: str, lengths: Sequence[int], cells: Grid, found: Found) -> Figure:
+    """Draw tokens/s and TFLOP/s by length."""
+    label, names = "length of sequences (tokens)", {n: str(n) if n < 1024 else f"{n // 1024}k" for n in lengths}
+    title = f"{MODELS[model].parameters / 1e9:.1f}B parameters, {TOKENS:,} tokens per iteration"
+    rates = lines_of(cells, found, model, lambda s: s.tokens_per_second)
+    work = lines_of(cells, found, model, lambda s: s.tflops_per_gpu)
+    return draw_panels(
+        [
+            Panel(title, label, "throughput (tokens/s, simulated)", names, rates),
+            Panel("the same in work", label, "throughput (model TFLOP/s, simulated)", names, work),
+        ]
+    )
+
+
+def main(
+    *,
+    out: Path = FOLDER,
+    jobs: int | None = None,
+    model: str = "gpt-6b",
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768),
+) -> None:
+    """Simulate, print and draw.
+
+    Parameters
+    ----------
+    out:
+        Folder for the files.
+    jobs:
+        Number of processes. By default one per core.
+    model:
+        Model of the published comparison.
+    lengths:
+        Lengths of sequences, in tokens.
+    """
+    make_folder(out)
+    cells = grid(model, lengths)
+    found = run_all(Cell.run, cells.values(), jobs)
+    print_rates(f"1 GPU of {NODE}, fused kernels", cells, found)
+    save(out, "fig_sequence_length", draw(model, lengths, cells, found), grid_lines(NAMES, cells, found))
+
+
+if __name__ == "__main__":
+    run_app(App(name="fig_sequence_length", default_command=main, help=__doc__))

@@ -1,0 +1,276 @@
+"""What the figures share: one cell of a grid, running cells in parallel, the look of each system, and the files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from joblib import Parallel, delayed
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autohete.cli.interrupt import children_uninterrupted, end_with
+from autohete.hardware import Hardware, load_hardware
+from autohete.policies import parse_policy
+from autohete.profile import analytic_profile
+from autohete.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, save_figure, style
+from autohete.report.summary import Summary, answer
+from autohete.report.tables import FittedTable, console, say, table
+from autohete.report.write import write_text
+from autohete.workload import Workload
+
+#: Hardware figures that differ from the preset, as ``--set`` takes them.
+Moved = tuple[tuple[str, str], ...]
+
+FOLDER = Path("paper_figs")
+
+
+# --- cells --------------------------------------------------------------------------------------------------------
+
+
+_Cell = TypeVar("_Cell", bound=Hashable)
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One simulation: a workload under a policy on a hardware.
+
+    Args:
+        workload: the model and one GPU's batch.
+        policy: as ``--policy`` takes it.
+        hardware: name of a preset.
+        moved: hardware figures that differ from the preset.
+        gpus: GPUs that train together.
+    """
+
+    workload: Workload
+    policy: str
+    hardware: str
+    moved: Moved = ()
+    gpus: int = 1
+
+    @property
+    def node(self) -> Hardware:
+        """One GPU and its share of the host."""
+        return load_hardware(self.hardware, dict(self.moved)).shared_by(self.gpus)
+
+    def run(self) -> Summary:
+        """Simulate it."""
+        summary, _ = answer(analytic_profile(self.workload, self.node), parse_policy(self.policy))
+        return summary
+
+
+def run_all(run: Callable[[_Cell], _Result], cells: Iterable[_Cell], jobs: int | None = None) -> dict[_Cell, _Result]:
+    """Run each cell once, in ``jobs`` processes (None: one per core), with a progress bar on a terminal's stderr."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    todo = list(dict.fromkeys(cells))
+    found: dict[_Cell, _Result] = {}
+    with Progress(*columns, console=console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        bar = progress.add_task("simulating", total=len(todo))
+        for cell, result in _in_parallel(run, todo, jobs):
+            found[cell] = result
+            progress.advance(bar)
+    return {cell: found[cell] for cell in todo}
+
+
+def _in_parallel(run: Callable[[_Cell], _Result], cells: Sequence[_Cell], jobs: int | None) -> Iterator[tuple[_Cell, _Result]]:
+    # Batches of one: a policy that searches takes ten times as long as one that does not.
+    watched = {"initializer": end_with, "initargs": (os.getpid(),)}
+    parallel = Parallel(n_jobs=jobs or os.cpu_count(), return_as="generator_unordered", batch_size=1, **watched)
+    with children_uninterrupted():
+        found: Iterator[tuple[_Cell, _Result]] = parallel(delayed(_with_cell)(run, cell) for cell in cells)
+    return found
+
+
+def _with_cell(run: Callable[[_Cell], _Result], cell: _Cell) -> tuple[_Cell, _Result]:
+    return cell, run(cell)
+
+
+#: Cells of a figure by what distinguishes them, the policy last.
+Grid = Mapping[tuple[object, ...], Cell]
+Found = Mapping[Cell, Summary]
+
+
+def grid_lines(names: Sequence[str], grid: Grid, found: Found) -> list[list[object]]:
+    """The rows of a figure's CSV file: ``names`` of what distinguishes the cells, and their :data:`RESULTS`."""
+    return [[*names, *RESULTS], *([*key[:-1], *result_cells(str(key[-1]), found[cell])] for key, cell in grid.items())]
+
+
+def print_rates(title: str, grid: Grid, found: Found, unit: str = "tokens/s") -> None:
+    """Print a table in 80 columns: a row per key, a column per policy; what is short where training does not fit."""
+    policies = list(dict.fromkeys(str(key[-1]) for key in grid))
+    shown = table(f"{title}: {unit}, simulated", ["", *policies], left=1)
+    for row in dict.fromkeys(key[:-1] for key in grid):
+        shown.add_row(", ".join(map(str, row)), *(_rate(found[grid[*row, policy]]) for policy in policies))
+    print_table(shown)
+
+
+def print_table(shown: FittedTable) -> None:
+    """Print a table in 80 columns, or fewer on a narrower terminal."""
+    Console(width=min(80, console().width)).print(shown)
+
+
+def _rate(s: Summary) -> str:
+    return s.verdict.removesuffix("-out-of-memory") + " short" if s.tokens_per_second is None else f"{s.tokens_per_second:,.0f}"
+
+
+# --- looks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SystemLook:
+    """Label, colour, marker and line style of a system; each differs in more than colour."""
+
+    label: str
+    colour: str
+    marker: str
+    line: Literal["-", "--", "-.", ":"] = "-"
+
+
+#: By policy without flags; the longest beginning of a policy's text counts.
+LOOKS = {
+    "resident": SystemLook("all on the GPU", GREY, "X"),
+    "resident:zero_stage": SystemLook("ZeRO stage 3, all on the GPUs", GREY, "X"),
+    "zero_offload": SystemLook("ZeRO-Offload", PURPLE, "s"),
+    "patrickstar": SystemLook("PatrickStar", ORANGE, "D"),
+    "stronghold": SystemLook("StrongHold", SKY, "^"),
+    "fsdp2_offload": SystemLook("FSDP2 offload", "black", "v", ":"),
+    "twin_flow": SystemLook("Twin-Flow", YELLOW, "P", "--"),
+    "deep_optimizer_states": SystemLook("Deep Optimizer States", GREEN, "*", "--"),
+    "streamed_states": SystemLook("streamed states", "#7A5195", "h", "-."),
+    "autohete": SystemLook("AutoHete", BLUE, "o"),
+    "joint": SystemLook("joint", VERMILION, "d", "--"),
+}
+
+
+def look(policy: str) -> SystemLook:
+    """Return the look of ``policy``."""
+    return LOOKS[max((name for name in LOOKS if policy.startswith(name)), key=len)]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel of lines.
+
+    Args:
+        title, x, y: of the panel and of its axes.
+        ticks: where the x axis has marks, and their names.
+        lines: for each policy its (x, y), with None for y where training does not fit.
+    """
+
+    title: str
+    x: str
+    y: str
+    ticks: Mapping[int, str]
+    lines: Mapping[str, Sequence[tuple[float, float | None]]]
+
+
+def draw_panels(panels: Sequence[Panel]) -> Figure:
+    """Draw panels with the same systems side by side, each over a logarithmic axis, with their legend above."""
+    with style():
+        figure = Figure(figsize=(7.0, 2.7), layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            for policy, points in panel.lines.items():
+                _draw_line(axes, policy, points)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(list(panel.ticks), list(panel.ticks.values()), minor=False)
+            axes.set_xlim(min(panel.ticks) / 1.1, max(panel.ticks) * 1.1)
+            axes.set_ylim(bottom=0)
+            axes.set_xlabel(panel.x)
+            axes.set_ylabel(panel.y)
+            axes.set_title(panel.title)
+        policies = list(panels[0].lines)
+        handles = [_handle(policy) for policy in policies]
+        handles.append(Line2D([], [], linestyle="none", label="(no point: does not fit)"))
+        figure.legend(handles=handles, loc="outside upper center", ncols=len(handles) if len(handles) <= 6 else 4)
+    return figure
+
+
+def _handle(policy: str) -> Line2D:
+    drawn = look(policy)
+    return Line2D([], [], color=drawn.colour, linestyle=drawn.line, marker=drawn.marker, markersize=4, label=drawn.label)
+
+
+def _draw_line(axes: Axes, policy: str, points: Sequence[tuple[float, float | None]]) -> None:
+    drawn = look(policy)
+    xs, ys = [x for x, _ in points], [float("nan") if y is None else y for _, y in points]
+    edge = "0.3" if drawn.colour == YELLOW else drawn.colour  # yellow on white is hard to see
+    axes.plot(
+        xs,
+        ys,
+        drawn.line,
+        color=drawn.colour,
+        marker=drawn.marker,
+        markersize=4,
+        markeredgecolor=edge,
+        markeredgewidth=0.5,
+        clip_on=False,
+    )
+
+
+def ticks(values: Iterable[int]) -> dict[int, str]:
+    """Marks at ``values``, named by their numbers."""
+    return {value: str(value) for value in values}
+
+
+def lines_of(
+    cells: Grid, found: Found, panel: object, value: Callable[[Summary], float | None]
+) -> dict[str, list[tuple[float, float | None]]]:
+    """The lines of a panel: cells with keys (panel, x, policy), and a value of each summary."""
+    lines: dict[str, list[tuple[float, float | None]]] = {}
+    for (of, x, policy), cell in cells.items():
+        if of == panel:
+            lines.setdefault(str(policy), []).append((float(str(x)), value(found[cell])))
+    return lines
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def csv_text(lines: Iterable[Sequence[object]]) -> str:
+    """Format rows as CSV: numbers with 6 digits, None as an empty cell."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(_cells, lines))
+    return text.getvalue()
+
+
+def _cells(line: Sequence[object]) -> list[str]:
+    return ["" if x is None else f"{x:.6g}" if isinstance(x, float) else str(x) for x in line]
+
+
+#: Columns of every cell, after those that distinguish the cells of a figure.
+RESULTS = (
+    "policy",
+    "verdict",
+    "iteration_seconds",
+    "tokens_per_second",
+    "tflops_per_gpu",
+    "gpu_peak_bytes",
+    "host_peak_bytes",
+    "plan",
+    "clock",
+)
+
+
+def result_cells(policy: str, s: Summary) -> list[object]:
+    """The values of :data:`RESULTS`; times and rates are empty if training does not fit."""
+    rates = (s.iteration_seconds, s.tokens_per_second, s.tflops_per_gpu)
+    return [policy, s.verdict, *rates, s.gpu_peak_bytes, s.host_peak_bytes, s.plan or "", s.clock]
+
+
+def save(out: Path, name: str, figure: Figure, lines: Iterable[Sequence[object]]) -> None:
+    """Write ``name``.png, .pdf and .csv, and say so."""
+    write_text(out / f"{name}.csv", csv_text(lines))
+    for suffix in ("png", "pdf"):
+        save_figure(figure, out / f"{name}.{suffix}")
+    say(console(), f"written: {out}/{name}.{{png,pdf,csv}}")

@@ -1,0 +1,430 @@
+"""What is trained of a model: parameters, FLOPs, bytes and tasks of adapters, quantised bases and frozen blocks."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from autohete.cli.question import Shape
+from autohete.errors import InputError
+from autohete.hardware import load_hardware
+from autohete.hardware.document import combine, read_chain
+from autohete.lowering import lower
+from autohete.plan import Activations
+from autohete.plan.policy import Verdict
+from autohete.policies import POLICIES, parse_policy
+from autohete.profile import analytic_profile
+from autohete.profile.file import read_profile, write_profile
+from autohete.report.answer_json import plan_json
+from autohete.report.answer_text import decisions
+from autohete.report.summary import answer
+from autohete.report.tables import print_plan
+from autohete.schedule import HOST_MEMORY, Kind, Value
+from autohete.simulate import judge_for, simulate
+from autohete.train.arguments import check_arguments
+from autohete.workload import Kernels, Precision, Workload, named_workload
+from autohete.workload.config import read_model
+from autohete.workload.model import Activation, Architecture, Attention, Block, Mlp, Norm, Product
+from autohete.workload.optimizers import Optimizer, newton_schulz, state_bytes
+from autohete.workload.training import Lora, Training
+
+LLAMA = read_model("llama-3.1-8b")
+NODE = load_hardware("rtx4090-workstation")
+
+
+def test_adapters_of_llama() -> None:
+    """Adapters have ``r * (in + out)`` parameters: of Llama 3.1 8B, with its published shapes, added up by hand."""
+    h, kv, width = 4096, 1024, 14336
+    attention = (h + h) + 2 * (h + kv) + (h + h)
+    mlp = 2 * (h + width) + (width + h)
+    by_target = {"all": attention + mlp, "attention": attention, "mlp": mlp, "q_proj": h + h, "down_proj": width + h}
+    for target, size in by_target.items():
+        found = replace(LLAMA, training=Training(Lora(16, (target,))))
+        assert found.trained_parameters == 32 * 16 * size
+        assert found.parameters == LLAMA.parameters + found.trained_parameters
+    assert replace(LLAMA, training=Training(Lora(16), last_blocks=4)).trained_parameters == 4 * 16 * by_target["all"]
+
+
+def test_adapters_of_gpt2() -> None:
+    """GPT-2 has one product for queries, keys and values, and two layers called ``c_proj``."""
+    gpt = named_workload("gpt-2b")
+    h, blocks = gpt.hidden_size, gpt.transformer_blocks
+    found = [replace(gpt, training=Training(Lora(8, (name,)))).trained_parameters for name in ("c_attn", "c_fc", "c_proj")]
+    assert found == [blocks * 8 * size for size in (h + 3 * h, h + 4 * h, (h + h) + (4 * h + h))]
+
+
+def test_last_blocks() -> None:
+    """The last blocks and the head are trained; of a tied head only its norm, since its matrix is the embedding's."""
+    gpt = replace(named_workload("gpt-2b"), training=Training(last_blocks=3))
+    h = gpt.hidden_size
+    assert gpt.trained_parameters == 3 * (12 * h * h + 13 * h) + 2 * h
+    untied = replace(gpt, tied_embeddings=False)
+    assert untied.trained_parameters == gpt.trained_parameters + gpt.vocabulary_size * h
+
+
+def test_nf4_bytes() -> None:
+    """A quantised parameter takes 4 bits, 8 for each block of 64, and 32 for each 256 blocks (QLoRA, section 3)."""
+    profile = analytic_profile(replace(LLAMA, training=Training(Lora(16, quantised=True))), NODE)
+    block, quantised = profile.blocks[1], 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
+    bits = quantised * 4 + quantised // 64 * 8 + quantised // 64 // 256 * 32
+    assert block.frozen_bytes == bits // 8 + 2 * 2 * 4096  # and two norms in 16 bit
+    assert 3.87 < 2 * block.frozen_parameters / block.frozen_bytes < 3.88
+    assert profile.blocks[0].frozen_bytes is None  # embeddings are not quantised
+
+
+class _Adapted(nn.Module):
+    """A linear layer with an adapter, or without one if the rank is 0."""
+
+    def __init__(self, inner: int, columns: int, rank: int, *, trained: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(inner, columns, bias=False).requires_grad_(trained)
+        self.adapter = nn.Sequential(nn.Linear(inner, rank, bias=False), nn.Linear(rank, columns, bias=False)) if rank else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x)
+        return found if self.adapter is None else found + self.adapter(x)
+
+
+class _Model(nn.Module):
+    """The products of a small Llama, written out."""
+
+    def __init__(self, w: Workload) -> None:
+        super().__init__()
+        h, first = w.hidden_size, w.first_trained()
+        self.heads = w.heads
+
+        def layers(unit: int) -> nn.ModuleDict:
+            ranks = {layer.name: w.training.lora.rank for layer in w.adapted_layers(unit)} if w.training.lora else {}
+            shapes = {layer.name: layer.shape for layer in w.linear_layers(unit)}
+            trained = w.trains_base(unit)
+            return nn.ModuleDict({n: _Adapted(s.inner, s.columns, ranks.get(n, 0), trained=trained) for n, s in shapes.items()})
+
+        self.blocks = nn.ModuleList(layers(unit) for unit in range(1, w.blocks - 1))
+        self.head = nn.Linear(h, w.vocabulary_size, bias=False).requires_grad_(w.trains_base(w.blocks - 1))
+        self.first = first - 1  # the first block with backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, found in enumerate(self.blocks):
+            block: Any = found
+            if place == self.first:
+                x = x.detach().requires_grad_()  # as the gradient of a norm before it, or PEFT's enable_input_require_grads
+            q, k, v = (self.split(block[name](x)) for name in ("q_proj", "k_proj", "v_proj"))
+            context = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+            x = x + block["o_proj"](context.transpose(1, 2).flatten(2))
+            x = x + block["down_proj"](block["gate_proj"](x).sigmoid() * block["up_proj"](x))
+        found_logits: Tensor = self.head(x)
+        return found_logits
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(),
+        Training(Lora(4)),
+        Training(Lora(2, ("q_proj", "v_proj"))),
+        Training(Lora(4, ("mlp",)), last_blocks=2),
+        Training(last_blocks=1),
+    ],
+    ids=str,
+)
+def test_flops_are_those_that_torch_counts(training: Training) -> None:
+    """FLOPs of forward and backward are PyTorch's: frozen products have input gradients only, frozen blocks below nothing."""
+    block = Block(Attention(2, 2, 8), Mlp(24, Activation.SILU), Norm.RMS)
+    small = Workload(
+        "small", 16, 3, 2, vocabulary_size=40, sequence_length=6, batch_size=2, tied_embeddings=False,
+        architecture=Architecture((block,), Norm.RMS), training=training,
+    )  # fmt: skip
+    model = _Model(small)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(2, 6, 16, requires_grad=model.first < 0)).sum().backward()
+    assert counter.get_total_flops() == small.model_flops
+
+
+def test_backward_of_frozen_products_takes_as_long_as_forward() -> None:
+    """A large product with frozen weights computes one product in backward, not two."""
+    trained, frozen = (analytic_profile(replace(LLAMA, training=t), NODE).blocks[-1] for t in (Training(), Training(Lora(8))))
+    assert frozen.forward_seconds == trained.forward_seconds
+    assert frozen.backward_seconds == pytest.approx(frozen.forward_seconds, rel=0.05)
+    assert trained.backward_seconds == pytest.approx(2 * trained.forward_seconds, rel=0.05)
+
+
+def test_quantisation_costs_time_and_saves_copies() -> None:
+    """A block in NF4 takes the time to read 4 bit and write 16 longer in each pass, and its copies are smaller."""
+    plain, nf4 = (analytic_profile(replace(LLAMA, training=Training(Lora(8, quantised=q))), NODE) for q in (False, True))
+    gpu, quantised = NODE.gpu, 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
+    seconds = quantised * (2 + 0.515869140625) / (gpu.memory_bandwidth * gpu.memory_efficiency)
+    for longer in (
+        nf4.blocks[1].forward_seconds - plain.blocks[1].forward_seconds,
+        nf4.blocks[1].backward_seconds - plain.blocks[1].backward_seconds,
+    ):
+        assert longer == pytest.approx(seconds + 7 * 3 * gpu.kernel_overhead_seconds, rel=1e-6)
+    assert plain.parameter_bytes(1) > 3.8 * nf4.parameter_bytes(1)
+
+
+def test_frozen_inputs_are_not_kept() -> None:
+    """Without an adapter a frozen product does not keep its input, which only the gradient of its weights needs."""
+    everywhere, queries, nowhere = (
+        analytic_profile(replace(LLAMA, training=Training(Lora(1, targets), last)), NODE).blocks[-2].activation_bytes
+        for targets, last in ((("all",), None), (("q_proj",), None), (("k_proj",), None))
+    )
+    element, tokens = 2, LLAMA.tokens
+    assert everywhere - queries == element * tokens * (4096 + 14336 + 6)  # inputs of the MLP's products; results of A
+    assert queries == nowhere
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_trains_parts(policy: str) -> None:
+    """Every system simulates adapters and last blocks; only units with trained parameters are updated."""
+    if policy in ("zero_infinity", "mlp_offload"):  # on hardware with drives
+        pytest.skip("needs NVMe")
+    for training in (Training(Lora(4, ("attention",))), Training(last_blocks=1)):
+        small = Workload("small", 256, 4, 4, vocabulary_size=1000, sequence_length=128, batch_size=2, training=training)
+        profile = analytic_profile(small, NODE)
+        plan = parse_policy(policy).plan(profile, judge_for(profile))
+        tasks = [task.id for task in lower(profile, plan).tasks]
+        updated = {task.unit for task in tasks if task.kind in (Kind.CPU_UPDATE, Kind.GPU_UPDATE)}
+        backward = {task.unit for task in tasks if task.kind is Kind.BACKWARD}
+        assert updated == ({1, 2, 3, 4} if training.lora else {4, 5})
+        assert backward == ({1, 2, 3, 4, 5} if training.lora else {4, 5})
+
+
+def test_frozen_parameters_stream() -> None:
+    """A frozen base rests on the host if its parameters do, in its own format, and without states."""
+    small = replace(LLAMA, transformer_blocks=4, training=Training(Lora(16, quantised=True)))
+    found = simulate(small, NODE, parse_policy("l2l"))
+    block = found.profile.blocks[1]
+    fetch = next(task for task in found.schedule.tasks if task.id.kind is Kind.PREFETCH_FORWARD)
+    size = block.trained_parameters * 2 + (block.frozen_bytes or 0)
+    assert [buffer.size_bytes for buffer in fetch.allocates] in ([size], [0])
+    assert fetch.duration_ns == round(found.profile.h2d_seconds(size, pinned=False) * 1e9)
+    resting = sum(buffer.size_bytes for buffer in found.schedule.resident if buffer.memory == HOST_MEMORY)
+    assert resting < 4 * (block.frozen_bytes or 0) + 20 * small.trained_parameters + 2**20
+
+
+def test_a_segment_cannot_begin_below_the_first_trained_unit() -> None:
+    """A plan in which the first trained unit drops its input is refused, with the cure."""
+    small = Workload("small", 64, 4, 4, sequence_length=8, batch_size=1, training=Training(last_blocks=2))
+    profile = analytic_profile(small, NODE)
+    plan = parse_policy("sqrt_checkpoint:segments=2").plan(profile, judge_for(profile))
+    kept = (Activations.KEEP, Activations.RECOMPUTE, Activations.DROP, Activations.DROP, Activations.DROP, Activations.KEEP)
+    units = tuple(replace(unit, activations=one) for unit, one in zip(plan.units, kept, strict=True))
+    with pytest.raises(InputError, match=r"unit 3 drops its input.*let it keep its input"):
+        lower(profile, replace(plan, units=units))
+
+
+def test_a_profile_file_without_frozen_parameters_can_be_read(tmp_path: Path) -> None:
+    """A file keeps how a model is trained; in one written before that could be said, all is trained."""
+    profile = analytic_profile(replace(named_workload("gpt-2b"), training=Training(Lora(4, ("c_attn",)))), NODE)
+    hardware = dict(combine(read_chain("rtx4090-workstation")))
+    write_profile(tmp_path / "p.json", profile, hardware, {})
+    found = read_profile(tmp_path / "p.json")
+    assert (found.blocks, found.workload) == (profile.blocks, profile.workload)
+    old = json.loads((tmp_path / "p.json").read_text())
+    del old["workload"]["training"]
+    for block in old["blocks"]:
+        del block["frozen_parameters"], block["frozen_bytes"]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    assert all(block.trained_parameters == block.parameters for block in read_profile(tmp_path / "old.json").blocks)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (Optimizer.ADAMW, 12 * 1000),
+        (Optimizer.ADAMW_BF16, 6 * 1000),
+        (Optimizer.ADAMW8BIT, 4 * 1000 + 2 * 1000 + 2 * 4 * 1000 / 256),
+        (Optimizer.SGD, 4 * 1000),
+        (Optimizer.SGD_MOMENTUM, 8 * 1000),
+        (Optimizer.ADAFACTOR, 4 * 1000 + 4 * (20 + 40) + 4 * 200),  # a row and a column; of vectors every element
+        (Optimizer.MUON, 4 * 1000 + 4 * 800 + 8 * 200),  # momentum of the matrix, AdamW for the rest
+    ],
+)
+def test_state_bytes(optimizer: Optimizer, expected: float) -> None:
+    """Bytes of a matrix of 20 x 40 and 200 other parameters in mixed precision; in fp32 there is no master."""
+    matrix = Product(20, 40)
+    assert state_bytes(optimizer, 1000, (matrix,), mixed=True) == math.ceil(expected)
+    master = 2000 if optimizer is Optimizer.ADAMW_BF16 else 4000
+    assert state_bytes(optimizer, 1000, (matrix,), mixed=False) == math.ceil(expected - master)
+
+
+def test_newton_schulz_flops() -> None:
+    """Five rounds on a matrix take ``20 r^2 c + 10 r^3`` FLOPs, r being its smaller side."""
+    for matrix in (Product(20, 40), Product(40, 20)):
+        assert sum(2 * a * b * c for a, b, c in newton_schulz(matrix)) == 20 * 20**2 * 40 + 10 * 20**3
+
+
+def test_states_of_an_optimizer_are_resident() -> None:
+    """The GPU holds what the table says, and of SGD the masters alone; updates take less the less they touch."""
+    found = {}
+    for optimizer in Optimizer:
+        gpt = replace(named_workload("gpt-2b", batch_size=1), training=Training(optimizer=optimizer))
+        profile = analytic_profile(gpt, NODE)
+        schedule = lower(profile, parse_policy("resident").plan(profile, judge_for(profile)))
+        states = sum(b.size_bytes for b in schedule.resident if b.id.value is Value.OPTIMIZER_STATES)
+        assert states == sum(map(profile.state_bytes, range(gpt.blocks)))
+        found[optimizer] = (states / gpt.parameters, profile.blocks[1].gpu_update_seconds)
+    assert found[Optimizer.ADAMW][0] == 12
+    assert found[Optimizer.SGD][0] == 4
+    assert found[Optimizer.ADAMW8BIT][0] == pytest.approx(6.03125)
+    by_seconds = [Optimizer.SGD, Optimizer.ADAMW8BIT, Optimizer.SGD_MOMENTUM, Optimizer.ADAMW, Optimizer.MUON]
+    assert sorted(by_seconds, key=lambda one: found[one][1]) == by_seconds
+
+
+def test_cpu_updates_and_host_memory_follow_the_optimizer() -> None:
+    """ZeRO-Offload with bf16 states (DeepSpeed pull 8010): 6 bytes less per parameter on the host, and traffic of 8 less."""
+    plain, small = (
+        simulate(replace(named_workload("gpt-2b"), training=Training(optimizer=one)), NODE, parse_policy("zero_offload"))
+        for one in (Optimizer.ADAMW, Optimizer.ADAMW_BF16)
+    )
+    parameters = plain.profile.workload.parameters
+    assert plain.host.peak_bytes - small.host.peak_bytes == 6 * parameters
+    seconds = [
+        sum(task.duration_ns for task in found.schedule.tasks if task.id.kind is Kind.CPU_UPDATE) for found in (plain, small)
+    ]
+    assert (seconds[0] - seconds[1]) * 1e-9 == pytest.approx(8 * parameters / NODE.cpu.update_bandwidth, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "message"),
+    [
+        ("zero_offload", Optimizer.MUON, "zero_offload: .* CPU, which has no kernel for muon.*adamw.*resident"),
+        ("stronghold", Optimizer.ADAMW8BIT, "stronghold: .*no kernel for adamw8bit"),
+        ("fsdp2_offload", Optimizer.ADAFACTOR, "fsdp2_offload: .*no kernel for adafactor"),
+    ],
+)
+def test_optimizers_without_a_cpu_kernel_are_refused(policy: str, optimizer: Optimizer, message: str) -> None:
+    """A system that updates on the CPU refuses an optimizer that has no kernel there, by name and with the cure."""
+    gpt = named_workload("gpt-2b", training=Training(optimizer=optimizer))
+    with pytest.raises(InputError, match=message):
+        simulate(gpt, NODE, parse_policy(policy))
+
+
+def test_whole_matrices_are_not_shared() -> None:
+    """Muon needs whole matrices: several GPUs cannot share a unit's optimizer."""
+    node = load_hardware("a100-40gb-epyc7713").shared_by(2)
+    gpt = named_workload("gpt-2b", training=Training(optimizer=Optimizer.MUON))
+    with pytest.raises(InputError, match=r"needs whole matrices.*zero_stage"):
+        simulate(gpt, node, parse_policy("resident:zero_stage=1"))
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.ADAMW8BIT, Optimizer.MUON])
+def test_autohete_plans_without_the_cpu(optimizer: Optimizer) -> None:
+    """Where the CPU cannot update, AutoHete offloads parameters and recomputes, but updates everything on the GPU."""
+    gpt = named_workload("gpt-2b", batch_size=4, training=Training(optimizer=optimizer))
+    found = simulate(gpt, NODE, parse_policy("autohete"))
+    assert found.plan.offloaded_optimizer_blocks == 0
+    assert found.verdict is Verdict.OK
+
+
+def test_fp8_halves_the_time_of_large_products() -> None:
+    """On an H100 the products of blocks take half as long, less their casts; memory stays, and the head's products, too."""
+    node, wide = load_hardware("h100-pcie5"), replace(LLAMA, batch_size=4, sequence_length=4096)
+    plain, fp8 = (analytic_profile(replace(wide, training=Training(fp8=one)), node) for one in (False, True))
+    assert 0.5 < fp8.blocks[1].forward_seconds / plain.blocks[1].forward_seconds < 0.75
+    assert 0.5 < fp8.blocks[1].backward_seconds / plain.blocks[1].backward_seconds < 0.75
+    assert fp8.blocks[1].activation_bytes == plain.blocks[1].activation_bytes
+    assert fp8.blocks[-1] == plain.blocks[-1]
+    assert fp8.blocks[0] == plain.blocks[0]
+
+
+def test_fp8_needs_its_figure() -> None:
+    """Hardware that does not say how fast it computes in 8 bit is refused, with the key; so is fp32."""
+    with pytest.raises(InputError, match=r"a100-40gb-epyc7713 does not say how fast: give it the figure gpu\.peak_8bit"):
+        analytic_profile(replace(LLAMA, training=Training(fp8=True)), load_hardware("a100-40gb-epyc7713"))
+    with pytest.raises(InputError, match="precision is fp32: train in bf16"):
+        replace(LLAMA, precision=Precision.FP32, training=Training(fp8=True))
+    asked = Shape(precision="fp8", lora=4).workload(None, "llama-3.1-8b")
+    assert (asked.precision, asked.training) == (Precision.BF16, Training(Lora(4), fp8=True))
+
+
+def test_documents_save_attention_alone() -> None:
+    """Packed documents of a quarter of the sequence take a quarter of the FLOPs of the products without weights."""
+    whole = replace(LLAMA, sequence_length=8192)
+    packed = replace(whole, document_length=2048)
+    attention = 32 * 4 * 4096 * 8192 * whole.tokens  # scores, and their product with the values: 4 s h for each token
+    assert whole.forward_flops - packed.forward_flops == attention * 3 // 4
+    assert whole.model_flops - packed.model_flops == 3 * attention * 3 // 4
+    assert replace(whole, document_length=8192).model_flops == whole.model_flops
+    times = [analytic_profile(one, NODE).blocks[1] for one in (whole, packed)]
+    assert times[0].forward_seconds > times[1].forward_seconds
+    assert times[0].activation_bytes == times[1].activation_bytes
+
+
+def test_a_window_is_not_widened_by_documents() -> None:
+    """Sliding-window attention within a document sees at most the window, and at most the document."""
+    block = Block(Attention(2, 2, 8, window=16), Mlp(24, Activation.SILU), Norm.RMS)
+    packed = [
+        Workload(
+            "small", 16, 1, 2, vocabulary_size=40, sequence_length=64, batch_size=1,
+            architecture=Architecture((block,), Norm.RMS), document_length=length,
+        )
+        for length in (8, 16, 32)
+    ]  # fmt: skip
+    assert packed[1].forward_flops - packed[0].forward_flops == 64 * 4 * 8 * 16
+    assert packed[2].forward_flops == packed[1].forward_flops
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (Shape(qlora=True), "--qlora describes adapters.*--lora 16"),
+        (Shape(lora_targets="all"), "--lora-targets describes adapters"),
+        (Shape(lora=0), "rank of LoRA is 0"),
+        (Shape(lora=8, lora_targets="q_projj"), "unknown target of LoRA 'q_projj'.*did you mean 'q_proj'"),
+        (Shape(lora=8, lora_targets="q_proj,q_proj"), "each once"),
+        (Shape(lora=8, lora_targets=""), "unknown target of LoRA ''"),
+        (Shape(document_length=2000), "document_length is 2000.*1024 tokens"),
+        (
+            Shape(document_length=64, kernels=Kernels.EAGER),
+            "kernels eager compute scores.*documents save nothing: use fused or eager_flash",
+        ),
+        (Shape(train_last=0), "last 0 blocks"),
+        (Shape(optimizer="adamw_bf16", precision="fp32"), "adamw_bf16 has masters and moments in bf16.*train in bf16"),
+        (Shape(train_last=33), "last 33 blocks are to be trained, but there are 32"),
+    ],
+)
+def test_refusals(shape: Shape, message: str) -> None:
+    """What cannot be trained is refused, with the value and the cure."""
+    with pytest.raises(InputError, match=message):
+        shape.workload(None, "llama-3.1-8b")
+
+
+def test_the_runtime_refuses_adapters() -> None:
+    """A profile with adapters is refused where a model is trained for real, with the cure."""
+    profile = analytic_profile(replace(LLAMA, training=Training(Lora(4))), NODE)
+    with pytest.raises(InputError, match=r"LoRA of rank 4 on all, which only the simulator has: .*requires_grad"):
+        check_arguments(nn.Linear(1, 1), "autohete", print, None, None, "emulated", None, profile)
+
+
+def test_decisions_of_frozen_units_leave_out_what_they_do_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    """Frozen units have no update to say where, and below the first trained one nothing that backward needs."""
+    workload = replace(named_workload("gpt-2b", transformer_blocks=4), training=Training(last_blocks=2))
+    summary, found = answer(analytic_profile(workload, NODE), parse_policy("zero_offload:checkpointing=full"))
+    assert found is not None
+    assert decisions(found) == [
+        ("0 to 2", "parameters on the GPU, frozen, without backward"),
+        ("3 to 4", "recompute activations, parameters on the GPU, CPU updates"),
+        ("5", "keep activations, parameters on the GPU, CPU updates"),
+    ]
+    assert [each["training"] for each in plan_json(summary, found)["decisions"]] == [
+        "frozen, without backward",
+        "frozen, without backward",
+        "trained",
+        "trained",
+    ]
+    assert str(summary.plan) == "2c 0p 3o of 6"
+    print_plan(summary, found)
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "to", "2", "-", "resident", "frozen", "-", "-"] in printed
+    assert ["3", "to", "4", "recompute", "resident", "cpu", "-", "-"] in printed
