@@ -229,7 +229,7 @@ class Partition:
         used = found.before | found.after
         before += [p for p in first if id(p) not in used]
         after += [p for p in last if id(p) not in used]
-        owned = (tuple(before), *self.owned[1:-1], tuple(after))
+        owned = (_round_first(before), *self.owned[1:-1], _round_first(after))
         return replace(self, owned=owned, effects=found.effects)
 
 
@@ -271,7 +271,7 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
                     f"blocks {other} and {i} (0 is the part before the list) share {names[id(parameter)]}: only embedding "
                     "and head can share parameters; copy it, or put the blocks that share it into one"
                 )
-        owned.append(tuple(dict.fromkeys(mine)))
+        owned.append(_round_first(dict.fromkeys(mine)))
     for i, own in enumerate(owned):
         for parameter in own:
             if type(parameter.data) is not Tensor or parameter.is_meta:
@@ -287,6 +287,14 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
                 f"{', '.join(map(str, DTYPES.values()))}, such as model.to(torch.bfloat16)"
             )
     return Partition(model, tuple(modules), tuple(owned))
+
+
+def _round_first(parameters: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    """Order the parameters of a block, which will be one after another in memory: those of odd sizes, such as a bias over 50,257
+    tokens, come last, so that all others start at a multiple of 64 bytes, as if they were allocated one by one. Where a tensor
+    starts can decide which kernel is chosen, its speed, and the last bit of its sums.
+    """
+    return tuple(sorted(parameters, key=lambda parameter: parameter.nbytes % 64 != 0))
 
 
 def _check_wrapping(model: nn.Module) -> None:
