@@ -6,9 +6,13 @@ started, so everything that the order frees before it is free. What is held is t
 held at that point, and no execution holds more than the order does.
 
 With the order of a steady-state trace such waits cost nothing: what is waited for has ended when the trace needs it, so every
-task still starts at the same time. A schedule whose trace fits can therefore be made safe without losing time. Waits are added
-only for allocations that would exceed the capacity without them. If the trace does not fit, or does not repeat, the order of
-:func:`thrifty_order` is used, which needs little memory and may cost time.
+task still starts at the same time. A schedule whose trace fits can therefore be made safe without losing time. There are two
+exceptions. Where the only task to wait for starts and ends in the very moment in which a lane chooses by priority, the lane
+takes another that is ready; only tasks without duration do this. And no wait can say that a task follows one of the next
+iteration, which matters where a trace frees memory in one iteration before the iteration before allocates it.
+
+Waits are added only for allocations that would exceed the capacity without them. If the order of the trace does not suffice, or
+the trace does not fit or repeat, that of :func:`thrifty_order` is used, which needs little memory and may cost time.
 """
 
 from __future__ import annotations

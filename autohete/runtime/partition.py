@@ -290,9 +290,11 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
 
 
 def _round_first(parameters: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]:
-    """Order the parameters of a block, which will be one after another in memory: those of odd sizes, such as a bias over 50,257
-    tokens, come last, so that all others start at a multiple of 64 bytes, as if they were allocated one by one. Where a tensor
-    starts can decide which kernel is chosen, its speed, and the last bit of its sums.
+    """Order the parameters of a block, which will be one after another in memory.
+
+    Those of odd sizes, such as a bias over 50,257 tokens, come last, so that all others start at a multiple of 64 bytes, as if
+    they were allocated one by one. Where a tensor starts can decide which kernel is chosen, its speed, and the last bit of its
+    sums.
     """
     return tuple(sorted(parameters, key=lambda parameter: parameter.nbytes % 64 != 0))
 

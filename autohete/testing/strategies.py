@@ -185,12 +185,13 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
         given = draw(st.integers(0, kept))
         measured = st.none() | sizes
         selective = st.builds(SelectiveProfile, st.integers(0, kept - given), seconds, measured, measured)
+        forward = draw(seconds)
         return BlockProfile(
             role=workload.role(index),
             parameters=parameters,
             frozen_parameters=frozen(index, parameters),
             frozen_bytes=draw(st.none() | st.integers(1, parameters)) if apart else None,
-            forward_seconds=draw(seconds),
+            forward_seconds=forward,
             backward_seconds=draw(seconds),
             gpu_update_seconds=draw(seconds),
             input_bytes=given,
@@ -199,6 +200,7 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
             forward_workspace_bytes=draw(sizes),
             backward_workspace_bytes=draw(sizes),
             selective=draw(st.none() | selective) if 0 < index < workload.blocks - 1 else None,
+            shorter_recompute_seconds=draw(st.sampled_from([None, 0.0, forward / 2, forward])),
         )
 
     blocks = tuple(block(index) for index in range(workload.blocks))
@@ -277,6 +279,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
             host_pinned_together=draw(st.booleans()),
             host_parameter_bytes=draw(st.integers(0, 4)),
             one_host_copy=draw(st.booleans()),
+            gpu_update_bytes=draw(st.integers(0, 10**6)),
             pinned=tuple(draw(st.lists(st.sampled_from([Value.OPTIMIZER_STATES, Value.POLICY_BUFFERS]), unique=True))),
         ),
     )
