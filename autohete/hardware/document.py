@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import reduce
+from functools import cache, lru_cache, reduce
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,11 @@ class Document:
     without: tuple[str, ...] = ()
 
 
-def preset_names() -> list[str]:
+@cache
+def preset_names() -> tuple[str, ...]:
     """Return the names of the hardware presets that come with the package."""
     folder = resources.files("autohete.hardware") / "presets"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
 def read_chain(source: str) -> list[Document]:
@@ -67,8 +68,8 @@ def read_chain(source: str) -> list[Document]:
     while asked is not None:
         try:
             label, text = _read(asked, folder)
-            tables = _parse(label, text)
-            _check_depth(label, tables)
+            found = _measured(label, text) if label.endswith(_PROFILE) else _toml(label, text)
+            _check_depth(label, found)
         except InputError as error:
             if not chain:
                 raise
@@ -78,9 +79,9 @@ def read_chain(source: str) -> list[Document]:
             raise InputError(
                 f"hardware {source!r} is based on itself: {' -> '.join([*labels, label])}; remove {BASE!r} from one of these"
             )
-        asked = tables.pop(BASE, None)
-        folder = Path(label).parent
-        chain.append(Document(label, tables, _left_out(label, tables.pop(WITHOUT, []), asked is not None)))
+        asked, folder = found.get(BASE), Path(label).parent
+        tables = {key: node for key, node in found.items() if key not in (BASE, WITHOUT)}
+        chain.append(Document(label, tables, _left_out(label, found.get(WITHOUT, []), asked is not None)))
     for place, document in enumerate(chain):
         _check_without(document, chain[place + 1 :])
     return chain
@@ -148,16 +149,16 @@ def _read(asked: object, folder: Path) -> tuple[str, str]:
     raise unknown_name("hardware", asked, [*preset_names(), "FILE.toml"])
 
 
-def _parse(label: str, text: str) -> dict[str, Any]:
-    if label.endswith(_PROFILE):
-        return _measured(label, text)
+@lru_cache(maxsize=64)
+def _toml(label: str, text: str) -> Mapping[str, Any]:
+    """Return the tables in ``text``. The settings of a sweep read the same preset thousands of times."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits
         raise InputError(f"hardware file {label!r} is not valid TOML: {str(error)[:200]}") from error
 
 
-def _measured(label: str, text: str) -> dict[str, Any]:
+def _measured(label: str, text: str) -> Mapping[str, Any]:
     """Return the hardware that a profile was measured on."""
     try:
         profile = json.loads(text)
