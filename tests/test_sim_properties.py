@@ -160,7 +160,7 @@ def test_simulator_and_list_scheduler_agree(schedule: Schedule, iterations: int)
     assert differences(run(schedule, iterations), list_schedule(schedule, iterations)) == []
 
 
-@given(any_schedule(), st.integers(1, 5))
+@given(any_schedule(), st.integers(1, 9))
 def test_a_recurrence_has_the_times_of_events(schedule: Schedule, iterations: int) -> None:
     """To the tick, wherever it answers at all; and it answers wherever lanes are fifo and share nothing."""
     found = undisturbed_trace(schedule, iterations)
