@@ -100,7 +100,7 @@ def test_a_file_adds_tables_that_its_base_lacks(tmp_path: Path) -> None:
         ('[gpu.memory]\nvalue = "48GiB"', r"gpu.memory.source: missing: say where .*; gpu.memory.date: missing: say when"),
         (f"[gpu.memory]\n{OWN}", "gpu.memory.value: missing: give the figure"),
         ('[gpu.memory]\nvalue = "48GiB"\nsource = ""\ndate = "2026"', "gpu.memory.source: empty: say where"),
-        (own("gpu.memry", "48GiB"), "gpu.memry: unknown key"),
+        (own("gpu.memry", "48GiB"), "gpu.memry: unknown key: remove it or correct its spelling; did you mean 'gpu.memory'?"),
         (own("gpu", "48GiB"), "gpu.value: unknown key"),
         (own("links.h2d.bandwidth", 51), "links.h2d.bandwidth.value: 51 has no unit"),
         (own("links.h2d.bandwidth", "51"), "links.h2d.bandwidth.value: '51' has no unit"),

@@ -293,6 +293,13 @@ def test_every_preset_answers(name: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("name", preset_names())
+def test_tensor_cores_compute_twice_as_fast_in_8_bit(name: str) -> None:
+    """From one generation to the next both peaks change; a preset that takes one of them over from its base is wrong."""
+    gpu = load_hardware(name).gpu
+    assert gpu.peak_8bit_flops is None or gpu.peak_8bit_flops / gpu.peak_16bit_flops == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize("name", preset_names())
 def test_no_preset_reaches_more_than_its_peak(name: str) -> None:
     """Shares of a peak are at most 1 over their whole range."""
     gpu = read_hardware(name).gpu
@@ -374,3 +381,13 @@ def test_a_faster_way_to_far_memory_is_twice_as_fast() -> None:
         assert getattr(faster, direction).bandwidth == 2 * getattr(far, direction).bandwidth
         assert getattr(faster, direction).duplex_bandwidth > getattr(far, direction).duplex_bandwidth
     assert load_hardware("gb200-near", link.moved).h2d == near.h2d
+
+
+def test_a_faster_link_is_faster_for_all_gpus() -> None:
+    """The next generation doubles what eight GPUs get together, too, as far as the DRAM gives it."""
+    site = Site("h100-8gpu", {"host.memory_bandwidth": "5000GB/s"}, gpus=8)
+    link = next(change for change in purchases(site, None) if "next generation" in change.name)
+    before, after = site.hardware().h2d, site.hardware(link.moved).h2d
+    assert before.bandwidth < site.whole().h2d.bandwidth
+    assert after.bandwidth == pytest.approx(2 * before.bandwidth)
+    assert after.duplex_bandwidth == pytest.approx(2 * before.duplex_bandwidth)

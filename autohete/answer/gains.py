@@ -75,7 +75,12 @@ def _host_purchases(now: Hardware) -> Iterator[Change]:
     else:
         yield Change(
             f"the next generation of the link, twice as fast ({rates} GB/s)",
-            {f"links.{name}.bandwidth": _rate(rate) for name, rate in links.items()},
+            {
+                f"links.{name}.{figure}": _rate(2 * rate)
+                for name, link in (("h2d", now.h2d), ("d2h", now.d2h))
+                for figure in ("bandwidth", "all_gpus_bandwidth", "all_gpus_duplex_bandwidth")
+                if (rate := getattr(link, figure)) is not None
+            },
         )
     dram = 1.25 * host.memory_bandwidth * domains
     yield Change(f"25 % more DRAM bandwidth ({dram / 1e9:.3g} GB/s)", {"host.memory_bandwidth": _rate(dram)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from autohete.errors import InputError
+from autohete.errors import InputError, suggestion
 from autohete.hardware.document import WITHOUT, Document, combine, figure_keys, find, follows, overridden, read_chain
 from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 from autohete.quantities import EXAMPLES, parse_quantity
@@ -373,13 +373,23 @@ def _reason(fault: Any) -> str:
     if fault["type"] == "missing":
         return "missing: " + _MISSING.get(name, "give it a table with value, source and date")
     if fault["type"] == "extra_forbidden":
-        return "unknown key: remove it or correct its spelling"
+        key = ".".join(map(str, fault["loc"]))
+        return f"unknown key: remove it or correct its spelling{suggestion(key, _keys(HardwareFile))}"
     if fault["type"] == "model_type":
         return f"not a table (given: {fault['input']!r}): give one; that of a figure has value, source and date"
     if name in ("source", "date") and fault["input"] == "":
         return "empty: " + _MISSING[name]
     message = str(fault["msg"]).removeprefix("Value error, ")
     return f"{message} (given: {fault['input']!r})" if fault["type"] != "value_error" else message
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """All dotted keys that a file may have: tables, figures, and what figures consist of."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _keys(kind, f"{prefix}{name}.")
 
 
 #: What to give for entries that are no figures.
