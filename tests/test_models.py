@@ -179,11 +179,12 @@ def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> No
     assert read_model(str(file)).parameters == read_model("llama-3.1-8b").parameters
 
 
-def test_more_tokens_than_learned_positions_are_refused() -> None:
-    """GPT-2 has 1,024 positions."""
-    assert isinstance(replace(read_model("gpt2"), sequence_length=1024), Workload)
-    with pytest.raises(InputError, match="1024 learned positions"):
-        replace(read_model("gpt2"), sequence_length=1025)
+@pytest.mark.parametrize(("name", "positions"), [("gpt2", 1024), ("opt-1.3b", 2048)])
+def test_more_tokens_than_learned_positions_are_refused(name: str, positions: int) -> None:
+    """GPT-2 has 1,024 positions, OPT 2,048 and two rows before them."""
+    assert isinstance(replace(read_model(name), sequence_length=positions), Workload)
+    with pytest.raises(InputError, match=f"{positions} learned positions"):
+        replace(read_model(name), sequence_length=positions + 1)
 
 
 def test_chunks_of_the_loss_are_those_of_liger_kernel() -> None:

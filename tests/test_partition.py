@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from typing import Any, cast
 
 import pytest
@@ -159,6 +160,15 @@ class Net(nn.Module):
 
 
 # --- where the blocks are
+
+
+def test_parameters_of_round_sizes_start_at_multiples_of_64_bytes() -> None:
+    """One after another in a block's buffer, as if each had been allocated for itself, whatever else the block has."""
+    for owned in partition(Net()).owned:
+        offsets = list(accumulate((parameter.nbytes for parameter in owned), initial=0))
+        odd = [parameter.nbytes % 64 != 0 for parameter in owned]
+        assert not any(offset % 64 for offset, is_odd in zip(offsets, odd, strict=False) if not is_odd)
+        assert odd == sorted(odd)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -417,10 +417,10 @@ def _model_flops(workload: Workload) -> int:
 
 
 def _check_positions(architecture: Architecture, sequence_length: int) -> None:
-    if 0 < architecture.positions < sequence_length:
+    most = architecture.positions - architecture.first_position
+    if architecture.positions and sequence_length > most:
         raise InputError(
-            f"sequence_length is {sequence_length}, but the model has {architecture.positions} learned positions: give at most "
-            "as many tokens"
+            f"sequence_length is {sequence_length}, but the model has {most} learned positions: give at most as many tokens"
         )
 
 

@@ -62,6 +62,8 @@ class Family(BaseModel, ABC):
     norm_place: ClassVar[NormPlace] = NormPlace.BEFORE
     dropout: ClassVar[bool] = False
     joint: ClassVar[bool] = False
+    #: The row of learned positions that a sequence begins with.
+    first_position: ClassVar[int] = 0
 
     def block(self, layer: int) -> Block:
         """Block ``layer``, counted from 0."""
@@ -75,7 +77,7 @@ class Family(BaseModel, ABC):
     def architecture(self) -> Architecture:
         """All blocks, and what is before and after them."""
         blocks = tuple(self.block(layer) for layer in range(self.num_hidden_layers))
-        return Architecture(blocks, self.norm, self.positions)
+        return Architecture(blocks, self.norm, self.positions, self.first_position)
 
 
 class Gpt2(Family):
@@ -109,6 +111,7 @@ class Opt(Family):
 
     norm: ClassVar[Norm] = Norm.LAYER
     dropout: ClassVar[bool] = True
+    first_position: ClassVar[int] = 2  # as fairseq, where it was trained, numbers them
 
     ffn_dim: Size
     max_position_embeddings: Size
@@ -127,7 +130,7 @@ class Opt(Family):
 
     @property
     def positions(self) -> int:
-        return self.max_position_embeddings + 2  # as fairseq, where it was trained, numbers them
+        return self.max_position_embeddings + self.first_position
 
     def architecture(self) -> Architecture:
         if self.word_embed_proj_dim not in (None, self.hidden_size):

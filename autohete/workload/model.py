@@ -413,11 +413,13 @@ class Architecture:
         blocks: each block of the model, in order; a longer model repeats them, a shorter one has the first ones.
         final_norm: the norm before the head.
         positions: rows of learned positions that the embedding has beside its tokens; 0: it has none.
+        first_position: the row of a sequence's first token.
     """
 
     blocks: tuple[Block, ...]
     final_norm: Norm
     positions: int = 0
+    first_position: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
