@@ -152,14 +152,13 @@ DISAGREE = {
     ("RoundPipe, baselines on 8 A800", "FSDP, qwen3-32b, 1 x 2", "iteration"),
     ("RoundPipe, layers", "gpt-oss-20b", "block_backward"),
     ("PatrickStar, 20B", "PatrickStar", "gradient_copies"),
-    ("StrongHold artifact (SC22)", "resident", "step"),
 }
 
 
 def test_published_measurements_are_met_but_for_those_explained() -> None:
     """Each phase that others measured is met within a quarter and each limit, but for a few.
 
-    One goal is missed: phases are off by 16 instead of 15 % on average, since ZeRO stage 3 with 2,048 tokens is among them.
+    One goal is missed: phases are off by 15.4 instead of 15 % on average, since ZeRO stage 3 with 2,048 tokens is among them.
     """
     checks = published.checks()
     apart = [c for c in checks if (abs(c.error) > 0.25 if c.is_time else c.measured != c.predicted)]
@@ -167,7 +166,7 @@ def test_published_measurements_are_met_but_for_those_explained() -> None:
     iterations, phases = published.scores(checks)
     assert iterations.mean_error <= 0.10
     assert iterations.worst_error <= 0.47
-    assert phases.mean_error <= 0.17
+    assert phases.mean_error <= 0.16
 
 
 def test_phases_are_the_work_of_their_tasks() -> None:
