@@ -54,7 +54,7 @@ def _times(steps: list[Step], durations: list[int], lanes: int, iterations: int)
         then = now
         if iteration:
             later = ended_ns[iteration] - ended_ns[iteration - 1]
-            if (later == later[0]).all():
+            if (later == later.max(initial=0)).all():
                 further = later * np.arange(1, iterations - iteration)[:, None]
                 ended_ns[iteration + 1 :] = ended_ns[iteration] + further
                 never = [task for task, _, same, previous in steps if not (same or previous)]
