@@ -6,19 +6,18 @@ import csv
 import io
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from joblib import Parallel, delayed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autohete.cli.interrupt import children_uninterrupted, end_with
+from autohete.cli.interrupt import in_processes
 from autohete.hardware import Hardware, load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
@@ -77,19 +76,11 @@ def run_all(run: Callable[[_Cell], _Result], cells: Iterable[_Cell], jobs: int |
     found: dict[_Cell, _Result] = {}
     with Progress(*columns, console=console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
         bar = progress.add_task("simulating", total=len(todo))
-        for cell, result in _in_parallel(run, todo, jobs):
+        # Batches of one: a policy that searches takes ten times as long as one that does not.
+        for cell, result in in_processes(_with_cell, ((run, cell) for cell in todo), jobs or os.cpu_count() or 1):
             found[cell] = result
             progress.advance(bar)
     return {cell: found[cell] for cell in todo}
-
-
-def _in_parallel(run: Callable[[_Cell], _Result], cells: Sequence[_Cell], jobs: int | None) -> Iterator[tuple[_Cell, _Result]]:
-    # Batches of one: a policy that searches takes ten times as long as one that does not.
-    watched = {"initializer": end_with, "initargs": (os.getpid(),)}
-    parallel = Parallel(n_jobs=jobs or os.cpu_count(), return_as="generator_unordered", batch_size=1, **watched)
-    with children_uninterrupted():
-        found: Iterator[tuple[_Cell, _Result]] = parallel(delayed(_with_cell)(run, cell) for cell in cells)
-    return found
 
 
 def _with_cell(run: Callable[[_Cell], _Result], cell: _Cell) -> tuple[_Cell, _Result]:

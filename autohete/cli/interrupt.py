@@ -14,10 +14,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 #: The line printed when these signals end the program. The exit code is what a shell reports for a killed program.
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
@@ -111,10 +111,7 @@ def interruptible(program: str) -> Iterator[None]:
 
 
 def end_with(parent: int) -> None:
-    """Let this process end when its parent has ended in whatever way, such as by a second interrupt or by SIGKILL.
-
-    For processes that would wait for work: ``Parallel(initializer=end_with, initargs=(os.getpid(),))``.
-    """
+    """Let this process end when its parent has ended in whatever way, such as by a second interrupt or by SIGKILL."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -135,3 +132,30 @@ def children_uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def in_processes(
+    function: Callable[..., Any],
+    arguments: Iterable[tuple[Any, ...]],
+    jobs: int,
+    *,
+    batch_size: int | Literal["auto"] = 1,
+    ordered: bool = False,
+) -> Generator[Any]:
+    """Start to apply ``function`` to many arguments in ``jobs`` processes, which end with this one however it ends.
+
+    Args:
+        function: what is called; like its arguments and results, it must be possible to pickle it.
+        arguments: those of each call.
+        jobs: number of processes.
+        batch_size: calls that go to a process together. With 1, a call that takes long delays no others.
+        ordered: return results in the order of their arguments, not as they come.
+    """
+    import joblib
+
+    returns = "generator" if ordered else "generator_unordered"
+    watched = {"initializer": end_with, "initargs": (os.getpid(),)}
+    parallel = joblib.Parallel(n_jobs=jobs, return_as=returns, batch_size=batch_size, **watched)
+    with children_uninterrupted():
+        found: Generator[Any] = parallel(joblib.delayed(function)(*each) for each in arguments)
+    return found

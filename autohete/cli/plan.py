@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from autohete.cli.interrupt import children_uninterrupted
+from autohete.cli.interrupt import in_processes
 from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, DEFAULT_HARDWARE, Question, Whole
 from autohete.errors import InputError
@@ -134,11 +134,7 @@ def _in_processes(jobs: int | None) -> Run:
         if several <= 1:
             return [function(each) for each in arguments]
         # Batches of one: a policy that searches takes ten times as long as one that does not.
-        with children_uninterrupted():
-            found = joblib.Parallel(n_jobs=several, batch_size=1, return_as="generator")(
-                joblib.delayed(function)(each) for each in arguments
-            )
-        return list(found)
+        return list(in_processes(function, ((each,) for each in arguments), several, ordered=True))
 
     return run
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from autohete.cli.axes import POLICY, Axis, Setting, all_axes, diagonal, parse_over, read_grid, settings
-from autohete.cli.interrupt import children_uninterrupted, end_with
+from autohete.cli.interrupt import in_processes
 from autohete.cli.moves import moved, moves
 from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, Question, Whole
@@ -237,11 +237,7 @@ def _rows(missing: Sequence[Setting], keys: Sequence[str], jobs: int | None, clu
     if jobs <= 1:
         return (_row(setting, keys) for setting in missing)
     # Batches that take a fraction of a second: a policy that searches takes a hundred times as long as one that does not.
-    watched = {"initializer": end_with, "initargs": (os.getpid(),)}
-    parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size="auto", **watched)
-    with children_uninterrupted():
-        found: Generator[Row] = parallel(joblib.delayed(_row)(setting, keys) for setting in missing)
-    return _quietly(found)
+    return _quietly(in_processes(_row, ((setting, keys) for setting in missing), jobs, batch_size="auto"))
 
 
 def _quietly(found: Generator[Row]) -> Iterator[Row]:
