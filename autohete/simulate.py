@@ -221,12 +221,12 @@ def simulate_safely(
         return found
     memory, needed = found.memory, found.needed_bytes
     while True:
-        again = _try_safely(_with_memory(profile, memory, needed), policy, adapt)
+        again = _try_safely(with_memory(profile, memory, needed), policy, adapt)
         if isinstance(again, Simulation) or again.memory != memory:
             break
         needed = max(again.needed_bytes, needed + 1)
     beside = beside_bytes if memory == GPU_MEMORY else 0
-    have = _memory_bytes(profile, memory)
+    have = memory_bytes(profile, memory)
     raise InfeasibleError(
         f"{policy.name} does not fit: {found.reason}the budget is {have + beside} B"
         f"{f', of which buffers and frozen parameters take {beside} B' if beside else ''}. The smallest {memory} memory that "
@@ -267,15 +267,16 @@ def _try_safely(profile: Profile, policy: Policy, adapt: Callable[[Plan, Profile
     raise AssertionError(f"{plan.policy} fits all memories in its thrifty order, but not with the waits of that order")
 
 
-def _memory_bytes(profile: Profile, memory: str) -> int:
+def memory_bytes(profile: Profile, memory: str) -> int:
+    """Return the size of one memory, as far as it is there for tensors."""
     hardware = profile.hardware
     if memory == PINNED_MEMORY and hardware.host.pinned_bytes is not None:
         return hardware.host.pinned_bytes
     return hardware.gpu_capacity_bytes if memory == GPU_MEMORY else hardware.host.memory_bytes
 
 
-def _with_memory(profile: Profile, memory: str, size_bytes: int) -> Profile:
-    """Return ``profile`` with a different size of one memory for tensors."""
+def with_memory(profile: Profile, memory: str, size_bytes: int) -> Profile:
+    """Return ``profile`` with another size of one memory for tensors."""
     hardware = profile.hardware
     if memory == GPU_MEMORY:
         gpu = replace(hardware.gpu, memory_bytes=size_bytes + hardware.gpu.reserved_bytes)

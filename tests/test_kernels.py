@@ -579,8 +579,7 @@ def test_a_smaller_product_is_quicker_but_at_no_higher_rate(
     rows: int, columns: int, inner: int, more: int, side: int, node: str, precision: Precision
 ) -> None:
     """Making a matrix product longer on one side, rows, columns or inside, lowers neither its time nor its FLOP/s."""
-    gpu = load_hardware(node).gpu
-    roofline = _Roofline(Workload("x", 64, 1, 4, precision=precision), node, gpu, launch_seconds=0.0)
+    roofline = _Roofline(Workload("x", 64, 1, 4, precision=precision), load_hardware(node).gpu, launch_seconds=0.0)
     shape = (rows, columns, inner)
     larger = tuple(size + more * (k == side) for k, size in enumerate(shape))
     before, after = roofline._gemm_seconds(*shape), roofline._gemm_seconds(*larger)

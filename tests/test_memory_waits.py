@@ -57,7 +57,7 @@ def without_moments(schedule: Schedule) -> Schedule:
 
 
 def overtakes(trace: Trace) -> bool:
-    """Whether a task frees memory before one of the iteration before allocates some: no wait can keep them in this order."""
+    """Whether an iteration frees memory before the previous one has allocated all: no wait can keep this order."""
     frees = [i for i, task in enumerate(trace.schedule.tasks) if task.frees]
     allocates = [i for i, task in enumerate(trace.schedule.tasks) if task.allocates]
     first_freed, last_allocated = trace.end_ns[1:, frees].min(axis=1, initial=2**62), trace.start_ns[:-1, allocates].max(axis=1)

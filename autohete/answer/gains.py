@@ -65,19 +65,19 @@ def _host_purchases(now: Hardware) -> Iterator[Change]:
         {"host.memory": f"{twice}B"},
         memory=HOST_MEMORY,
     )
-    links = {"h2d": 2 * now.h2d.bandwidth, "d2h": 2 * now.d2h.bandwidth}
-    rates = " and ".join(f"{rate / 1e9:.3g}" for rate in links.values())
+    links = {"h2d": now.h2d, "d2h": now.d2h}
+    rates = " and ".join(f"{2 * link.bandwidth / 1e9:.3g}" for link in links.values())
     if now.h2d.far:  # what is between the domains is part of the platform, and its rate the one that counts
         yield Change(
             f"twice the rate to the far memory ({rates} GB/s)",
-            {f"links.{name}.far_bandwidth": _rate(rate) for name, rate in links.items()},
+            {f"links.{name}.far_bandwidth": _rate(2 * link.bandwidth) for name, link in links.items()},
         )
     else:
         yield Change(
             f"the next generation of the link, twice as fast ({rates} GB/s)",
             {
                 f"links.{name}.{figure}": _rate(2 * rate)
-                for name, link in (("h2d", now.h2d), ("d2h", now.d2h))
+                for name, link in links.items()
                 for figure in ("bandwidth", "all_gpus_bandwidth", "all_gpus_duplex_bandwidth")
                 if (rate := getattr(link, figure)) is not None
             },

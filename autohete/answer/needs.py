@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from autohete.answer.policies import longest_first
@@ -14,7 +13,7 @@ from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
-from autohete.simulate import simulate_policy
+from autohete.simulate import memory_bytes, simulate_policy, with_memory
 
 #: As good as any size of memory.
 _PLENTY = 2**50
@@ -32,13 +31,13 @@ def least_memory(profile: Profile, system_bytes: int, names: Sequence[str], run:
     for memory in memories:
         sized = [found for (_, asked), found in zip(work, results, strict=True) if asked == memory and found is not None]
         if sized:
-            least = min(sized, key=lambda found: (_size(found[1], memory), found[2]))
+            least = min(sized, key=lambda found: (memory_bytes(found[1], memory), found[2]))
             needs.append(_need((memory,), least, system_bytes))
     if needs:
         return needs
-    plenty = _with_size(profile, HOST_MEMORY, _PLENTY)
+    plenty = with_memory(profile, HOST_MEMORY, _PLENTY)
     if limited:
-        plenty = _with_size(plenty, PINNED_MEMORY, _PLENTY)
+        plenty = with_memory(plenty, PINNED_MEMORY, _PLENTY)
     order = longest_first(names)
     sized = [found for found in run(partial(_least_of_both, plenty), order) if found is not None]
     if sized:
@@ -48,7 +47,7 @@ def least_memory(profile: Profile, system_bytes: int, names: Sequence[str], run:
 
 
 def _sizes(profile: Profile) -> tuple[int, int]:
-    return _size(profile, GPU_MEMORY), _size(profile, HOST_MEMORY)
+    return memory_bytes(profile, GPU_MEMORY), memory_bytes(profile, HOST_MEMORY)
 
 
 def _need(grows: tuple[str, ...], least: tuple[str, Profile, float], system_bytes: int) -> Need:
@@ -64,26 +63,6 @@ def _need(grows: tuple[str, ...], least: tuple[str, Profile, float], system_byte
     )
 
 
-def _size(profile: Profile, memory: str) -> int:
-    hardware = profile.hardware
-    if memory == PINNED_MEMORY and hardware.host.pinned_bytes is not None:
-        return hardware.host.pinned_bytes
-    return hardware.gpu_capacity_bytes if memory == GPU_MEMORY else hardware.host.memory_bytes
-
-
-def _with_size(profile: Profile, memory: str, size_bytes: int) -> Profile:
-    """Return ``profile`` with another size of one memory for tensors."""
-    hardware = profile.hardware
-    gpu, host = hardware.gpu, hardware.host
-    if memory == GPU_MEMORY:
-        gpu = replace(gpu, memory_bytes=size_bytes + gpu.reserved_bytes)
-    elif memory == PINNED_MEMORY:
-        host = replace(host, pinned_bytes=size_bytes)
-    else:
-        host = replace(host, memory_bytes=size_bytes)
-    return replace(profile, hardware=replace(hardware, gpu=gpu, host=host))
-
-
 def _least(profile: Profile, asked: tuple[str, str]) -> tuple[str, Profile, float] | None:
     """The policy, the profile with the least size of one memory with which it fits, and its time; None if that is not enough.
 
@@ -92,7 +71,7 @@ def _least(profile: Profile, asked: tuple[str, str]) -> tuple[str, Profile, floa
     name, memory = asked
     policy, size = parse_policy(name), 1
     for _ in range(_ATTEMPTS):
-        there = _with_size(profile, memory, size)
+        there = with_memory(profile, memory, size)
         try:
             found = simulate_policy(there, policy)
         except InfeasibleError as error:

@@ -9,7 +9,7 @@ With the order of a steady-state trace such waits cost nothing: what is waited f
 task still starts at the same time. A schedule whose trace fits can therefore be made safe without losing time. There are two
 exceptions. Where the only task to wait for starts and ends in the very moment in which a lane chooses by priority, the lane
 takes another that is ready; only tasks without duration do this. And no wait can say that a task follows one of the next
-iteration, which matters where a trace frees memory in one iteration before the iteration before allocates it.
+iteration, which matters where an iteration frees memory before the previous one has allocated all of its own.
 
 Waits are added only for allocations that would exceed the capacity without them. If the order of the trace does not suffice, or
 the trace does not fit or repeat, that of :func:`thrifty_order` is used, which needs little memory and may cost time.

@@ -309,13 +309,18 @@ def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:
 
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
     """The roofline profile of ``workload`` on ``hardware``."""
-    return Profile(workload, hardware, *_on_gpu(workload, hardware.name, hardware.gpu, hardware.cpu.launch_seconds))
+    if workload.training.fp8 and not hardware.gpu.peak_8bit_flops:
+        raise InputError(
+            f"products are to be computed in fp8, but {hardware.name} does not say how fast: give it the figure "
+            "gpu.peak_8bit in a hardware file, choose hardware that has it, such as h100-pcie5, or train in bf16"
+        )
+    return Profile(workload, hardware, *_on_gpu(workload, hardware.gpu, hardware.cpu.launch_seconds))
 
 
 @lru_cache(maxsize=64)
-def _on_gpu(workload: Workload, name: str, gpu: Gpu, launch_seconds: float) -> tuple[tuple[BlockProfile, ...], LossProfile]:
+def _on_gpu(workload: Workload, gpu: Gpu, launch_seconds: float) -> tuple[tuple[BlockProfile, ...], LossProfile]:
     """Blocks and loss. They do not depend on links, host and CPU, so many settings of a sweep share them."""
-    roofline, firsts = _Roofline(workload, name, gpu, launch_seconds), _first_alike(workload)
+    roofline, firsts = _Roofline(workload, gpu, launch_seconds), _first_alike(workload)
     made = {unit: roofline.unit(unit) for unit in dict.fromkeys(firsts)}
     return tuple([made[unit] for unit in firsts]), roofline.loss()
 
@@ -340,7 +345,7 @@ def _head_sizes(component: Attention | LatentAttention) -> tuple[int, int]:
 
 
 class _Roofline:
-    def __init__(self, workload: Workload, name: str, gpu: Gpu, launch_seconds: float) -> None:
+    def __init__(self, workload: Workload, gpu: Gpu, launch_seconds: float) -> None:
         self.workload = workload
         if workload.precision is Precision.FP32:
             efficiency = gpu.gemm_efficiency_32bit or gpu.gemm_efficiency
@@ -348,11 +353,6 @@ class _Roofline:
         else:
             self.flops = gpu.peak_16bit_flops * gpu.gemm_efficiency
         self.flops_8bit = (gpu.peak_8bit_flops or 0.0) * gpu.gemm_efficiency
-        if workload.training.fp8 and not gpu.peak_8bit_flops:
-            raise InputError(
-                f"products are to be computed in fp8, but {name} does not say how fast: give it the figure "
-                "gpu.peak_8bit in a hardware file, choose hardware that has it, such as h100-pcie5, or train in bf16"
-            )
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
         self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
         self.multiprocessors = gpu.multiprocessors
