@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import platform
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, event, given, settings
@@ -280,6 +283,61 @@ def test_the_counted_peak_of_any_plan_is_that_of_its_trace(data: st.DataObject) 
     assert executor.counting is Counting.SCHEDULED
     assert executor.device is not None
     assert executor.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
+
+
+def test_the_counted_peak_is_that_of_the_trace_whatever_the_clock() -> None:
+    """The trace has the order in which the tasks began and ended, even if the clock ticks only every 10 ms and falls behind."""
+    jumps = random.Random(0)
+    simulation = predicted(MEDIUM, "autohete:priority=off")
+    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 3)), next_token_loss, counting=Counting.SCHEDULED)
+    with patch("autohete.runtime.lanes.time") as clock:
+        clock.perf_counter_ns = lambda: time.perf_counter_ns() // 10**7 * 10**7 - jumps.randrange(3) * 10**7
+        trace = executor.run(simulation.schedule, 3)
+    assert executor.device is not None
+    assert executor.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
+    assert (trace.end_ns > trace.start_ns).all()
+    assert len(np.unique([trace.start_ns, trace.end_ns])) == 2 * trace.start_ns.size
+
+
+def test_a_task_that_begins_while_both_counts_are_read_is_no_excess() -> None:
+    """The schedule's count is read first; what another lane allocates before the storages are read is not more than it says."""
+    schedule = predicted(MEDIUM, "resident").schedule
+    begins = next(task for task in schedule.tasks if any(buffer.memory == GPU_MEMORY for buffer in task.allocates))
+    device = Ledger(GPU_MEMORY)
+    count = ledger.DeviceCount(device, schedule, Counting.SCHEDULED)
+    readings = 0
+
+    class Torn(Ledger):
+        """Whenever it is read, except for the sixth time, another lane has just begun a task that is over right after."""
+
+        @property
+        def used_bytes(self) -> int:
+            nonlocal readings
+            readings += 1
+            if readings == 6:
+                return super().used_bytes
+            count.begin(begins, readings)
+            tensor = torch.empty(device.used_bytes, dtype=torch.uint8)
+            self.enter(tensor, "all that it may")
+            found = super().used_bytes
+            count.close()
+            return found
+
+    count.storages = Torn(GPU_MEMORY)
+    count.compare("F0@0")
+    assert (readings, count.excess) == (6, None)
+
+
+def test_a_storage_may_die_while_its_group_is_forgotten() -> None:
+    """It is then subtracted once."""
+    device = Ledger(GPU_MEMORY)
+    kept, other = device.reserve(8, "kept"), device.reserve(16, "other")
+    died = device._entries[id(kept)]
+    device.forget_group("kept", ())
+    device._dead.append(died)  # reported between the group's last reading and its end
+    assert device.used_bytes == 16
+    del other
+    assert device.used_bytes == 0
 
 
 def test_sizes_that_are_too_small_are_found() -> None:

@@ -136,6 +136,7 @@ class LaneThreads(Closing):
         self._waiters: list[tuple[int, SimpleQueue[None]]] = []
         self._rates = threading.Condition(self._lock)
         self._begin = time.perf_counter_ns()
+        self._latest = -1
         self._process = os.getpid()
         self.threads = [
             threading.Thread(target=self._lane, args=(lane,), name=f"autohete-{schedule.lanes[lane].name}", daemon=True)
@@ -178,7 +179,7 @@ class LaneThreads(Closing):
                         for successor, back in successors:
                             waits[successor] -= back
             self._waits += waits
-            now = self._now()
+            now = self._next_instant()
             for times in (self._ready, self._due):
                 times += [now] * self._tasks
             for times in (self._start, self._end):
@@ -340,6 +341,13 @@ class LaneThreads(Closing):
     def _now(self) -> int:
         return time.perf_counter_ns() - self._begin
 
+    def _next_instant(self) -> int:
+        """Return the time, later than any before. Call with the lock: times then have the order of what they are times of, even
+        where the clock ticks slowly, or differs between cores.
+        """
+        self._latest = max(self._now(), self._latest + 1)
+        return self._latest
+
     def _check_usable(self) -> None:
         if os.getpid() != self._process:
             raise InputError(
@@ -410,7 +418,7 @@ class LaneThreads(Closing):
                     self._pushed[lane].wait()
                 elif instance // self._tasks < self._stop_from:
                     self._running.add(lane)
-                    self._start[self._place(instance)] = self._now()
+                    self._start[self._place(instance)] = self._next_instant()
                     return instance, self._book(instance)
 
     def _book(self, instance: int) -> BaseException | None:
@@ -451,7 +459,7 @@ class LaneThreads(Closing):
 
     def _complete(self, lane: int, instance: int, task: int, due: int) -> None:
         with self._lock:
-            now = self._now()
+            now = self._next_instant()
             place = self._place(instance)
             self._end[place] = now
             if self._booking is not None:

@@ -199,8 +199,9 @@ class Ledger:
         while self._dead:
             entry = self._dead.popleft()
             assert isinstance(entry, _Entry)
-            del self._entries[entry.key]
-            self._strike(entry)
+            if self._entries.get(entry.key) is entry:  # it may have died while it was being forgotten
+                del self._entries[entry.key]
+                self._strike(entry)
 
     def _strike(self, entry: _Entry) -> None:
         self._used -= entry.size
@@ -284,10 +285,14 @@ class Scheduled:
     Args:
         ledger: the ledger of one of the memories of ``schedule``.
         schedule: the schedule whose tasks allocate and free.
+
+    Attributes:
+        begun: number of tasks whose buffers have been counted; changes when they have, and not before.
     """
 
     def __init__(self, ledger: Ledger, schedule: Schedule) -> None:
         self._ledger = ledger
+        self.begun = 0
         self._allocates = {
             task.id: [buffer for buffer in task.allocates if buffer.memory == ledger.memory] for task in schedule.tasks
         }
@@ -307,6 +312,7 @@ class Scheduled:
         """
         for buffer in self._allocates[task]:
             self._allocate(buffer, iteration, task.at(iteration))
+        self.begun += 1
 
     def end(self, task: TaskId, iteration: int) -> None:
         """Free what the task frees."""
@@ -399,15 +405,17 @@ class DeviceCount:
 
     def compare(self, task: str) -> None:
         """Record it if more is in use than the schedule says."""
-        if self._scheduled is None or self.storages is None or self.excess is not None:
+        scheduled, storages = self._scheduled, self.storages
+        if scheduled is None or storages is None or self.excess is not None:
             return
-        more = 0
-        for _ in range(3):  # other lanes may allocate and free between two readings
-            said, found = self._ledger.used_bytes, self.storages.used_bytes
-            more = found - max(said, self._ledger.used_bytes)
-            if more <= 0:
+        while True:
+            begun, said, found = scheduled.begun, self._ledger.used_bytes, storages.used_bytes
+            if found <= said:
                 return
-        self.excess = task, more
+            # A task of another lane that began after ``said`` was read may have allocated; one that ended has only freed.
+            if begun == scheduled.begun:
+                self.excess = task, found - said
+                return
 
 
 class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
