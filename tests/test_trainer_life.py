@@ -748,7 +748,7 @@ print("known")
     assert (code, said, complaint) == (0, ["known"], [])
 
 
-COMMANDS = {"profile": ["profile", "OUT", "--quick"], "train": ["train", "--steps", "20"]}
+COMMANDS = {"profile": ["profile", "OUT", "--quick"], "train": ["train", "--gpu-memory", "2MiB", "--steps", "2000"]}
 SHAPE = ["--hidden", "64", "--blocks", "2", "--heads", "2", "--sequence-length", "32", "--batch-size", "2"]
 
 
