@@ -156,8 +156,7 @@ class SimulatingJudge:
         self._last: Simulation | None = None
 
     def __call__(self, plan: Plan) -> Judgement:
-        """Return time and memory of ``plan``; its policy's name is ignored."""
-        plan = replace(plan, policy="")
+        """Return time and memory of ``plan``."""
         known = self._known.get(plan)
         if known is None:
             found = self._last = simulate_plan(self._profile, plan, self._executor)
@@ -171,7 +170,7 @@ class SimulatingJudge:
     def simulation(self, plan: Plan) -> Simulation:
         """Return the simulation of ``plan``, with its schedule checked; simulate again only if the result was not kept."""
         for kept in (self._best, self._last):
-            if kept is not None and kept.plan == replace(plan, policy=""):
+            if kept is not None and kept.plan == plan:
                 kept.schedule.validate()
                 return replace(kept, plan=plan)
         return simulate_plan(self._profile, plan)

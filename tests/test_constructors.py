@@ -177,4 +177,4 @@ def test_arguments_that_are_members_are_checked() -> None:
     with pytest.raises(InputError, match="clock is 'emulated': give Clock"):
         LaneThreads(Schedule((Lane("gpu"),), ()), print, "emulated")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"choice is 'none': give Checkpointing\.BEST"):
-        with_checkpointing("none", lambda activations: pytest.fail("planned"), lambda plan: pytest.fail("judged"))  # type: ignore[arg-type]
+        with_checkpointing("none", lambda _: pytest.fail("planned"), None, lambda _: pytest.fail("judged"))  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autohete.analysis.occupancy import Occupancy, contents, occupancy
+from autohete.analysis.occupancy import Occupancy, contents, occupancy, unavoidable_bytes
 from autohete.errors import ScheduleError
 from autohete.execution.trace import Nanoseconds, Trace
 from autohete.lowering import lower
@@ -17,6 +17,7 @@ from autohete.schedule import (
     GPU_MEMORY,
     Buffer,
     BufferId,
+    Discipline,
     Edge,
     Free,
     Kind,
@@ -106,6 +107,17 @@ def test_traces_of_one_order_have_one_peak(trace: Trace, data: st.DataObject) ->
     other = replace(trace, start_ns=later(trace.start_ns), end_ns=later(trace.end_ns))
     for memory in trace.schedule.memories:
         assert occupancy(other, memory.name).peak_bytes == occupancy(trace, memory.name).peak_bytes
+
+
+@given(traces())
+def test_no_execution_avoids_what_is_unavoidable(trace: Trace) -> None:
+    """Whatever the timing, the peak is at least that; where all tasks are on one fifo lane, it is that."""
+    for memory in trace.schedule.memories:
+        least, peak = unavoidable_bytes(trace.schedule, memory.name), occupancy(trace, memory.name).peak_bytes
+        assert least <= peak
+        busy = [lane for lane in trace.schedule.lanes if trace.lane_tasks(lane.name)]
+        if len(busy) == 1 and busy[0].discipline is Discipline.FIFO:
+            assert least == peak
 
 
 @given(traces())

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plans import with_drives
 
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import Nvme, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
-from autohete.policies import parse_policy
+from autohete.policies import POLICIES, parse_policy
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
@@ -28,6 +30,7 @@ NODE = load_hardware("a100-40gb-epyc7713")
 FP16 = named_workload("gpt-4b", precision=Precision.FP16, kernels=Kernels.EAGER)
 P = FP16.parameters
 VERSIONS = list(DeepSpeed)
+WITH_CHECKPOINTING = [name for name, system in POLICIES.items() if "checkpointing" in {field.name for field in fields(system)}]
 TILES = [DeepSpeed.V0_3, DeepSpeed.V0_4_3, DeepSpeed.V0_8_3]
 
 
@@ -141,6 +144,27 @@ def test_pinning_what_is_always_pinned_is_refused() -> None:
 
 
 # --- the others ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", WITH_CHECKPOINTING)
+@pytest.mark.parametrize("gpu_memory", [12, 20, 40, 80, 160])
+def test_the_better_checkpointing_is_the_faster_one_that_fits(policy: str, gpu_memory: int) -> None:
+    """``best`` is full or no checkpointing: the faster one that fits; if none fits, the one that needs less of the GPU."""
+    node = with_drives("a100-40gb-epyc7713")
+    profile = analytic_profile(FP16, replace(node, gpu=replace(node.gpu, memory_bytes=gpu_memory * 2**30)))
+    judge, plans = judge_for(profile), {}
+    for choice in ("best", "full", "none"):
+        with suppress(InfeasibleError):
+            plans[choice] = parse_policy(f"{policy}:checkpointing={choice}").plan(profile, judge)
+    if len(plans) < 3:
+        assert "best" not in plans
+        return
+    found = {choice: judge(plan) for choice, plan in plans.items()}
+    fitting = [each for each in (found["full"], found["none"]) if each.verdict is Verdict.OK]
+    if fitting:
+        assert found["best"] == min(fitting, key=lambda each: each.seconds)
+    else:
+        assert found["best"].gpu_peak_bytes == min(found["full"].gpu_peak_bytes, found["none"].gpu_peak_bytes)
 
 
 def test_stronghold_takes_the_faster_optimizer_of_its_window() -> None:

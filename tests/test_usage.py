@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from support.plans import with_drives
 
 from autohete.analysis.bounds import period_bounds
 from autohete.analysis.usage import Cause, binding_waits, usage
 from autohete.policies import POLICIES, parse_policy
 from autohete.report.summary import summarize
-from autohete.schedule import Kind, Schedule, parse_schedule
+from autohete.schedule import Kind, Schedule, TaskId, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, run_until_steady, simulate
 from autohete.testing.strategies import schedules
@@ -65,6 +68,28 @@ def test_fifo_schedules_run_at_their_bound(found: Schedule) -> None:
     members = trace.lane_tasks(found.lanes[0].name)
     if fifo and steady.settled and len(members) == len(found.tasks):
         assert steady.period_seconds == pytest.approx(bound)
+
+
+@given(schedules(), st.integers(1, 6))
+def test_a_trace_proves_the_bounds_that_a_search_finds(found: Schedule, iterations: int) -> None:
+    """Whatever the trace is like, the bounds are those of the schedule; the cycle takes as long as they say."""
+    bounds = period_bounds(found, SimExecutor().run(found, iterations))
+    assert (bounds.seconds, bounds.lane) == (period_bounds(found).seconds, period_bounds(found).lane)
+    lasting = {task.id: task.duration_ns for task in found.tasks}
+    spans: dict[tuple[TaskId, TaskId], int] = {}
+    for u, v, back in found.graph().edges():
+        ends = found.tasks[u].id, found.tasks[v].id
+        spans[ends] = min(spans.get(ends, 1), back)
+    span = sum(spans[ends] for ends in zip(bounds.cycle, (*bounds.cycle[1:], *bounds.cycle[:1]), strict=True))
+    assert bounds.cycle_seconds * span == pytest.approx(sum(lasting[task] for task in bounds.cycle) * 1e-9)
+
+
+def test_the_trace_of_a_fifo_schedule_proves_its_critical_cycle() -> None:
+    """Then nothing is searched."""
+    found = example("zero_offload")
+    with patch("autohete.analysis.bounds._critical_cycle", side_effect=AssertionError("searched")):
+        bounds = period_bounds(found.schedule, found.trace)
+    assert bounds == replace(period_bounds(found.schedule), cycle=bounds.cycle, shares=bounds.shares)
 
 
 @given(schedules(max_tasks=6))

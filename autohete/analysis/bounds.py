@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+
+from autohete.execution.trace import Nanoseconds, Trace
 from autohete.schedule import KIND_MEANING, Discipline, Graph, Kind, Schedule, TaskId
 
 
@@ -40,19 +43,53 @@ class Bounds:
         return f"a cycle of waits: {', '.join(parts)}"
 
 
-def period_bounds(schedule: Schedule) -> Bounds:
-    """The bounds of ``schedule``, which must be valid."""
-    work = dict.fromkeys((lane.name for lane in schedule.lanes), 0)
-    for task in schedule.tasks:
-        work[task.lane] += task.duration_ns
+def period_bounds(schedule: Schedule, trace: Trace | None = None) -> Bounds:
+    """The bounds of ``schedule``, which must be valid.
+
+    Args:
+        schedule: whose period is bounded.
+        trace: an execution of it. If its iterations repeat, and its tasks start as early as they can, its times prove the
+            critical cycle, which otherwise takes a search.
+    """
+    durations = [task.duration_ns for task in schedule.tasks]
+    work = {lane.name: sum(durations[i] for i in schedule.tasks_of(lane.name)) for lane in schedule.lanes}
     lane = max(work, key=lambda name: work[name])
-    cycle, ratio = _critical_cycle(schedule, [task.duration_ns for task in schedule.tasks])
+    cycle, ratio = (trace and _proven_cycle(trace, durations)) or _critical_cycle(schedule, durations)
     tasks = [schedule.tasks[i] for i in cycle]
     shares: dict[Kind, int] = {}
     for task in tasks:
         shares[task.id.kind] = shares.get(task.id.kind, 0) + task.duration_ns
     shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
     return Bounds(lane, work[lane] * 1e-9, tuple(task.id for task in tasks), float(ratio) * 1e-9, shares)
+
+
+def _proven_cycle(trace: Trace, durations: list[int]) -> tuple[list[int], Fraction] | None:
+    """The critical cycle, read from the last two iterations of ``trace``; None if they do not prove it.
+
+    If each task starts as much later as in the iteration before, and never before the end of what it waits for, no cycle takes
+    longer than that. If it starts at the end of one that it waits for, then so does that one, and so on: among these ends is a
+    cycle that takes as long.
+    """
+    if trace.iterations < 2:
+        return None
+    before, start = trace.start_ns[-2:]
+    period = int(start[0] - before[0])
+    edges = trace.schedule.once(_edges)
+    u, v, back = edges.T
+    wait = start[v] + period * back - (start + np.array(durations, np.int64))[u]
+    if (start - before != period).any() or wait.min(initial=0) < 0:
+        return None
+    came_by: list[tuple[int, int] | None] = [None] * len(durations)
+    for before_it, task, spans in edges[wait == 0].tolist():
+        came_by[task] = before_it, spans
+    cycle = _cycle_among(came_by)
+    span = sum(back for _, back in cycle)
+    return ([task for task, _ in cycle], Fraction(period)) if span else None
+
+
+def _edges(schedule: Schedule) -> Nanoseconds:
+    """A row for each edge, also those that order fifo lanes: what is waited for, what waits, and the iterations in between."""
+    return np.array(list(schedule.graph().edges()), np.int64).reshape(-1, 3)
 
 
 def _critical_cycle(schedule: Schedule, durations: list[int]) -> tuple[list[int], Fraction]:

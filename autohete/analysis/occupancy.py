@@ -6,13 +6,14 @@ Memory is checked, not waited for: a real allocator fails instead of waiting.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autohete.errors import unknown_name
 from autohete.execution.trace import Nanoseconds, Trace
-from autohete.schedule import Schedule
+from autohete.schedule import Discipline, Schedule
 from autohete.schedule.order import order, topological
 
 #: After every instant.
@@ -107,6 +108,31 @@ def _lives(schedule: Schedule, memory: str) -> Lives:
                 found.sizes.append(buffer.size_bytes)
                 found.groups.append(buffer.id.group)
     return found
+
+
+def unavoidable_bytes(schedule: Schedule, memory: str) -> int:
+    """Return how much of ``memory`` every execution of ``schedule``, which must be valid, occupies at some time.
+
+    What the tasks of one fifo lane allocate and free among themselves has one peak, however long they take.
+    """
+    return schedule.once(_unavoidable_bytes, memory)
+
+
+def _unavoidable_bytes(schedule: Schedule, memory: str) -> int:
+    found = lives(schedule, memory)
+    peaks = [0]
+    for lane in schedule.lanes:
+        if lane.discipline is not Discipline.FIFO:
+            continue
+        place = {task: n for n, task in enumerate(schedule.tasks_of(lane.name))}
+        changes = [0] * (len(place) + 1)  # at the start of each task
+        for a, f, back, size in zip(found.allocates, found.frees, found.backs, found.sizes, strict=True):
+            if a in place and f in place:
+                changes[0] += back * size
+                changes[place[a]] += size
+                changes[place[f] + 1] -= size
+        peaks.append(max(accumulate(changes)))
+    return max(peaks) + sum(size for _, size in found.resident)
 
 
 def occupancy(trace: Trace, memory: str) -> Occupancy:

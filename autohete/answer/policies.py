@@ -49,7 +49,7 @@ def ranked(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
     ranked = []
     for each in order:
         if each.fits and each.plan is not None:
-            earlier = first.setdefault(replace(each.plan, policy=""), each.name)
+            earlier = first.setdefault(each.plan, each.name)
             each = replace(each, same_plan_as="" if earlier == each.name else earlier)
         ranked.append(each)
     return tuple(ranked)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from autohete.analysis.occupancy import unavoidable_bytes
 from autohete.errors import InfeasibleError, InputError, OnePoolError, RuleError
 from autohete.hardware import Hardware
 from autohete.lowering.activations import OffloadedActivations
@@ -53,7 +54,7 @@ from autohete.schedule import (
 )
 from autohete.workload import Precision
 
-__all__ = ["least_parameter_slots", "lower"]
+__all__ = ["least_parameter_slots", "lower", "never_fits"]
 
 #: Number of lowered plans that are kept for profiles that differ in times and rates only, such as the settings of a sweep. A
 #: plan is kept when it is lowered a second time: a search lowers hundreds once, and the garbage collector would only look at
@@ -73,23 +74,30 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     """
     if len(plan.units) != len(profile.blocks):
         raise InputError(f"the plan has {len(plan.units)} units, the profile {len(profile.blocks)}: plan for this workload")
-    sizes, hardware = sizes_of(profile), profile.hardware
-    lowered = _kept(sizes, plan) if _was_asked(hash((sizes, plan))) else _lowered(sizes, plan)
+    lowered, hardware = _for_all_rates(profile, plan), profile.hardware
     schedule, nvme = lowered.schedule, hardware.nvme if lowered.drives else None
     _check_nvme(hardware, lowered.on_nvme, lowered.drives)
     if hardware.unified:
         _check_one_pool(hardware.name, schedule.tasks)
     flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=nvme is not None)
-    seconds = {duration: duration(profile) for duration in dict.fromkeys(lowered.durations)}
-    if not all(each < LONGEST_TASK_SECONDS for each in seconds.values()):
-        _refuse_absurd([seconds[duration] for duration in lowered.durations], schedule.tasks)
-    whole = {duration: round(each * 1e9) for duration, each in seconds.items()}
+    seconds = [duration(profile) for duration in lowered.durations]
+    if not all(each < LONGEST_TASK_SECONDS for each in seconds):
+        _refuse_absurd([seconds[which] for which in lowered.lasts], schedule.tasks)
+    whole = [round(each * 1e9) for each in seconds]
     return schedule.timed(
-        [whole[duration] for duration in lowered.durations],
-        _memories(hardware, nvme.capacity_bytes if nvme else None),
-        flows,
-        resources,
+        [whole[which] for which in lowered.lasts], _memories(hardware, nvme.capacity_bytes if nvme else None), flows, resources
     )
+
+
+def never_fits(profile: Profile, plan: Plan) -> bool:
+    """Whether a memory is too small for ``plan``, however long its tasks take.
+
+    Raises:
+        InputError: as for :func:`lower`.
+    """
+    lowered = _for_all_rates(profile, plan)
+    memories = _memories(profile.hardware, None)
+    return any(unavoidable_bytes(lowered.schedule, memory.name) > memory.capacity_bytes for memory in memories)
 
 
 def _refuse_absurd(seconds: Sequence[float], tasks: tuple[Task, ...]) -> None:
@@ -107,15 +115,23 @@ class _Lowered:
 
     Args:
         schedule: without durations, capacities and shared bandwidth.
-        durations: of each task.
+        durations: the different ones.
+        lasts: for each task, its place among the durations.
         drives: whether something rests on NVMe.
         on_nvme: its bytes.
     """
 
     schedule: Schedule
     durations: tuple[Duration, ...]
+    lasts: tuple[int, ...]
     drives: bool
     on_nvme: int
+
+
+def _for_all_rates(profile: Profile, plan: Plan) -> _Lowered:
+    """Lower ``plan``, or take what was kept."""
+    sizes = sizes_of(profile)
+    return _kept(sizes, plan) if _was_asked(hash((sizes, plan))) else _lowered(sizes, plan)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -137,6 +153,7 @@ def _was_asked(key: int) -> bool:
     return False
 
 
+@lru_cache(maxsize=1)  # a plan that might fit is lowered again at once
 def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     """Lower ``plan`` for a profile without times and rates."""
     given, plan = plan, without_frozen(profile, plan)
@@ -166,7 +183,9 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         memories=_memories(hardware, 0 if drives else None),
         resident=tuple(resident_buffers(profile, plan, shards, on_nvme)),
     )
-    return _Lowered(schedule, builder.durations(order), drives, on_nvme)
+    durations = builder.durations(order)
+    places = {duration: place for place, duration in enumerate(dict.fromkeys(durations))}
+    return _Lowered(schedule, tuple(places), tuple(places[duration] for duration in durations), drives, on_nvme)
 
 
 def _memories(hardware: Hardware, nvme_capacity: int | None) -> tuple[Memory, ...]:

@@ -127,7 +127,7 @@ class Plan(Hashed):
     """One policy's decisions for one workload.
 
     Args:
-        policy: name and flags, as given.
+        policy: name and flags, as given. Not part of equality: two policies may decide the same.
         units: one entry per unit, embedding first, head last.
         rules: order that the system adds to the data dependencies. Each rule must change something; no two may overlap.
         slots: where fetched parameters live. None: each is allocated when its fetch starts.
@@ -142,7 +142,7 @@ class Plan(Hashed):
             planner. None: the policy does not search. Not part of equality: it rates the plan and does not define it.
     """
 
-    policy: str
+    policy: str = field(compare=False)
     units: tuple[UnitPlan, ...]
     rules: tuple[Rule, ...] = ()
     slots: ParameterSlots | None = None

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from autohete.errors import check_member
+from autohete.lowering import never_fits
 from autohete.plan import Activations, Plan
-from autohete.plan.policy import Judge, better
+from autohete.plan.policy import Judge, Verdict, better
+from autohete.profile import Profile
 
 
 class Checkpointing(StrEnum):
@@ -19,7 +21,7 @@ class Checkpointing(StrEnum):
     NONE = "none"
 
 
-def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], Plan], judge: Judge) -> Plan:
+def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], Plan], profile: Profile, judge: Judge) -> Plan:
     """The plan of ``plan_for`` under ``choice``. For ``BEST``, the faster one that fits."""
     check_member("choice", choice, Checkpointing)
     if choice is Checkpointing.FULL:
@@ -28,4 +30,7 @@ def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], 
         return plan_for(Activations.SELECTIVE)
     if choice is Checkpointing.NONE:
         return plan_for(Activations.KEEP)
-    return better([plan_for(Activations.RECOMPUTE), plan_for(Activations.KEEP)], judge)
+    full, none = plan_for(Activations.RECOMPUTE), plan_for(Activations.KEEP)
+    if judge(full).verdict is Verdict.OK and never_fits(profile, none):
+        return full  # the other need not be simulated
+    return better([full, none], judge)

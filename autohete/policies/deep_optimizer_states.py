@@ -64,7 +64,7 @@ class DeepOptimizerStates:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), judge)
+        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), profile, judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         mixed, count = traffic.is_mixed(profile), len(profile.blocks)

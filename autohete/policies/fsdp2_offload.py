@@ -72,7 +72,7 @@ class Fsdp2Offload:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), judge)
+        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), profile, judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         tied, fp32, last = profile.workload.tied_embeddings, Format(4, self.pin_memory), len(profile.blocks) - 1

@@ -63,7 +63,7 @@ class MlpOffload:
 
             return _plan(profile, activations, bisect_left(range(1, count + 1), True, key=too_many))
 
-        return with_checkpointing(self.checkpointing, plan_for, judge)
+        return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
 
 def _plan(profile: Profile, activations: Activations, cached: int) -> Plan:

@@ -71,7 +71,9 @@ class PatrickStar:
                 "patrickstar cannot accumulate gradients: they take the place of the 16-bit parameters, which the next "
                 "micro-batch needs. Use one micro-batch, or another policy, such as autohete"
             )
-        return with_checkpointing(self.checkpointing, lambda activations: self._place(profile, activations, judge), judge)
+        return with_checkpointing(
+            self.checkpointing, lambda activations: self._place(profile, activations, judge), profile, judge
+        )
 
     def _place(self, profile: Profile, activations: Activations, judge: Judge) -> Plan:
         element, gpus = profile.element_bytes, profile.hardware.gpus

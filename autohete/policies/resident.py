@@ -54,7 +54,7 @@ class Resident:
                 footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
             )
 
-        return with_checkpointing(self.checkpointing, plan_for, judge)
+        return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
     def _update_bytes(self, profile: Profile) -> int:
         """What is held while one GPU updates its part: one tensor in the format of gradients, and its fp32 cast."""

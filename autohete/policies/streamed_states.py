@@ -63,7 +63,7 @@ class StreamedStates:
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
         checkpointing = Checkpointing.FULL if self.inputs else self.checkpointing
-        return with_checkpointing(checkpointing, lambda activations: self._plan(profile, activations), judge)
+        return with_checkpointing(checkpointing, lambda activations: self._plan(profile, activations), profile, judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         if self.weights:

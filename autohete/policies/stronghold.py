@@ -79,7 +79,7 @@ class StrongHold:
         )
         if self.window_optimizer is WindowOptimizer.BEST and profile.workload.micro_batches > 1:
             processors = [Processor.CPU]  # a window place cannot hold accumulated gradients while its block is away
-        return with_checkpointing(self.checkpointing, plan_for, judge)
+        return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
     def _windowed(self, profile: Profile, activations: Activations, processor: Processor, judge: Judge) -> Plan:
         """The plan of the given window, or of the fastest: search from the widest that fits down while it gets faster."""

@@ -82,7 +82,7 @@ class TwinFlow:
 
             return self._plan(profile, activations, end_of(bisect_left(range(1, groups + 1), True, key=too_many)))
 
-        return with_checkpointing(self.checkpointing, plan_for, judge)
+        return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
     def _sub_groups(self, profile: Profile) -> tuple[int, Callable[[int], int]]:
         """The number of sub-groups, and a function from a number of sub-groups to the elements that these have."""

@@ -50,7 +50,7 @@ class ZeroInfinity:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), judge)
+        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), profile, judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         outer = UnitPlan(

@@ -116,7 +116,7 @@ class ZeroOffload:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), judge)
+        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), profile, judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         element, mixed, workload = profile.element_bytes, traffic.is_mixed(profile), profile.workload

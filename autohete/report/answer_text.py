@@ -187,7 +187,7 @@ def _plan(answer: Answer) -> Iterator[str]:
     yield from _wrapped(f"plan of {best.name}, by {units} (0 is the embedding, {len(plan.units) - 1} the head):")
     for places, words in decisions(found):
         yield from _wrapped(f"{places}: {words}", indent=2)
-    yield from _wrapped(f"bound by {period_bounds(found.schedule).binds}")
+    yield from _wrapped(f"bound by {period_bounds(found.schedule, found.trace).binds}")
     within = proven_within(found)
     if within is not None:
         least = format_seconds(found.iteration_seconds / (1 + within))

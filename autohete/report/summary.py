@@ -131,7 +131,7 @@ def summarize(simulation: Simulation, policy: NamedPolicy, *, only_numbers: bool
     """
     s = simulation
     fits = s.verdict is Verdict.OK
-    bounds = period_bounds(s.schedule)
+    bounds = period_bounds(s.schedule, s.trace)
     use = Usage({}, {}) if only_numbers else usage(s.trace, s.steady)
     timing = safety(s) if fits else None
     safe = timing.safe if timing else None

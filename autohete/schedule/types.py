@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, TypeVarTuple, cast
 
 from autohete.errors import check_fields
 from autohete.schedule.ids import BufferId, TaskId
@@ -186,12 +186,8 @@ class Schedule:
             memories: those of this schedule, with any capacity.
             flows, resources: shared bandwidth.
         """
-        tasks = tuple(
-            [
-                Task(task, lane, duration, after, priority, allocates, frees)
-                for (task, lane, _, after, priority, allocates, frees), duration in zip(self.tasks, durations_ns, strict=True)
-            ]
-        )
+        ids, lanes, _, *others = self.once(_columns)
+        tasks = tuple(map(Task._make, zip(ids, lanes, durations_ns, *others, strict=True)))
         found = replace(self, tasks=tasks, memories=memories, flows=flows, resources=resources)
         object.__setattr__(found, "_known", self._known)
         return found
@@ -227,6 +223,11 @@ class Schedule:
 
         validate(self)
         return self
+
+
+def _columns(schedule: Schedule) -> Sequence[tuple[Any, ...]]:
+    """The tasks, field by field."""
+    return tuple(zip(*schedule.tasks, strict=True)) or ((),) * len(Task._fields)
 
 
 def _tasks_of(schedule: Schedule, lane: str) -> list[int]:
