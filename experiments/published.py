@@ -51,13 +51,13 @@ from autohete.report.write import make_folder, write_text
 from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
 from autohete.workload import WORKLOADS, Kernels, Precision, Workload
-from autohete.workload.config import read_model
+from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Training
 
 FOLDER = Path(__file__).parent / "published"
-#: Measured quantities other than the seconds of a phase.
-VERDICT, COUNT = "fits", "cpu_updated_blocks"
+#: Measured quantities other than the seconds of a phase. A peak is that of the GPU's tensors, in GiB.
+VERDICT, COUNT, PEAK = "fits", "cpu_updated_blocks", "gpu_peak"
 
 
 class _Table(BaseModel):
@@ -100,14 +100,16 @@ class Source(_Table):
     def simulate(self, row: Row, moved: Mapping[str, str] | None = None) -> Simulation:
         """Simulate ``row``, with some hardware figures changed."""
         budget = {"gpu.memory": row.gpu_budget, "gpu.reserved_memory": "1B"} if row.gpu_budget else {}
-        hardware = load_hardware(row.hardware or self.hardware, {**self.set, **row.set, **budget, **(moved or {})})
+        name = row.hardware or self.hardware
+        where = str(FOLDER / name) if name.endswith(".toml") else name
+        hardware = load_hardware(where, {**self.set, **row.set, **budget, **(moved or {})})
         workload = _workload(row.name, self.workload | row.changes)
         return simulate(workload, hardware.shared_by(row.gpus), parse_policy(row.policy))
 
 
 def _workload(name: str, given: dict[str, Any]) -> Workload:
     fields = dict(given)
-    preset, model = fields.pop("preset", None), fields.pop("model", None)
+    preset, model, config = (fields.pop(key, None) for key in ("preset", "model", "config"))
     for field, kind in (("precision", Precision), ("kernels", Kernels)):
         if field in fields:
             fields[field] = kind(fields[field])
@@ -116,8 +118,8 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
         training["optimizer"] = Optimizer(training["optimizer"])
     if training:
         fields["training"] = Training(**training)
-    if model is not None:
-        return replace(read_model(model), **fields)
+    if model is not None or config is not None:
+        return replace(read_model(model) if config is None else parse_model(config, name), **fields)
     return replace(WORKLOADS[preset], **fields) if preset else Workload(name=name, **fields)
 
 
@@ -168,6 +170,7 @@ def phases(found: Simulation) -> dict[str, float]:
         "passes": forward_seconds + sum(block.backward_seconds for block in profile.blocks),
         VERDICT: float(found.verdict is Verdict.OK),
         COUNT: plan.offloaded_optimizer_blocks,
+        PEAK: found.gpu.peak_bytes / 2**30,
     }
 
 
@@ -199,7 +202,7 @@ class Check:
     @property
     def is_time(self) -> bool:
         """Whether the check is of a time."""
-        return self.phase not in (VERDICT, COUNT)
+        return self.phase not in (VERDICT, COUNT, PEAK)
 
     @property
     def is_verdict(self) -> bool:
