@@ -205,6 +205,11 @@ class Check:
         return self.phase not in (VERDICT, COUNT, PEAK)
 
     @property
+    def is_close(self) -> bool:
+        """Whether the prediction is within a quarter; a verdict or a number of blocks has to be right."""
+        return self.measured == self.predicted if self.phase in (VERDICT, COUNT) else abs(self.error) <= 0.25
+
+    @property
     def is_verdict(self) -> bool:
         """Whether the check is a memory verdict."""
         return self.phase == VERDICT
@@ -262,11 +267,12 @@ class Score:
 
 
 def scores(found: Sequence[Check]) -> list[Score]:
-    """Return the scores of iterations and of all other phases."""
+    """Return the scores of iterations, of all other phases, and of peaks of GPU memory; none of what there is none of."""
     timed = [c for c in found if c.is_time and not c.calibrates]
     groups = {
         ("iteration time", "mean 10 %, worst 25 %"): [c for c in timed if c.phase == "iteration"],
         ("phases", "mean 15 %"): [c for c in timed if c.phase != "iteration"],
+        ("GPU peaks", ""): [c for c in found if c.phase == PEAK],
     }
     return [
         Score(
@@ -278,6 +284,7 @@ def scores(found: Sequence[Check]) -> list[Score]:
             goal,
         )
         for (what, goal), some in groups.items()
+        if some
     ]
 
 
@@ -301,7 +308,7 @@ def as_csv(found: Iterable[Check]) -> str:
         ]
     )
     for c in found:
-        unit = c.phase if c.is_verdict else "blocks" if c.phase == COUNT else "s"
+        unit = {VERDICT: VERDICT, COUNT: "blocks", PEAK: "GiB"}.get(c.phase, "s")
         numbers = (f"{c.measured:.4g}", f"{c.predicted:.4g}", f"{100 * c.error:.1f}")
         writer.writerow([c.source, c.row, c.phase, unit, *numbers, c.calibrates, c.first or "", c.remark, "simulated"])
     return text.getvalue()
@@ -322,6 +329,8 @@ def show(found: Sequence[Check]) -> None:
                 cells = [words[round(c.measured)], words[round(c.predicted)], "-" if c.measured == c.predicted else "WRONG"]
             elif c.phase == COUNT:
                 cells = [f"{c.measured:.0f}", f"{c.predicted:.0f}", "-" if c.measured == c.predicted else "DIFFERS"]
+            elif c.phase == PEAK:
+                cells = [f"{c.measured:.1f} GiB", f"{c.predicted:.1f} GiB", f"{100 * c.error:+.0f} %"]
             else:
                 cells = [format_seconds(c.measured), format_seconds(c.predicted), f"{100 * c.error:+.0f} %"]
             rows.add_row(c.row if c.row != before else "", c.phase.replace("_", " "), *cells, c.calibrates)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.plans import with_drives
 
 from autohete.errors import InfeasibleError, InputError
+from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.hardware import Nvme, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan, Processor
@@ -21,8 +22,8 @@ from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import rounded_when_pinned
 from autohete.report.summary import answer
-from autohete.schedule import GPU_MEMORY, Kind, TaskId
-from autohete.simulate import Simulation, judge_for, simulate_plan
+from autohete.schedule import GPU_MEMORY, NVME_READ, NVME_WRITE, Kind, TaskId
+from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
 from autohete.testing import strategies
 from autohete.workload import Kernels, Precision, named_workload
 
@@ -251,6 +252,19 @@ def test_host_memory_counts_the_rounding() -> None:
     small = replace(profile, hardware=replace(NODE, host=replace(NODE.host, memory_bytes=exact // 2)))
     with pytest.raises(InfeasibleError, match="host memory"):
         parse_policy("autohete").plan(small, judge_for(small))
+
+
+@pytest.mark.parametrize("policy", ["zero_infinity:pipeline", "mlp_offload:cached=0"])
+def test_drives_read_and_write_in_turns(policy: str) -> None:
+    """A step takes as long as all that is read and then all that is written, even if both are asked for at once."""
+    node = with_drives("a100-40gb-epyc7713")
+    fast = replace(node, cpu=replace(node.cpu, update_bandwidth=1e15, elementwise_bandwidth=1e15))
+    found = simulate(FP16, fast, parse_policy(f"{policy}"))
+    drives = work(found, Kind.READ_STATES) + work(found, Kind.WRITE_STATES) + work(found, Kind.WRITE_GRADIENTS)
+    assert found.iteration_seconds > 0.98 * drives
+    both = Sharing(found.schedule).rates([NVME_READ, NVME_WRITE])
+    assert sum(both.values()) == FULL_RATE
+    assert [Sharing(found.schedule).rates([lane])[lane] for lane in both] == [FULL_RATE, FULL_RATE]
 
 
 def test_states_on_drives_need_drives() -> None:

@@ -120,13 +120,16 @@ def _places(pinned: str) -> list[tuple[Value, str]]:
 def shared_bandwidth(
     hardware: Hardware, *, updates_beside_gpu: bool, uses_nvme: bool
 ) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
-    """Flows and limits of shared bandwidth: the two directions of the link, and host DRAM for them and the CPU.
+    """Flows and limits of shared bandwidth: the two directions of the link, drives, and host DRAM for all of them and the CPU.
 
     Unified hardware has neither.
 
     Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy, and an
     access of a drive, moves each byte through DRAM once. The CPU's demand is the traffic of its optimizer; its weight makes it
     and the copies slow down by the same factor when DRAM is saturated, as memory controllers serve requests proportionally.
+    Drives read and write in turns: both ends of PCIe can send at once, but flash and its controller serve one or the other
+    (mixed sequential accesses in AnandTech's tests of the Samsung SM951 and others; the steps of the logs of MLP-Offload take
+    the sum of both).
     If the CPU stands in for the device, every lane is a thread on its cores as well.
     """
     if hardware.unified:
@@ -146,10 +149,12 @@ def shared_bandwidth(
             Flow(NVME_WRITE, nvme.write_bandwidth, nvme.write_bandwidth),
         )
     usable = hardware.host.usable_bandwidth
-    resources = (
+    resources: tuple[SharedResource, ...] = (
         SharedResource(LINK, max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
         SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if nvme else ()))),
     )
+    if nvme is not None:
+        resources = (*resources, SharedResource("drives", 1.0, (NVME_READ, NVME_WRITE), counts_lanes=True))
     if hardware.shared_cores is None:
         return flows, resources
     cores = SharedResource("cores", hardware.shared_cores, (GPU, H2D, D2H, CPU), counts_lanes=True)
