@@ -291,6 +291,15 @@ def test_what_does_not_fit_is_told_the_largest_batch() -> None:
     assert {gain.change.memory for gain in found.gains} == {GPU_MEMORY, HOST_MEMORY}
 
 
+def test_no_policy_fits_a_larger_batch_than_the_largest() -> None:
+    """Where the fastest policy is not the one that fits most, either: one that stays on the GPU has less room."""
+    found = answer("3GiB", sizes=(Figure.BATCH,))
+    hardware = profile_at(site(gpu_memory="3GiB")).hardware
+    each = {name: largest(WORKLOAD, hardware, parse_policy(name), Figure.BATCH).value for name in QUICK}
+    assert found.best is not None
+    assert each[found.best.name] < found.largest[0].value == max(each.values())
+
+
 def test_what_does_not_fit_is_told_what_adapters_take() -> None:
     """Where all parameters do not fit, adapters are simulated as if they were asked for; where they fit, or are, nothing is."""
     found = answer("2000MiB", policies=("resident",))
