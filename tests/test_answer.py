@@ -362,6 +362,18 @@ def test_what_was_given_is_not_drawn() -> None:
     assert {figure.key for figure in two} > {figure.key for figure in one}
 
 
+def test_counts_are_not_drawn(tmp_path: Path) -> None:
+    """A file may give ranges of counts; between two of their values there is nothing to draw, and every draw can be loaded."""
+    text = f'base = "{NODE}"\n'
+    for key in ("gpu.multiprocessors", "cpu.cores", "host.memory_domains"):
+        text += f'[{key}]\nvalue = 2\nrange = [1, 9]\nsource = "two machines"\ndate = 2026-11-22\n'
+    (tmp_path / "node.toml").write_text(text)
+    figures = open_figures(str(tmp_path / "node.toml"), [])
+    assert {figure.key for figure in figures} == {figure.key for figure in open_figures(NODE, [])}
+    for moved in draw(figures, Sampling(4)):
+        load_hardware(tmp_path / "node.toml", moved)
+
+
 def test_the_interval_is_that_of_the_plan_at_each_draw() -> None:
     """5 to 95 % of simulations of the recommended plan, one by one; and how often it fits."""
     found = answer("3GiB", policies=("resident", "zero_offload"), draws=8)
