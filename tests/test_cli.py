@@ -223,6 +223,7 @@ def test_several_gpus() -> None:
         (["--workload", "gpt-2b", "--set", "cpu.cores=2", "--set", "cpu.cores=3"], "set twice"),
         (["--workload", "gpt-2b", "--policy", "stronghold:window=" + "9" * 5000], "whole number"),
         (["--hidden", "1000000", "--blocks", "3", "--heads", "1000", "--batch-size", "1000000"], "would last"),
+        ([*SMALL, "--policy", "rotor", "--set", "gpu.gemm_efficiency=1e-300"], "a rate too low; a task may last"),
         (["--workload", "gpt-2b", "--policy", "resident", "--trace", "/none/such/x.json"], "cannot be written"),
         (["--workload", "gpt-2b", "--gpu-memory", "3GiB", "--policy", "autohete", "--trace", "x.json"], "no timeline"),
     ],
