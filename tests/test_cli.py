@@ -270,6 +270,14 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
         assert counted == planned["plan"][count], count
 
 
+@pytest.mark.parametrize("option", ["--tokens=1B", "--system-memory=8GiB", "--html=page.html"])
+def test_one_policy_refuses_options_of_the_whole_answer(option: str) -> None:
+    """What --policy would ignore is refused, so that nobody looks for it in the answer."""
+    name = option.partition("=")[0]
+    refusal = refused("plan", *SMALL, "--policy", "resident", option)
+    assert f"{name} belongs to the whole answer: leave out --policy, or {name}" in refusal
+
+
 def test_both_commands_have_the_options_of_a_question() -> None:
     """Every option that describes a training is an option of ``simulate`` and of ``plan``, with the same words."""
     helps = [autohete(command, "--help").stdout for command in ("simulate", "plan")]
