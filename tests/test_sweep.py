@@ -343,6 +343,12 @@ def test_the_command_line_refuses_in_one_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_grid_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Some editors write one."""
+    (tmp_path / "grid.toml").write_text("[over]\nbatch-size = [1, 2]\n", encoding="utf-8-sig")
+    assert read_grid(str(tmp_path / "grid.toml")) == [("batch-size", ["1", "2"])]
+
+
 def test_the_grid_of_the_documentation_is_read(tmp_path: Path) -> None:
     """The file that docs/simulator.md shows has three axes, whose values keep their commas."""
     page = (Path(__file__).parents[1] / "docs" / "simulator.md").read_text()
