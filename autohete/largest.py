@@ -84,10 +84,10 @@ def largest(workload: Workload, hardware: Hardware, policy: Policy, figure: Figu
         if value > LIMITS[figure]:
             return f"{figure} is at most {LIMITS[figure]:,}"
         try:
-            grown = replace(workload, **{figure: value})  # type: ignore[arg-type]
+            grown = analytic_profile(replace(workload, **{figure: value}), hardware)  # type: ignore[arg-type]
         except InputError as error:  # such as more tokens than learned positions
             return str(error)
-        return misfit(analytic_profile(grown, hardware), policy)
+        return misfit(grown, policy)
 
     fits, too_many = 0, 1
     while not (limit := why_not(too_many)):

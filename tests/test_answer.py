@@ -291,6 +291,15 @@ def test_what_does_not_fit_is_told_the_largest_batch() -> None:
     assert {gain.change.memory for gain in found.gains} == {GPU_MEMORY, HOST_MEMORY}
 
 
+def test_no_policy_fits_a_larger_batch_than_the_largest() -> None:
+    """Where the fastest policy is not the one that fits most, either: one that stays on the GPU has less room."""
+    found = answer("3GiB", sizes=(Figure.BATCH,))
+    hardware = profile_at(site(gpu_memory="3GiB")).hardware
+    each = {name: largest(WORKLOAD, hardware, parse_policy(name), Figure.BATCH).value for name in QUICK}
+    assert found.best is not None
+    assert each[found.best.name] < found.largest[0].value == max(each.values())
+
+
 def test_what_does_not_fit_is_told_what_adapters_take() -> None:
     """Where all parameters do not fit, adapters are simulated as if they were asked for; where they fit, or are, nothing is."""
     found = answer("2000MiB", policies=("resident",))
@@ -351,6 +360,18 @@ def test_what_was_given_is_not_drawn() -> None:
     assert not everything & {"host.memory", "cpu.cores"}
     one, two = (open_figures("a100-40gb-epyc7713", [], gpus) for gpus in (1, 2))
     assert {figure.key for figure in two} > {figure.key for figure in one}
+
+
+def test_counts_are_not_drawn(tmp_path: Path) -> None:
+    """A file may give ranges of counts; between two of their values there is nothing to draw, and every draw can be loaded."""
+    text = f'base = "{NODE}"\n'
+    for key in ("gpu.multiprocessors", "cpu.cores", "host.memory_domains"):
+        text += f'[{key}]\nvalue = 2\nrange = [1, 9]\nsource = "two machines"\ndate = 2026-11-22\n'
+    (tmp_path / "node.toml").write_text(text)
+    figures = open_figures(str(tmp_path / "node.toml"), [])
+    assert {figure.key for figure in figures} == {figure.key for figure in open_figures(NODE, [])}
+    for moved in draw(figures, Sampling(4)):
+        load_hardware(tmp_path / "node.toml", moved)
 
 
 def test_the_interval_is_that_of_the_plan_at_each_draw() -> None:

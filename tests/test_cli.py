@@ -223,6 +223,7 @@ def test_several_gpus() -> None:
         (["--workload", "gpt-2b", "--set", "cpu.cores=2", "--set", "cpu.cores=3"], "set twice"),
         (["--workload", "gpt-2b", "--policy", "stronghold:window=" + "9" * 5000], "whole number"),
         (["--hidden", "1000000", "--blocks", "3", "--heads", "1000", "--batch-size", "1000000"], "would last"),
+        ([*SMALL, "--policy", "rotor", "--set", "gpu.gemm_efficiency=1e-300"], "a rate too low; a task may last"),
         (["--workload", "gpt-2b", "--policy", "resident", "--trace", "/none/such/x.json"], "cannot be written"),
         (["--workload", "gpt-2b", "--gpu-memory", "3GiB", "--policy", "autohete", "--trace", "x.json"], "no timeline"),
     ],
@@ -267,6 +268,14 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
     ):
         counted = sum(size for run, size in zip(decided, sizes, strict=True) if run[place] == value)
         assert counted == planned["plan"][count], count
+
+
+@pytest.mark.parametrize("option", ["--tokens=1B", "--system-memory=8GiB", "--html=page.html"])
+def test_one_policy_refuses_options_of_the_whole_answer(option: str) -> None:
+    """What --policy would ignore is refused, so that nobody looks for it in the answer."""
+    name = option.partition("=")[0]
+    refusal = refused("plan", *SMALL, "--policy", "resident", option)
+    assert f"{name} belongs to the whole answer: leave out --policy, or {name}" in refusal
 
 
 def test_both_commands_have_the_options_of_a_question() -> None:

@@ -99,6 +99,11 @@ def test_a_file_adds_tables_that_its_base_lacks(tmp_path: Path) -> None:
     [
         ('[gpu.memory]\nvalue = "48GiB"', r"gpu.memory.source: missing: say where .*; gpu.memory.date: missing: say when"),
         (f"[gpu.memory]\n{OWN}", "gpu.memory.value: missing: give the figure"),
+        (own("gpu.memory", "24GiB") + 'range = ["32GiB", "48GiB"]', "range goes from .* without the value 2.57698038e.10: "),
+        (own("gpu.memory", "24GiB") + 'range = ["24GiB"]', r"memory.range.1: a range has two ends, .*given: \['24GiB'\]"),
+        (own("gpu.memory", "24GiB") + 'range = "24GiB"', r"memory.range: a range has two ends, .*given: '24GiB'"),
+        (own("gpu.memory", "24GiB").replace("2026-11", "today"), "date: say when .* such as \"2026-11\" .given: 'today'"),
+        ('name = "my node"', "name: give a name without blanks, or a base .given: 'my node'"),
         ('[gpu.memory]\nvalue = "48GiB"\nsource = ""\ndate = "2026"', "gpu.memory.source: empty: say where"),
         (own("gpu.memry", "48GiB"), "gpu.memry: unknown key: remove it or correct its spelling; did you mean 'gpu.memory'?"),
         (own("gpu", "48GiB"), "gpu.value: unknown key"),
@@ -114,6 +119,23 @@ def test_a_figure_of_ones_own_keeps_to_the_rules(text: str, message: str, tmp_pa
     with pytest.raises(InputError, match=message) as refusal:
         load_hardware(write(tmp_path / "own.toml", text))
     assert "in its base" not in str(refusal.value)
+
+
+def test_a_date_needs_no_quotes(tmp_path: Path) -> None:
+    """A date as TOML has it is read, checked and shown as one in quotes is."""
+    quoted = own("gpu.memory", "48GiB").replace("2026-11", "2026-11-22")
+    found = [
+        figures(write(tmp_path / "node.toml", text))["gpu.memory"].date
+        for text in (quoted, quoted.replace('"2026-11-22"', "2026-11-22"))
+    ]
+    assert found == ["2026-11-22", "2026-11-22"]
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    """Some editors begin a file with one."""
+    file = tmp_path / "node.toml"
+    file.write_text(f'base = "{NODE}"', encoding="utf-8-sig")
+    assert load_hardware(file) == load_hardware(NODE)
 
 
 def test_a_fault_in_a_base_is_said_to_be_there(tmp_path: Path) -> None:

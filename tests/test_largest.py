@@ -59,6 +59,14 @@ def test_learned_positions_limit_a_sequence() -> None:
     assert "1024 learned positions" in found.limit
 
 
+def test_a_task_that_would_last_years_limits_a_sequence() -> None:
+    """In a memory that holds anything, the largest is the last that can be simulated, and the limit says so."""
+    endless = load_hardware("a100-40gb-epyc7713", {"gpu.memory": "1000PB", "gpu.gemm_efficiency": "1e-8"})
+    found = largest(SMALL, endless, parse_policy("resident"), Figure.SEQUENCE)
+    assert found.value > 1
+    assert "would last" in found.limit
+
+
 def test_the_command_says_what_is_largest() -> None:
     """In words and in JSON; a measured profile is of one size."""
     asked = ["plan", "--workload", "gpt-2b", "--blocks", "2", "--policy", "resident", "--gpu-memory", "8GiB", "--max"]

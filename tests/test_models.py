@@ -135,6 +135,8 @@ BROKEN: list[tuple[dict[str, Any] | str, str]] = [
     ("[]", "holds no JSON object"),
     ({}, "has no model_type"),
     ({"model_type": "llamma"}, "did you mean 'llama'"),
+    ({"model_type": ["llama"]}, 'has the model_type ["llama"], which is no text'),
+    ({"model_type": {}, "text_config": {"model_type": []}}, "has the model_type [], which is no text"),
     ({"model_type": "llama"}, "hidden_size is missing; num_hidden_layers is missing"),
     (config_of("llama-3.1-8b") | {"num_hidden_layers": 0}, "num_hidden_layers is 0: should be greater than or equal to 1"),
     (config_of("llama-3.1-8b") | {"hidden_size": "4096"}, 'hidden_size is "4096": should be a valid integer'),
@@ -145,7 +147,11 @@ BROKEN: list[tuple[dict[str, Any] | str, str]] = [
     (config_of("llama-3.1-8b") | {"head_dim": None, "hidden_size": 4095}, "not divisible by 32 heads"),
     (config_of("llama-3.1-8b") | {"hidden_act": "swish2"}, "hidden_act"),
     (config_of("gemma-3-4b") | {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+    (config_of("qwen3-8b") | {"layer_types": ["linear_attention"] * 36}, "should be 'full_attention' or 'sliding_attention'"),
+    (config_of("qwen3-next-80b-a3b") | {"layer_types": ["sliding_attention"] * 48}, "'full_attention' or 'linear_attention'"),
+    (config_of("qwen3-next-80b-a3b") | {"linear_num_value_heads": 30}, "30 heads of values share 16 heads of keys"),
     (config_of("opt-125m") | {"word_embed_proj_dim": 512}, "embeddings narrower than the model"),
+    (config_of("opt-125m") | {"do_layer_norm_before": False}, "norms after the sublayers are not supported"),
 ]
 
 

@@ -20,10 +20,11 @@ from autohete.plan.rules import ByPriority
 from autohete.planner.budgets import Objective
 from autohete.planner.plan_bounds import all_choices
 from autohete.planner.steps import Counts
+from autohete.planner.tuning import bytes_at_steps
 from autohete.policies import parse_policy
 from autohete.policies.autohete import AutoHete
 from autohete.profile import Profile, analytic_profile
-from autohete.schedule import Schedule
+from autohete.schedule import GPU_MEMORY, Buffer, BufferId, Edge, Free, Kind, Lane, Schedule, Task, TaskId, Value
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan, simulate_policy
 from autohete.workload import Kernels, Precision, Workload, named_workload
@@ -325,3 +326,17 @@ def test_a_roomy_gpu_keeps_parameters_and_activations() -> None:
     profile = analytic_profile(named_workload("gpt-2b"), load_hardware("h200-pcie5", {"gpu.memory": "400GiB"}))
     plan = AutoHete().plan(profile, judge_for(profile))
     assert (plan.checkpointed_blocks, plan.offloaded_parameter_blocks) == (0, 0)
+
+
+def test_a_copy_may_wait_for_any_number_of_others() -> None:
+    """A deep model's copies wait for each other in a chain as long as the model."""
+    step, depth = TaskId(Kind.FORWARD, 0), 5_000
+    copies = [TaskId(Kind.PREFETCH_FORWARD, unit) for unit in range(depth)]
+    buffer = Buffer(BufferId(Value.PARAMETERS, GPU_MEMORY, depth), 3)
+    chain = (
+        Task(copies[-1], "h2d", 1, (Edge(copies[-2]),), allocates=(buffer,)),
+        *(Task(copies[unit], "h2d", 1, (Edge(copies[unit - 1]),)) for unit in range(1, depth - 1)),
+        Task(copies[0], "h2d", 1),
+        Task(step, "gpu", 1, (Edge(copies[-1]),), frees=(Free(buffer.id),)),
+    )
+    assert bytes_at_steps(Schedule((Lane("gpu"), Lane("h2d")), chain), [step]) == [3]

@@ -311,6 +311,14 @@ def test_a_reader_that_stops_ends_a_sweep(jobs: str) -> None:
     assert done.stdout.count("\n") == 1
 
 
+def test_rows_go_to_a_device_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    """A device takes rows although it cannot be cut; one that is full is named, with what to do."""
+    sweep(out="/dev/null", question=QUESTION, over=("batch-size=1,2",), jobs=1)
+    assert "/dev/null: 2 rows" in capsys.readouterr().out
+    with pytest.raises(InputError, match="'/dev/full' cannot be written: No space left on device; make room and continue"):
+        sweep(out="/dev/full", question=QUESTION, jobs=1)
+
+
 def test_no_process_outlives_a_killed_sweep(tmp_path: Path) -> None:
     """Workers end when the process that started them is gone, so that a second interrupt or SIGKILL leaves none."""
     out = tmp_path / "out.csv"
@@ -333,6 +341,12 @@ def test_the_command_line_refuses_in_one_line(tmp_path: Path) -> None:
     assert "cannot be read" in refused("sweep", *SMALL, "--grid", str(tmp_path / "no.toml"), "--out", out)
     assert "no workload" in refused("sweep", "--over", "batch-size=1,2", "--out", out)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_grid_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Some editors write one."""
+    (tmp_path / "grid.toml").write_text("[over]\nbatch-size = [1, 2]\n", encoding="utf-8-sig")
+    assert read_grid(str(tmp_path / "grid.toml")) == [("batch-size", ["1", "2"])]
 
 
 def test_the_grid_of_the_documentation_is_read(tmp_path: Path) -> None:

@@ -416,6 +416,7 @@ def test_profiles_are_read_as_they_were_written(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("not json", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("{}", "is no profile"),
         ('{"format": "autohete-profile 1"}', "Workload : Input should be"),
     ],

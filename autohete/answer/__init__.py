@@ -157,11 +157,9 @@ def _peaks(simulation: Simulation) -> dict[str, int | None]:
 
 
 def _who_grows(candidates: Sequence[Candidate], hardware: Hardware) -> list[str]:
-    """Policies of which one fits wherever any does: ``joint``, or without it the best, or all that can plan."""
+    """Policies of which one fits wherever any does: ``joint``, or without it all that can plan; the fastest may grow least."""
     able = [each.name for each in candidates if each.summary.verdict is not Verdict.INVALID]
-    if JOINT in able and hardware.gpus == 1:
-        return [JOINT]
-    return able[:1] if candidates[0].fits else able
+    return [JOINT] if JOINT in able and hardware.gpus == 1 else longest_first(able)
 
 
 def _largest(profile: Profile, names: Sequence[str], sizes: Sequence[Figure], run: Run) -> list[Largest]:

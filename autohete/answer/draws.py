@@ -16,7 +16,8 @@ Array = NDArray[np.float64]
 #: Above this the draws take minutes; 5 and 95 % of a few hundred are as good.
 MOST_DRAWS = 1_000
 #: What the reader knows of the machine: a range of these says which machines there are, not how little is known about one.
-_KNOWN = ("host.memory", "cpu.cores")
+#: A count, such as of sockets, is also nothing that can be drawn between two of its values.
+_KNOWN = ("host.memory", "host.memory_domains", "cpu.cores", "gpu.multiprocessors", "interconnect.gpus")
 #: What only matters to several GPUs.
 _OF_SEVERAL = ("interconnect.", "cpu.ranks_")
 #: Rates of a link that follow its bandwidth where only that is given.
@@ -41,7 +42,7 @@ class Sampling:
 def open_figures(source: str, given: Collection[str], gpus: int = 1) -> list[UncertainFigure]:
     """Return the figures of hardware ``source`` that have a range and are not given, nor in proportion to one that is.
 
-    The sizes of host memory and the number of cores are taken as known.
+    The sizes of host memory and all counts, such as the number of cores, are taken as known.
     """
     links = tuple(key.removesuffix(_BANDWIDTH) for key in given if key.startswith("links.") and key.endswith(f".{_BANDWIDTH}"))
     return [

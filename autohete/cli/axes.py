@@ -80,7 +80,7 @@ def parse_over(item: str, *, bare: bool = False) -> tuple[str, list[str]]:
 def read_grid(path: str) -> list[tuple[str, list[str]]]:
     """Read the table ``[over]`` of a TOML file: each key has a list of values, which are not split at commas."""
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"grid {path!r} cannot be read: {error.strerror or error}; give a TOML file") from error
     except (ValueError, RecursionError) as error:

@@ -76,6 +76,10 @@ def plan(
         raise InputError(f"--jobs is {jobs}: give at least 1, or leave it out for one per core")
     files = {"--schedule": schedule, "--html": html, "--gantt": gantt, "--json": json_[0] if json_ else None}
     outputs = {option: path for option, path in files.items() if path is not None and (option, path) != ("--json", "-")}
+    if policy is not None:
+        for option, value in {"--html": html, "--tokens": tokens, "--system-memory": system_memory}.items():
+            if value is not None:
+                raise InputError(f"{option} belongs to the whole answer: leave out --policy, or {option}")
     sizes = tuple(Figure) if max_ == "all" else () if max_ is None else (Figure[max_.upper()],)
     chosen = question.answerable()
     check_outputs(outputs)
@@ -115,8 +119,8 @@ def _answer(
     return find_answer(
         chosen,
         None if question.profile is not None else Site(question.hardware, overrides, question.gpus),
-        system_bytes=round(parse_quantity(system_memory or _SYSTEM, "bytes")),
-        tokens=parse_count(tokens or _TOKENS),
+        system_bytes=round(parse_quantity(_SYSTEM if system_memory is None else system_memory, "bytes")),
+        tokens=parse_count(_TOKENS if tokens is None else tokens),
         sampling=Sampling(draws, seed),
         sizes=sizes,
         given=given,
@@ -191,8 +195,6 @@ def _print_policy(
     from autohete.report.summary import answer
     from autohete.report.write import write_text
 
-    if "--html" in outputs:
-        raise InputError("--html shows the whole answer: leave out --policy, or --html")
     asked = parse_policy(policy)
     grown = [largest(chosen.workload, chosen.hardware, asked, figure) for figure in sizes]
     if len(grown) == 1:

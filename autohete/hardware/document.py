@@ -69,7 +69,6 @@ def read_chain(source: str) -> list[Document]:
         try:
             label, text = _read(asked, folder)
             found = _measured(label, text) if label.endswith(_PROFILE) else _toml(label, text)
-            _check_depth(label, found)
         except InputError as error:
             if not chain:
                 raise
@@ -136,7 +135,7 @@ def _read(asked: object, folder: Path) -> tuple[str, str]:
             return asked, preset.read_text(encoding="utf-8")
         if asked.endswith((".toml", _PROFILE)) or "/" in asked:
             path = folder / asked
-            return str(path), path.read_text(encoding="utf-8")
+            return str(path), path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         reason = error.strerror or error
         raise InputError(
@@ -151,11 +150,16 @@ def _read(asked: object, folder: Path) -> tuple[str, str]:
 
 @lru_cache(maxsize=64)
 def _toml(label: str, text: str) -> Mapping[str, Any]:
-    """Return the tables in ``text``. The settings of a sweep read the same preset thousands of times."""
+    """Return the tables in ``text``, with TOML's dates as text: a date needs no quotes there. The settings of a sweep read the
+    same preset thousands of times.
+    """
     try:
-        return tomllib.loads(text)
+        found = tomllib.loads(text)
+        _check_depth(label, found)
+        tables: dict[str, Any] = json.loads(json.dumps(found, default=str))
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits
         raise InputError(f"hardware file {label!r} is not valid TOML: {str(error)[:200]}") from error
+    return tables
 
 
 def _measured(label: str, text: str) -> Mapping[str, Any]:
@@ -167,6 +171,7 @@ def _measured(label: str, text: str) -> Mapping[str, Any]:
     hardware = profile.get("hardware") if isinstance(profile, dict) else None
     if not isinstance(hardware, dict):
         raise InputError(f"{label!r} has no table of hardware: give a TOML file, or a profile that autohete profile wrote")
+    _check_depth(label, hardware)
     return hardware
 
 

@@ -54,9 +54,14 @@ class Figure(_Table, Generic[_Value]):
     range: tuple[_Value, _Value] | None = None
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.range is not None and not self.range[0] <= self.range[1]:
-            raise ValueError(f"range goes from {self.range[0]} to {self.range[1]}: write the lower end first")
+    def _in_range(self) -> Self:
+        if self.range is None:
+            return self
+        low, high = self.range
+        if low > high:
+            raise ValueError(f"range goes from {low:.9g} to {high:.9g}: write the lower end first")
+        if not low <= self.value <= high:
+            raise ValueError(f"range goes from {low:.9g} to {high:.9g} without the value {self.value:.9g}: correct one of them")
         return self
 
 
@@ -336,7 +341,7 @@ def _validated(chain: Sequence[Document], overrides: Mapping[str, str]) -> Hardw
     document = overridden(combine(chain), overrides) if overrides else combine(chain)
     try:
         # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
-        found = HardwareFile.model_validate_json(json.dumps(document, default=str))
+        found = HardwareFile.model_validate_json(json.dumps(document))
     except ValidationError as error:
         faults = "; ".join([*(_fault(chain, fault) for fault in error.errors()), *_of_pool(chain, document)])
         raise InputError(f"hardware {chain[0].label!r}: {faults}") from error
@@ -370,6 +375,8 @@ def _home(chain: Sequence[Document], key: str) -> str | None:
 
 def _reason(fault: Any) -> str:
     name = fault["loc"][-1]
+    if "range" in fault["loc"] and fault["type"] in ("missing", "too_long", "tuple_type"):
+        return f"a range has two ends, each written as the value is, the lower one first (given: {fault['input']!r})"
     if fault["type"] == "missing":
         return "missing: " + _MISSING.get(name, "give it a table with value, source and date")
     if fault["type"] == "extra_forbidden":
@@ -377,8 +384,8 @@ def _reason(fault: Any) -> str:
         return f"unknown key: remove it or correct its spelling{suggestion(key, _keys(HardwareFile))}"
     if fault["type"] == "model_type":
         return f"not a table (given: {fault['input']!r}): give one; that of a figure has value, source and date"
-    if name in ("source", "date") and fault["input"] == "":
-        return "empty: " + _MISSING[name]
+    if name in _MISSING and fault["type"].startswith("string_"):
+        return f"{_MISSING[name]} (given: {fault['input']!r})" if fault["input"] else "empty: " + _MISSING[name]
     message = str(fault["msg"]).removeprefix("Value error, ")
     return f"{message} (given: {fault['input']!r})" if fault["type"] != "value_error" else message
 
@@ -392,7 +399,7 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 yield from _keys(kind, f"{prefix}{name}.")
 
 
-#: What to give for entries that are no figures.
+#: What to give for entries that are no figures, where they are missing or malformed.
 _MISSING = {
     "value": "give the figure, with its unit if it has one",
     "source": "say where the value comes from; a value of one's own has a source of its own",

@@ -19,7 +19,7 @@ from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
 from autohete.lowering.clipping import Clipping
 from autohete.lowering.compute import Compute, passes_of
-from autohete.lowering.durations import LONGEST_TASK_SECONDS, Duration
+from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import nvme_bytes, resident_buffers, shared_bandwidth
 from autohete.lowering.frozen import all_trained, without_frozen
 from autohete.lowering.parameters import Parameters, Stay
@@ -30,7 +30,7 @@ from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
 from autohete.plan import Plan, Processor
 from autohete.plan.rules import ByPriority, Rule
-from autohete.profile import Profile
+from autohete.profile import LONGEST_TASK_SECONDS, Profile
 from autohete.quantities import format_bytes
 from autohete.schedule import (
     COLLECTIVE,

@@ -13,8 +13,6 @@ from autohete.profile import Profile
 
 Duration = Callable[[Profile], float]
 
-#: A year and a half. Thousands of such tasks in sequence still fit 64-bit nanoseconds.
-LONGEST_TASK_SECONDS = 5e7
 #: Keeps so many functions of a kind.
 _kept = lru_cache(maxsize=2**12)
 #: Kernels after the norms: stack, norm of norms, sum, quotient, clamp.

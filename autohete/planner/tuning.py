@@ -8,12 +8,13 @@ The steps of an iteration form a ring: a prefetch for an early forward may begin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autohete.lowering import lower
 from autohete.plan import Plan, UnitPlan
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, Task, TaskId
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Edge, Kind, Schedule, Task, TaskId
 
 _PREFETCHES = (Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD)
 _PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
@@ -127,13 +128,29 @@ class _Lifetimes:
         if task.id in self.place:
             return self.place[task.id]
         if task.id not in self.first:
-            # States that share slots wait for each other across iterations. A task being resolved gets the earliest start.
-            begin = self.first[task.id] = -self.count + 1
-            for edge in task.after:
-                before = self.place[edge.task] + 1 if edge.task in self.place else self.earliest(self.tasks[edge.task])
-                begin = max(begin, before - edge.back * self.count)
-            self.first[task.id] = begin
+            self._resolve(task.id)
         return self.first[task.id]
+
+    def _resolve(self, task: TaskId) -> None:
+        """Find the earliest step of ``task`` and of all that it waits for; they may be as many as there are units."""
+        opened: list[tuple[TaskId, Iterator[Edge]]] = []
+        following: TaskId | None = task
+        while following is not None or opened:
+            if following is not None:
+                # States that share slots wait for each other across iterations. A task being resolved gets the earliest start.
+                self.first[following] = -self.count + 1
+                opened.append((following, iter(self.tasks[following].after)))
+            current, edges = opened[-1]
+            following = next((e.task for e in edges if e.task not in self.place and e.task not in self.first), None)
+            if following is None:
+                opened.pop()
+                begins = [self._after(edge) for edge in self.tasks[current].after]
+                self.first[current] = max([self.first[current], *begins])
+
+    def _after(self, edge: Edge) -> int:
+        """The earliest step of what waits for ``edge``, as far as that goes."""
+        begin = self.place[edge.task] + 1 if edge.task in self.place else self.first[edge.task]
+        return begin - edge.back * self.count
 
     def stop(self, task: TaskId) -> int:
         """The first step that cannot begin before ``task`` has ended."""

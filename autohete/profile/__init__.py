@@ -32,6 +32,8 @@ _ATTENTION_SHARE = 0.65
 _TILE, _WAVES_HALF = 128, 0.25
 #: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
 _ATTENTION_BACKWARD = 2.5
+#: A year and a half. Thousands of such tasks in sequence still fit 64-bit nanoseconds.
+LONGEST_TASK_SECONDS = 5e7
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,12 @@ class BlockProfile(Hashed):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for task in ("forward", "backward", "gpu_update"):  # policies plan with these in whole nanoseconds
+            if not (seconds := getattr(self, f"{task}_seconds")) < LONGEST_TASK_SECONDS:
+                raise InputError(
+                    f"{task.replace('_', ' ')} of a unit ({self.role}) would last {seconds:.3g} s: the workload is too large "
+                    f"for this hardware, or a rate too low; a task may last {LONGEST_TASK_SECONDS:.0e} s"
+                )
         if self.shorter_recompute_seconds is not None and self.shorter_recompute_seconds > self.forward_seconds:
             raise InputError(
                 f"a recomputation takes {self.shorter_recompute_seconds} s, longer than a forward ({self.forward_seconds} s): "

@@ -56,7 +56,7 @@ def read_profile(path: str | Path) -> Profile:
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"profile {str(path)!r} cannot be read: {reason}; write one with autohete profile") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"profile {str(path)!r} is not JSON: {str(error)[:200]}; write one with autohete profile") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise InputError(f"{str(path)!r} is no profile ({_FORMAT!r} is missing): write one with autohete profile")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,19 +123,30 @@ def row_writer(path: str, header: Sequence[str], keep: int = 0) -> Iterator[Call
     """Continue the file ``path`` after its first ``keep`` bytes, which are rows; 0: begin it with the header.
 
     Each row that is written reaches the file before the next.
+
+    Raises:
+        InputError: the file cannot be written.
     """
-    with open(path, "ab") as stream:
-        if stream.seekable():
+    with open(path, "ab", buffering=0) as stream:
+        if os.path.isfile(path):  # a device or a pipe cannot be cut
             stream.truncate(keep)
+
+        def write(cells: Sequence[str]) -> None:
+            try:
+                rest = memoryview(_line(cells))
+                while rest:  # a full disk takes a part of it
+                    rest = rest[stream.write(rest) :]
+            except BrokenPipeError:  # the reader has seen enough
+                raise
+            except OSError as error:
+                raise InputError(
+                    f"{path!r} cannot be written: {error.strerror or error}; make room and continue it with --resume, or give "
+                    "another --out"
+                ) from error
+
         if not keep:
-            stream.write(_line(header))
-            stream.flush()
-
-        def write(row: Row) -> None:
-            stream.write(_line([row[name] for name in header]))
-            stream.flush()
-
-        yield write
+            write(header)
+        yield lambda row: write([row[name] for name in header])
 
 
 @dataclass(slots=True)

@@ -76,12 +76,13 @@ def parse_model(config: dict[str, Any], name: str) -> Workload:
         InputError: the family is not supported, or keys are missing or wrong.
     """
     inner = config.get(_TEXT_CONFIG)
-    if config.get("model_type") not in FAMILIES and isinstance(inner, dict):
+    if config.get("model_type") not in list(FAMILIES) and isinstance(inner, dict):  # a list: any value can be compared
         shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config = shared | inner
     family = config.get("model_type")
     if not isinstance(family, str):
-        raise InputError(f"{name!r} has no model_type: give the config.json of a model on the Hugging Face Hub")
+        given = "no model_type" if family is None else f"the model_type {json.dumps(family)[:40]}, which is no text"
+        raise InputError(f"{name!r} has {given}: give the config.json of a model on the Hugging Face Hub")
     if family not in FAMILIES:
         raise unknown_name("model_type", family, FAMILIES)
     # Lists such as layer_types may hold more than the language model's layers, and JSON keeps strict types apart from enums.

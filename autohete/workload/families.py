@@ -35,7 +35,9 @@ _MOST_BLOCKS = 256
 
 Size = Annotated[int, Field(ge=1, le=_LARGEST)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
-LayerTypes = list[Literal["full_attention", "sliding_attention", "linear_attention"]]
+#: What blocks do by ``layer_types``: with softmax attention alone, and with linear attention.
+SoftmaxTypes = list[Literal["full_attention", "sliding_attention"]]
+LinearTypes = list[Literal["full_attention", "linear_attention"]]
 
 
 class Family(BaseModel, ABC):
@@ -116,7 +118,7 @@ class Opt(Family):
     ffn_dim: Size
     max_position_embeddings: Size
     word_embed_proj_dim: Size | None = None
-    do_layer_norm_before: Literal[True] = True
+    do_layer_norm_before: bool = True
     enable_bias: bool = True
     activation_function: Activation = Activation.RELU
     tie_word_embeddings: bool = True
@@ -137,6 +139,11 @@ class Opt(Family):
             raise InputError(
                 f"word_embed_proj_dim is {self.word_embed_proj_dim}, hidden_size {self.hidden_size}: embeddings narrower than "
                 "the model are not supported; of the OPT models all but opt-350m have them equal"
+            )
+        if not self.do_layer_norm_before:
+            raise InputError(
+                "do_layer_norm_before is false: norms after the sublayers are not supported; of the OPT models all but "
+                "opt-350m have them before"
             )
         return super().architecture()
 
@@ -203,7 +210,7 @@ class _Sliding(Llama):
     sliding_window: Count | None = None  # 0, too, is none
     use_sliding_window: bool = True
     max_window_layers: Count = 0
-    layer_types: LayerTypes | None = None
+    layer_types: SoftmaxTypes | None = None
 
     def slides(self, layer: int) -> bool:
         """Whether block ``layer`` attends to a window, where the file does not list the blocks."""
@@ -290,7 +297,7 @@ class Qwen3Next(_Sparse):
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
     full_attention_interval: Size = 4
-    layer_types: LayerTypes | None = None
+    layer_types: LinearTypes | None = None
 
     def mixer(self, layer: int) -> Mixer:
         full = (layer + 1) % self.full_attention_interval == 0
@@ -476,7 +483,7 @@ def _key_value_heads(heads: int, given: int | None) -> int:
     return given or heads
 
 
-def _of(types: LayerTypes, layer: int) -> str:
+def _of(types: SoftmaxTypes | LinearTypes, layer: int) -> str:
     if layer >= len(types):
         raise InputError(f"layer_types has {len(types)} entries: list every layer of num_hidden_layers")
     return types[layer]

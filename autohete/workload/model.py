@@ -260,6 +260,13 @@ class LinearAttention(Component):
     value_dim: int
     convolution: int
 
+    def __post_init__(self) -> None:
+        Component.__post_init__(self)
+        if self.value_heads % self.key_heads:
+            raise InputError(
+                f"{self.value_heads} heads of values share {self.key_heads} heads of keys in linear attention: give a multiple"
+            )
+
     def __str__(self) -> str:
         return f"{self.value_heads}/{self.key_heads} linear heads x {self.value_dim}"
 
