@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeVar
 
 
@@ -28,3 +29,17 @@ def hashed_once(cls: type[H]) -> type[H]:
 
     cls.__hash__ = kept  # type: ignore[method-assign, assignment]
     return cls
+
+
+def same_objects(values: tuple[H, ...]) -> tuple[H, ...]:
+    """Return equal values, those that are alike as one object, which also stands for them in the next tuple that has them:
+    such tuples are quick to compare.
+    """
+    different = {id(value): value for value in values}  # mostly few
+    first = {number: _first_of(value) for number, value in different.items()}
+    return tuple([first[id(value)] for value in values])
+
+
+@lru_cache(maxsize=2**12)
+def _first_of(value: H) -> H:
+    return value

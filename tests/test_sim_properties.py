@@ -185,6 +185,17 @@ def test_a_recurrence_does_not_answer_for_copies_that_slow_each_other() -> None:
     assert found.end_ns.tolist() == [[5, 10], [15, 20]]
 
 
+def test_a_recurrence_answers_for_a_lane_that_is_slow_by_itself() -> None:
+    """A link of three times the memory's bandwidth takes three times as long, whatever else works."""
+    flows, memory = (Flow("h2d", 3.0, 3.0),), SharedResource("memory", 1.0, ("h2d",))
+    copy, kernel = Task(TaskId(Kind.REFRESH, 0), "h2d", 5), Task(TaskId(Kind.FORWARD, 0), "gpu", 4)
+    schedule = Schedule((Lane("gpu"), Lane("h2d")), (kernel, copy), flows=flows, resources=(memory,))
+    found = undisturbed_trace(schedule, 2)
+    assert found is not None
+    assert found.end_ns.tolist() == [[4, 16], [8, 32]]  # a rate is rounded down, and an end up to the next tick
+    assert differences(found, SimExecutor(by_events=True).run(schedule, 2)) == []
+
+
 def test_simulator_survives_a_rate_that_falls_when_a_task_ends() -> None:
     """Where one flow's end slows another in the instant in which that ends too, it ends then, and not before."""
     lanes = ("a", "b", "c")

@@ -153,7 +153,7 @@ def _was_asked(key: int) -> bool:
     return False
 
 
-@lru_cache(maxsize=1)  # a plan that might fit is lowered again at once
+@lru_cache(maxsize=4)  # a plan that might fit is lowered again at once, and the next setting of a sweep has the same few
 def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     """Lower ``plan`` for a profile without times and rates."""
     given, plan = plan, without_frozen(profile, plan)

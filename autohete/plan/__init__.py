@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from autohete.errors import InputError, RuleError, check_fields
-from autohete.hashing import Hashed, hashed_once
+from autohete.hashing import Hashed, hashed_once, same_objects
 from autohete.plan.recomputation import Recomputation, Recomputations, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import Barrier, Rule, SerialUpdates, UpdatesAfterBackward
@@ -161,6 +161,7 @@ class Plan(Hashed):
         for unit in (self.units[0], self.units[-1]):
             if unit.activations is not Activations.KEEP or unit.kept.leaves:
                 raise InputError("embedding and head keep their activations on the GPU: plan them so")
+        object.__setattr__(self, "units", same_objects(self.units))
         recomputations(self.units)
         if self.delayed and self.offloaded_parameter_blocks:
             raise InputError(

@@ -79,9 +79,10 @@ class NamedPolicy:
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """The system's plan, renamed to the name that was asked for."""
         try:
-            return dataclasses.replace(self.system.plan(profile, judge), policy=self.name)
+            plan = self.system.plan(profile, judge)
         except OptimizerError as error:
             raise OptimizerError(f"{self.name}: {error}") from error
+        return plan if plan.policy == self.name else dataclasses.replace(plan, policy=self.name)
 
 
 def parse_policy(text: str) -> NamedPolicy:
