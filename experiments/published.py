@@ -53,7 +53,7 @@ from autohete.simulate import Simulation, simulate
 from autohete.workload import WORKLOADS, Kernels, Precision, Workload
 from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
-from autohete.workload.training import Training
+from autohete.workload.training import Lora, Training
 
 FOLDER = Path(__file__).parent / "published"
 #: Measured quantities other than the seconds of a phase. A peak is that of the GPU's tensors, in GiB.
@@ -116,6 +116,9 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
     training = {key: fields.pop(key) for key in ("optimizer", "fp8", "early_stop") if key in fields}
     if "optimizer" in training:
         training["optimizer"] = Optimizer(training["optimizer"])
+    if "lora" in fields:
+        lora = fields.pop("lora")
+        training["lora"] = Lora(lora["rank"], tuple(lora["targets"]), lora.get("quantised", False))
     if training:
         fields["training"] = Training(**training)
     if model is not None or config is not None:
