@@ -113,7 +113,7 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
     for field, kind in (("precision", Precision), ("kernels", Kernels)):
         if field in fields:
             fields[field] = kind(fields[field])
-    training = {key: fields.pop(key) for key in ("optimizer", "fp8", "early_stop") if key in fields}
+    training: dict[str, Any] = {key: fields.pop(key) for key in ("optimizer", "fp8", "early_stop") if key in fields}
     if "optimizer" in training:
         training["optimizer"] = Optimizer(training["optimizer"])
     if "lora" in fields:

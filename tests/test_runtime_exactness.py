@@ -48,6 +48,7 @@ SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch
 POLICIES = [
     "resident",
     "resident:checkpointing=full",
+    "resident:in_backward",
     "resident:checkpointing=selective",
     "sqrt_checkpoint:segments=1",
     "zero_offload",

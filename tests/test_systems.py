@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import with_drives
 
+from autohete.analysis.occupancy import contents
 from autohete.errors import InfeasibleError, InputError
 from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.hardware import Nvme, load_hardware
@@ -228,6 +229,20 @@ def test_updates_beside_training_are_slower_than_a_bulk_step(policy: str) -> Non
     assert times[0] == pytest.approx(times[1] * NODE.cpu.concurrent_share, rel=1e-6)
     bulk = [work(simulate_plan(p, planned("zero_offload")[1]), Kind.CPU_UPDATE) for p in (alone, profile)]
     assert bulk[0] == bulk[1]
+
+
+def test_updates_in_backward_hold_the_gradients_of_one_unit() -> None:
+    """The iteration takes as long, and of all gradients only those of the largest unit are there at a time."""
+    untied = replace(FP16, tied_embeddings=False)
+    flags = ("", ",in_backward")
+    after, during = (simulate(untied, NODE, parse_policy(f"resident:checkpointing=full{flag}")) for flag in flags)
+    assert during.iteration_seconds == pytest.approx(after.iteration_seconds, rel=1e-3)
+    _, groups = contents(during.trace, GPU_MEMORY)
+    sizes = [block.parameters * during.profile.element_bytes for block in during.profile.blocks]
+    assert max(groups["gradients"]) == max(sizes)
+    assert max(contents(after.trace, GPU_MEMORY)[1]["gradients"]) == sum(sizes)
+    with pytest.raises(InputError, match="deepspeed updates all at once, not in_backward"):
+        parse_policy("resident:zero_stage=2,deepspeed,in_backward")
 
 
 @pytest.mark.parametrize(("size", "pinned"), [(0, 0), (1, 1), (2**30, 2**30), (2**30 + 1, 2**31), (40_000_000_000, 2**36)])

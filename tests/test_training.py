@@ -243,7 +243,9 @@ def test_a_profile_file_without_frozen_parameters_can_be_read(tmp_path: Path) ->
     [
         (Optimizer.ADAMW, 12 * 1000),
         (Optimizer.ADAMW_BF16, 6 * 1000),
+        (Optimizer.ADAMW_PURE_BF16, 4 * 1000),
         (Optimizer.ADAMW8BIT, 4 * 1000 + 2 * 1000 + 2 * 4 * 1000 / 256),
+        (Optimizer.ADAMW8BIT_PURE_BF16, 2 * 1000 + 2 * 4 * 1000 / 256),
         (Optimizer.SGD, 4 * 1000),
         (Optimizer.SGD_MOMENTUM, 8 * 1000),
         (Optimizer.ADAFACTOR, 4 * 1000 + 4 * (20 + 40) + 4 * 200),  # a row and a column; of vectors every element
@@ -254,7 +256,7 @@ def test_state_bytes(optimizer: Optimizer, expected: float) -> None:
     """Bytes of a matrix of 20 x 40 and 200 other parameters in mixed precision; in fp32 there is no master."""
     matrix = Product(20, 40)
     assert state_bytes(optimizer, 1000, (matrix,), mixed=True) == math.ceil(expected)
-    master = 2000 if optimizer is Optimizer.ADAMW_BF16 else 4000
+    master = 2000 if optimizer is Optimizer.ADAMW_BF16 else 0 if "pure" in optimizer else 4000
     assert state_bytes(optimizer, 1000, (matrix,), mixed=False) == math.ceil(expected - master)
 
 
@@ -277,6 +279,8 @@ def test_states_of_an_optimizer_are_resident() -> None:
     assert found[Optimizer.ADAMW][0] == 12
     assert found[Optimizer.SGD][0] == 4
     assert found[Optimizer.ADAMW8BIT][0] == pytest.approx(6.03125)
+    assert found[Optimizer.ADAMW8BIT_PURE_BF16][0] == pytest.approx(2.03125)
+    assert found[Optimizer.ADAMW_PURE_BF16][0] == 4
     by_seconds = [Optimizer.SGD, Optimizer.ADAMW8BIT, Optimizer.SGD_MOMENTUM, Optimizer.ADAMW, Optimizer.MUON]
     assert sorted(by_seconds, key=lambda one: found[one][1]) == by_seconds
 
@@ -390,7 +394,8 @@ def test_a_window_is_not_widened_by_documents() -> None:
             "kernels eager compute scores.*documents save nothing: use fused or eager_flash",
         ),
         (Shape(train_last=0), "last 0 blocks"),
-        (Shape(optimizer="adamw_bf16", precision="fp32"), "adamw_bf16 has masters and moments in bf16.*train in bf16"),
+        (Shape(optimizer="adamw_bf16", precision="fp32"), "adamw_bf16 is for parameters in bf16, but precision is fp32.*bf16"),
+        (Shape(optimizer="adamw_pure_bf16", precision="fp16"), "adamw_pure_bf16 is for parameters in bf16.*train in bf16"),
         (Shape(train_last=33), "last 33 blocks are to be trained, but there are 32"),
     ],
 )

@@ -20,7 +20,17 @@ if TYPE_CHECKING:
 
 DEFAULT_HARDWARE = "a100-40gb-epyc7713"
 #: Values of ``Optimizer``, written out: the parser would spell names of members its own way.
-_OptimizerName = Literal["adamw", "adamw_bf16", "adamw8bit", "sgd", "sgd_momentum", "adafactor", "muon"]
+_OptimizerName = Literal[
+    "adamw",
+    "adamw_bf16",
+    "adamw_pure_bf16",
+    "adamw8bit",
+    "adamw8bit_pure_bf16",
+    "sgd",
+    "sgd_momentum",
+    "adafactor",
+    "muon",
+]
 #: Options that together are one field of ``Workload``.
 _TRAINING = ("optimizer", "lora", "lora_targets", "qlora", "train_last")
 #: Options that are short for a hardware figure.
@@ -82,7 +92,8 @@ class Shape:
     document_length:
         Tokens of each of the documents that a sequence is packed of; attention stays within a document.
     optimizer:
-        adamw (states in fp32), adamw_bf16 (masters and states in bf16), adamw8bit, sgd, sgd_momentum, adafactor, or muon.
+        adamw (states in fp32), adamw_bf16 (masters and states in bf16), adamw_pure_bf16 (states in bf16, no masters),
+        adamw8bit, adamw8bit_pure_bf16 (no masters), sgd, sgd_momentum, adafactor, or muon.
     lora:
         Rank of low-rank adapters, such as 16; all other parameters are frozen.
     lora_targets:

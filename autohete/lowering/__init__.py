@@ -52,7 +52,6 @@ from autohete.schedule import (
     Schedule,
     Task,
 )
-from autohete.workload import Precision
 
 __all__ = ["least_parameter_slots", "lower", "never_fits"]
 
@@ -157,11 +156,12 @@ def _was_asked(key: int) -> bool:
 def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     """Lower ``plan`` for a profile without times and rates."""
     given, plan = plan, without_frozen(profile, plan)
-    fp32 = profile.workload.precision is Precision.FP32
-    if fp32 and any(unit.gradients_replace_parameters and unit.update_on is Processor.GPU for unit in plan.units):
+    if not profile.workload.has_masters and any(
+        unit.gradients_replace_parameters and unit.update_on is Processor.GPU for unit in plan.units
+    ):
         raise InputError(
-            "gradients cannot replace fp32 parameters that the GPU updates: they are their own master weights; update on the "
-            "CPU, or train in 16 bit"
+            "gradients cannot replace parameters that the GPU updates and that are their own master weights: update on the "
+            "CPU, or train in 16 bit with masters"
         )
     if profile.workload.micro_batches > 1:
         _check_accumulation(profile, plan)

@@ -19,17 +19,20 @@ from autohete.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Everything on the GPU. Gradients live until a fused AdamW uses them after backward.
+    """Everything on the GPU. Gradients live until a fused AdamW uses them, after backward or in it.
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
         zero_stage: what several GPUs shard: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well.
+        in_backward: each unit is updated as soon as its gradients are complete, which frees them (torchtune's
+            ``optimizer_in_bwd``).
         deepspeed: before the update the gradients of a GPU's part are put together in one tensor and cast to fp32, as stages 1
             and 2 of DeepSpeed do (``step`` in deepspeed/runtime/zero/stage_1_and_2.py at 0.18.6).
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     zero_stage: int = 0
+    in_backward: bool = False
     deepspeed: bool = False
 
     def __post_init__(self) -> None:
@@ -40,6 +43,8 @@ class Resident:
             raise InputError(
                 f"resident:deepspeed is for zero_stage 1 and 2, not {self.zero_stage}: give one of them, or leave it out"
             )
+        if self.deepspeed and self.in_backward:
+            raise InputError("resident:deepspeed updates all at once, not in_backward: leave out one of them")
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
@@ -50,7 +55,7 @@ class Resident:
             return Plan(
                 policy="resident",
                 units=shared(units, self.zero_stage, profile),
-                rules=(GpuUpdatesAfterBackward(),),
+                rules=() if self.in_backward else (GpuUpdatesAfterBackward(),),
                 footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
             )
 

@@ -549,12 +549,13 @@ class _Roofline:
 
     def _update(self, unit: int, trained: int) -> tuple[float, int]:
         """Time of an update of ``trained`` parameters on the GPU, and the size of its states. States and masters are read and
-        written, gradients read, and parameters written; in fp32 these are read, too.
+        written, gradients read, and parameters written; without masters these are read, too.
         """
         w, element = self.workload, self.element
-        optimizer, matrices, mixed = w.training.optimizer, w.trained_matrices(unit), w.precision.is_mixed
-        states = state_bytes(optimizer, trained, matrices, mixed=mixed)
-        traffic = 2 * states + trained * (2 * element if mixed else 3 * element) + trained * temporary_bytes(optimizer)
+        optimizer, matrices = w.training.optimizer, w.trained_matrices(unit)
+        states = state_bytes(optimizer, trained, matrices, mixed=w.precision.is_mixed)
+        accesses = 2 if w.has_masters else 3
+        traffic = 2 * states + trained * accesses * element + trained * temporary_bytes(optimizer)
         seconds = traffic / self.bandwidth + self.overhead
         for matrix in orthogonalised(optimizer, matrices):
             products = newton_schulz(matrix)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from autohete.errors import InputError, check_fields, unknown_name
 from autohete.hashing import Hashed, hashed_once
 from autohete.workload.model import Architecture, Block, Experts, FeedForward, Mixer, Norm, Product, gpt2_block
-from autohete.workload.optimizers import Optimizer
+from autohete.workload.optimizers import Optimizer, has_masters
 from autohete.workload.training import FULL, NF4_BYTES, LinearLayer, Training, is_target, linear_layers
 
 
@@ -170,8 +170,8 @@ class Workload(Hashed):
         self.training.check(blocks[: self.transformer_blocks], self.hidden_size)
         if self.training.fp8 and not self.precision.is_mixed:
             raise InputError("fp8 is for products of 16-bit parameters, but precision is fp32: train in bf16")
-        if self.training.optimizer is Optimizer.ADAMW_BF16 and self.precision is not Precision.BF16:
-            raise InputError(f"adamw_bf16 has masters and moments in bf16, but precision is {self.precision}: train in bf16")
+        if "bf16" in (optimizer := self.training.optimizer) and self.precision is not Precision.BF16:
+            raise InputError(f"{optimizer} is for parameters in bf16, but precision is {self.precision}: train in bf16")
         if self.training.lora is not None and not any(self.adapter_products(unit) for unit in range(self.blocks)):
             raise InputError(
                 f"{self.training}: none of these blocks has such a layer, so nothing would be trained; give other targets or "
@@ -215,6 +215,11 @@ class Workload(Hashed):
     def clips(self) -> bool:
         """Whether updates take gradients that are scaled by their global norm."""
         return self.clip_norm is not None
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether what is trained has fp32 or bf16 master weights; without them parameters are updated as they are."""
+        return self.precision.is_mixed and has_masters(self.training.optimizer)
 
     @property
     def blocks(self) -> int:

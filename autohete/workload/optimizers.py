@@ -16,13 +16,16 @@ from autohete.workload.model import Product
 class Optimizer(StrEnum):
     """The optimizer of all trained parameters.
 
-    ``ADAMW_BF16`` has its master weights and moments in bf16. ``MUON`` updates the matrices of blocks, and AdamW the rest:
+    ``ADAMW_BF16`` has its master weights and moments in bf16. With ``PURE_BF16`` there are no masters: parameters in bf16 are
+    updated as they are. ``MUON`` updates the matrices of blocks, and AdamW the rest:
     embedding, head, norms and biases.
     """
 
     ADAMW = "adamw"
     ADAMW_BF16 = "adamw_bf16"
+    ADAMW_PURE_BF16 = "adamw_pure_bf16"
     ADAMW8BIT = "adamw8bit"
+    ADAMW8BIT_PURE_BF16 = "adamw8bit_pure_bf16"
     SGD = "sgd"
     SGD_MOMENTUM = "sgd_momentum"
     ADAFACTOR = "adafactor"
@@ -59,6 +62,8 @@ class _Optimizer:
 _ADAMW_STATES = 8
 #: Elements that share an fp32 scale in 8-bit states.
 _BLOCK = 256
+_STATES_8BIT = 2 * (1 + 4 / _BLOCK)
+_BITSANDBYTES = "bitsandbytes, optim/optimizer.py, Optimizer2State"
 _FUSED_SGD = "torch 2.13, torch._fused_sgd_, for CPU and CUDA"
 _OPTIMIZERS = {
     Optimizer.ADAMW: _Optimizer(
@@ -66,9 +71,12 @@ _OPTIMIZERS = {
     ),
     # bf16_master_weights_and_grads with bf16_optimizer_states: 2 bytes of master and two of each moment, also with offload.
     Optimizer.ADAMW_BF16: _Optimizer("AdamW in bf16", "DeepSpeed pulls 7700 and 8010", 4, master=2, cpu_kernel=True),
+    # torch makes moments in the format of parameters, which torchtune's recipes keep in bf16.
+    Optimizer.ADAMW_PURE_BF16: _Optimizer("AdamW in bf16 without masters", "torch 2.13, optim/adamw.py", 4, master=0),
     # Two states of 8 bit with a scale for each block: of 256 elements since 0.44, of 2048 before (as at 06029dd6). Tensors of
     # fewer than 4096 elements keep 32 bit, which is not counted.
-    Optimizer.ADAMW8BIT: _Optimizer("8-bit AdamW", "bitsandbytes, optim/optimizer.py, Optimizer2State", 2 * (1 + 4 / _BLOCK)),
+    Optimizer.ADAMW8BIT: _Optimizer("8-bit AdamW", _BITSANDBYTES, _STATES_8BIT),
+    Optimizer.ADAMW8BIT_PURE_BF16: _Optimizer("8-bit AdamW, bf16 without masters", _BITSANDBYTES, _STATES_8BIT, master=0),
     Optimizer.SGD: _Optimizer("SGD", _FUSED_SGD, 0, cpu_kernel=True),
     Optimizer.SGD_MOMENTUM: _Optimizer("SGD with momentum", _FUSED_SGD, 4, cpu_kernel=True),
     # Without fused kernel: squares (fp32 read, written), their means by row and column (8 read), the update (12), its norm (4)
@@ -95,6 +103,11 @@ def optimizer_label(optimizer: Optimizer) -> str:
 def has_cpu_kernel(optimizer: Optimizer) -> bool:
     """Whether the CPU can update with it."""
     return _OPTIMIZERS[optimizer].cpu_kernel
+
+
+def has_masters(optimizer: Optimizer) -> bool:
+    """Whether parameters of 16 bit have master weights."""
+    return _OPTIMIZERS[optimizer].master > 0
 
 
 def updates_any_share(optimizer: Optimizer) -> bool:
