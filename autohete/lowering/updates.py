@@ -62,7 +62,7 @@ class Updates:
         if norm_on is Processor.GPU:
             self._clipping.norm(unit)
         if on_cpu:
-            self._offload_gradients(unit, last)
+            self._offload_gradients(unit, last, self._gradient_bytes(unit))
         if norm_on is Processor.CPU:
             self._clipping.norm(unit)
 
@@ -81,7 +81,7 @@ class Updates:
         if self._plan.units[unit].accumulates_on_host or self._shards.stage(unit) >= 2:
             self._reduce_gradients(unit, micro_batch)
         if self._plan.units[unit].accumulates_on_host:
-            self._offload_gradients(unit, micro_batch)
+            self._offload_gradients(unit, micro_batch, self._sum_bytes(unit))
 
     def _reduce_gradients(self, unit: int, micro_batch: int) -> None:
         """Reduce the gradients over the GPUs: each gets the full sums, or those of its part."""
@@ -160,10 +160,9 @@ class Updates:
     def _state_bytes(self, unit: int) -> int:
         return self._profile.state_bytes(unit, self._shards.updated(unit))
 
-    def _offload_gradients(self, unit: int, micro_batch: int) -> None:
+    def _offload_gradients(self, unit: int, micro_batch: int, size: int) -> None:
         """Copy gradients to their place on the host. Those of later micro-batches go next to it, and the CPU adds them."""
         b, plan = self._builder, self._plan.units[unit]
-        size = self._gradient_bytes(unit)
         seconds = durations.to_host(size, pinned=plan.gradients.pinned)
         copy = b.task(Kind.OFFLOAD_GRADIENTS, unit, D2H, seconds, unit, micro_batch)
         self._takes_gradients(copy)
@@ -176,7 +175,8 @@ class Updates:
         arrived = self._arrived(unit, micro_batch)
         b.make(copy, arrived, size)
         # Adding reads two values and writes one.
-        add = b.task(Kind.ACCUMULATE, unit, CPU, durations.cpu_kernel(3 * size, beside_gpu=True), unit, micro_batch)
+        seconds = durations.cpu_kernel(3 * self._sum_bytes(unit), beside_gpu=True)
+        add = b.task(Kind.ACCUMULATE, unit, CPU, seconds, unit, micro_batch)
         b.read(add, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
         b.write(add, Value.GRADIENTS, unit, HOST_MEMORY)
         b.free(add, arrived)
@@ -193,6 +193,10 @@ class Updates:
     def _gradient_bytes(self, unit: int) -> int:
         gradients = self._plan.units[unit].gradients
         return gradients.bytes_of(self._shards.updated_on(unit, Processor.CPU), self._profile.element_bytes)
+
+    def _sum_bytes(self, unit: int) -> int:
+        each = self._plan.units[unit].sum_bytes
+        return self._gradient_bytes(unit) if each is None else each * self._shards.updated_on(unit, Processor.CPU)
 
     def _cpu_update(self, unit: int) -> None:
         b, plan, share = self._builder, self._plan, self._shards.share(unit, Processor.CPU)

@@ -141,6 +141,8 @@ class UnitPlan(Hashed):
         states: where the optimizer states rest. States that the CPU updates rest on the host unless this says ``nvme``.
         accumulate_on: where the gradients of several micro-batches are accumulated. None: where they are used. On the host, the
             gradients of each micro-batch are copied there; on the GPU, they stay until the last micro-batch has been added.
+        sum_bytes: bytes per element in which they are accumulated on the host, and copied there after each micro-batch but the
+            last. None: as in ``gradients``.
         gradients_on_nvme: gradients for an update on the CPU wait on NVMe and are read back with the states.
         again: for segments within segments, what each recomputation except the last keeps; the last keeps everything. The unit
             is recomputed one more time than there are entries.
@@ -161,6 +163,7 @@ class UnitPlan(Hashed):
     kept: Rest = Rest()
     states: Rest = Rest()
     accumulate_on: Processor | None = None
+    sum_bytes: int | None = None
     gradients_on_nvme: bool = False
     again: tuple[Activations, ...] = ()
     zero_stage: int = 0
@@ -201,6 +204,10 @@ class UnitPlan(Hashed):
             raise InputError(f"zero_stage is {self.zero_stage}: give 0 to 3")
         if self.update_on is Processor.GPU and self.accumulate_on is Processor.CPU:
             raise InputError("what the GPU updates with is accumulated there: leave accumulate_on out, or update on the CPU")
+        if self.sum_bytes is not None and not (self.accumulates_on_host and 1 <= self.sum_bytes <= 64):
+            raise InputError(
+                f"sum_bytes is {self.sum_bytes}: give 1 to 64 bytes if gradients are accumulated on the host, or leave it out"
+            )
         if self.norm_on is Processor.CPU and (self.update_on is Processor.GPU or self.gradients_on_nvme):
             raise InputError(
                 "the CPU takes the norm of gradients that rest on the host, but these are "

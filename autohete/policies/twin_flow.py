@@ -12,6 +12,8 @@ Based on DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and
 - A gradient is copied to the host twice, in its own format and in fp32 (lines 1905 and 1407), on a separate stream that
   overlaps backward. Not modelled: in between it is copied back; gradients that the GPU uses also go to the host and back;
   copies begin only when the bucket is full. ``pin_memory`` off is the default up to 0.19.4 (pull 8207): copies block backward.
+- Sums over micro-batches rest on the host in the gradients' own format; only after the last there is the second copy. They are
+  copied to the GPU to be added there, and back (line 1914). Here the CPU adds them.
 - ``step`` processes the sub-groups one after the other (line 2629): it unscales the gradient, updates, and copies the
   parameters to where they are used. The first are updated on the GPU while CPUAdam updates the others; each of the latter is
   cast on the CPU into a pageable temporary and copied before the next begins. So the time of a step is linear in the ratio.
@@ -84,6 +86,10 @@ class TwinFlow:
 
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
+    def with_activations(self, profile: Profile, activations: Activations) -> Plan:
+        """The plan in which the CPU updates everything, with the same ``activations`` of all blocks."""
+        return self._plan(profile, activations, 0)
+
     def _sub_groups(self, profile: Profile) -> tuple[int, Callable[[int], int]]:
         """The number of sub-groups, and a function from a number of sub-groups to the elements that these have."""
         ends, size = [0, *accumulate(_parameters(profile))], self.sub_group_size
@@ -110,6 +116,7 @@ class TwinFlow:
                     gradients=gradients,
                     refresh=refresh,
                     accumulate_on=accumulate_on,
+                    sum_bytes=None if share else element,
                     gpu_share=share,
                 )
             units.append(unit)

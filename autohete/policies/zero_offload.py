@@ -7,6 +7,8 @@
   with backward, in any version: the overflow check reads a GPU flag for each parameter (v0.8.3 line 1070, v0.16.9 line 1184),
   so the thread that launches backward waits for the copies before it. Only 0.4.0 to 0.4.3 use a separate stream for them
   (``copy_grad_stream``, pull 1067); pull 1219 removed it as a race.
+- Sums over micro-batches rest on the host in the gradients' own format. Each later micro-batch copies them to the GPU, adds its
+  own, and copies them back (``async_accumulate_grad_in_cpu_via_gpu``). Here the CPU adds them.
 - ``step`` unscales all gradients in place on the CPU, then runs CPUAdam over the whole model. Clipping (off by default until
   0.19.2, then 1.0) is done by the same multiplication (``unscale_and_clip_grads`` multiplies by ``1 / combined_scale``). The
   norm is computed on the GPU in backward, before a gradient is copied, whether or not gradients are clipped
@@ -137,7 +139,8 @@ class ZeroOffload:
             pinned=tiles or master or (pinned and version.upload == "staging"),
             staged=master,
         )
-        outer = UnitPlan(update_on=Processor.CPU, gradients=gradients, refresh=refresh)
+        sum_bytes = None if self.paper else element
+        outer = UnitPlan(update_on=Processor.CPU, gradients=gradients, refresh=refresh, sum_bytes=sum_bytes)
         return Plan(
             policy="zero_offload",
             units=shared((outer, *[replace(outer, activations=activations)] * (len(profile.blocks) - 2), outer), 2, profile),

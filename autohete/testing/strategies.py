@@ -382,6 +382,8 @@ def _updated(draw: Draw, unit: UnitPlan, nvme: bool, may_write: bool) -> UnitPla
         return replace(unit, states=states)
     accumulate_on = draw(st.none() | st.sampled_from(Processor))
     unit = replace(unit, update_on=Processor.CPU, accumulate_on=accumulate_on)
+    if accumulate_on is not Processor.GPU:
+        unit = replace(unit, sum_bytes=draw(st.sampled_from([None, 2, 8])))
     if states.home == NVME_MEMORY:
         unit = replace(unit, states=states, gradients_on_nvme=may_write and draw(st.booleans()))
     return unit if unit.gradients_on_nvme else replace(unit, norm_on=draw(st.sampled_from([None, Processor.CPU])))

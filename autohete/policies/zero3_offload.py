@@ -1,0 +1,81 @@
+"""DeepSpeed's ZeRO stage 3 with its optimizer on the host, and with ``offload_param`` its 16-bit parameters, too.
+
+Based on DeepSpeed 0.19.6 at edaa7221. The optimizer is that of :mod:`autohete.policies.twin_flow` with everything updated on
+the CPU. Parameters on the host (``partition_parameters.py``, ``partitioned_param_coordinator.py``):
+
+- A partition is copied in its own format when its module, or one shortly before it, begins (``fetch_sub_module``), on a stream
+  of its own; several GPUs then gather it. It is released after each use, except that the head stays for backward. Here a unit
+  is fetched during the one before; how far ahead DeepSpeed prefetches depends on ``stage3_prefetch_bucket_size`` and
+  ``stage3_max_live_parameters``, and parameters that are used again within ``stage3_max_reuse_distance`` stay.
+- The optimizer's step casts the updated masters into the partitions on the host, so nothing is copied to the GPU.
+- Not modelled: parameters of fewer than ``stage3_param_persistence_threshold`` elements stay on the GPU.
+
+With tied embeddings the first and the last unit are one, which stays on the GPU from the start of forward to the end of
+backward. It is planned as resident and refreshed after its update, which takes the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autohete.errors import check_fields
+from autohete.plan import Activations, Format, Plan, Route, UnitPlan
+from autohete.plan.policy import Judge
+from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.twin_flow import TwinFlow
+from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class Zero3Offload:
+    """ZeRO stage 3 with offload.
+
+    Args:
+        checkpointing: full, selective, none, or the better of full and none.
+        offload_param: the parameters rest on the host, as well as the optimizer.
+        pin_memory: ``offload_optimizer.pin_memory``, off by default up to 0.19.4. Off, gradient copies block backward.
+        pin_parameters: ``offload_param.pin_memory``.
+        bucket_size: ``reduce_bucket_size`` in millions of elements. ``transformers`` sets the square of the hidden size.
+    """
+
+    checkpointing: Checkpointing = Checkpointing.BEST
+    offload_param: bool = True
+    pin_memory: bool = True
+    pin_parameters: bool = True
+    bucket_size: int = 500
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self._optimizer()
+
+    def _optimizer(self) -> TwinFlow:
+        return TwinFlow(self.checkpointing, ratio=100, pin_memory=self.pin_memory, bucket_size=self.bucket_size)
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`autohete.plan.policy.Policy`."""
+        if not self.offload_param:
+            return self._optimizer().plan(profile, judge)
+        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), profile, judge)
+
+    def _plan(self, profile: Profile, activations: Activations) -> Plan:
+        plan = self._optimizer().with_activations(profile, activations)
+        last, tied = len(plan.units) - 1, profile.workload.tied_embeddings
+        element = profile.element_bytes
+        fetched = Format(element, self.pin_parameters)
+
+        def offloaded(block: int, unit: UnitPlan) -> UnitPlan:
+            if tied and block in (0, last):
+                return unit
+            route = Route(HOST_MEMORY, stays_after_forward=block == last, fetched=fetched)
+            return replace(unit, parameters=route, refresh=None)
+
+        return replace(
+            plan,
+            policy="zero3_offload",
+            units=tuple(offloaded(block, unit) for block, unit in enumerate(plan.units)),
+            footprint=replace(plan.footprint, host_parameter_bytes=element),
+        )
+
+
+SYSTEM = Zero3Offload
