@@ -27,6 +27,7 @@ import csv
 import io
 import json
 import tomllib
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -56,8 +57,9 @@ from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
 
 FOLDER = Path(__file__).parent / "published"
-#: Measured quantities other than the seconds of a phase. A peak is that of the GPU's tensors, in GiB.
-VERDICT, COUNT, PEAK = "fits", "cpu_updated_blocks", "gpu_peak"
+#: Measured quantities other than the seconds of a phase. A peak is that of the GPU's tensors, in GiB; the longest sequence that
+#: fits is in tokens, a multiple of 1,024.
+VERDICT, COUNT, PEAK, LONGEST = "fits", "cpu_updated_blocks", "gpu_peak", "longest_sequence"
 
 
 class _Table(BaseModel):
@@ -105,6 +107,16 @@ class Source(_Table):
         hardware = load_hardware(where, {**self.set, **row.set, **budget, **(moved or {})})
         workload = _workload(row.name, self.workload | row.changes)
         return simulate(workload, hardware.shared_by(row.gpus), parse_policy(row.policy))
+
+    def longest(self, row: Row) -> int:
+        """Return the longest sequence that fits where ``row`` has another, in whole steps of 1,024 tokens."""
+
+        def fails(tokens: int) -> bool:
+            other = row.model_copy(update={"changes": row.changes | {"sequence_length": tokens}})
+            return self.simulate(other).verdict is not Verdict.OK
+
+        lengths = range(0, 2**18, 1024)
+        return lengths[bisect_left(lengths, True, lo=1, key=fails) - 1]
 
 
 def _workload(name: str, given: dict[str, Any]) -> Workload:
@@ -205,7 +217,7 @@ class Check:
     @property
     def is_time(self) -> bool:
         """Whether the check is of a time."""
-        return self.phase not in (VERDICT, COUNT, PEAK)
+        return self.phase not in (VERDICT, COUNT, PEAK, LONGEST)
 
     @property
     def is_close(self) -> bool:
@@ -238,6 +250,8 @@ def checks(of: Sequence[Source] | None = None) -> list[Check]:
             for phase, value in row.measured.items():
                 low, high = ends(value)
                 remark = row.remark
+                if phase == LONGEST:
+                    predicted[phase] = source.longest(row)
                 if phase == VERDICT:
                     gpu = simulation.gpu
                     remark = f"peak {gpu.peak_bytes / 2**30:.1f} of {gpu.capacity_bytes / 2**30:.1f} GiB"
@@ -270,12 +284,13 @@ class Score:
 
 
 def scores(found: Sequence[Check]) -> list[Score]:
-    """Return the scores of iterations, of all other phases, and of peaks of GPU memory; none of what there is none of."""
+    """Return the scores of iterations, all other phases, GPU peaks and longest sequences; none of what there is none of."""
     timed = [c for c in found if c.is_time and not c.calibrates]
     groups = {
         ("iteration time", "mean 10 %, worst 25 %"): [c for c in timed if c.phase == "iteration"],
         ("phases", "mean 15 %"): [c for c in timed if c.phase != "iteration"],
         ("GPU peaks", ""): [c for c in found if c.phase == PEAK],
+        ("longest sequences", ""): [c for c in found if c.phase == LONGEST],
     }
     return [
         Score(
@@ -311,8 +326,9 @@ def as_csv(found: Iterable[Check]) -> str:
         ]
     )
     for c in found:
-        unit = {VERDICT: VERDICT, COUNT: "blocks", PEAK: "GiB"}.get(c.phase, "s")
-        numbers = (f"{c.measured:.4g}", f"{c.predicted:.4g}", f"{100 * c.error:.1f}")
+        unit = {VERDICT: VERDICT, COUNT: "blocks", PEAK: "GiB", LONGEST: "tokens"}.get(c.phase, "s")
+        places = 6 if c.phase == LONGEST else 4
+        numbers = (f"{c.measured:.{places}g}", f"{c.predicted:.{places}g}", f"{100 * c.error:.1f}")
         writer.writerow([c.source, c.row, c.phase, unit, *numbers, c.calibrates, c.first or "", c.remark, "simulated"])
     return text.getvalue()
 
@@ -332,6 +348,8 @@ def show(found: Sequence[Check]) -> None:
                 cells = [words[round(c.measured)], words[round(c.predicted)], "-" if c.measured == c.predicted else "WRONG"]
             elif c.phase == COUNT:
                 cells = [f"{c.measured:.0f}", f"{c.predicted:.0f}", "-" if c.measured == c.predicted else "DIFFERS"]
+            elif c.phase == LONGEST:
+                cells = [f"{c.measured:,.0f}", f"{c.predicted:,.0f}", f"{100 * c.error:+.0f} %"]
             elif c.phase == PEAK:
                 cells = [f"{c.measured:.1f} GiB", f"{c.predicted:.1f} GiB", f"{100 * c.error:+.0f} %"]
             else:

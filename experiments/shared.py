@@ -136,6 +136,7 @@ LOOKS = {
     "patrickstar": SystemLook("PatrickStar", ORANGE, "D"),
     "stronghold": SystemLook("StrongHold", SKY, "^"),
     "fsdp2_offload": SystemLook("FSDP2 offload", "black", "v", ":"),
+    "zero3_offload": SystemLook("ZeRO-3 offload", "#8C564B", "<", "-."),
     "twin_flow": SystemLook("Twin-Flow", YELLOW, "P", "--"),
     "deep_optimizer_states": SystemLook("Deep Optimizer States", GREEN, "*", "--"),
     "streamed_states": SystemLook("streamed states", "#7A5195", "h", "-."),

@@ -174,22 +174,28 @@ DISAGREE = {
     *((NVME, f"MLP-Offload, {size}", "backward") for size in ("52B", "70B", "100B")),
     *((NVME, "MLP-Offload, 52B", figure) for figure in ("step", "iteration")),
     ("MosaicML llm-foundry, MPT on 8 GPUs", "7b, 8 x H100, 2 x 8 x 8192", "iteration"),
+    ("ZeRO-Offload with bound cores, two A100-40GB", "bound", "iteration"),
+    ("RoundPipe, baselines on 8 A800", "FSDP, qwen3-32b, one sequence", "longest_sequence"),
 }
 
 
 def test_published_measurements_are_met_but_for_those_explained() -> None:
     """Each phase that others measured is met within a quarter and each limit, but for a few.
 
-    The goals of 10 and 15 % on average are missed: a 7B model whose settings are not all published is predicted 20 to 61 % too
+    The goals of 10 and 15 % on average are missed: a 7B model whose settings are not all published is predicted 20 to 59 % too
     fast, and so are the passes of ZeRO stage 3 with 2,048 tokens.
     """
     checks = published.checks()
     assert {(c.source, c.row, c.phase) for c in checks if not c.is_close} == DISAGREE
-    iterations, phases, peaks = published.scores(checks)
-    assert iterations.mean_error <= 0.12
-    assert iterations.worst_error <= 0.62
+    iterations, phases, peaks, longest = published.scores(checks)
+    assert iterations.mean_error <= 0.11
+    assert iterations.worst_error <= 0.60
     assert phases.mean_error <= 0.20
-    assert peaks.mean_error <= 0.12
+    assert peaks.mean_error <= 0.11
+    assert longest.mean_error <= 0.09
+    exact = {c.row for c in checks if c.phase == published.LONGEST and c.predicted == c.measured}
+    systems = {"ZeRO-2, qwen3-1.7b", "ZeRO-2, llama-3.1-8b", "ZeRO-3 with offload, gpt-oss-20b"}
+    assert exact == {f"{system}, one sequence" for system in systems}
 
 
 def test_phases_are_the_work_of_their_tasks() -> None:

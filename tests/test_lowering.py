@@ -274,6 +274,23 @@ def test_norm_is_taken_where_gradients_are() -> None:
         lower(profile_with(10**12, 2, clip_norm=1.0), Plan("by hand", (unit,) * 5, update_bytes=28))
 
 
+def test_sums_have_a_size_of_their_own() -> None:
+    """Every micro-batch but the last copies sums of ``sum_bytes``; what is added has that size; the last copies gradients."""
+    unit = UnitPlan(update_on=Processor.CPU, gradients=Format(8), sum_bytes=2)
+    schedule = lower(profile_with(10**12, 3), Plan("by hand", (unit,) * 5, update_bytes=28))
+    lasts = {(task.id.kind, task.id.micro_batch): task.duration_ns for task in schedule.tasks if task.id.unit == 1}
+    assert [lasts[Kind.OFFLOAD_GRADIENTS, batch] for batch in range(3)] == [2, 2, 8]  # 4 parameters at 4 bytes a nanosecond
+    assert [lasts[Kind.ACCUMULATE, batch] for batch in (1, 2)] == [6, 6]  # reads two of 8 bytes, writes one
+    for sum_bytes, other in [
+        (0, unit),
+        (65, unit),
+        (2, replace(unit, sum_bytes=None, accumulate_on=Processor.GPU)),
+        (2, UnitPlan()),
+    ]:
+        with pytest.raises(InputError, match=f"sum_bytes is {sum_bytes}: give 1 to 64 bytes if gradients are accumulated on"):
+            replace(other, sum_bytes=sum_bytes)
+
+
 def with_memory(profile: Profile, gpu_bytes: int, host_bytes: int) -> Profile:
     """``profile`` with so much memory for tensors."""
     hardware = profile.hardware

@@ -37,6 +37,7 @@ ON_SEVERAL = [
     "zero_offload:paper",
     "fsdp2_offload",
     "twin_flow",
+    "zero3_offload",
     "deep_optimizer_states",
     "streamed_states",
     "capuchin",

@@ -54,6 +54,7 @@ COMPARED = ("resident", "zero_offload", "patrickstar", "stronghold", "autohete")
 COMPARED_BY_SEVERAL = (
     "resident:zero_stage=3",
     "zero_offload",
+    "zero3_offload",
     "fsdp2_offload",
     "twin_flow",
     "deep_optimizer_states",
@@ -64,7 +65,15 @@ COMPARED_BY_SEVERAL = (
 #: Compared systems whose updates cannot wait for the norm of all gradients.
 CANNOT_CLIP = ("stronghold",)
 #: Those that update on the CPU, which needs a kernel for the optimizer there.
-UPDATE_ON_CPU = ("zero_offload", "patrickstar", "stronghold", "fsdp2_offload", "twin_flow", "deep_optimizer_states")
+UPDATE_ON_CPU = (
+    "zero_offload",
+    "patrickstar",
+    "stronghold",
+    "zero3_offload",
+    "fsdp2_offload",
+    "twin_flow",
+    "deep_optimizer_states",
+)
 #: Those whose gradients take the place of the parameters.
 CANNOT_ACCUMULATE = ("patrickstar",)
 

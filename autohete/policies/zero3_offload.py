@@ -68,7 +68,7 @@ class Zero3Offload:
             if tied and block in (0, last):
                 return unit
             route = Route(HOST_MEMORY, stays_after_forward=block == last, fetched=fetched)
-            return replace(unit, parameters=route, refresh=None)
+            return replace(unit, parameters=route, refresh=Format())
 
         return replace(
             plan,
