@@ -272,6 +272,19 @@ def test_the_part_of_one_gpu_is_said() -> None:
     assert updates.startswith("updates by a process per GPU, 34.2 GB/s, exceed the 23.6 GB/s of DRAM")
 
 
+def test_bound_processes_are_said() -> None:
+    """Where several processes update on one CPU, the answer says that they are taken as bound; elsewhere it does not."""
+    node = load_hardware("a100-40gb-epyc7713")
+    said = {
+        (gpus, policy): any(
+            "bound to cores" in note for note in answer(on(node.shared_by(gpus)), parse_policy(policy))[0].notes
+        )
+        for gpus in (1, 4)
+        for policy in ("resident:zero_stage=3", "zero_offload")
+    }
+    assert [case for case, bound in said.items() if bound] == [(4, "zero_offload")]
+
+
 def test_a_duplex_rate_that_follows_is_said() -> None:
     """The note names both rates; a rate that is set itself has none."""
     moved = load_hardware("rtx4090-workstation", {"links.h2d.bandwidth": "51GB/s"})

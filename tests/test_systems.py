@@ -145,6 +145,33 @@ def test_pinning_what_is_always_pinned_is_refused() -> None:
         parse_policy("zero_offload:deepspeed=0.8.3,pin_memory=off")
 
 
+def test_zero3_offload_moves_parameters_and_what_it_holds() -> None:
+    """16-bit parameters are fetched for each pass and updated on the host, which holds 20 bytes per parameter."""
+    workload = replace(FP16, tied_embeddings=False)
+    found = simulate(workload, NODE, parse_policy("zero3_offload:checkpointing=none"))
+    assert Kind.REFRESH not in {task.id.kind for task in found.schedule.tasks}
+    head = found.profile.blocks[-1].parameters  # stays for backward
+    for kind, elements in [
+        (Kind.PREFETCH_FORWARD, workload.parameters),
+        (Kind.PREFETCH_BACKWARD, workload.parameters - head),
+    ]:
+        assert work(found, kind) == pytest.approx(found.profile.h2d_seconds(2 * elements), rel=1e-2)
+    # Parameters, a gradient of both formats, master and moments; what is pinned together is rounded.
+    rounded = rounded_when_pinned(4 * workload.parameters) + rounded_when_pinned(2 * workload.parameters)
+    assert found.host.peak_bytes == pytest.approx(rounded + 14 * workload.parameters, rel=0.02)
+
+
+def test_zero3_offload_without_parameters_is_twin_flow_on_the_cpu() -> None:
+    """``offload_param=off`` plans as Twin-Flow does with everything on the CPU; flags that change nothing are refused."""
+    profile, mine = planned("zero3_offload:checkpointing=full,offload_param=off")
+    _, other = planned("twin_flow:checkpointing=full,ratio=100")
+    assert (mine.units, mine.rules, mine.footprint) == (other.units, other.rules, other.footprint)
+    for flags, said in [("offload_param=off,pin_parameters=off", "changes nothing"), ("bucket_size=0", "between 1 and 100000")]:
+        with pytest.raises(InputError, match=f"zero3_offload:.*{said}"):
+            parse_policy(f"zero3_offload:{flags}")
+    assert profile.hardware is NODE
+
+
 # --- the others ---------------------------------------------------------------------------------------------------
 
 

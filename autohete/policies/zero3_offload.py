@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autohete.errors import check_fields
+from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Format, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
@@ -47,7 +47,10 @@ class Zero3Offload:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._optimizer()
+        if not 1 <= self.bucket_size <= 100_000:
+            raise InputError(f"zero3_offload:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
+        if not (self.offload_param or self.pin_parameters):
+            raise InputError("zero3_offload:pin_parameters=off changes nothing if parameters stay on the GPU: leave it out")
 
     def _optimizer(self) -> TwinFlow:
         return TwinFlow(self.checkpointing, ratio=100, pin_memory=self.pin_memory, bucket_size=self.bucket_size)

@@ -367,7 +367,7 @@ def _assumed(answer: Answer) -> Iterator[str]:
         assumed.append(f"{format_count(answer.tokens)} tokens")
     yield from _wrapped(f"assumed, not given: {', '.join(assumed)}; policies with their default flags.")
     yield from _wrapped(f"model: {'; '.join(described_blocks(workload))}; vocabulary {workload.vocabulary_size:,}.")
-    for note in hardware.remarks:
+    for note in answer.candidates[0].summary.notes:
         yield from _wrapped(f"note: {note}")
 
 

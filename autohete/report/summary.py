@@ -121,6 +121,20 @@ def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
     }
 
 
+#: Said where several processes update on one CPU; sources are beside the figure in the presets.
+_BOUND = (
+    "processes that update on the CPU are taken as bound to cores of their own; unbound, as is the default of launchers, all "
+    "together may be as slow as one (cpu.ranks_update_bandwidth)"
+)
+
+
+def _notes(simulation: Simulation) -> tuple[str, ...]:
+    """What the hardware remarks, and what is assumed of processes that share its CPU."""
+    hardware = simulation.profile.hardware
+    several = hardware.gpus_of_node > 1 and any(unit.update_on is Processor.CPU for unit in simulation.plan.units)
+    return (*hardware.remarks, *([_BOUND] if several else []))
+
+
 def summarize(simulation: Simulation, policy: NamedPolicy, *, only_numbers: bool = False) -> Summary:
     """Summarize ``simulation``, which ``policy`` planned.
 
@@ -150,7 +164,7 @@ def summarize(simulation: Simulation, policy: NamedPolicy, *, only_numbers: bool
         policy=s.plan.policy,
         gpus=s.profile.hardware.gpus,
         assumptions={} if only_numbers else assumptions(s.profile.workload, policy),
-        notes=s.profile.hardware.remarks,
+        notes=_notes(s),
         clock=s.trace.clock,
         verdict=s.verdict,
         explanation=explanation,

@@ -291,7 +291,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     say(out, _assumed(workload), style="dim")
     if first.gpus > 1:
         say(out, "each GPU has this batch, an equal part of its host, and this plan; samples/s and tokens/s are those of all")
-    for note in first.notes:
+    for note in dict.fromkeys(note for s in summaries for note in s.notes):
         say(out, f"note: {note}")
     running = [s for s in summaries if s.verdict is Verdict.OK]
     if running:
