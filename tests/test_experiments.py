@@ -182,13 +182,13 @@ DISAGREE = {
 def test_published_measurements_are_met_but_for_those_explained() -> None:
     """Each phase that others measured is met within a quarter and each limit, but for a few.
 
-    The goals of 10 and 15 % on average are missed: a 7B model whose settings are not all published is predicted 20 to 59 % too
-    fast, and so are the passes of ZeRO stage 3 with 2,048 tokens.
+    The goals of 25 % at worst and 15 % for phases are missed: a 7B model whose settings are not all published is predicted 20
+    to 59 % too fast, and so are the passes of ZeRO stage 3 with 2,048 tokens.
     """
     checks = published.checks()
     assert {(c.source, c.row, c.phase) for c in checks if not c.is_close} == DISAGREE
     iterations, phases, peaks, longest = published.scores(checks)
-    assert iterations.mean_error <= 0.11
+    assert iterations.mean_error <= 0.10
     assert iterations.worst_error <= 0.60
     assert phases.mean_error <= 0.20
     assert peaks.mean_error <= 0.11
