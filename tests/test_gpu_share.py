@@ -82,7 +82,7 @@ def test_both_sides_do_the_work_of_one(given: tuple[Profile, Plan]) -> None:
 
 
 def _on_gpu(unit: UnitPlan) -> UnitPlan:
-    return replace(unit, gpu_share=0.0, update_on=Processor.GPU, accumulate_on=None)
+    return replace(unit, gpu_share=0.0, update_on=Processor.GPU, accumulate_on=None, sum_bytes=None)
 
 
 @given(st.integers(0, 100), st.integers(1, 20))

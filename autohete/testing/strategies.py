@@ -316,6 +316,7 @@ def with_shared_updates(draw: Draw, profile: Profile, plan: Plan) -> Plan:
             gradients_replace_parameters=False,
             states=Rest(),
             accumulate_on=Processor.GPU,
+            sum_bytes=None,
             gradients_on_nvme=False,
             norm_on=None,
         )
