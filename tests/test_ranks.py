@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,8 @@ from autohete.workload import named_workload
 from autohete.workload.training import Lora, Training
 
 NODE = load_hardware("a100-40gb-epyc7543p")
+#: One pool of memory for CPU and GPU.
+POOL = load_hardware("mi300a")
 SMALL = named_workload("gpt-2b", transformer_blocks=3, tied_embeddings=False)
 
 fewer = settings(max_examples=40 if settings.get_current_profile_name() == "ci" else 400)
@@ -98,6 +101,28 @@ def test_collectives_are_rings() -> None:
     assert profile_on(1, node).collective_seconds(4e9) == 0
     assert profile_on(4, node).collective_seconds(4e9) == pytest.approx(3e-6 + 4e9 * 3 / 4 / 100e9)
     assert profile_on(8, node).collective_seconds(4e9) == pytest.approx(6e-6 + 1e-5 + 4e9 * 7 / 8 / 10e9)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("node", [NODE, POOL], ids=lambda node: node.name)
+def test_collectives_slow_what_runs_beside_them(node: Hardware, share: float) -> None:
+    """While a collective runs, at full speed, the GPU does ``concurrent_share`` of its other work."""
+    node = replace(node, interconnect=Interconnect(4, 20e9, 1e-6, concurrent_share=share))
+    profile = profile_on(4, node)
+    trace = simulate_plan(profile, planned("resident:zero_stage=3", profile)).trace
+    tasks, span = trace.schedule.tasks, trace.end_ns - trace.start_ns
+    together = [i for i, task in enumerate(tasks) if task.lane == COLLECTIVE]
+    begun, ended = (times[:, together].ravel() for times in (trace.start_ns, trace.end_ns))
+    beside = 0
+    for i, task in enumerate(tasks):
+        if i in together:
+            assert (span[:, i] == task.duration_ns).all()
+            continue
+        for start, end in zip(trace.start_ns[:, i], trace.end_ns[:, i], strict=True):
+            overlap = np.maximum(np.minimum(ended, end) - np.maximum(begun, start), 0).sum()
+            assert end - start - (1 - share) * overlap == pytest.approx(task.duration_ns, abs=10)
+            beside += overlap
+    assert beside > 0.1 * span.sum()
 
 
 # --- what GPUs share

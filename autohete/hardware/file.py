@@ -130,6 +130,7 @@ class InterconnectFigures(_Table):
     latency: Figure[_Time]
     network_bandwidth: Figure[_Bandwidth] | None = None
     network_latency: Figure[_Time] | None = None
+    concurrent_share: Figure[_Share] | None = None
 
 
 class EmulationFigures(_Table):
@@ -139,8 +140,8 @@ class EmulationFigures(_Table):
 class HardwareFile(_Table):
     """A hardware TOML file with its bases. Strict: an unknown key, a missing figure or one without its unit is an error.
 
-    Optional figures have neutral defaults, see :class:`Gpu`, :class:`Link`, :class:`Host` and :class:`Cpu`. Unified hardware
-    has no links and no host; all other hardware needs both, and an update bandwidth.
+    Optional figures have neutral defaults, see :class:`Gpu`, :class:`Link`, :class:`Host`, :class:`Cpu` and
+    :class:`Interconnect`. Unified hardware has no links and no host; all other hardware needs both, and an update bandwidth.
     """
 
     name: str = Field(pattern=r"^[\w.+-]+$", max_length=100)
@@ -266,6 +267,7 @@ def _interconnect(figures: InterconnectFigures) -> Interconnect:
         figures.latency.value,
         _value(figures.network_bandwidth),
         0.0 if figures.network_latency is None else figures.network_latency.value,
+        1.0 if figures.concurrent_share is None else figures.concurrent_share.value,
     )
 
 

@@ -171,6 +171,8 @@ class Interconnect:
         latency_seconds: fixed cost of one step of the ring.
         network_bandwidth: bytes/s that a node sends to the next; None if there is only one node.
         network_latency_seconds: fixed cost of one step from node to node.
+        concurrent_share: share of its speed that the GPU keeps while it takes part in a collective. NCCL's kernels occupy
+            multiprocessors and memory bandwidth; copy engines would not.
     """
 
     gpus: int
@@ -178,6 +180,7 @@ class Interconnect:
     latency_seconds: float
     network_bandwidth: float | None = None
     network_latency_seconds: float = 0.0
+    concurrent_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

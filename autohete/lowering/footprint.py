@@ -9,6 +9,7 @@ from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
 from autohete.schedule import (
+    COLLECTIVE,
     CPU,
     D2H,
     GPU,
@@ -26,8 +27,8 @@ from autohete.schedule import (
     Value,
 )
 
-#: Name of the resource that the two directions of a link share.
-LINK = "link"
+#: Names of the resources that each GPU has for itself: what the two directions of its link share, and its multiprocessors.
+LINK, MULTIPROCESSORS = "link", "multiprocessors"
 
 
 def slot_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
@@ -122,7 +123,8 @@ def shared_bandwidth(
 ) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
     """Flows and limits of shared bandwidth: the two directions of the link, drives, and host DRAM for all of them and the CPU.
 
-    Unified hardware has neither.
+    Unified hardware has none of these. Of several GPUs, each computes more slowly while it takes part in a collective, whose
+    kernels come first: a matrix product plans its tiles for all multiprocessors, and waits for those that are taken.
 
     Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy, and an
     access of a drive, moves each byte through DRAM once. The CPU's demand is the traffic of its optimizer; its weight makes it
@@ -133,7 +135,7 @@ def shared_bandwidth(
     If the CPU stands in for the device, every lane is a thread on its cores as well.
     """
     if hardware.unified:
-        return (), ()
+        return _beside_collectives(hardware)
     h2d, d2h, cpu = hardware.h2d, hardware.d2h, hardware.cpu
     update = cpu.update_bandwidth * (cpu.concurrent_share if updates_beside_gpu else 1.0)
     flows: tuple[Flow, ...] = (
@@ -156,6 +158,17 @@ def shared_bandwidth(
     if nvme is not None:
         resources = (*resources, SharedResource("drives", 1.0, (NVME_READ, NVME_WRITE), counts_lanes=True))
     if hardware.shared_cores is None:
-        return flows, resources
+        gpu, multiprocessors = _beside_collectives(hardware)
+        return (*gpu, *flows), (*resources, *multiprocessors)
     cores = SharedResource("cores", hardware.shared_cores, (GPU, H2D, D2H, CPU), counts_lanes=True)
     return (Flow(GPU, 1.0, 1.0), *flows), (*resources, cores)
+
+
+def _beside_collectives(hardware: Hardware) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
+    """A collective runs at full speed, and leaves the GPU's other work ``concurrent_share`` of its own."""
+    join = hardware.interconnect
+    if hardware.gpus == 1 or join is None or join.concurrent_share == 1:
+        return (), ()
+    left = join.concurrent_share
+    resource = SharedResource(MULTIPROCESSORS, 1 + left, (GPU, COLLECTIVE), counts_lanes=True)
+    return (Flow(GPU, 1.0, left), Flow(COLLECTIVE, 1.0, 1.0)), (resource,)

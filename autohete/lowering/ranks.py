@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware
-from autohete.lowering.footprint import LINK
+from autohete.lowering.footprint import LINK, MULTIPROCESSORS
 from autohete.schedule import (
     COLLECTIVE,
     GPU_MEMORY,
@@ -50,7 +50,12 @@ def every_rank(schedule: Schedule, hardware: Hardware) -> Schedule:
         tasks=tuple(made.task(task, r) for task in schedule.tasks for r in ranks if r == 0 or task.lane != COLLECTIVE),
         memories=tuple(made.memories()),
         resident=tuple(made.buffer(buffer, r) for r in ranks for buffer in schedule.resident),
-        flows=tuple(replace(flow, lane=_numbered(flow.lane, r)) for r in ranks for flow in schedule.flows),
+        flows=tuple(
+            replace(flow, lane=made.lane(flow.lane, r))
+            for r in ranks
+            for flow in schedule.flows
+            if r == 0 or flow.lane != COLLECTIVE
+        ),
         resources=tuple(made.resources()),
     )
 
@@ -64,6 +69,10 @@ class _Ranks:
         self._schedule, self._gpus, self._of_node = schedule, gpus, gpus_of_node
         self._together = {task.id for task in schedule.tasks if task.lane == COLLECTIVE}
 
+    def lane(self, name: str, rank: int) -> str:
+        """The lane of one GPU; all have that of collectives in common."""
+        return name if name == COLLECTIVE else _numbered(name, rank)
+
     def task(self, task: Task, rank: int) -> Task:
         """The task on one GPU, or the single task of a collective."""
         together = task.lane == COLLECTIVE
@@ -71,7 +80,7 @@ class _Ranks:
         edges = [Edge(found, edge.back) for edge in task.after for found in self._tasks(edge.task, ranks)]
         return task._replace(
             id=task.id._replace(rank=rank),
-            lane=task.lane if together else _numbered(task.lane, rank),
+            lane=self.lane(task.lane, rank),
             after=tuple(edges),
             allocates=tuple(self.buffer(buffer, r) for r in ranks for buffer in task.allocates),
             frees=tuple(Free(self._buffer_id(free.id, r), free.back) for r in ranks for free in task.frees),
@@ -99,12 +108,12 @@ class _Ranks:
         return found
 
     def resources(self) -> list[SharedResource]:
-        """Each GPU's link, and the shared resources of each node."""
+        """Those of each GPU, and the shared resources of each node."""
         found = []
         for resource in self._schedule.resources:
-            shared = 1 if resource.name == LINK else self._of_node
+            shared = 1 if resource.name in (LINK, MULTIPROCESSORS) else self._of_node
             for number in range(self._gpus // shared):
-                lanes = [_numbered(lane, number * shared + r) for r in range(shared) for lane in resource.lanes]
+                lanes = [self.lane(lane, number * shared + r) for r in range(shared) for lane in resource.lanes]
                 found.append(
                     replace(
                         resource, name=_numbered(resource.name, number), capacity=resource.capacity * shared, lanes=tuple(lanes)

@@ -221,7 +221,8 @@ def profiles_of_several_gpus(draw: Draw, max_gpus: int = 4, max_micro_batches: i
     profile = draw(profiles(max_micro_batches=max_micro_batches))
     of_node = draw(st.integers(1, max_gpus))
     nodes = draw(st.integers(2 if of_node == 1 else 1, max(2, max_gpus // of_node)))
-    join = Interconnect(of_node, draw(_decades(6, 12)), draw(_decades(-9, -4)), draw(_decades(6, 12)), draw(_decades(-9, -4)))
+    rates = draw(_decades(6, 12)), draw(_decades(-9, -4)), draw(_decades(6, 12)), draw(_decades(-9, -4))
+    join = Interconnect(of_node, *rates, draw(st.one_of(st.just(1.0), st.floats(0.05, 1))))
     node = replace(profile.hardware, interconnect=join)
     return replace(profile, hardware=node.shared_by(of_node * nodes))
 
