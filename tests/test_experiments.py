@@ -149,31 +149,22 @@ STAGE_3 = "ZeRO-3 with NVMe"
 #: What is off by more than a quarter, or on the other side of a limit; docs/results.md says why.
 DISAGREE = {
     *(("Deep Optimizer States", f"four GPUs, {LARGER[2]}: {kind}", "forward") for kind in (WAITS, ASYNCHRONOUSLY, ON_GPU)),
-    *(("Deep Optimizer States", f"four GPUs, {LARGER[1]}: {kind}", "forward") for kind in (WAITS, ASYNCHRONOUSLY)),
-    *(("Deep Optimizer States", f"four GPUs, {LARGER[1]}: {kind}", "backward") for kind in (ASYNCHRONOUSLY, ON_GPU)),
-    ("Deep Optimizer States", f"four GPUs, {LARGER[0]}: {ASYNCHRONOUSLY}", "backward"),
-    ("Deep Optimizer States", f"four GPUs, {WAITS}", "forward"),
-    ("Deep Optimizer States", f"four GPUs, {ASYNCHRONOUSLY}", "forward"),
-    ("Deep Optimizer States", f"four GPUs, {ON_GPU}", "forward"),
+    ("Deep Optimizer States", f"four GPUs, {LARGER[1]}: {ASYNCHRONOUSLY}", "backward"),
     ("Deep Optimizer States", f"four GPUs, {ASYNCHRONOUSLY}", "backward"),
     ("Deep Optimizer States", f"four GPUs, {ON_GPU}", "backward"),
     ("AutoHete, memory limits", "ZeRO-Offload, gpt-4b, batch 8, 16GiB", "fits"),
     ("Deep Optimizer States", "gradients flushed asynchronously", "backward"),
     ("DeepSpeed tutorial, 10B", "ZeRO-Offload", "forward"),
-    ("RoundPipe, baselines on 8 A800", "FSDP, gpt-oss-20b, 1 x 4", "iteration"),
     ("RoundPipe, baselines on 8 A800", "FSDP, qwen3-32b, 1 x 2", "iteration"),
     ("RoundPipe, layers", "gpt-oss-20b", "block_backward"),
     ("PatrickStar, 20B", "PatrickStar", "gradient_copies"),
-    *((LLAMA, f"ZeRO-2, {row}", "iteration") for row in ("none recomputed, 8 x 1", "8 x 1", "optimizer on the CPU, 8 x 1")),
+    (LLAMA, "ZeRO-2, optimizer on the CPU, 8 x 1", "iteration"),
     *((LLAMA, f"ZeRO-3, {row}", "iteration") for row in ("none recomputed, 4 x 2", "optimizer on the CPU, 4 x 2")),
     *((LLAMA, "ZeRO-3, optimizer and parameters on the CPU, 2 x 4", figure) for figure in ("iteration", "gpu_peak")),
     *((LLAMA, "ZeRO-3, 2 x 8", figure) for figure in ("iteration", "gpu_peak")),
-    *((NVME, f"{system}, {size}", "forward") for system in (STAGE_3, "MLP-Offload") for size in ("52B", "70B", "100B")),
-    (NVME, f"{STAGE_3}, 40B", "forward"),
-    *((NVME, f"{STAGE_3}, {size}", "backward") for size in ("40B", "70B")),
+    *((NVME, f"{STAGE_3}, {size}", "backward") for size in ("40B", "52B", "70B")),
     *((NVME, f"MLP-Offload, {size}", "backward") for size in ("52B", "70B", "100B")),
     *((NVME, "MLP-Offload, 52B", figure) for figure in ("step", "iteration")),
-    ("MosaicML llm-foundry, MPT on 8 GPUs", "7b, 8 x H100, 2 x 8 x 8192", "iteration"),
     ("ZeRO-Offload with bound cores, two A100-40GB", "bound", "iteration"),
     ("RoundPipe, baselines on 8 A800", "FSDP, qwen3-32b, one sequence", "longest_sequence"),
 }
@@ -182,15 +173,14 @@ DISAGREE = {
 def test_published_measurements_are_met_but_for_those_explained() -> None:
     """Each phase that others measured is met within a quarter and each limit, but for a few.
 
-    The goals of 25 % at worst and 15 % for phases are missed: a 7B model whose settings are not all published is predicted 20
-    to 59 % too fast, and so are the passes of ZeRO stage 3 with 2,048 tokens.
+    The goal of 25 % at worst is missed: a 7B model whose settings are not all published is predicted 18 to 57 % too fast.
     """
     checks = published.checks()
     assert {(c.source, c.row, c.phase) for c in checks if not c.is_close} == DISAGREE
     iterations, phases, peaks, longest = published.scores(checks)
     assert iterations.mean_error <= 0.10
-    assert iterations.worst_error <= 0.60
-    assert phases.mean_error <= 0.20
+    assert iterations.worst_error <= 0.57
+    assert phases.mean_error <= 0.15
     assert peaks.mean_error <= 0.11
     assert longest.mean_error <= 0.09
     exact = {c.row for c in checks if c.phase == published.LONGEST and c.predicted == c.measured}

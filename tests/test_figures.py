@@ -288,7 +288,7 @@ def test_the_page_says_what_four_gpus_do() -> None:
     found = [row for row in rows(WRITTEN / "fig_throughput_multi_gpu.csv") if row["batch_per_gpu"] == "2"]
     rates = {(row["model"], row["policy"]): value(row, "tokens_per_second") for row in found}
     best = max(rate / rates[model, "autohete"] for (model, policy), rate in rates.items() if policy.startswith("resident"))
-    assert f"up to {100 * (best - 1):.0f} % faster than AutoHete" in said()
+    assert f"at least {100 * (1 - best):.0f} % slower than AutoHete" in said()
 
 
 def test_the_page_says_what_each_technique_adds() -> None:
@@ -311,4 +311,4 @@ def test_the_page_says_what_each_technique_adds() -> None:
     priority = lost("priority", "4")
     assert f"cost {mean(lost('gpu_updates', '4')):.0f} %, and priority adds {mean(priority):.1f} %" in said()
     assert f"one model is {-min(priority):.1f} % faster without it" in said()
-    assert sum(loss < 0 for loss in priority) == 1
+    assert sum(loss < -0.1 for loss in priority) == 1

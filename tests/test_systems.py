@@ -358,6 +358,50 @@ def test_deepspeed_casts_all_gradients_of_a_part_at_once() -> None:
     plain, deepspeed = (one.gpu.peak_bytes for one in found)
     at_update = workload.parameters * (2 + (12 + 2 + 6) / 4)
     assert plain < at_update <= deepspeed < 1.03 * at_update  # the last gradients are still being reduced
-    assert found[0].iteration_seconds == found[1].iteration_seconds
-    with pytest.raises(InputError, match="resident:deepspeed is for zero_stage 1 and 2, not 3"):
-        parse_policy("resident:zero_stage=3,deepspeed")
+    assert found[0].iteration_seconds < found[1].iteration_seconds  # it also copies and all-reduces them
+    with pytest.raises(InputError, match="resident:deepspeed is for zero_stage 1, 2 and 3, not 0"):
+        parse_policy("resident:deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("policy", "gathers", "reduces", "rounds"),
+    [
+        ("resident:zero_stage=2", 0, 0, 1),
+        ("resident:zero_stage=2,deepspeed", 0, 3, 2),
+        ("resident:zero_stage=3", 1, 1, 1),
+        ("resident:zero_stage=3,fsdp1", 0, 1, 1),
+        ("resident:zero_stage=3,deepspeed", 1, 3, 1),
+        ("fsdp2_offload", 1, 1, 1),
+        ("zero_offload:deepspeed=0.8.3", 0, 3, 1),
+        ("zero_offload", 0, 3, 2),
+        ("zero3_offload", 1, 3, 1),
+        ("deep_optimizer_states", 1, 3, 1),
+        ("stronghold", 0, 0, 1),
+    ],
+)
+def test_collectives_work_on_flat_buffers(policy: str, gathers: int, reduces: int, rounds: int) -> None:
+    """The GPU copies what it gathers, and what it reduces, so many times, each time reading and writing all of it."""
+    workload = replace(FP16, tied_embeddings=False)
+    alone, profile = (analytic_profile(workload, NODE.shared_by(gpus)) for gpus in (1, 4))
+    plan = parse_policy(policy).plan(profile, judge_for(profile))
+    tasks = {task.id: task.duration_ns for task in lower(profile, plan).tasks}
+    unit, times = 2, alone.blocks[2]
+    copy_ns = 2 * 2 * times.parameters / (NODE.gpu.memory_bandwidth * NODE.gpu.memory_efficiency) * 1e9
+    first = next(task for task in tasks if task.kind in (Kind.RECOMPUTE, Kind.BACKWARD) and task.unit == unit)
+    recomputed = first.kind is Kind.RECOMPUTE
+    passes = {
+        TaskId(Kind.FORWARD, unit): times.forward_seconds * 1e9 + gathers * copy_ns,
+        TaskId(Kind.BACKWARD, unit): times.backward_seconds * 1e9 + (reduces + gathers * (not recomputed)) * copy_ns,
+    }
+    if recomputed:
+        passes[first] = times.recompute_seconds * 1e9 + gathers * copy_ns
+    assert {task: tasks[task] for task in passes} == pytest.approx(passes, rel=1e-3)
+    reduction = rounds * profile.collective_seconds(2 * times.parameters) * 1e9
+    assert tasks[TaskId(Kind.REDUCE_GRADIENTS, unit)] == pytest.approx(reduction, rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["resident:fsdp1", "resident:zero_stage=3,fsdp1,deepspeed"])
+def test_a_system_shards_its_own_way(policy: str) -> None:
+    """FSDP1 shards parameters, and is not DeepSpeed."""
+    with pytest.raises(InputError, match="resident:fsdp1"):
+        parse_policy(policy)

@@ -16,8 +16,9 @@ JOINT = "joint"
 
 
 def default_policies(gpus: int = 1) -> tuple[str, ...]:
-    """Every registered system with its default flags; with several GPUs also ordinary training with a sharded model."""
-    return (*POLICIES, *(["resident:zero_stage=3"] if gpus > 1 else []))
+    """Every registered system with its default flags; with several GPUs also ordinary training that shards what it needs not
+    replicate."""
+    return (*POLICIES, *(["resident:zero_stage=2", "resident:zero_stage=3"] if gpus > 1 else []))
 
 
 def longest_first(names: Sequence[str]) -> list[str]:

@@ -77,6 +77,7 @@ class GpuFigures(_Table):
     gemm_efficiency: Figure[_Share]
     gemm_efficiency_32bit: Figure[_Share] | None = None
     multiprocessors: Figure[_Count] | None = None
+    attention_share: Figure[_Share] | None = None
     kernel_overhead: Figure[_Time]
 
 
@@ -187,6 +188,7 @@ class HardwareFile(_Table):
                 gemm_efficiency_32bit=_value(gpu.gemm_efficiency_32bit),
                 multiprocessors=_value(gpu.multiprocessors),
                 peak_8bit_flops=_value(gpu.peak_8bit),
+                attention_share=_value(gpu.attention_share),
             ),
             h2d=h2d,
             d2h=d2h,

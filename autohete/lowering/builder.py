@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from autohete.lowering import durations
 from autohete.lowering.durations import Duration
 from autohete.lowering.waits import Waits
 from autohete.plan.rules import Life
@@ -129,6 +130,8 @@ class Builder:
         #: For each buffer, the task that makes it; and the one that frees it, with the number of iterations in between.
         self._made: dict[BufferId, int] = {}
         self._freed: dict[BufferId, tuple[int, int]] = {}
+        #: What prolongs tasks.
+        self._prolonged: defaultdict[TaskId, list[Duration]] = defaultdict(list)
         #: Synchronous fetches of each pass.
         self._synchronous: dict[TaskId, list[TaskId]] = {}
         #: Waits for passes of the previous iteration that are not declared yet.
@@ -145,16 +148,20 @@ class Builder:
         return self.add(task_id(kind, unit, micro_batch), lane, duration, priority)
 
     def add(self, task: TaskId, lane: str, duration: Duration, priority: int = 0) -> TaskId:
-        """Add a task. A pass waits for the pass before it."""
+        """Add a task. A pass waits for the pass before it, the first one for the last of the previous iteration."""
         self._index[task] = len(self.drafts)
         place = self.place.get(task, -1)
         if place >= 0:
             self._passed = place
         self.drafts.append(Draft(task, lane, duration, priority, place, self._passed))
         self.waits.add_task()
-        if place > 0:
-            self.after(task, self.passes[place - 1])
+        if place >= 0:
+            self.after(task, self.passes[place - 1], back=int(not place))
         return task
+
+    def prolong(self, task: TaskId, duration: Duration) -> None:
+        """Let ``task``, which may not be declared yet, take so much longer."""
+        self._prolonged[task].append(duration)
 
     def of(self, kind: Kind) -> list[TaskId]:
         """Return the tasks of a kind, in issue order."""
@@ -371,4 +378,6 @@ class Builder:
 
     def durations(self, order: Sequence[int]) -> tuple[Duration, ...]:
         """Their durations."""
-        return tuple([self.drafts[i].duration for i in order])
+        drafts = [self.drafts[i] for i in order]
+        longer = self._prolonged
+        return tuple([durations.total((one.duration, *longer[one.id])) if one.id in longer else one.duration for one in drafts])

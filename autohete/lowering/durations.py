@@ -85,6 +85,18 @@ def gpu_kernel(traffic_bytes: float) -> Duration:
 
 
 @_kept
+def gpu_copies(size_bytes: int, copies: int) -> Duration:
+    """Copies within the GPU's memory: each reads and writes all bytes."""
+    return lambda profile: profile.gpu_memory_seconds(2 * size_bytes * copies)
+
+
+@_kept
+def total(parts: tuple[Duration, ...]) -> Duration:
+    """One part after the other, as one task."""
+    return lambda profile: sum(part(profile) for part in parts)
+
+
+@_kept
 def cpu_kernel(traffic_bytes: float, *, beside_gpu: bool) -> Duration:
     """An elementwise kernel on the CPU."""
     return lambda profile: profile.elementwise_seconds(traffic_bytes, beside_gpu=beside_gpu)

@@ -113,6 +113,8 @@ class Parameters:
         size = self._profile.parameter_bytes(unit)
         priority = unit if for_forward else b.backward_priority(unit)
         gather = b.task(kind, unit, COLLECTIVE, durations.collective(size), priority, user.micro_batch)
+        if copies := self._plan.flat_buffers.gather_copies:
+            b.prolong(user, durations.gpu_copies(size, copies))
         b.read(gather, Value.PARAMETER_SHARD, unit)
         b.make(gather, buffer, size if self._plan.slots is None else 0)
         b.issue_beside(gather, user, *self._ahead(user))  # ahead of reductions that it need not wait for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autohete.lowering import durations
-from autohete.lowering.builder import Builder, on_gpu
+from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.clipping import Clipping, scaled_bytes
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
@@ -89,7 +89,10 @@ class Updates:
         if self._shards.gpus == 1:
             return
         element = self._profile.element_bytes
-        size, rounds = self._profile.blocks[unit].trained_parameters * element, 1 if stage else 2
+        size, buffers = self._profile.blocks[unit].trained_parameters * element, self._plan.flat_buffers
+        if buffers.reduce_copies:
+            b.prolong(task_id(Kind.BACKWARD, unit, micro_batch), durations.gpu_copies(size, buffers.reduce_copies))
+        rounds = 2 if not stage or buffers.reduces_all else 1
         reduce = b.task(Kind.REDUCE_GRADIENTS, unit, COLLECTIVE, durations.collective(size, rounds), unit, micro_batch)
         if stage < 2:
             if self._plan.gradients_in_parameters(unit):

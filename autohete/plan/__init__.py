@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autohete.errors import InputError, RuleError, check_fields
+from autohete.errors import InputError, RuleError, check_fields, check_whole
 from autohete.hashing import Hashed, hashed_once, same_objects
 from autohete.plan.recomputation import Recomputation, Recomputations, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
@@ -19,6 +19,7 @@ from autohete.schedule import HOST_MEMORY, Value
 
 __all__ = [
     "Activations",
+    "FlatBuffers",
     "Footprint",
     "Format",
     "ParameterSlots",
@@ -121,6 +122,27 @@ class Footprint:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class FlatBuffers:
+    """What collectives of several GPUs need because they work on flat buffers. The GPU copies in its own memory.
+
+    Args:
+        gather_copies: how often what a pass has gathered is copied before it: 1 takes the parameters out of the buffer.
+        reduce_copies: how often gradients are copied, or changed in place, between the pass that completes them and their
+            reduction: 1 puts them into the buffer.
+        reduces_all: gradients are all-reduced even if each GPU only uses those of its part.
+    """
+
+    gather_copies: int = 0
+    reduce_copies: int = 0
+    reduces_all: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("gather_copies", "reduce_copies"):
+            check_whole(name, getattr(self, name), 0)
+
+
 @hashed_once
 @dataclass(frozen=True, slots=True)
 class Plan(Hashed):
@@ -136,6 +158,7 @@ class Plan(Hashed):
         scales_gradients: a CPU update always multiplies its gradients by a factor (for example to unscale them), so clipping
             needs no extra pass.
         footprint: additional memory that the system holds.
+        flat_buffers: what its collectives need besides.
         delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics).
         memory_waits: the plan fits only with extra waits, which cost time; :func:`autohete.simulate.simulate_plan` adds them.
         bound_seconds: lower bound of the iteration time over all plans that the policy could have chosen, proved by its
@@ -150,6 +173,7 @@ class Plan(Hashed):
     elementwise_bytes: float = 0
     scales_gradients: bool = False
     footprint: Footprint = Footprint()
+    flat_buffers: FlatBuffers = FlatBuffers()
     delayed: bool = False
     memory_waits: bool = False
     bound_seconds: float | None = field(default=None, compare=False)

@@ -31,7 +31,7 @@ from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, ByPriority, GpuUpdatesAfterBackward, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.several_gpus import shared
+from autohete.policies.several_gpus import ZERO3, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind, Value
 
@@ -107,6 +107,7 @@ class DeepOptimizerStates:
                 host_buffer_bytes=unused + staged,
                 pinned=(Value.POLICY_BUFFERS,),
             ),
+            flat_buffers=ZERO3,
         )
 
 

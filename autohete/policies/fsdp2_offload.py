@@ -33,7 +33,7 @@ from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, Rule, Slots, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.several_gpus import shared
+from autohete.policies.several_gpus import FSDP2, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -113,6 +113,7 @@ class Fsdp2Offload:
                 host_pinned_bytes=(4, 4) if self.pin_memory else (),
                 one_host_copy=True,
             ),
+            flat_buffers=FSDP2,
         )
 
     def _copies_when_needed(self, profile: Profile) -> bool:

@@ -25,7 +25,7 @@ from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.several_gpus import shared
+from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared
 from autohete.profile import Profile
 from autohete.schedule import NVME_MEMORY
 
@@ -37,10 +37,12 @@ class MlpOffload:
     Args:
         checkpointing: full, selective, none, or the better of full and none.
         cached: number of units whose states are cached in host memory. None: as many as fit.
+        reduce_scatter: as in DeepSpeed's configuration; off, several GPUs all-reduce gradients.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     cached: int | None = None
+    reduce_scatter: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -53,41 +55,41 @@ class MlpOffload:
 
         def plan_for(activations: Activations) -> Plan:
             if self.cached is not None:
-                return _plan(profile, activations, min(self.cached, count))
+                return self._plan(profile, activations, min(self.cached, count))
 
             def too_many(cached: int) -> bool:  # memory grows with their number
-                return judge(_plan(profile, activations, cached)).verdict in (
+                return judge(self._plan(profile, activations, cached)).verdict in (
                     Verdict.HOST_OUT_OF_MEMORY,
                     Verdict.PINNED_OUT_OF_MEMORY,
                 )
 
-            return _plan(profile, activations, bisect_left(range(1, count + 1), True, key=too_many))
+            return self._plan(profile, activations, bisect_left(range(1, count + 1), True, key=too_many))
 
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
+    def _plan(self, profile: Profile, activations: Activations, cached: int) -> Plan:
+        """The plan in which the last ``cached`` units to be updated have their states on the host."""
+        element, mixed, last = profile.element_bytes, traffic.is_mixed(profile), len(profile.blocks) - 1
+        on_host = UnitPlan(update_on=Processor.CPU)
+        on_drives = replace(on_host, states=Rest(NVME_MEMORY, ahead=1))
 
-def _plan(profile: Profile, activations: Activations, cached: int) -> Plan:
-    """The plan in which the last ``cached`` units to be updated have their states on the host."""
-    element, mixed, last = profile.element_bytes, traffic.is_mixed(profile), len(profile.blocks) - 1
-    on_host = UnitPlan(update_on=Processor.CPU)
-    on_drives = replace(on_host, states=Rest(NVME_MEMORY, ahead=1))
+        def unit(block: int) -> UnitPlan:
+            found = on_host if block < cached else on_drives
+            return replace(found, activations=activations) if 0 < block < last else found
 
-    def unit(block: int) -> UnitPlan:
-        found = on_host if block < cached else on_drives
-        return replace(found, activations=activations) if 0 < block < last else found
-
-    return Plan(
-        policy="mlp_offload",
-        units=shared(map(unit, range(last + 1)), 3, profile),
-        rules=(UpdatesAfterBackward(), Barrier()),
-        update_bytes=traffic.ADAM_KERNEL,
-        elementwise_bytes=traffic.UNSCALE + traffic.casts(profile),
-        scales_gradients=True,
-        footprint=Footprint(
-            # States if they are cached; the gradient, which stays; the 16-bit parameters for the upload.
-            host_optimizer_bytes=profile.optimizer_bytes + element + (element if mixed else 0),
-        ),
-    )
+        return Plan(
+            policy="mlp_offload",
+            units=shared(map(unit, range(last + 1)), 3, profile),
+            rules=(UpdatesAfterBackward(), Barrier()),
+            update_bytes=traffic.ADAM_KERNEL,
+            elementwise_bytes=traffic.UNSCALE + traffic.casts(profile),
+            scales_gradients=True,
+            footprint=Footprint(
+                # States if they are cached; the gradient, which stays; the 16-bit parameters for the upload.
+                host_optimizer_bytes=profile.optimizer_bytes + element + (element if mixed else 0),
+            ),
+            flat_buffers=ZERO3 if self.reduce_scatter else ZERO3_ALL_REDUCE,
+        )
 
 
 SYSTEM = MlpOffload

@@ -1,7 +1,8 @@
 """No offloading: ordinary training with everything on the GPU. The baseline, and the first to run out of memory.
 
-Several GPUs train data-parallel: with stage 0 like PyTorch's DistributedDataParallel, with stage 3 like FSDP2, where each unit
-is gathered while the one before it is computed and released after each use. Reductions overlap backward.
+Several GPUs train data-parallel: with stage 0 like PyTorch's DistributedDataParallel whose gradients are views of its buckets,
+with stage 3 like FSDP2, where each unit is gathered while the one before it is computed and released after each use. Reductions
+overlap backward.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Plan, UnitPlan
+from autohete.plan import Activations, FlatBuffers, Footprint, Plan, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.several_gpus import shared
+from autohete.policies.several_gpus import FSDP1, FSDP2, ZERO2, ZERO3, shared
 from autohete.profile import Profile
+
+#: ``sub_group_size`` of DeepSpeed's stage 3.
+_SUB_GROUP = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +30,27 @@ class Resident:
         zero_stage: what several GPUs shard: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well.
         in_backward: each unit is updated as soon as its gradients are complete, which frees them (torchtune's
             ``optimizer_in_bwd``).
-        deepspeed: before the update the gradients of a GPU's part are put together in one tensor and cast to fp32, as stages 1
-            and 2 of DeepSpeed do (``step`` in deepspeed/runtime/zero/stage_1_and_2.py at 0.18.6).
+        deepspeed: as DeepSpeed does it. Before the update the gradients of a GPU's part are put together in one tensor, cast
+            to fp32 (``step`` in deepspeed/runtime/zero/stage_1_and_2.py at 0.18.6); with stage 3, of one sub-group at a time.
+        fsdp1: with stage 3, as ``FullyShardedDataParallel`` does it, whose parameters are views of what is gathered.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     zero_stage: int = 0
     in_backward: bool = False
     deepspeed: bool = False
+    fsdp1: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 <= self.zero_stage <= 3:
             raise InputError(f"resident:zero_stage={self.zero_stage} must be 0, 1, 2 or 3")
-        if self.deepspeed and self.zero_stage not in (1, 2):
-            raise InputError(
-                f"resident:deepspeed is for zero_stage 1 and 2, not {self.zero_stage}: give one of them, or leave it out"
-            )
+        if self.deepspeed and not self.zero_stage:
+            raise InputError("resident:deepspeed is for zero_stage 1, 2 and 3, not 0: give one of them, or leave it out")
+        if self.fsdp1 and self.zero_stage != 3:
+            raise InputError(f"resident:fsdp1 is for zero_stage 3, not {self.zero_stage}: give it, or leave out fsdp1")
+        if self.fsdp1 and self.deepspeed:
+            raise InputError("resident:fsdp1 and deepspeed are two systems: leave out one of them")
         if self.deepspeed and self.in_backward:
             raise InputError("resident:deepspeed updates all at once, not in_backward: leave out one of them")
 
@@ -57,15 +65,24 @@ class Resident:
                 units=shared(units, self.zero_stage, profile),
                 rules=() if self.in_backward else (GpuUpdatesAfterBackward(),),
                 footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
+                flat_buffers=self._flat_buffers,
             )
 
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
+
+    @property
+    def _flat_buffers(self) -> FlatBuffers:
+        if self.zero_stage == 3:
+            return ZERO3 if self.deepspeed else FSDP1 if self.fsdp1 else FSDP2
+        return ZERO2 if self.deepspeed else FlatBuffers()
 
     def _update_bytes(self, profile: Profile) -> int:
         """What is held while one GPU updates its part: one tensor in the format of gradients, and its fp32 cast."""
         if not self.deepspeed:
             return 0
         part = profile.hardware.part_of(sum(block.trained_parameters for block in profile.blocks))
+        if self.zero_stage == 3:
+            part = min(part, _SUB_GROUP)
         return part * (profile.element_bytes + 4 * profile.workload.precision.is_mixed)
 
 

@@ -6,8 +6,24 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autohete.errors import InputError
-from autohete.plan import UnitPlan
+from autohete.plan import FlatBuffers, UnitPlan
 from autohete.profile import Profile
+
+#: PyTorch's ``fully_shard``: what is gathered is split into parameters, and gradients are put together (2.13,
+#: ``_fsdp_collectives.py``: ``foreach_all_gather_copy_out``, ``foreach_reduce_scatter_copy_in``).
+FSDP2 = FlatBuffers(gather_copies=1, reduce_copies=1)
+#: ``FullyShardedDataParallel``: parameters are views of what is gathered, and the backward of the split that makes them puts
+#: their gradients together (2.13, ``_flat_param.py``).
+FSDP1 = FlatBuffers(reduce_copies=1)
+#: DeepSpeed, stage 3: each parameter is concatenated from its parts (``AllGatherCoalescedHandle.wait``). Gradients are copied
+#: to the bucket (``stage3.py``), concatenated by owner and divided (``reduce_scatter_coalesced``); edaa7221.
+ZERO3 = FlatBuffers(gather_copies=1, reduce_copies=3)
+#: The same with ``reduce_scatter`` off, where gradients are only copied to the bucket and divided.
+ZERO3_ALL_REDUCE = FlatBuffers(gather_copies=1, reduce_copies=2, reduces_all=True)
+#: DeepSpeed, stages 1 and 2: gradients are copied to the bucket, divided and flattened, and all-reduced since 0.12.6
+#: (``stage_1_and_2.py``: ``average_tensor``, ``allreduce_and_copy_with_multiple_ranks``); before, reduced to their owners.
+ZERO2 = FlatBuffers(reduce_copies=3, reduces_all=True)
+ZERO2_TO_OWNERS = FlatBuffers(reduce_copies=3)
 
 
 def shared(units: Iterable[UnitPlan], zero_stage: int, profile: Profile) -> tuple[UnitPlan, ...]:

@@ -34,7 +34,7 @@ from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, Rule, SerialUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.several_gpus import shared
+from autohete.policies.several_gpus import ZERO3, shared
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
 from autohete.schedule import Kind, Value
@@ -138,6 +138,7 @@ class TwinFlow:
                 host_pinned_together=True,
                 pinned=(Value.POLICY_BUFFERS,) if self.pin_memory else (),
             ),
+            flat_buffers=ZERO3,
         )
 
     def _rules(self, units: list[UnitPlan]) -> tuple[Rule, ...]:

@@ -26,7 +26,7 @@ from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.several_gpus import shared
+from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, NVME_MEMORY, Kind
 
@@ -39,11 +39,13 @@ class ZeroInfinity:
         checkpointing: full, selective, none, or the better of full and none.
         pipeline: ``pipeline_read`` and ``pipeline_write``.
         offload_param: parameters of the transformer blocks rest on the host.
+        reduce_scatter: as in DeepSpeed's configuration; off, several GPUs all-reduce gradients.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     pipeline: bool = False
     offload_param: bool = False
+    reduce_scatter: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -76,6 +78,7 @@ class ZeroInfinity:
                 host_optimizer_bytes=profile.optimizer_bytes + (profile.element_bytes if mixed else 0),
                 host_parameter_bytes=profile.element_bytes,
             ),
+            flat_buffers=ZERO3 if self.reduce_scatter else ZERO3_ALL_REDUCE,
         )
 
 

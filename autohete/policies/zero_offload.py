@@ -36,7 +36,7 @@ from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterBackward, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
-from autohete.policies.several_gpus import shared
+from autohete.policies.several_gpus import ZERO2, ZERO2_TO_OWNERS, shared
 from autohete.profile import Profile
 from autohete.schedule import Kind, Value
 from autohete.workload import Precision
@@ -66,6 +66,7 @@ class _Version:
             buffer.
         pinned: whether the gradient buffer (and the staging buffer) is pinned by default. None: always.
         bucket_factor: the gradient bucket in multiples of its configured size.
+        all_reduces: several GPUs all-reduce gradients, rather than reduce each part to its owner.
     """
 
     own_stream: bool = False
@@ -73,6 +74,7 @@ class _Version:
     upload: str = "temporary"
     pinned: bool | None = None
     bucket_factor: float = 1.0
+    all_reduces: bool = False
 
 
 _VERSIONS = {
@@ -80,9 +82,9 @@ _VERSIONS = {
     DeepSpeed.V0_3: _Version(tiles_bytes=8 * 1024 * _MIB, bucket_factor=4.5),
     DeepSpeed.V0_4_3: _Version(own_stream=True, tiles_bytes=1024 * _MIB),
     DeepSpeed.V0_8_3: _Version(tiles_bytes=1024 * _MIB),
-    DeepSpeed.V0_14: _Version(pinned=False),
-    DeepSpeed.V0_16: _Version(upload="master", pinned=False),
-    DeepSpeed.V2026: _Version(upload="staging", pinned=True),
+    DeepSpeed.V0_14: _Version(pinned=False, all_reduces=True),
+    DeepSpeed.V0_16: _Version(upload="master", pinned=False, all_reduces=True),
+    DeepSpeed.V2026: _Version(upload="staging", pinned=True, all_reduces=True),
 }
 
 
@@ -164,6 +166,7 @@ class ZeroOffload:
                 host_buffer_bytes=version.tiles_bytes or 0,
                 pinned=(Value.POLICY_BUFFERS,),
             ),
+            flat_buffers=ZERO2 if version.all_reduces and not self.paper else ZERO2_TO_OWNERS,
         )
 
     def _pinned(self) -> bool:

@@ -25,7 +25,7 @@ from autohete.workload.training import LAST
 #: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
 _GEMM_INNER_HALF = 256
-#: Fused attention runs at about this fraction of the GEMM rate in forward (Dao 2023, table of A100 forward speeds).
+#: Fused attention runs at this share of the GEMM rate if not given: FlashAttention 2 on an A100 (Dao 2023, forward speeds).
 _ATTENTION_SHARE = 0.65
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
@@ -363,7 +363,7 @@ class _Roofline:
         self.flops_8bit = (gpu.peak_8bit_flops or 0.0) * gpu.gemm_efficiency
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
         self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
-        self.multiprocessors = gpu.multiprocessors
+        self.multiprocessors, self.attention_share = gpu.multiprocessors, gpu.attention_share or _ATTENTION_SHARE
         self.overhead, self.launch = gpu.kernel_overhead_seconds, launch_seconds
         self.element = workload.precision.element_bytes
         self.kernels = IMPLEMENTATIONS[workload.kernels]
@@ -391,7 +391,7 @@ class _Roofline:
             # Scores (and the gradient of the weights) have the head size as inner dimension, the others the sequence length.
             wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, value, s, batch)
             return wide + deep, wide + 3 * deep
-        seconds = w.tokens * component.flash_flops(w.attended_tokens) / (self.flops * _ATTENTION_SHARE)
+        seconds = w.tokens * component.flash_flops(w.attended_tokens) / (self.flops * self.attention_share)
         return seconds, _ATTENTION_BACKWARD * seconds
 
     def _product_seconds(self, product: Product, *, trained: bool = True, fp8: bool = False) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 from autohete.lowering import least_parameter_slots, lower
 from autohete.plan import (
     Activations,
+    FlatBuffers,
     Footprint,
     Format,
     ParameterSlots,
@@ -144,6 +145,7 @@ def hardware(draw: Draw) -> Hardware:
             kernel_overhead_seconds=draw(_decades(-9, -4)),
             gemm_efficiency_32bit=draw(st.sampled_from([None, 0.3])),
             multiprocessors=draw(st.sampled_from([None, 1, 100])),
+            attention_share=draw(st.sampled_from([None, 0.3, 1.0])),
         ),
         h2d=link(),
         d2h=link(),
@@ -283,6 +285,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
             gpu_update_bytes=draw(st.integers(0, 10**6)),
             pinned=tuple(draw(st.lists(st.sampled_from([Value.OPTIMIZER_STATES, Value.POLICY_BUFFERS]), unique=True))),
         ),
+        flat_buffers=FlatBuffers(draw(st.integers(0, 2)), draw(st.integers(0, 3)), draw(st.booleans())),
     )
     plan = without_idle_rules(profile, plan)
     if draw(st.booleans()):
