@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,18 @@ def test_bound_processes_are_said() -> None:
         for policy in ("resident:zero_stage=3", "zero_offload")
     }
     assert [case for case, bound in said.items() if bound] == [(4, "zero_offload")]
+
+
+def test_free_collectives_are_said() -> None:
+    """Where the hardware does not say what collectives take from the GPU, an answer for several GPUs says what is assumed."""
+    node = load_hardware("a100-40gb-epyc7543p")
+    assert node.interconnect is not None
+    silent = replace(node, interconnect=replace(node.interconnect, concurrent_share=1.0))
+    said = [
+        any("slow nothing" in note for note in answer(on(one), parse_policy("resident:zero_stage=3"))[0].notes)
+        for one in (node.shared_by(2), silent.shared_by(2), silent)
+    ]
+    assert said == [False, True, False]
 
 
 def test_a_duplex_rate_that_follows_is_said() -> None:

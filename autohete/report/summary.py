@@ -126,13 +126,16 @@ _BOUND = (
     "processes that update on the CPU are taken as bound to cores of their own; unbound, as is the default of launchers, all "
     "together may be as slow as one (cpu.ranks_update_bandwidth)"
 )
+#: Said where nothing is known of what NCCL's kernels take from the GPU.
+_FREE = "collectives are taken to slow nothing that the GPU computes beside them (interconnect.concurrent_share 1)"
 
 
 def _notes(simulation: Simulation) -> tuple[str, ...]:
-    """What the hardware remarks, and what is assumed of processes that share its CPU."""
-    hardware = simulation.profile.hardware
+    """What the hardware remarks, and what is assumed of several GPUs and of processes that share a CPU."""
+    hardware, join = simulation.profile.hardware, simulation.profile.hardware.interconnect
     several = hardware.gpus_of_node > 1 and any(unit.update_on is Processor.CPU for unit in simulation.plan.units)
-    return (*hardware.remarks, *([_BOUND] if several else []))
+    free = hardware.gpus > 1 and join is not None and join.concurrent_share == 1
+    return (*hardware.remarks, *([_BOUND] if several else []), *([_FREE] if free else []))
 
 
 def summarize(simulation: Simulation, policy: NamedPolicy, *, only_numbers: bool = False) -> Summary:
