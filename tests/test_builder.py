@@ -78,7 +78,7 @@ def test_a_writer_waits_for_readers_and_the_next_readers_for_it() -> None:
 
 
 def test_what_is_made_anew_waits_for_nobody() -> None:
-    """A fetch into memory of its own waits only for what it copies."""
+    """A fetch into memory of its own waits only for what it copies; passes also wait for each other."""
     builder = Builder([FORWARD, BACKWARD])
     fetch = builder.task(Kind.PREFETCH_FORWARD, 0, H2D, nanosecond)
     builder.read(fetch, Value.PARAMETERS, 0, HOST_MEMORY)
@@ -92,7 +92,7 @@ def test_what_is_made_anew_waits_for_nobody() -> None:
     builder.write(update, Value.PARAMETERS, 0, HOST_MEMORY)
     builder.order_by_data()
     found = waits(builder)
-    assert found == {"PF0": ["U0@-1"], "F0": ["PF0"], "B0": ["F0"], "WF0": ["PF0"], "U0": ["PF0"]}
+    assert found == {"PF0": ["U0@-1"], "F0": ["B0@-1", "PF0"], "B0": ["F0"], "WF0": ["PF0"], "U0": ["PF0"]}
 
 
 def test_a_late_reader_is_waited_for_before_memory_is_freed() -> None:
