@@ -30,6 +30,9 @@ from autohete.report.tables import console, table  # noqa: E402
 QUESTION = ["--hidden", "4096", "--blocks", "40", "--heads", "32", "--sequence-length", "1024"]
 BATCHES, LINKS, CPUS = range(1, 26), range(5, 105, 5), range(10, 210, 10)
 
+#: With bytecode, as installed packages have it: without, each process compiles all modules.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
 #: Run in Calculon's clone: one configuration after another, each with another batch, link and offload.
 CALCULON = """
 import copy, json, logging, sys, time
@@ -74,7 +77,7 @@ def sweep(count: int, jobs: int) -> tuple[float, float]:
         command = [sys.executable, "-m", "autohete", "sweep", *QUESTION, "--policy", "zero_offload", "--jobs", str(jobs)]
         command += [word for axis in over for word in ("--over", axis)] + ["--out", f"{folder}/sweep.csv"]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"}
+        environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"}
         said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = re.search(r"answered now: ([\d,]+) in [\d.]+ s, ([\d.e+]+) settings per second", said)
@@ -86,7 +89,7 @@ def sweep(count: int, jobs: int) -> tuple[float, float]:
 def calculon(folder: Path, python: str, count: int) -> tuple[float, float]:
     """Return settings per second, and CPU seconds per setting, of Calculon."""
     command = [python, "-c", CALCULON, str(folder.resolve()), str(count)]
-    rate, cpu = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    rate, cpu = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=ENVIRONMENT).stdout)
     return rate, cpu
 
 

@@ -39,7 +39,7 @@ _Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 _Value = TypeVar("_Value", bound=float)

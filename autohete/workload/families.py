@@ -43,7 +43,7 @@ LinearTypes = list[Literal["full_attention", "linear_attention"]]
 class Family(BaseModel, ABC):
     """What all families have: sizes of the whole model."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, populate_by_name=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, populate_by_name=True, defer_build=True)
 
     hidden_size: Size
     num_hidden_layers: Annotated[int, Field(ge=1, le=_MOST_BLOCKS)]
