@@ -30,7 +30,7 @@ from autohete.report.tables import console, table  # noqa: E402
 QUESTION = ["--hidden", "4096", "--blocks", "40", "--heads", "32", "--sequence-length", "1024"]
 BATCHES, LINKS, CPUS = range(1, 26), range(5, 105, 5), range(10, 210, 10)
 
-#: With bytecode, as installed packages have it: without, each process compiles all modules.
+#: Lets Python keep bytecode, which installed packages have: otherwise every process compiles the modules of this checkout anew.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 #: Run in Calculon's clone: one configuration after another, each with another batch, link and offload.

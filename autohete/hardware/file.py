@@ -39,6 +39,7 @@ _Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class _Table(BaseModel):
+    # Only HardwareFile validates. The tables in it need no validators of their own, whose building would delay every start.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 

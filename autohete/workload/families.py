@@ -43,6 +43,7 @@ LinearTypes = list[Literal["full_attention", "linear_attention"]]
 class Family(BaseModel, ABC):
     """What all families have: sizes of the whole model."""
 
+    # Validators are built on first use: a command needs at most one family, and building them all delays every start.
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, populate_by_name=True, defer_build=True)
 
     hidden_size: Size
