@@ -67,7 +67,7 @@ def one_answer(blocks: int) -> dict[str, float]:
     steps: dict[str, Callable[[], object]] = {
         "profile": lambda: example.profile(blocks),
         "lowering": lambda: lowering.lower(profile, plan),
-        "check": schedule.validate,
+        "check": lambda: _module("autohete.schedule").validate(schedule),
         f"simulation of {trace.iterations} iterations": lambda: executor.run(schedule, trace.iterations),
         "occupancy": lambda: memory.occupancy(trace, "gpu"),
         "usage and idle causes": lambda: analysis.usage(trace, found.steady),

@@ -38,7 +38,7 @@ def unequal(units: int, seed: int) -> Profile:
     hidden = rng.choice([2048, 3072, 4096])
     workload = Workload("unequal", hidden, units, hidden // 128, batch_size=rng.choice([2, 4, 8]))
     profile = analytic_profile(workload, load_hardware(NODE, {"host.memory": "2TB"}))
-    blocks = list(profile.blocks)
+    blocks = list(profile.units)
     for place in range(1, units + 1):
         factor, block = rng.uniform(0.3, 1.7), blocks[place]
         part = block.selective
@@ -53,7 +53,7 @@ def unequal(units: int, seed: int) -> Profile:
             activation_bytes=round(block.kept_bytes * factor) + block.input_bytes,
             selective=part,
         )
-    return replace(profile, blocks=tuple(blocks))
+    return replace(profile, units=tuple(blocks))
 
 
 def planned(profile: Profile, plan_for: Callable[[Profile, Judge], Plan]) -> tuple[float, float, float]:

@@ -108,7 +108,7 @@ def draw(seed: int, most_blocks: int = 96) -> Setting:
 def best_known(setting: Setting, judge: Judge, plan: Counts, judgements: int) -> tuple[float, Counts]:
     """Search for the shortest iteration and its choice, from ``plan``, from everything offloaded, and from random points."""
     rng = random.Random(setting.seed)
-    blocks = len(setting.profile.blocks)
+    blocks = len(setting.profile.units)
     limits = (blocks - 2, blocks - 2, blocks)
     known: dict[tuple[int, ...], float] = {}
 
@@ -165,7 +165,7 @@ def compare(seed: int, most_blocks: int = 96, judgements: int = 1000) -> Result:
     except InfeasibleError:
         return Result(setting, None, 0, 0, time.process_time() - begin, 0)
     took, seconds = time.process_time() - begin, judge(plan).seconds
-    counts = Counts(plan.checkpointed_blocks, plan.offloaded_parameter_blocks, plan.offloaded_optimizer_blocks)
+    counts = Counts(plan.checkpointed_units, plan.offloaded_parameter_units, plan.offloaded_optimizer_units)
     best = min(best_known(setting, judge, counts, judgements)[0], seconds)
     return Result(setting, counts, seconds, plan.bound_seconds or 0, took, best)
 
@@ -198,7 +198,7 @@ def main(*, settings: int = 60, seed: int = 0, jobs: int = 2) -> None:
         "slower than the best known, %": [100 * r.excess for r in running],
         "proven within, %": [100 * (r.seconds / r.bound_seconds - 1) for r in running],
         "planning, s": [r.planning_seconds for r in running],
-        "planning up to 42 blocks, s": [r.planning_seconds for r in running if len(r.setting.profile.blocks) <= 42],
+        "planning up to 42 blocks, s": [r.planning_seconds for r in running if len(r.setting.profile.units) <= 42],
     }
     summary = table(f"{len(running)} of {settings} settings fit", ["", "median", "worst"])
     for name, numbers in figures.items():

@@ -34,8 +34,8 @@ from autohete.runtime.torch_executor import TorchExecutor
 from autohete.schedule import GPU, Kind, TaskId
 from autohete.simulate import judge_for, safety, simulate_plan
 from autohete.train.as_executed import as_executed, everything_resident
-from autohete.train.gpt import GPT, Block
-from autohete.train.microbenchmarks import forget_cache
+from autohete.train.gpt import GPT, GPTBlock
+from autohete.train.machine import forget_cache
 from autohete.train.trainer import measured_profile_on
 from autohete.workload import Precision, Workload
 
@@ -140,11 +140,11 @@ def overlap() -> None:
     # Passes slowed down to where this CPU keeps up, copies and updates to where they matter.
     blocks = tuple(
         replace(b, forward_seconds=0.012, backward_seconds=0.024, gpu_update_seconds=0.002, cpu_update_seconds=0.03)
-        for b in profile.blocks
+        for b in profile.units
     )
-    bandwidth = profile.blocks[1].parameters * 4 / 0.012
+    bandwidth = profile.units[1].parameters * 4 / 0.012
     links = [replace(link, bandwidth=bandwidth, duplex_bandwidth=bandwidth) for link in (node.h2d, node.d2h)]
-    profile = replace(profile, blocks=blocks, hardware=replace(node, h2d=links[0], d2h=links[1]))
+    profile = replace(profile, units=blocks, hardware=replace(node, h2d=links[0], d2h=links[1]))
     resident = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes
     for share in (1.2, 0.6, 0.4, 0.3):
         gpu = replace(profile.hardware.gpu, memory_bytes=round(share * resident) + profile.hardware.gpu.reserved_bytes)
@@ -173,7 +173,7 @@ def cpu_update() -> None:
     Sizes are those of a transformer block. With powers of two only, the distances between the moments would cause cache
     conflicts, which alone make the step half as long again.
     """
-    sizes = [parameter.numel() for parameter in Block(1536, 16, 0.0).parameters()]
+    sizes = [parameter.numel() for parameter in GPTBlock(1536, 16, 0.0).parameters()]
     count = sum(sizes)
     adam = Adam()
     ways: dict[str, tuple[Callable[[], object], int]] = {}

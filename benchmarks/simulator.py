@@ -27,7 +27,7 @@ from autohete.planner.steps import Counts
 from autohete.policies.autohete import AutoHete
 from autohete.profile import Profile, analytic_profile
 from autohete.report.tables import console, table
-from autohete.schedule import Schedule
+from autohete.schedule import Schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan
 from autohete.testing.list_scheduler import list_schedule
@@ -67,7 +67,7 @@ def against_list_scheduler() -> None:
         for _ in range(ROUNDS):
             plain.append(seconds(list_schedule, schedule, 10))
             simulated.append(seconds(SimExecutor(validate=False).run, schedule, 10))
-            validated.append(seconds(schedule.validate))
+            validated.append(seconds(validate, schedule))
         tasks = 10 * len(schedule.tasks)
         shown.add_row(
             name,
@@ -121,10 +121,10 @@ def planner() -> None:
 def analyses() -> None:
     """Measure one simulated answer, step by step."""
     from autohete.analysis.bounds import period_bounds
+    from autohete.analysis.memory_waits import with_memory_waits
     from autohete.analysis.occupancy import occupancy
     from autohete.analysis.usage import usage
     from autohete.analysis.worst_case import worst_case
-    from autohete.lowering.memory_waits import with_memory_waits
 
     found = profile(96)
     plan = AutoHete().plan_for(found, Counts(96, 96, 86))
@@ -133,7 +133,7 @@ def analyses() -> None:
     steps: dict[str, Callable[[], object]] = {
         "profile": lambda: profile(96),
         "lower": lambda: lower(found, plan),
-        "validate": simulation.schedule.validate,
+        "validate": lambda: validate(simulation.schedule),
         f"simulate {trace.iterations} iterations": lambda: SimExecutor(validate=False).run(
             simulation.schedule, trace.iterations
         ),

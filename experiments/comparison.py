@@ -10,7 +10,7 @@ from statistics import mean
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
-from autohete.report.summary import Summary, answer
+from autohete.simulate.summary import Summary, answer
 from autohete.workload import WORKLOADS, Kernels, Precision
 
 NODE = "a100-40gb-epyc7713"

@@ -44,18 +44,18 @@ from matplotlib.ticker import NullFormatter
 from rich.progress import track
 from torch import Tensor
 
-from autohete.analysis.compare import Comparison, compare
+from autohete.analysis.comparison import Comparison, compare
 from autohete.analysis.usage import Cause
 from autohete.cli.app import run_app
 from autohete.errors import InfeasibleError
 from autohete.execution.trace import Clock, Trace
+from autohete.files import make_folder, write_text
 from autohete.hardware import Hardware, load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.report.gantt import two_row_figure
 from autohete.report.style import BLUE, VERMILION, save_figure, style
 from autohete.report.tables import console, say, table
-from autohete.report.write import make_folder, write_text
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.torch_executor import TorchExecutor
@@ -234,7 +234,7 @@ def paced_profile(measured: Profile, large: Workload, overrides: dict[str, str])
     node = load_hardware("a100-40gb-epyc7713", overrides)
     wanted = analytic_profile(large, node)
     # Copying a small block takes as long as copying a large one; all bandwidths keep their proportions.
-    smaller = (measured.blocks[1].parameters * measured.element_bytes) / (wanted.blocks[1].parameters * wanted.element_bytes)
+    smaller = (measured.units[1].parameters * measured.element_bytes) / (wanted.units[1].parameters * wanted.element_bytes)
     blocks = tuple(
         replace(
             small,
@@ -243,12 +243,12 @@ def paced_profile(measured: Profile, large: Workload, overrides: dict[str, str])
             gpu_update_seconds=big.gpu_update_seconds,
             cpu_update_seconds=big.parameters * 28 / node.cpu.update_bandwidth,
         )
-        for small, big in zip(measured.blocks, wanted.blocks, strict=True)
+        for small, big in zip(measured.units, wanted.units, strict=True)
     )
     return replace(
         measured,
         hardware=replace(_scaled(node, smaller), gpu=measured.hardware.gpu),
-        blocks=blocks,
+        units=blocks,
         loss=replace(measured.loss, seconds=wanted.loss.seconds),
     )
 
@@ -357,7 +357,7 @@ def stretched(profile: Profile, real: Profile, iteration_seconds: float) -> Prof
     Tasks that are still too short last as long as they take on this machine.
     """
     ratios = [ITERATION_SECONDS / iteration_seconds]
-    for ideal, here in zip(profile.blocks[1:-1], real.blocks[1:-1], strict=True):
+    for ideal, here in zip(profile.units[1:-1], real.units[1:-1], strict=True):
         ratios.append(PACE_MARGIN * here.forward_seconds / ideal.forward_seconds)
         ratios.append(PACE_MARGIN * here.backward_seconds / ideal.backward_seconds)
     factor = max(ratios)
@@ -369,12 +369,12 @@ def stretched(profile: Profile, real: Profile, iteration_seconds: float) -> Prof
             gpu_update_seconds=max(ideal.gpu_update_seconds * factor, PACE_MARGIN * here.gpu_update_seconds),
             cpu_update_seconds=(ideal.cpu_update_seconds or 0.0) * factor,
         )
-        for ideal, here in zip(profile.blocks, real.blocks, strict=True)
+        for ideal, here in zip(profile.units, real.units, strict=True)
     )
     slower = _scaled(profile.hardware, 1 / factor)
     h2d, d2h = (replace(link, latency_seconds=link.latency_seconds * factor) for link in (slower.h2d, slower.d2h))
     loss = replace(profile.loss, seconds=max(profile.loss.seconds * factor, PACE_MARGIN * real.loss.seconds))
-    return replace(profile, hardware=replace(slower, h2d=h2d, d2h=d2h), blocks=blocks, loss=loss)
+    return replace(profile, hardware=replace(slower, h2d=h2d, d2h=d2h), units=blocks, loss=loss)
 
 
 def mean_of(profiles: list[Profile]) -> Profile:
@@ -387,10 +387,10 @@ def mean_of(profiles: list[Profile]) -> Profile:
             gpu_update_seconds=mean(block.gpu_update_seconds for block in same),
             cpu_update_seconds=mean(block.cpu_update_seconds or 0.0 for block in same),
         )
-        for same in zip(*(profile.blocks for profile in profiles), strict=True)
+        for same in zip(*(profile.units for profile in profiles), strict=True)
     )
     loss = replace(profiles[0].loss, seconds=mean(profile.loss.seconds for profile in profiles))
-    return replace(profiles[0], blocks=blocks, loss=loss)
+    return replace(profiles[0], units=blocks, loss=loss)
 
 
 def as_csv(results: list[Result]) -> str:

@@ -35,9 +35,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from autohete.cli.app import run_app
+from autohete.files import make_folder
 from autohete.report.style import style
 from autohete.report.tables import table
-from autohete.report.write import make_folder
 from experiments.comparison import AUTOHETE, MODELS, NODE
 from experiments.shared import FOLDER, Cell, Found, Grid, grid_lines, print_table, run_all, save
 

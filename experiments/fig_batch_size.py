@@ -30,7 +30,7 @@ from cyclopts import App
 from matplotlib.figure import Figure
 
 from autohete.cli.app import run_app
-from autohete.report.write import make_folder
+from autohete.files import make_folder
 from experiments.comparison import MODELS, NODE
 from experiments.shared import (
     FOLDER,

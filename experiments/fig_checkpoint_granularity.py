@@ -34,10 +34,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from autohete.cli.app import run_app
+from autohete.files import make_folder
 from autohete.quantities import format_bytes, format_seconds
 from autohete.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION, style
 from autohete.report.tables import or_dash, table
-from autohete.report.write import make_folder
 from experiments.comparison import MODELS, NODE
 from experiments.shared import FOLDER, Cell, Found, Grid, grid_lines, print_table, run_all, save
 

@@ -33,11 +33,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from autohete.cli.app import run_app
+from autohete.files import make_folder
 from autohete.hardware import load_hardware
 from autohete.report.style import luminance, style
-from autohete.report.summary import Summary
 from autohete.report.tables import table
-from autohete.report.write import make_folder
+from autohete.simulate.summary import Summary
 from experiments.comparison import MODELS, NODE
 from experiments.shared import FOLDER, Cell, Found, Grid, Moved, grid_lines, look, print_table, run_all, save
 

@@ -31,12 +31,12 @@ from matplotlib.figure import Figure
 
 from autohete.cli.app import run_app
 from autohete.execution.trace import Clock
+from autohete.files import make_folder
 from autohete.hardware import load_hardware
-from autohete.largest import Figure as Grows
-from autohete.largest import largest
 from autohete.policies import parse_policy
 from autohete.report.tables import table
-from autohete.report.write import make_folder
+from autohete.simulate.largest import GrowingFigure as Grows
+from autohete.simulate.largest import largest
 from experiments.comparison import MODELS, NODE
 from experiments.shared import FOLDER, Panel, draw_panels, look, print_table, run_all, save, ticks
 

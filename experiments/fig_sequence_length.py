@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 from autohete.cli.app import run_app
 from autohete.errors import InputError
-from autohete.report.write import make_folder
+from autohete.files import make_folder
 from autohete.workload import Kernels
 from experiments.comparison import MODELS, NODE
 from experiments.shared import FOLDER, Cell, Found, Grid, Panel, draw_panels, grid_lines, lines_of, print_rates, run_all, save

@@ -31,11 +31,11 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from autohete.cli.app import run_app
+from autohete.files import make_folder
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES
 from autohete.report.style import style
 from autohete.report.tables import table
-from autohete.report.write import make_folder
 from autohete.workload.config import read_model
 from experiments.shared import FOLDER, Cell, Found, Grid, grid_lines, print_table, run_all, save
 

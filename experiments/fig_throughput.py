@@ -39,16 +39,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from autohete.cli.app import run_app
+from autohete.files import make_folder, write_text
 from autohete.hardware import load_hardware
 from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.quantities import format_bytes, format_seconds
 from autohete.report.style import BLUE, PURPLE, SKY, VERMILION, YELLOW, save_figure, style
-from autohete.report.summary import Summary
 from autohete.report.tables import console, or_dash, say, table
-from autohete.report.write import make_folder, write_text
 from autohete.schedule import GPU
 from autohete.simulate import simulate
+from autohete.simulate.summary import Summary
 from experiments.comparison import (
     AUTOHETE,
     MODELS,
@@ -241,7 +241,7 @@ def _gpu_seconds(model: str) -> float:
 def _needed_bandwidth(model: str, policy: str, seconds: float) -> float:
     """Return the DRAM traffic of Adam at which ``policy`` takes at most ``seconds``; infinite if no rate is enough."""
     found = simulate(MODELS[model], load_hardware(NODE), parse_policy(policy))
-    traffic = sum(block.parameters for block in found.profile.blocks) * found.plan.update_bytes
+    traffic = sum(block.parameters for block in found.profile.units) * found.plan.update_bytes
     rest = found.iteration_seconds - traffic / found.profile.hardware.cpu.update_bandwidth
     return traffic / (seconds - rest) if seconds > rest else float("inf")
 

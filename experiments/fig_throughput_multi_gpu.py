@@ -38,9 +38,9 @@ from matplotlib.patches import Patch
 
 from autohete.cli.app import run_app
 from autohete.execution.trace import Clock
+from autohete.files import make_folder, write_text
 from autohete.report.style import style
 from autohete.report.tables import table
-from autohete.report.write import make_folder, write_text
 from experiments.comparison import AUTOHETE, MODELS, NODE
 from experiments.intervals import draws
 from experiments.shared import (

@@ -26,17 +26,17 @@ from cyclopts import App
 
 from autohete.analysis.usage import Cause
 from autohete.cli.app import run_app
+from autohete.files import make_folder
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
 from autohete.quantities import format_seconds
 from autohete.report.gantt import stacked_figure
-from autohete.report.summary import Summary, answer
 from autohete.report.tables import table
-from autohete.report.write import make_folder
 from autohete.schedule import CPU, D2H, GPU, H2D
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation
+from autohete.simulate.summary import Summary, answer
 from experiments.comparison import MODELS, NODE
 from experiments.shared import FOLDER, look, print_table, save
 

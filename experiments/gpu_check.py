@@ -56,20 +56,20 @@ from autohete import Trainer
 from autohete.cli.app import run_app
 from autohete.cli.interrupt import children_uninterrupted
 from autohete.errors import InfeasibleError, InputError
+from autohete.files import make_folder, write_text
 from autohete.hardware import load_hardware
 from autohete.plan import Plan
 from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.quantities import format_bytes
 from autohete.report.tables import console, say
-from autohete.report.write import make_folder, write_text
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.schedule import Kind
 from autohete.simulate import judge_for, simulate_plan
 from autohete.train.as_executed import as_executed
 from autohete.train.gpt import GPT, seeded_gpt
-from autohete.train.microbenchmarks import versions
+from autohete.train.machine import versions
 from autohete.train.trainer import measured_hardware, measured_profile_on
 from autohete.workload import Precision, Workload
 from experiments.fidelity import with_budget

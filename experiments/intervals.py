@@ -43,9 +43,9 @@ from scipy.stats import qmc
 from autohete.answer.draws import at_shares, figures_of, overrides_at
 from autohete.cli.app import run_app
 from autohete.errors import InputError
+from autohete.files import make_folder, write_text
 from autohete.hardware import Hardware, UncertainFigure, load_hardware
 from autohete.report.tables import console, say, table
-from autohete.report.write import make_folder, write_text
 from experiments import published
 from experiments.comparison import AUTOHETE, MODELS, NODE, POLICIES, PUBLISHED, Job, grid
 from experiments.shared import run_all

@@ -27,6 +27,7 @@ from joblib import Parallel, delayed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/joint.py` from anywhere
 
 from autohete.cli.app import run_app
+from autohete.files import make_folder, write_text
 from autohete.hardware import load_hardware
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.policies.autohete import AutoHete
@@ -34,7 +35,6 @@ from autohete.policies.joint import best_plan, every_choice
 from autohete.profile import analytic_profile
 from autohete.quantities import format_seconds
 from autohete.report.tables import console, say, table
-from autohete.report.write import make_folder, write_text
 from autohete.simulate import judge_for
 from experiments.comparison import MODELS, NODE
 

@@ -40,6 +40,7 @@ from matplotlib.ticker import FuncFormatter
 from pydantic import BaseModel, ConfigDict, Field
 
 from autohete.cli.app import run_app
+from autohete.files import make_folder, write_text
 from autohete.hardware import load_hardware
 from autohete.plan import Processor
 from autohete.plan.policy import Verdict
@@ -48,7 +49,6 @@ from autohete.policies import parse_policy, traffic
 from autohete.quantities import format_seconds
 from autohete.report.style import BLUE, ORANGE, save_figure, style
 from autohete.report.tables import console, say, table
-from autohete.report.write import make_folder, write_text
 from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
 from autohete.workload import WORKLOADS, Kernels, Precision, Workload
@@ -164,13 +164,11 @@ def phases(found: Simulation) -> dict[str, float]:
     back = int(trace.end_ns[at, backward].max())
     following = int(trace.start_ns[at + 1, kinds[Kind.FORWARD]].min())
     updated = sum(
-        block.parameters
-        for block, decided in zip(profile.blocks, plan.units, strict=True)
-        if decided.update_on is Processor.CPU
+        block.parameters for block, decided in zip(profile.units, plan.units, strict=True) if decided.update_on is Processor.CPU
     )
     cpu = profile.hardware.cpu
     unscale = updated * traffic.UNSCALE / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
-    forward_seconds = sum(block.forward_seconds for block in profile.blocks) + profile.loss.seconds
+    forward_seconds = sum(block.forward_seconds for block in profile.units) + profile.loss.seconds
     copies = sum(found.schedule.tasks[i].duration_ns for i in kinds[Kind.OFFLOAD_GRADIENTS]) * 1e-9
     return {
         "forward": (turn - begin) * 1e-9,
@@ -180,11 +178,11 @@ def phases(found: Simulation) -> dict[str, float]:
         "update": (following - back) * 1e-9 - unscale,
         "gradient_copies": copies,
         "iteration": found.iteration_seconds,
-        "block_forward": profile.blocks[1].forward_seconds,
-        "block_backward": profile.blocks[1].backward_seconds,
-        "passes": forward_seconds + sum(block.backward_seconds for block in profile.blocks),
+        "block_forward": profile.units[1].forward_seconds,
+        "block_backward": profile.units[1].backward_seconds,
+        "passes": forward_seconds + sum(block.backward_seconds for block in profile.units),
         VERDICT: float(found.verdict is Verdict.OK),
-        COUNT: plan.offloaded_optimizer_blocks,
+        COUNT: plan.offloaded_optimizer_units,
         PEAK: found.gpu.peak_bytes / 2**30,
     }
 

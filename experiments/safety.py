@@ -29,11 +29,11 @@ import io
 from cyclopts import App
 
 from autohete.cli.app import run_app
+from autohete.files import make_folder, write_text
 from autohete.plan.policy import Verdict
 from autohete.quantities import format_bytes, format_seconds
-from autohete.report.summary import Summary
 from autohete.report.tables import console, say, table
-from autohete.report.write import make_folder, write_text
+from autohete.simulate.summary import Summary
 from experiments.comparison import Job, grid
 from experiments.shared import run_all
 

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autohete.cli.interrupt import in_processes
+from autohete.files import write_text
 from autohete.hardware import Hardware, load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
 from autohete.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, save_figure, style
-from autohete.report.summary import Summary, answer
 from autohete.report.tables import FittedTable, console, say, table
-from autohete.report.write import write_text
+from autohete.simulate.summary import Summary, answer
 from autohete.workload import Workload
 
 #: Hardware figures that differ from the preset, as ``--set`` takes them.

@@ -21,16 +21,16 @@ from autohete.answer.draws import draw, open_figures
 from autohete.answer.policies import default_policies, ranked
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import load_hardware
-from autohete.largest import Figure, largest, misfit
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import format_count, parse_count
 from autohete.report.answer_json import answer_json
 from autohete.report.answer_text import answer_text
-from autohete.report.summary import answer_or_refusal
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.simulate import Simulation, simulate_plan, simulate_policy
+from autohete.simulate.largest import GrowingFigure, largest, misfit
+from autohete.simulate.summary import answer_or_refusal
 from autohete.workload import Workload
 from autohete.workload.training import Lora, Training
 
@@ -66,7 +66,7 @@ def answer(
     policies: tuple[str, ...] = QUICK,
     workload: Workload = WORKLOAD,
     draws: int = 0,
-    sizes: tuple[Figure, ...] = (),
+    sizes: tuple[GrowingFigure, ...] = (),
     **given: str,
 ) -> Answer:
     """An answer on a GPU of that size."""
@@ -286,16 +286,18 @@ def test_what_does_not_fit_is_told_the_largest_batch() -> None:
     (grown,) = found.largest
     assert (
         grown.value
-        == largest(WORKLOAD, profile_at(site(gpu_memory="2000MiB")).hardware, parse_policy("resident"), Figure.BATCH).value
+        == largest(
+            WORKLOAD, profile_at(site(gpu_memory="2000MiB")).hardware, parse_policy("resident"), GrowingFigure.BATCH
+        ).value
     )
     assert {gain.change.memory for gain in found.gains} == {GPU_MEMORY, HOST_MEMORY}
 
 
 def test_no_policy_fits_a_larger_batch_than_the_largest() -> None:
     """Where the fastest policy is not the one that fits most, either: one that stays on the GPU has less room."""
-    found = answer("3GiB", sizes=(Figure.BATCH,))
+    found = answer("3GiB", sizes=(GrowingFigure.BATCH,))
     hardware = profile_at(site(gpu_memory="3GiB")).hardware
-    each = {name: largest(WORKLOAD, hardware, parse_policy(name), Figure.BATCH).value for name in QUICK}
+    each = {name: largest(WORKLOAD, hardware, parse_policy(name), GrowingFigure.BATCH).value for name in QUICK}
     assert found.best is not None
     assert each[found.best.name] < found.largest[0].value == max(each.values())
 
@@ -398,14 +400,14 @@ def test_the_interval_is_that_of_the_plan_at_each_draw() -> None:
 @pytest.mark.parametrize("gpu_memory", [LARGE, TIGHT, TINY])
 def test_the_page_holds_at_80_columns(gpu_memory: str) -> None:
     """No line is longer, or ends in a blank, whether it fits or not."""
-    lines = answer_text(answer(gpu_memory, draws=4, sizes=(Figure.BATCH,))).splitlines()
+    lines = answer_text(answer(gpu_memory, draws=4, sizes=(GrowingFigure.BATCH,))).splitlines()
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if line != line.rstrip()] == []
 
 
 def test_everything_printed_is_in_the_json() -> None:
     """Times, sizes and purchases of the page are numbers there."""
-    found = answer(sizes=(Figure.BATCH,), draws=4)
+    found = answer(sizes=(GrowingFigure.BATCH,), draws=4)
     data = json.loads(json.dumps(answer_json(found)))
     assert found.best is not None
     assert data["policy"] == found.best.name

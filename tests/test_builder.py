@@ -39,6 +39,7 @@ from autohete.schedule import (
     Schedule,
     TaskId,
     Value,
+    validate,
 )
 from autohete.testing import checks, strategies
 from autohete.testing.list_scheduler import list_schedule
@@ -161,7 +162,7 @@ def with_fewer_rules(draw: st.DrawFn) -> tuple[Profile, Plan, Plan]:
 def test_any_subset_of_rules_trains_the_same(drawn: tuple[Profile, Plan, Plan]) -> None:
     """What data need does not depend on rules: the schedule is valid, and nothing is read before it is there."""
     profile, _, plan = drawn
-    schedule = lower(profile, plan).validate()
+    schedule = validate(lower(profile, plan))
     assert checks.parameter_faults(profile, plan, schedule) == []
     assert checks.gradient_faults(profile, plan, schedule) == []
     assert checks.activation_faults(profile, plan, schedule) == []
@@ -178,7 +179,7 @@ def test_a_rule_never_makes_a_schedule_faster(drawn: tuple[Profile, Plan, Plan])
     def starts(schedule: Schedule) -> list[list[int]]:
         lanes = tuple(Lane(lane.name, Discipline.FIFO) for lane in schedule.lanes)
         tasks = sorted((task._replace(duration_ns=lasting[task.id]) for task in schedule.tasks), key=lambda t: place[t.id])
-        fixed = replace(schedule, lanes=lanes, tasks=tuple(tasks), flows=(), resources=()).validate()
+        fixed = validate(replace(schedule, lanes=lanes, tasks=tuple(tasks), flows=(), resources=()))
         found: list[list[int]] = list_schedule(fixed, 3).start_ns.tolist()
         return found
 
@@ -259,7 +260,7 @@ def test_no_more_than_the_slots_are_taken(kind: Kind, count: int) -> None:
     profile = analytic_profile(workload, load_hardware("rtx4090-workstation", links))
 
     def most(plan: Plan) -> int:
-        schedule = lower(profile, plan).validate()
+        schedule = validate(lower(profile, plan))
         assert checks.activation_faults(profile, plan, schedule) == []
         return most_at_a_time(list_schedule(schedule, 4), kind)
 

@@ -16,8 +16,8 @@ from autohete.plan import Activations, Plan, Rest, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies import parse_policy
-from autohete.profile import BlockProfile, LossProfile, Profile
-from autohete.schedule import GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, parse_schedule
+from autohete.profile import LossProfile, Profile, UnitProfile
+from autohete.schedule import GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, parse_schedule, validate
 from autohete.simulate import judge_for, simulate_plan
 from autohete.workload import Workload
 
@@ -86,9 +86,9 @@ def chains(draw: st.DrawFn, least: int, most: int) -> Profile:
     workload = replace(profile.workload, transformer_blocks=draw(st.integers(least, most)), tied_embeddings=draw(st.booleans()))
     alike = draw(st.booleans())
 
-    def block(unit: int) -> BlockProfile:
+    def block(unit: int) -> UnitProfile:
         given = draw(small)
-        return BlockProfile(
+        return UnitProfile(
             workload.role(unit),
             draw(st.integers(1, 5)),
             draw(small) * 1e-9,
@@ -102,11 +102,11 @@ def chains(draw: st.DrawFn, least: int, most: int) -> Profile:
             measured_checkpointed_workspace_bytes=draw(st.none() | small),
         )
 
-    units = [block(unit) for unit in range(workload.blocks)]
+    units = [block(unit) for unit in range(workload.unit_count)]
     if alike:
         units[1:-1] = [units[1]] * (len(units) - 2)
     loss = LossProfile(1e-9, draw(small), draw(small), draw(st.booleans()))
-    return replace(profile, workload=workload, blocks=tuple(units), loss=loss)
+    return replace(profile, workload=workload, units=tuple(units), loss=loss)
 
 
 def with_memory(profile: Profile, gpu_bytes: int) -> Profile:
@@ -156,10 +156,10 @@ def test_a_chain_of_unlike_units_is_searched_in_steps(monkeypatch: pytest.Monkey
     """With too few ways kept the plan still fits, in the least memory too, and is not called the quickest."""
     monkeypatch.setattr("autohete.planner.chain._MOST_WAYS", 2)
     profile = deep(10**9)
-    blocks = [replace(block, activation_bytes=200 + 7 * unit**2) for unit, block in enumerate(profile.blocks)]
-    least, found = least_bytes("rotor", replace(deep(1), blocks=tuple(blocks))), {}
+    blocks = [replace(block, activation_bytes=200 + 7 * unit**2) for unit, block in enumerate(profile.units)]
+    least, found = least_bytes("rotor", replace(deep(1), units=tuple(blocks))), {}
     for budget in (least, least + 700, 10**9):
-        asked = replace(deep(budget), blocks=tuple(blocks))
+        asked = replace(deep(budget), units=tuple(blocks))
         plan = parse_policy("rotor").plan(asked, judge_for(asked))
         found[budget] = peak, _ = peak_and_time(lower(asked, plan))
         assert plan.bound_seconds is None
@@ -176,9 +176,9 @@ def least_bytes(policy: str, profile: Profile) -> int:
 def deep(gpu_bytes: int) -> Profile:
     """Twelve blocks whose inputs take as much as what they keep beside, and no gradients to speak of."""
     profile = profile_with(gpu_bytes, 1)
-    inner = replace(profile.blocks[1], input_bytes=100, activation_bytes=200, parameters=1)
-    blocks = (profile.blocks[0], *[inner] * 12, replace(profile.blocks[-1], input_bytes=100, activation_bytes=110))
-    return replace(profile, workload=replace(profile.workload, transformer_blocks=12), blocks=blocks)
+    inner = replace(profile.units[1], input_bytes=100, activation_bytes=200, parameters=1)
+    blocks = (profile.units[0], *[inner] * 12, replace(profile.units[-1], input_bytes=100, activation_bytes=110))
+    return replace(profile, workload=replace(profile.workload, transformer_blocks=12), units=blocks)
 
 
 def test_the_tightest_memory_takes_segments_within_segments() -> None:
@@ -200,9 +200,9 @@ def test_the_tightest_memory_takes_segments_within_segments() -> None:
 
 def test_segments_within_segments_as_text() -> None:
     """The passes of a plan are those that its forwards say, and the text of its schedule can be read back."""
-    schedule = lower(
-        profile_with(10**9, 1), plan_of(((RECOMPUTE, RECOMPUTE, KEEP), (DROP, DROP, KEEP), (DROP, KEEP)))
-    ).validate()
+    schedule = validate(
+        lower(profile_with(10**9, 1), plan_of(((RECOMPUTE, RECOMPUTE, KEEP), (DROP, DROP, KEEP), (DROP, KEEP))))
+    )
     assert " ".join(str(task.id) for task in schedule.tasks if task.id.kind is not Kind.GPU_UPDATE) == (
         "F0 F1 F2 F3 F4 L4 B4 R1 R2 R3 B3 R1a1 R2a1 B2 B1 B0"
     )
@@ -264,7 +264,7 @@ def test_segments_of_a_square_root(flags: str, kept: list[Activations]) -> None:
     """Seven blocks in three segments of two, of which the last has the rest; and in other numbers of them."""
     profile = profile_with(10**9, 1)
     workload: Workload = replace(profile.workload, transformer_blocks=7)
-    blocks = (profile.blocks[0], *[profile.blocks[1]] * 7, profile.blocks[-1])
-    profile = replace(profile, workload=workload, blocks=blocks)
+    blocks = (profile.units[0], *[profile.units[1]] * 7, profile.units[-1])
+    profile = replace(profile, workload=workload, units=blocks)
     plan = parse_policy(f"sqrt_checkpoint{flags}").plan(profile, judge_for(profile))
     assert [unit.activations for unit in plan.units[1:-1]] == kept

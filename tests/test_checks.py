@@ -39,6 +39,7 @@ from autohete.schedule import (
     TaskId,
     Value,
     parse_task_id,
+    validate,
 )
 from autohete.simulate import judge_for
 from autohete.testing import checks, strategies
@@ -377,7 +378,7 @@ def test_the_example_works() -> None:
     code, names = example_in(autohete.testing.__doc__), dict[str, Any]()
     exec(code, names)
     names["test_no_wait_is_missing_and_memory_balances"]()
-    exec(code.replace("(len(profile.blocks) - 1)", "len(profile.blocks)"), names)
+    exec(code.replace("(len(profile.units) - 1)", "len(profile.units)"), names)
     with pytest.raises(AssertionError):
         names["test_no_wait_is_missing_and_memory_balances"].hypothesis.inner_test(PROFILE)
 
@@ -391,5 +392,5 @@ def test_memory_that_may_grow_is_a_fault() -> None:
         Task(TaskId(Kind.FORWARD, 9), "gpu", 1, allocates=(Buffer(OTHER, 1),)),
         Task(TaskId(Kind.OFFLOAD_ACTIVATIONS, 9), "disk", 1, (Edge(TaskId(Kind.FORWARD, 9)),), frees=(Free(OTHER),)),
     )
-    growing = replace(schedule, lanes=lanes, tasks=(*schedule.tasks, *stray)).validate()
+    growing = validate(replace(schedule, lanes=lanes, tasks=(*schedule.tasks, *stray)))
     assert checks.memory_faults(growing) == ["AO9 may free gpu memory later and later: no later allocation waits for it"]

@@ -101,10 +101,10 @@ def test_json_answers_the_promised_keys() -> None:
     assert answer["verdict"] == "ok"
     assert answer["clock"] == "simulated"
     assert answer["plan"].keys() == {
-        "checkpointed_blocks",
-        "offloaded_parameter_blocks",
-        "offloaded_optimizer_blocks",
-        "blocks",
+        "checkpointed_units",
+        "offloaded_parameter_units",
+        "offloaded_optimizer_units",
+        "units",
     }
     assert set(answer["lanes"]) == {"gpu", "h2d", "d2h", "cpu"}
     assert all(0 <= share <= 1 for share in answer["lanes"].values())
@@ -155,7 +155,7 @@ def test_attention_and_mlp_are_planned_apart() -> None:
     options = ["--workload", "gpt-4b", "--units", "sublayer", "--policy", "autohete"]
     answer = json.loads(autohete("simulate", *options, "--json").stdout)
     assert answer["assumptions"]["units"] == "sublayer"
-    assert answer["plan"]["blocks"] == 2 * 21 + 2
+    assert answer["plan"]["units"] == 2 * 21 + 2
     shown = autohete("simulate", *options).stdout
     assert "units sublayer" in shown.splitlines()[0]
     assert "of 44 units (embedding, sublayers, head)" in shown
@@ -258,13 +258,13 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
     assert rules == ["ByPriority()"]
     assert planned["verdict"] == "ok"
     assert [run["first_block"] for run in decisions] == [0, *(run["last_block"] + 1 for run in decisions[:-1])]
-    assert decisions[-1]["last_block"] + 1 == planned["plan"]["blocks"] == 6
+    assert decisions[-1]["last_block"] + 1 == planned["plan"]["units"] == 6
     sizes = [run["last_block"] + 1 - run["first_block"] for run in decisions]
     decided = [(run["activations"], run["parameters"]["home"], run["update_on"]) for run in decisions]
     for place, value, count in (
-        (0, "recompute", "checkpointed_blocks"),
-        (1, "host", "offloaded_parameter_blocks"),
-        (2, "cpu", "offloaded_optimizer_blocks"),
+        (0, "recompute", "checkpointed_units"),
+        (1, "host", "offloaded_parameter_units"),
+        (2, "cpu", "offloaded_optimizer_units"),
     ):
         counted = sum(size for run, size in zip(decided, sizes, strict=True) if run[place] == value)
         assert counted == planned["plan"][count], count

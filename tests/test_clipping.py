@@ -24,7 +24,7 @@ from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import partition
-from autohete.runtime.training import Training
+from autohete.runtime.takeover import Takeover
 from autohete.schedule import Edge, Kind, Lane, Schedule, Task, TaskId
 from autohete.simulate import judge_for
 from autohete.train.as_executed import everything_resident
@@ -129,7 +129,7 @@ def test_schedule_and_norm_go_together(scheduled: float | None, clip_norm: float
     profile = profile_of(workload)
     model = model_for(workload)
     with pytest.raises(InputError, match=rf"clip_norm is {clip_norm}, but the schedule"):
-        Training(partition(model), lower(profile, everything_resident(profile)), next_token_loss, clip_norm=clip_norm)
+        Takeover(partition(model), lower(profile, everything_resident(profile)), next_token_loss, clip_norm=clip_norm)
     assert model(batches(workload, 1)[0][0]).isfinite().all()
 
 

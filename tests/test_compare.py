@@ -23,7 +23,7 @@ from rich.console import Console
 from support.plans import with_drives
 from test_cli import SMALL, autohete, refused
 
-from autohete.analysis.compare import Comparison, Pair, compare, pair
+from autohete.analysis.comparison import Comparison, Pair, compare, pair
 from autohete.analysis.usage import Cause
 from autohete.errors import InputError
 from autohete.execution.trace import Clock, Trace
@@ -32,7 +32,7 @@ from autohete.report import comparison_tables as tables
 from autohete.report.gantt import two_row_figure
 from autohete.report.perfetto import check_perfetto, read_trace, write_perfetto
 from autohete.report.style import save_figure
-from autohete.schedule import Kind, Lane, Schedule, parse_schedule
+from autohete.schedule import Kind, Lane, Schedule, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, run_until_steady, simulate
 from autohete.testing.strategies import schedules
@@ -43,7 +43,7 @@ HEADER = "autohete-schedule 2\nlane gpu fifo\nlane h2d fifo\nlane d2h fifo\nlane
 
 def run(text: str, iterations: int = 6) -> Trace:
     """A simulated trace of a hand-made schedule on the usual lanes."""
-    return SimExecutor().run(parse_schedule(HEADER + text).validate(), iterations)
+    return SimExecutor().run(validate(parse_schedule(HEADER + text)), iterations)
 
 
 @cache
@@ -339,7 +339,7 @@ def test_tasks_are_found_by_name(schedule: Schedule) -> None:
     """A trace whose schedule lists the same tasks in another order, but for that of each lane, does not differ."""
     trace = SimExecutor().run(schedule, 6)
     places = sorted(range(len(schedule.tasks)), key=lambda place: schedule.tasks[place].lane, reverse=True)
-    turned = replace(schedule, tasks=tuple(schedule.tasks[place] for place in places)).validate()
+    turned = validate(replace(schedule, tasks=tuple(schedule.tasks[place] for place in places)))
     times = (np.ascontiguousarray(t[:, places]) for t in (trace.ready_ns, trace.start_ns, trace.end_ns))
     found = compare(trace, Trace(turned, trace.clock, *times))
     assert all(p["difference"] == 0 for kind in asdict(found)["kinds"] for p in pairs(kind))

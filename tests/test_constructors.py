@@ -109,7 +109,7 @@ def test_the_walk_finds_what_there_is() -> None:
     found = {f"{cls.__name__}.{field}" for cls, field, _ in fields_of(CHECKED, StrEnum)}
     assert found >= {
         "BlockingCopies.kind",
-        "BlockProfile.role",
+        "UnitProfile.role",
         "BufferId.value",
         "Comparison.clock",
         "Judgement.verdict",

@@ -14,7 +14,7 @@ from autohete.cli.sweep import sweep
 from autohete.errors import InputError
 from autohete.report import crossover
 from autohete.report.crossover import Best, Crossover, Metric, bests, crossovers, lines, metric_of, scales
-from autohete.report.rows import Row
+from autohete.report.records import Row
 
 SECONDS = Metric("iteration_seconds", "", less=True)
 RATE = Metric("tokens_per_second", "", less=False)

@@ -25,14 +25,14 @@ def test_the_runtime_cuts_a_model_into_the_same_units(family: str) -> None:
     ids = torch.randint(1, 500, (2, 16), generator=torch.Generator().manual_seed(0))
     cut = partition(built(config, "cpu").train()).by_use({"input_ids": ids})
     owned = [sum(parameter.numel() for parameter in unit) for unit in cut.owned]
-    assert owned == [workload.unit_parameters(unit) for unit in range(workload.blocks)]
+    assert owned == [workload.unit_parameters(unit) for unit in range(workload.unit_count)]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3_moe", "gemma3_text"])
 def test_the_runtime_knows_the_model_by_its_configuration(family: str) -> None:
     """What is measured is of the workload that the config.json gives, with the batch that was seen."""
     from autohete.runtime.partition import partition
-    from autohete.train.profiler import workload_of
+    from autohete.train.measure import workload_of
 
     config = small_config(family)
     ids = torch.randint(1, 500, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autohete.errors import InputError
-from autohete.train.text import ByteTokenizer, TextData, Tokenizer, read_text, train_tokenizer
+from autohete.train.text_data import ByteTokenizer, TextData, Tokenizer, read_text, train_tokenizer
 
 
 class Places:
@@ -178,7 +178,7 @@ def test_a_short_text_trains_what_there_is() -> None:
 def test_training_a_tokenizer_is_deterministic(trained: Tokenizer) -> None:
     """The same text gives the same tokens in another process, with other hash seeds and without threads."""
     code = (
-        "from autohete.train.text import read_text, train_tokenizer; import sys; "
+        "from autohete.train.text_data import read_text, train_tokenizer; import sys; "
         "text = read_text(sys.argv[1]); print(train_tokenizer(text, 400).encode(text).tolist())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "TOKENIZERS_PARALLELISM": "false"}

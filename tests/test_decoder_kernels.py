@@ -14,13 +14,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autohete.hardware import load_hardware
-from autohete.profile import BlockProfile, analytic_profile
+from autohete.profile import UnitProfile, analytic_profile
+from autohete.profile.kernels.decoders import both_parts, decoder_part
+from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, Part
 from autohete.runtime.precision import DTYPES
 from autohete.workload import Kernels, Precision, Workload
 from autohete.workload.config import parse_model
-from autohete.workload.decoder_kernels import both_parts, decoder_part
 from autohete.workload.families import FAMILIES
-from autohete.workload.kernels import IMPLEMENTATIONS, Part
 from autohete.workload.model import LinearAttention
 from autohete.workload.training import Training
 
@@ -108,8 +108,8 @@ def given(workload: Workload) -> Tensor:
     return torch.empty(shape, dtype=DTYPES[workload.precision], device="meta", requires_grad=True)
 
 
-def unit(workload: Workload, index: int) -> BlockProfile:
-    return analytic_profile(workload, A100).blocks[1 + index]
+def unit(workload: Workload, index: int) -> UnitProfile:
+    return analytic_profile(workload, A100).units[1 + index]
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])

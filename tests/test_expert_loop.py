@@ -53,7 +53,7 @@ def test_the_loop_launches_and_writes_what_is_counted() -> None:
 
 def test_a_loop_costs_the_more_the_more_experts_get_tokens() -> None:
     """Backward of a block takes longest with all experts; grouped products are faster than any loop."""
-    used = [analytic_profile(replace(GPT_OSS, looped_experts=k), A100).blocks[1] for k in (None, 4, 8, 32)]
+    used = [analytic_profile(replace(GPT_OSS, looped_experts=k), A100).units[1] for k in (None, 4, 8, 32)]
     seconds = [one.backward_seconds for one in used]
     assert seconds == sorted(seconds)
     one = 2 * (3 * 2880 * 2880 + 3 * 2880)  # bytes of an expert

@@ -34,7 +34,7 @@ import pytest
 from autohete.execution.trace import check_trace
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 from autohete.policies import POLICIES, parse_policy
-from autohete.profile import BlockProfile, LossProfile, Profile, SelectiveProfile
+from autohete.profile import LossProfile, Profile, SelectiveProfile, UnitProfile
 from autohete.simulate import Simulation, judge_for, simulate_plan
 from autohete.workload import BlockRole, Precision, Workload
 
@@ -75,8 +75,8 @@ def profile_with(
         interconnect=Interconnect(2, 4e9, 0.0),
     ).shared_by(gpus)
 
-    def block(role: BlockRole, parameters: int, forward_ns: int, backward_ns: int, update_ns: int) -> BlockProfile:
-        return BlockProfile(
+    def block(role: BlockRole, parameters: int, forward_ns: int, backward_ns: int, update_ns: int) -> UnitProfile:
+        return UnitProfile(
             role, parameters, forward_ns * 1e-9, backward_ns * 1e-9, update_ns * 1e-9,
             input_bytes=4, activation_bytes=40, forward_workspace_bytes=0, backward_workspace_bytes=8,
             selective=SelectiveProfile(16, 2e-9) if selective and role is BlockRole.TRANSFORMER else None,

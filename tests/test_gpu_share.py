@@ -14,7 +14,7 @@ from autohete.lowering import lower
 from autohete.plan import Format, Plan, Processor, Rest, Route, UnitPlan
 from autohete.policies import parse_policy
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId, Value
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId, Value, validate
 from autohete.simulate import judge_for, simulate_policy
 from autohete.testing import strategies
 from autohete.testing.checks import plan_faults
@@ -156,7 +156,7 @@ def test_sums_on_the_host_are_not_shared() -> None:
     unit = UnitPlan(update_on=Processor.CPU, gpu_share=0.5)
     with pytest.raises(InputError, match="gradients of unit 0 are accumulated on the host, but the GPU updates a part"):
         lower(profile_with(10**12, 2), Plan("by hand", (unit,) * 5))
-    lower(profile_with(10**12, 2), Plan("by hand", (replace(unit, accumulate_on=Processor.GPU),) * 5)).validate()
+    validate(lower(profile_with(10**12, 2), Plan("by hand", (replace(unit, accumulate_on=Processor.GPU),) * 5)))
 
 
 def test_gradients_of_this_step_are_not_delayed() -> None:

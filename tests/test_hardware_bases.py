@@ -13,7 +13,7 @@ from support.hardware_files import NODE, OWN, own, write
 
 from autohete.errors import InputError
 from autohete.hardware import WrittenFigure, load_hardware, preset_names, read_hardware, uncertain_figures, written_figures
-from autohete.hardware.file import known_keys
+from autohete.hardware.schema import known_keys
 from autohete.hardware.template import new_hardware_text
 
 FIGURES = {name: written_figures(name) for name in preset_names()}

@@ -22,10 +22,10 @@ from autohete.lowering import lower
 from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
-from autohete.profile.file import read_profile, write_profile
-from autohete.report.summary import answer_or_refusal as answer
+from autohete.profile.profile_file import read_profile, write_profile
 from autohete.schedule import CPU, D2H, GPU, H2D
 from autohete.simulate import judge_for, simulate_policy
+from autohete.simulate.summary import answer_or_refusal as answer
 from autohete.workload import Workload
 from autohete.workload.config import read_model
 

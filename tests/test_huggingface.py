@@ -20,7 +20,7 @@ from autohete.policies import parse_policy
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.training import Training
+from autohete.runtime.takeover import Takeover
 from autohete.simulate import judge_for
 from autohete.train.trainer import Trainer
 
@@ -124,7 +124,7 @@ def test_evaluation_gives_the_models_own_logits(
     cut = partition(model.train()).by_use(ids)
     profile = profile_for(cut)
     schedule = lower(profile, parse_policy("stronghold:window=1").plan(profile, judge_for(profile)))
-    training = Training(cut, schedule, next_token_loss, poison=True)
+    training = Takeover(cut, schedule, next_token_loss, poison=True)
     try:
         with training.evaluation.logits() as logits, mode():
             assert torch.equal(logits(ids), expected)

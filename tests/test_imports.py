@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import autohete
 
 SOURCE = Path(autohete.__file__).parent
 
-_VALUES = {"errors", "quantities", "hashing"}
+_VALUES = {"errors", "quantities", "hashing", "files"}
 _SCHEDULE = _VALUES | {"schedule"}
 _TRACE = _SCHEDULE | {"execution"}
 _MODEL = _VALUES | {"workload", "hardware", "profile"}
@@ -28,14 +29,16 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "quantities": {"errors"},
     "hashing": set(),
-    # What is asked.
+    "files": {"errors"},
+    # What is trained and where, and how long it takes.
     "workload": _VALUES,
     "hardware": _VALUES,
-    "profile": _VALUES | {"workload", "hardware", "report.write"},
-    # What executors read, what they write, and what both say.
+    "profile": _VALUES | {"workload", "hardware"},
+    # What executors read and what they write.
     "schedule": _VALUES,
     "execution": _SCHEDULE,
     "analysis": _TRACE,
+    "analysis.ranks": _TRACE | {"hardware", "analysis"},
     # From a profile to a schedule.
     "plan": _SCHEDULE,
     "plan.policy": _PLAN,
@@ -47,16 +50,12 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": _TRACE | {"analysis", "workload"},
     # The pipeline, and what people meet.
     "simulate": _LOWERING | {"policies", "sim"},
-    "largest": _LOWERING | {"simulate"},
-    "answer": _SIMULATED | {"largest", "report.summary"},
-    "report": _SIMULATED,
-    "report.answer_text": _SIMULATED | {"report", "answer", "largest"},
-    "report.answer_json": _SIMULATED | {"report", "answer"},
-    "report.answer_page": _SIMULATED | {"report", "answer"},
-    "report.write": {"errors"},
-    "train": _SIMULATED | {"runtime", "report"},
-    "cli": _SIMULATED | {"largest", "answer", "train", "report"},
+    "answer": _SIMULATED,
+    "report": _SIMULATED | {"answer"},
+    "train": _SIMULATED | {"runtime"},
+    "cli": _SIMULATED | {"answer", "train", "report"},
     "cli.interrupt": set(),
+    "cli.text_model": _SIMULATED | {"runtime", "train", "report", "cli"},
     "__main__": {"cli"},
     "__init__": {"train"},
     "testing": _LOWERING | {"policies"},
@@ -101,6 +100,18 @@ def test_imports_run_one_way(source: str) -> None:
         assert package not in ONLY_IN or folder in ONLY_IN[package], f"{source} imports {name}"
         if package == "autohete" and inside:
             assert inside[0] in allowed or ".".join(inside[:2]) in allowed, f"{source} imports {name}"
+
+
+def test_every_module_and_class_has_a_name_of_its_own() -> None:
+    """No two modules, and no two classes, of the package have the same name."""
+    files: Counter[str] = Counter()
+    classes: Counter[str] = Counter()
+    for source in _sources():
+        files[Path(source).name] += 1
+        tree = ast.parse((SOURCE / source).read_text(encoding="utf-8"))
+        classes.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    del files["__init__.py"]
+    assert [name for names in (files, classes) for name, count in names.items() if count > 1] == []
 
 
 def python(code: str, hash_seed: str = "0") -> str:

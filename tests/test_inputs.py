@@ -87,7 +87,7 @@ def test_embedding_and_head_are_blocks() -> None:
     """Untying the head adds one matrix to the head and nothing elsewhere."""
     tied = Workload("x", 64, 3, 4)
     untied = Workload("x", 64, 3, 4, tied_embeddings=False)
-    assert [tied.role(block) for block in range(tied.blocks)] == [
+    assert [tied.role(block) for block in range(tied.unit_count)] == [
         BlockRole.EMBEDDING,
         *[BlockRole.TRANSFORMER] * 3,
         BlockRole.HEAD,
@@ -99,7 +99,7 @@ def test_embedding_and_head_are_blocks() -> None:
 def test_sublayers_of_a_block_are_its_attention_and_its_mlp() -> None:
     """Cut into sublayers a workload has two units for each block, by turns, and the same parameters."""
     finer = Workload("x", 64, 2, 4, units=Units.SUBLAYER)
-    assert [finer.role(unit).value for unit in range(finer.blocks)] == ["embedding", *["attention", "mlp"] * 2, "head"]
+    assert [finer.role(unit).value for unit in range(finer.unit_count)] == ["embedding", *["attention", "mlp"] * 2, "head"]
     assert finer.parameters == Workload("x", 64, 2, 4).parameters
 
 

@@ -21,7 +21,7 @@ from autohete.planner.choices import Assignment, Choices
 from autohete.planner.joint_search import JointSearch
 from autohete.policies import POLICIES
 from autohete.policies.autohete import AutoHete
-from autohete.policies.joint import Family, Joint, best_plan, every_choice, of_blocks
+from autohete.policies.joint import Joint, PlanFamily, best_plan, every_choice, of_blocks
 from autohete.profile import Profile, analytic_profile
 from autohete.simulate import judge_for
 from autohete.testing import strategies
@@ -61,7 +61,7 @@ def drawn_profile(seed: int, blocks: int) -> Profile:
         Cpu(8, rate(9.7, 11), rng.choice([None, rate(9.7, 11)]), rng.choice([0.5, 1.0])),
     )
     profile = unequal(analytic_profile(workload, hardware), seed)
-    resident = family_of(profile).judged(((0, 0),) * len(profile.blocks)).gpu_peak_bytes
+    resident = family_of(profile).judged(((0, 0),) * len(profile.units)).gpu_peak_bytes
     gpu = replace(hardware.gpu, memory_bytes=int(resident * rng.uniform(0.25, 1.05)))
     return replace(profile, hardware=replace(hardware, gpu=gpu))
 
@@ -69,7 +69,7 @@ def drawn_profile(seed: int, blocks: int) -> Profile:
 def unequal(profile: Profile, seed: int) -> Profile:
     """The same, but each unit has its own size."""
     rng, blocks = random.Random(seed), []
-    for block in profile.blocks:
+    for block in profile.units:
         factor = rng.uniform(0.3, 1.7)
         blocks.append(
             replace(
@@ -80,12 +80,12 @@ def unequal(profile: Profile, seed: int) -> Profile:
                 gpu_update_seconds=block.gpu_update_seconds * factor,
             )
         )
-    return replace(profile, blocks=tuple(blocks))
+    return replace(profile, units=tuple(blocks))
 
 
-def family_of(profile: Profile, choices: Choices | None = None, judge: Judge | None = None) -> Family:
+def family_of(profile: Profile, choices: Choices | None = None, judge: Judge | None = None) -> PlanFamily:
     """The plans of some choices; of every one there is if none are given."""
-    return Family(profile, judge or judge_for(profile), choices or every_choice(profile))
+    return PlanFamily(profile, judge or judge_for(profile), choices or every_choice(profile))
 
 
 def some_choices(profile: Profile, seed: int, most: int) -> Choices:
@@ -193,7 +193,7 @@ def test_doing_nothing_is_a_plan() -> None:
     judge = judge_for(profile)
     plan = Joint().plan(profile, judge)
     assert judge(plan).seconds <= judge(POLICIES["resident"]().plan(profile, judge)).seconds
-    assert plan.checkpointed_blocks == 0
+    assert plan.checkpointed_units == 0
 
 
 @pytest.mark.parametrize(("key", "size", "memory"), [("gpu.memory", "2GiB", "gpu"), ("host.memory", "60GB", "host")])
@@ -241,7 +241,7 @@ def test_selective_recomputation_is_among_the_choices() -> None:
     """Where activations are short of memory it is chosen, and the plan is quicker than without it."""
     workload = Workload("x", 512, 3, 8, 1000, 1024, 4, kernels=Kernels.FUSED_SOFTMAX)
     profile = analytic_profile(workload, load_hardware(NODE, {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s"}))
-    resident = family_of(profile).judged(((0, 0),) * len(profile.blocks)).gpu_peak_bytes
+    resident = family_of(profile).judged(((0, 0),) * len(profile.units)).gpu_peak_bytes
     gpu = replace(profile.hardware.gpu, memory_bytes=round(0.75 * resident), reserved_bytes=0)
     profile = replace(profile, hardware=replace(profile.hardware, gpu=gpu))
     judge, every = judge_for(profile), every_choice(profile)
@@ -279,7 +279,7 @@ def test_sublayers_are_never_worse_than_planned_as_blocks() -> None:
     workload = named_workload("gpt-2b", transformer_blocks=8, units=Units.SUBLAYER, batch_size=8)
     profile = analytic_profile(workload, hardware)
     judge = judge_for(profile)
-    family = Family(profile, judge, every_choice(profile))
+    family = PlanFamily(profile, judge, every_choice(profile))
     coarse = of_blocks(family)
     assert coarse is not None
     assignment = family.choices.assignment(coarse)

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autohete.hardware import Hardware, load_hardware, preset_names
-from autohete.profile import Profile, _Roofline, analytic_profile
+from autohete.profile import Profile, analytic_profile
+from autohete.profile.kernels.decoders import TRANSFORMERS_HEAD
+from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, HeadKernels, Selection
+from autohete.profile.roofline import _Roofline
 from autohete.runtime.precision import DTYPES
 from autohete.testing import strategies
-from autohete.train.gpt import Block
+from autohete.train.gpt import GPTBlock
 from autohete.workload import WORKLOADS, BlockRole, Kernels, Precision, Units, Workload
-from autohete.workload.decoder_kernels import TRANSFORMERS_HEAD
-from autohete.workload.kernels import IMPLEMENTATIONS, Head, Selection
 
 modeling_gpt2 = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
 
@@ -242,7 +243,7 @@ def predicted_bytes(
     """What the profile says that a block keeps, or a sublayer."""
     units = Units.BLOCK if role is BlockRole.TRANSFORMER else Units.SUBLAYER
     workload = Workload("x", WIDTH, 1, HEADS, 1000, sequence, batch, precision, kernels=kernels, units=units)
-    (found,) = (unit for unit in analytic_profile(workload, A100).blocks if unit.role is role)
+    (found,) = (unit for unit in analytic_profile(workload, A100).units if unit.role is role)
     if not selective:
         return found.activation_bytes
     assert found.selective is not None
@@ -268,7 +269,7 @@ def test_a_block_keeps_what_the_table_says(
 def test_the_runtimes_block_keeps_one_tensor_less_than_fused_kernels(batch: int, sequence: int) -> None:
     """The runtime's own block keeps what Megatron-LM's keeps, but the copy of the context: its heads are joined by a view."""
     with torch.device("meta"):
-        module = Block(WIDTH, HEADS, DROPOUT).to(torch.bfloat16).train()
+        module = GPTBlock(WIDTH, HEADS, DROPOUT).to(torch.bfloat16).train()
     kept = kept_bytes(module, given_input(Kernels.EAGER, batch, sequence, WIDTH))
     predicted, copy = predicted_bytes(Kernels.FUSED, batch, sequence), 2 * batch * sequence * WIDTH
     assert kept == pytest.approx(predicted - copy, rel=0.02)
@@ -501,7 +502,7 @@ HUGGING_FACE, MEGATRON = IMPLEMENTATIONS[Kernels.EAGER].head, IMPLEMENTATIONS[Ke
 @pytest.mark.parametrize(
     ("head", "loss"), [(HUGGING_FACE, hugging_face_loss), (MEGATRON, megatron_loss), (TRANSFORMERS_HEAD, loss_of_today)]
 )
-def test_the_loss_takes_what_the_table_says(head: Head, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_the_loss_takes_what_the_table_says(head: HeadKernels, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Traffic and peak of the loss in 16 bit are within 10 % of the table: at the peak are logits, gradient and workspace."""
     traffic, peak, launched = counted_loss(loss, torch.bfloat16)
     assert traffic == pytest.approx(head.traffic_16bit, rel=0.1)
@@ -528,7 +529,7 @@ def test_the_loss_in_fp32_takes_what_the_table_says() -> None:
 
 def seconds(profile: Profile) -> list[float]:
     """Every time that depends on the tokens."""
-    passes = [time for block in profile.blocks for time in (block.forward_seconds, block.backward_seconds)]
+    passes = [time for block in profile.units for time in (block.forward_seconds, block.backward_seconds)]
     return [*passes, profile.loss.seconds]
 
 
@@ -538,8 +539,8 @@ def test_few_tokens_take_the_launches_of_their_kernels(kernels: Kernels) -> None
     profile = analytic_profile(Workload("x", 64, 1, 4, 100, 4, 1, kernels=kernels), A100)
     table, launch = IMPLEMENTATIONS[kernels], A100.cpu.launch_seconds
     assert launch > A100.gpu.kernel_overhead_seconds
-    assert profile.blocks[1].forward_seconds == table.block.total("forward_kernels") * launch
-    assert profile.blocks[1].backward_seconds == table.block.total("backward_kernels") * launch
+    assert profile.units[1].forward_seconds == table.block.total("forward_kernels") * launch
+    assert profile.units[1].backward_seconds == table.block.total("backward_kernels") * launch
     assert profile.loss.seconds == table.head.kernels * launch
 
 
@@ -559,7 +560,7 @@ def test_more_tokens_never_take_less_time(workload: Workload, node: Hardware, la
 def test_eager_is_slower_than_fused(name: str, node: str) -> None:
     """Without fused kernels, and without FlashAttention, every pass of every preset's block takes longer."""
     hardware = load_hardware(node)
-    blocks = {k: analytic_profile(replace(WORKLOADS[name], kernels=k), hardware).blocks[1] for k in Kernels}
+    blocks = {k: analytic_profile(replace(WORKLOADS[name], kernels=k), hardware).units[1] for k in Kernels}
     for slow, fast in (
         (Kernels.EAGER, Kernels.FUSED_SOFTMAX),
         (Kernels.EAGER_FLASH, Kernels.FUSED),

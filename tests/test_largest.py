@@ -11,11 +11,11 @@ from test_cli import autohete, refused
 
 from autohete.errors import InfeasibleError
 from autohete.hardware import load_hardware
-from autohete.largest import Figure, largest
 from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
 from autohete.simulate import simulate_policy
+from autohete.simulate.largest import GrowingFigure, largest
 from autohete.workload import Workload
 from autohete.workload.config import read_model
 
@@ -25,11 +25,11 @@ SMALL = Workload(
 
 
 @given(
-    st.sampled_from(Figure),
+    st.sampled_from(GrowingFigure),
     st.sampled_from(["resident", "zero_offload", "stronghold:window=1"]),
     st.integers(30, 400),
 )
-def test_it_fits_and_one_more_does_not(figure: Figure, policy: str, mebibytes: int) -> None:
+def test_it_fits_and_one_more_does_not(figure: GrowingFigure, policy: str, mebibytes: int) -> None:
     """Whatever grows, under any policy, in any memory."""
     hardware = load_hardware("a100-40gb-epyc7713", {"gpu.memory": f"{1024 + mebibytes}MiB"})
     system = parse_policy(policy)
@@ -53,7 +53,7 @@ def test_it_fits_and_one_more_does_not(figure: Figure, policy: str, mebibytes: i
 def test_learned_positions_limit_a_sequence() -> None:
     """GPT-2 has 1,024 of them, however much memory there is."""
     found = largest(
-        replace(read_model("gpt2"), batch_size=1), load_hardware("h200-pcie5"), parse_policy("resident"), Figure.SEQUENCE
+        replace(read_model("gpt2"), batch_size=1), load_hardware("h200-pcie5"), parse_policy("resident"), GrowingFigure.SEQUENCE
     )
     assert found.value == 1024
     assert "1024 learned positions" in found.limit
@@ -62,7 +62,7 @@ def test_learned_positions_limit_a_sequence() -> None:
 def test_a_task_that_would_last_years_limits_a_sequence() -> None:
     """In a memory that holds anything, the largest is the last that can be simulated, and the limit says so."""
     endless = load_hardware("a100-40gb-epyc7713", {"gpu.memory": "1000PB", "gpu.gemm_efficiency": "1e-8"})
-    found = largest(SMALL, endless, parse_policy("resident"), Figure.SEQUENCE)
+    found = largest(SMALL, endless, parse_policy("resident"), GrowingFigure.SEQUENCE)
     assert found.value > 1
     assert "would last" in found.limit
 

@@ -35,18 +35,18 @@ from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.runtime import ledger
 from autohete.runtime.batch import Batch
-from autohete.runtime.blocks import Memories
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger, accounting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
+from autohete.runtime.takeover import Takeover
 from autohete.runtime.torch_executor import TorchExecutor
-from autohete.runtime.training import Training
+from autohete.runtime.units import Memories
 from autohete.schedule import D2H, GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Kind, Schedule, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate_plan
 from autohete.testing.strategies import plans
 from autohete.train.as_executed import as_executed
-from autohete.train.microbenchmarks import matrix_sizes
+from autohete.train.machine import matrix_sizes
 from autohete.train.trainer import measured_profile_on
 from autohete.workload import Precision, Workload
 
@@ -371,14 +371,14 @@ def test_one_byte_less_fails_before_the_task_acts(policy: str) -> None:
     assert caught.value.task.partition("@")[0] in {str(task.id) for task in simulation.schedule.tasks}
 
 
-def training_of(simulation: Simulation, ledger: Ledger, counting: Counting, *, poison: bool = False) -> Training:
+def training_of(simulation: Simulation, ledger: Ledger, counting: Counting, *, poison: bool = False) -> Takeover:
     """The reference model's training, nothing done yet."""
-    return Training(
+    return Takeover(
         partition(model_for(MEDIUM)), simulation.schedule, next_token_loss, device=ledger, counting=counting, poison=poison
     )
 
 
-def run(training: Training, schedule: Schedule, first: int, steps: int) -> None:
+def run(training: Takeover, schedule: Schedule, first: int, steps: int) -> None:
     """Some iterations, one task after another."""
     for iteration, pair in enumerate(batches(MEDIUM, first + steps)[first:], first):
         training.passes.give(iteration, Batch(*pair))
@@ -429,15 +429,15 @@ def test_gradients_stay_where_autograd_makes_them() -> None:
     try:
         states = training.states
         states.make_gradients(2)
-        shape = states.blocks[2].shapes[0]
+        shape = states.units[2].shapes[0]
         whole, part = torch.ones(shape), torch.ones(2, *shape)[1]
         states.take_gradient(2, 0, whole)
-        assert states.blocks[2].device.gradients[0] is whole
+        assert states.units[2].device.gradients[0] is whole
         states.take_gradient(2, 0, part)
         assert torch.equal(whole, torch.full(shape, 2.0)), "another gradient of the same matrix is added"
         states.make_gradients(2)
         states.take_gradient(2, 0, part)
-        kept = states.blocks[2].device.gradients[0]
+        kept = states.units[2].device.gradients[0]
         assert kept is not None
         assert kept.untyped_storage().nbytes() == part.nbytes
         with pytest.raises(InputError, match="needs dense gradients"):
@@ -500,7 +500,7 @@ def test_a_gpus_budget_is_held_by_its_allocator() -> None:
         limit = patches.enter_context(patch.object(torch.cuda, "set_per_process_memory_fraction"))
         model = model_for(MEDIUM)
         there = sum(parameter.nbytes for parameter in model.parameters())
-        training = Training(partition(model), simulation.schedule, next_token_loss, device=memory)
+        training = Takeover(partition(model), simulation.schedule, next_token_loss, device=memory)
         share = limit.call_args.args[0]
         assert share * 16 * gib == pytest.approx(3 * gib - there + 1.08 * 4 * gib + 64 * 2**20)
         refused = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")

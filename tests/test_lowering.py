@@ -28,7 +28,7 @@ from autohete.plan.policy import Verdict
 from autohete.plan.rules import GpuUpdatesAfterBackward, Rule, Slots, UpdatesAfterBackward, Window
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.profile import Profile, analytic_profile
-from autohete.schedule import HOST_MEMORY, Kind
+from autohete.schedule import HOST_MEMORY, Kind, validate
 from autohete.simulate import judge_for, simulate_plan
 from autohete.testing import strategies
 from autohete.testing.checks import gradient_faults, parameter_faults, plan_faults
@@ -50,9 +50,9 @@ def planned_twice(draw: st.DrawFn) -> tuple[Profile, Profile, Plan]:
     node = replace(other, host=replace(other.host, pinned_bytes=pinned), nvme=node.nvme)
     blocks = tuple(
         replace(block, forward_seconds=2 * block.forward_seconds, backward_seconds=3 * block.backward_seconds)
-        for block in profile.blocks
+        for block in profile.units
     )
-    return replace(profile, hardware=node, blocks=blocks), profile, plan
+    return replace(profile, hardware=node, units=blocks), profile, plan
 
 
 def small_profile() -> Profile:
@@ -70,7 +70,7 @@ def plan_of(inner: UnitPlan, *rules: Rule) -> Plan:
 def test_every_plan_becomes_a_valid_schedule(case: tuple[Profile, Plan]) -> None:
     """Every plan's schedule can be executed for ever."""
     profile, plan = case
-    lower(profile, plan).validate()
+    validate(lower(profile, plan))
 
 
 @given(planned_twice())
@@ -215,7 +215,7 @@ def test_every_policy_plans(name: str, data: st.DataObject) -> None:
         refuses = ("autohete", "joint", *strategies.NEED_DRIVES, *(["stronghold"] if profile.workload.clips else []))
         assert name in refuses, "policies with fixed rules return their plan, if there are drives for it"
         return
-    assert len(plan.units) == len(profile.blocks)
+    assert len(plan.units) == len(profile.units)
     assert plan.policy == policy.name
     assert plan_faults(profile, plan) == []
     if name in ("autohete", "joint"):

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from support.orders import Orders
 from test_worst_case import COPIED, drawn_schedule, redrawn
 
+from autohete.analysis.memory_waits import least_bytes, with_memory_waits
 from autohete.analysis.occupancy import occupancy
 from autohete.analysis.worst_case import worst_case
 from autohete.execution.trace import Trace, check_trace
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.lowering.memory_waits import least_bytes, with_memory_waits
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
-from autohete.schedule import GPU_MEMORY, Discipline, Schedule, parse_schedule
+from autohete.schedule import GPU_MEMORY, Discipline, Schedule, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import run_until_steady, safety, simulate_policy
 from autohete.testing import strategies
@@ -75,7 +75,7 @@ def test_a_plan_that_fits_is_made_safe_for_nothing(data: st.DataObject) -> None:
     safe = with_memory_waits(tight, with_room_for(trace))
     assert safe is not None
     event("with waits" if waits_added(tight, safe) else "as it is")
-    assert all(worst_case(safe.validate(), memory.name).fits for memory in safe.memories)
+    assert all(worst_case(validate(safe), memory.name).fits for memory in safe.memories)
     again, repeated = run_until_steady(safe, SimExecutor())
     assert check_trace(again) == []
     assert repeated.settled
@@ -114,7 +114,7 @@ def test_the_least_memory_is_enough(data: st.DataObject) -> None:
     safe = with_memory_waits(tight, replace(other, schedule=tight))
     assert safe is not None
     waits_added(tight, safe)
-    assert all(worst_case(safe.validate(), memory.name).fits for memory in safe.memories)
+    assert all(worst_case(validate(safe), memory.name).fits for memory in safe.memories)
 
 
 #: The loss waits for the copy of the iteration before, the next forward for the loss: two buffers may be held at once.
@@ -131,7 +131,7 @@ task L0 gpu 5 after=AO0@-1
 
 def test_a_wait_by_hand() -> None:
     """Where two buffers do not fit, forward waits for the copy that is over by then in the trace."""
-    schedule = parse_schedule(TWO_AT_ONCE).validate()
+    schedule = validate(parse_schedule(TWO_AT_ONCE))
     assert worst_case(schedule, GPU_MEMORY).peak_bytes == 67
     safe = with_memory_waits(schedule, SimExecutor().run(schedule, 4))
     assert safe is not None
@@ -142,7 +142,7 @@ def test_a_wait_by_hand() -> None:
 
 def test_a_schedule_that_cannot_be_made_safe_is_not() -> None:
     """A buffer larger than the memory has no wait that would help."""
-    schedule = with_capacities(parse_schedule(COPIED.format("")).validate(), {GPU_MEMORY: 36})
+    schedule = with_capacities(validate(parse_schedule(COPIED.format(""))), {GPU_MEMORY: 36})
     assert with_memory_waits(schedule, SimExecutor().run(schedule, 4)) is None
 
 
@@ -155,6 +155,6 @@ def test_a_plan_of_real_size_needs_few_waits(policy: str) -> None:
     assert not answer.gpu.fits
     assert answer.cost == 0
     assert answer.safe is not None
-    assert 0 < answer.safe.waits <= 3 * workload.blocks
+    assert 0 < answer.safe.waits <= 3 * workload.unit_count
     assert answer.safe.gpu.fits
     assert worst_case(answer.safe.schedule, GPU_MEMORY).fits

@@ -241,5 +241,5 @@ def test_a_chunked_loss_bounds_the_logits(name: str) -> None:
     workload = replace(read_model(name), chunked_loss=True)
     profile = analytic_profile(workload, load_hardware("h100-pcie5"))
     token_bytes = profile.element_bytes * workload.vocabulary_size
-    assert profile.loss.logits_bytes <= max(token_bytes, 2 * profile.blocks[-1].input_bytes)
+    assert profile.loss.logits_bytes <= max(token_bytes, 2 * profile.units[-1].input_bytes)
     assert not profile.loss.keeps_logits

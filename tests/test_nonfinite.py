@@ -29,7 +29,7 @@ from autohete.runtime.losses import next_token_loss
 from autohete.runtime.nonfinite import UpdateGate, first_not_finite, updates_wait_for_backward
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.training import Training
+from autohete.runtime.takeover import Takeover
 from autohete.schedule import Kind, Schedule, TaskId
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
@@ -135,7 +135,7 @@ def planned(policy: str, precision: Precision) -> tuple[Plan, Schedule]:
     return plan, lower(profile, plan)
 
 
-def train(training: Training, schedule: Schedule, steps: int) -> None:
+def train(training: Takeover, schedule: Schedule, steps: int) -> None:
     """So many steps."""
     torch.manual_seed(2)
     with LaneThreads(schedule, training.actions.perform, Clock.MEASURED_CPU) as lanes:
@@ -150,14 +150,14 @@ def test_infinite_gradients_change_no_block_that_has_them(policy: str, precision
     """The error names step, block and parameter, and the blocks that were updated before; all others are as before."""
     _, schedule = planned(policy, precision)
     model = _ExplodingGPT(replace(MEDIUM, precision=precision))
-    training = Training(partition(model), schedule, next_token_loss, poison=True)
+    training = Takeover(partition(model), schedule, next_token_loss, poison=True)
     try:
         with pytest.raises(NonFiniteGradientError) as caught:
             train(training, schedule, STEPS)
         found = training.parameters()
         counts = [
             max(side.optimizer._steps, default=0)
-            for b in training.states.blocks
+            for b in training.states.units
             for side in (b.device, b.host)
             if side.optimizer
         ]
@@ -193,7 +193,7 @@ def test_a_step_is_skipped_as_a_whole_or_not_at_all(policy: str, precision: Prec
     if replacing and plan.slots is None:  # also with gradients in the place of the parameters
         schedule = lower(profile_of(replace(MEDIUM, precision=precision)), with_gradients_replacing(plan))
     model = _ExplodingGPT(replace(MEDIUM, precision=precision))
-    training = Training(partition(model), schedule, next_token_loss, skip_nonfinite=True, poison=True)
+    training = Takeover(partition(model), schedule, next_token_loss, skip_nonfinite=True, poison=True)
     try:
         if not updates_wait_for_backward(schedule):
             with pytest.raises(NonFiniteGradientError):
@@ -216,7 +216,7 @@ def test_a_step_that_is_clipped_can_be_skipped(policy: str, precision: Precision
     schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
     assert updates_wait_for_backward(schedule)
     model = _ExplodingGPT(workload)
-    training = Training(partition(model), schedule, next_token_loss, clip_norm=CLIP_NORM, skip_nonfinite=True, poison=True)
+    training = Takeover(partition(model), schedule, next_token_loss, clip_norm=CLIP_NORM, skip_nonfinite=True, poison=True)
     try:
         train(training, schedule, STEPS)
         assert list(training.passes.skipped) == [BAD_STEP]

@@ -31,11 +31,11 @@ from autohete.runtime.ledger import Ledger
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import ForwardPass, Partition, partition
-from autohete.runtime.training import Training
+from autohete.runtime.takeover import Takeover
 from autohete.schedule import Kind
 from autohete.simulate import judge_for
 from autohete.train.as_executed import as_executed
-from autohete.train.profiler import measure, workload_of
+from autohete.train.measure import measure, workload_of
 from autohete.train.trainer import Trainer
 from autohete.workload import Precision, Workload
 
@@ -57,8 +57,8 @@ def profile_for(cut: Partition) -> Profile:
     slow = {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s", "cpu.update_bandwidth": "2GB/s"}
     profile = analytic_profile(workload_of(cut, batches()[0][0]), load_hardware("a100-40gb-epyc7713", slow))
     counts = [sum(parameter.numel() for parameter in owned) for owned in cut.owned]
-    blocks = tuple(replace(block, parameters=count) for block, count in zip(profile.blocks, counts, strict=True))
-    return replace(profile, blocks=blocks)
+    blocks = tuple(replace(block, parameters=count) for block, count in zip(profile.units, counts, strict=True))
+    return replace(profile, units=blocks)
 
 
 def train_plainly(model: nn.Module) -> Outcome:
@@ -97,7 +97,7 @@ def train_by_policy(model: nn.Module, policy: str, profile: Profile | None = Non
         profile = profile_for(cut)
     schedule = lower(profile, as_executed(parse_policy(policy).plan(profile, judge_for(profile)), profile))
     device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)
-    training = Training(cut, schedule, next_token_loss, device=device, host=host, poison=True)
+    training = Takeover(cut, schedule, next_token_loss, device=device, host=host, poison=True)
     torch.manual_seed(2)
     try:
         with LaneThreads(schedule, training.actions.perform, Clock.MEASURED_CPU) as lanes:
@@ -955,7 +955,7 @@ def test_what_is_not_the_blocks_own_stays_on_the_device(model: Callable[[], Net]
     profile = profile_for(cut)
     moving = UnitPlan(kept=Rest("host"))
     schedule = lower(profile, Plan("by hand", (UnitPlan(), moving, moving, moving, UnitPlan())))
-    training = Training(cut, schedule, next_token_loss, poison=True)
+    training = Takeover(cut, schedule, next_token_loss, poison=True)
     torch.manual_seed(2)
     copied = []
     try:
@@ -964,7 +964,7 @@ def test_what_is_not_the_blocks_own_stays_on_the_device(model: Callable[[], Net]
             for task in schedule.tasks:
                 training.actions.perform(task, step)
                 if task.id.kind is Kind.OFFLOAD_ACTIVATIONS:
-                    copied += [bytes(there.numpy()) for there in training.states.blocks[task.id.unit].moved.values()]
+                    copied += [bytes(there.numpy()) for there in training.states.units[task.id.unit].moved.values()]
         outcome = _outcome(net, [training.passes.losses[step] for step in range(STEPS)], training.parameters())
     finally:
         training.close()
@@ -1088,7 +1088,7 @@ def test_blocks_that_return_tuples_can_be_measured() -> None:
     cut = partition(model)
     ids, targets = batches()[0]
     profile = measure(cut, workload_of(cut, ids), load_hardware("a100-40gb-epyc7713"), Batch(ids, targets), next_token_loss)
-    assert len(profile.blocks) == 5
+    assert len(profile.units) == 5
 
 
 def test_measuring_leaves_a_forward_of_the_users_own() -> None:

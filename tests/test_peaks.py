@@ -20,7 +20,7 @@ from autohete.runtime.batch import Batch
 from autohete.runtime.ledger import Ledger
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
-from autohete.runtime.training import Training
+from autohete.runtime.takeover import Takeover
 from autohete.schedule import GPU_MEMORY, Schedule
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
@@ -37,7 +37,7 @@ def needs(
     """One task after another, in issue order: (task, bytes said and needed at its peak, bytes said and left after it)."""
     ledger = Ledger(GPU_MEMORY)
     cut = partition(model).by_use(batch[0])
-    training = Training(cut, schedule, next_token_loss, device=ledger, clip_norm=clip_norm)
+    training = Takeover(cut, schedule, next_token_loss, device=ledger, clip_norm=clip_norm)
     sizes = {b.id: b.size_bytes * (b.memory == GPU_MEMORY) for task in schedule.tasks for b in task.allocates}
     alive = {(b.id, 0): b.size_bytes for b in schedule.resident if b.memory == GPU_MEMORY}
     alive |= {(free.id, -1): sizes[free.id] for task in schedule.tasks for free in task.frees if free.back}

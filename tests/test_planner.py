@@ -48,7 +48,7 @@ class Case:
 
     def counts(self) -> list[Counts]:
         """Every choice of the three integers."""
-        blocks = len(self.profile.blocks)
+        blocks = len(self.profile.units)
         return [Counts(*choice) for choice in product(range(blocks - 1), range(blocks - 1), range(blocks + 1))]
 
 
@@ -125,7 +125,7 @@ def test_no_choice_goes_below_its_bounds(seed: int, clip_norm: float | None, gpu
     """No simulated iteration is shorter, and no peak lower, than the relaxed program says of that choice."""
     case = draw(seed, clip_norm, gpus)
     program, judge = replace(case.policy.program(case.profile), pending=False), judge_for(case.profile)
-    choices = all_choices(len(case.profile.blocks))
+    choices = all_choices(len(case.profile.units))
     if not WIDE:
         choices = choices.take(np.array(random.Random(seed).sample(range(len(choices)), 40)))
     judged = [judge(case.policy.plan_for(case.profile, choices[i])) for i in range(len(choices))]
@@ -150,12 +150,12 @@ def test_prefetch_tuning_never_exceeds_memory(seed: int) -> None:
 def test_a_technique_that_is_off_is_not_used(seed: int, gpus: int) -> None:
     """Without a technique the plan has none of it, or the error says that nothing fits."""
     case = draw(seed, gpus=gpus)
-    blocks = len(case.profile.blocks)
+    blocks = len(case.profile.units)
     wanted: dict[AutoHete, Callable[[Plan], bool]] = {
-        AutoHete(some_checkpointed=False): lambda plan: plan.counts.checkpointed_blocks in (0, blocks - 2),
+        AutoHete(some_checkpointed=False): lambda plan: plan.counts.checkpointed_units in (0, blocks - 2),
         AutoHete(parameter_offload=False): lambda plan: not any(unit.parameters.leaves for unit in plan.units),
         AutoHete(gpu_updates=False): lambda plan: {unit.update_on for unit in plan.units} == {Processor.CPU},
-        AutoHete(across_iterations=False): lambda plan: plan.has_barrier or plan.counts.offloaded_optimizer_blocks == 0,
+        AutoHete(across_iterations=False): lambda plan: plan.has_barrier or plan.counts.offloaded_optimizer_units == 0,
         AutoHete(priority=False): lambda plan: ByPriority() not in plan.rules,
     }
     for policy, is_off in wanted.items():
@@ -192,7 +192,7 @@ def test_an_infeasible_budget_names_the_smallest_that_works(key: str, size: str,
 def test_the_plan_is_never_slower_than_what_it_contains(name: str) -> None:
     """The planner beats the corners of its own space: everything recomputed, offloaded and updated on the CPU among them."""
     profile = analytic_profile(named_workload(name), load_hardware(NODE))
-    policy, judge, blocks = AutoHete(), judge_for(profile), len(profile.blocks)
+    policy, judge, blocks = AutoHete(), judge_for(profile), len(profile.units)
     found = judge(policy.plan(profile, judge))
     assert found.verdict is Verdict.OK
     for corner in product((0, blocks - 2), (0, blocks - 2), (0, blocks)):
@@ -325,7 +325,7 @@ def test_a_roomy_gpu_keeps_parameters_and_activations() -> None:
     """With memory to spare nothing is recomputed or fetched; only updates may go where they cost the GPU no time."""
     profile = analytic_profile(named_workload("gpt-2b"), load_hardware("h200-pcie5", {"gpu.memory": "400GiB"}))
     plan = AutoHete().plan(profile, judge_for(profile))
-    assert (plan.checkpointed_blocks, plan.offloaded_parameter_blocks) == (0, 0)
+    assert (plan.checkpointed_units, plan.offloaded_parameter_units) == (0, 0)
 
 
 def test_a_copy_may_wait_for_any_number_of_others() -> None:

@@ -20,7 +20,7 @@ def efficiency(profile: Profile) -> float:
     w = profile.workload
     flops = 24 * w.tokens * w.hidden_size**2 + 4 * w.tokens * w.sequence_length * w.hidden_size
     peak = profile.hardware.gpu.peak_16bit_flops
-    return flops / profile.blocks[1].forward_seconds / peak
+    return flops / profile.units[1].forward_seconds / peak
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("gpt-2b", 0.3, 0.5), ("gpt-4b", 0.5, 0.65), ("gpt-8b", 0.5, 0.65)])
@@ -42,7 +42,7 @@ def test_forward_of_the_calibration_run() -> None:
     """Deep Optimizer States logs (A100-40, 32 x 4096, batch 4 x 2048, plain attention): forward takes 0.63 s within 15 %."""
     workload = Workload("log", 4096, 32, 32, 32000, 2048, 4, kernels=Kernels.FUSED_SOFTMAX)
     profile = analytic_profile(workload, load_hardware("a100-40gb-epyc7543p"))
-    forward = sum(block.forward_seconds for block in profile.blocks) + profile.loss.seconds
+    forward = sum(block.forward_seconds for block in profile.units) + profile.loss.seconds
     assert forward == pytest.approx(0.63, rel=0.15)
 
 
@@ -50,8 +50,8 @@ def test_activations_follow_korthikanti() -> None:
     """A 16-bit block of fused kernels keeps 34 b s h + 5 b s^2 a bytes; FlashAttention keeps its output for the scores."""
     workload = Workload("x", 1024, 2, 16, sequence_length=512, batch_size=4)
     b, s, h, a = 4, 512, 1024, 16
-    flash = analytic_profile(workload, A100).blocks[1]
-    plain = analytic_profile(replace(workload, kernels=Kernels.FUSED_SOFTMAX), A100).blocks[1]
+    flash = analytic_profile(workload, A100).units[1]
+    plain = analytic_profile(replace(workload, kernels=Kernels.FUSED_SOFTMAX), A100).units[1]
     assert plain.activation_bytes == 34 * b * s * h + 5 * b * s * s * a
     assert flash.activation_bytes == 34 * b * s * h + 2 * b * s * h
     assert flash.input_bytes == plain.input_bytes == 2 * b * s * h
@@ -62,10 +62,10 @@ def test_sublayers_add_up_to_their_block(workload: Workload, node: Hardware) -> 
     """Attention and MLP have the block's parameters and keep its bytes, and no pass is quicker in parts than as a whole."""
     workload = replace(workload, training=replace(workload.training, last_blocks=None))  # so that blocks are alike
     (block,) = {
-        u for u in analytic_profile(replace(workload, units=Units.BLOCK), node).blocks if u.role is BlockRole.TRANSFORMER
+        u for u in analytic_profile(replace(workload, units=Units.BLOCK), node).units if u.role is BlockRole.TRANSFORMER
     }
     profile = analytic_profile(replace(workload, units=Units.SUBLAYER), node)
-    inner = profile.blocks[1:-1]
+    inner = profile.units[1:-1]
     assert [unit.role for unit in inner] == [BlockRole.ATTENTION, BlockRole.MLP] * workload.transformer_blocks
     assert profile.workload.parameters == workload.parameters
     attention, mlp = inner[:2]
@@ -88,8 +88,8 @@ def test_sublayers_add_up_to_their_block(workload: Workload, node: Hardware) -> 
 def test_sublayers_of_large_models_take_as_long_as_their_block(node: str, kernels: Kernels) -> None:
     """On every preset the passes of attention and MLP last together exactly as long as those of the block."""
     workload, hardware = named_workload("gpt-4b", kernels=kernels), load_hardware(node)
-    whole = analytic_profile(workload, hardware).blocks[1]
-    attention, mlp = analytic_profile(replace(workload, units=Units.SUBLAYER), hardware).blocks[1:3]
+    whole = analytic_profile(workload, hardware).units[1]
+    attention, mlp = analytic_profile(replace(workload, units=Units.SUBLAYER), hardware).units[1:3]
     assert attention.forward_seconds + mlp.forward_seconds == pytest.approx(whole.forward_seconds, rel=1e-12)
     assert attention.backward_seconds + mlp.backward_seconds == pytest.approx(whole.backward_seconds, rel=1e-12)
 
@@ -97,10 +97,10 @@ def test_sublayers_of_large_models_take_as_long_as_their_block(node: str, kernel
 def test_selective_recomputation_follows_korthikanti() -> None:
     """With scores in memory a block keeps 34 b s h of its 34 b s h + 5 b s^2 a bytes, and computes no linear layer again."""
     workload = Workload("x", 1024, 2, 16, sequence_length=512, batch_size=4, kernels=Kernels.FUSED_SOFTMAX)
-    block = analytic_profile(workload, A100).blocks[1]
+    block = analytic_profile(workload, A100).units[1]
     assert block.selective is not None
     assert block.input_bytes + block.selective.kept_bytes == 34 * 4 * 512 * 1024
-    longer = analytic_profile(replace(workload, hidden_size=2048, heads=16), A100).blocks[1]  # twice the width of a head
+    longer = analytic_profile(replace(workload, hidden_size=2048, heads=16), A100).units[1]  # twice the width of a head
     assert longer.selective is not None
     assert longer.selective.seconds < 2 * block.selective.seconds
     assert longer.forward_seconds > 2 * block.forward_seconds
@@ -112,13 +112,13 @@ def test_selective_recomputation_follows_korthikanti() -> None:
 def test_selective_recomputation_saves_more_per_second_than_all_of_it(units: Units, kernels: Kernels, node: str) -> None:
     """On every preset what is selected costs less time for each byte that it saves than a whole forward does."""
     profile = analytic_profile(named_workload("gpt-4b", kernels=kernels, units=units), load_hardware(node))
-    for block in profile.blocks[1:-1]:
+    for block in profile.units[1:-1]:
         assert block.selective is not None
         saved = block.kept_bytes - block.selective.kept_bytes
         assert 0 < block.selective.seconds < block.forward_seconds
         assert saved / block.selective.seconds > 1.1 * block.kept_bytes / block.forward_seconds
-    assert profile.blocks[0].selective is None
-    assert profile.blocks[-1].selective is None
+    assert profile.units[0].selective is None
+    assert profile.units[-1].selective is None
 
 
 @pytest.mark.parametrize("node", preset_names())
@@ -126,7 +126,7 @@ def test_selective_recomputation_saves_more_per_second_than_all_of_it(units: Uni
 def test_every_preset_gives_positive_times(node: str, precision: Precision) -> None:
     """On every node and in every precision each block takes time, backward longer than forward."""
     profile = analytic_profile(named_workload("gpt-2b", precision=precision, batch_size=1), load_hardware(node))
-    for block in profile.blocks:
+    for block in profile.units:
         assert 0 < block.forward_seconds < block.backward_seconds
         assert block.gpu_update_seconds > 0
         assert block.input_bytes <= block.activation_bytes
@@ -135,8 +135,8 @@ def test_every_preset_gives_positive_times(node: str, precision: Precision) -> N
 def test_fp32_is_slower_and_larger() -> None:
     """fp32 runs at the fp32 peak and keeps twice the elements."""
     half, full = (analytic_profile(named_workload("gpt-2b", precision=p), A100) for p in (Precision.BF16, Precision.FP32))
-    assert full.blocks[1].forward_seconds > 5 * half.blocks[1].forward_seconds
-    assert full.blocks[1].activation_bytes > 1.8 * half.blocks[1].activation_bytes
+    assert full.units[1].forward_seconds > 5 * half.units[1].forward_seconds
+    assert full.units[1].activation_bytes > 1.8 * half.units[1].activation_bytes
     assert full.element_bytes == 2 * half.element_bytes
 
 
@@ -155,7 +155,7 @@ def test_a_cpu_update_is_the_traffic_of_its_kernels() -> None:
     profile, cpu = analytic_profile(named_workload("gpt-2b"), A100), A100.cpu
     assert cpu.elementwise_bandwidth is not None
     assert cpu.elementwise_bandwidth != cpu.update_bandwidth
-    parameters = profile.blocks[1].parameters
+    parameters = profile.units[1].parameters
     adam, elementwise = parameters * 28 / cpu.update_bandwidth, parameters * 14 / cpu.elementwise_bandwidth
     assert profile.cpu_update_seconds(1, 28) == pytest.approx(adam)
     assert profile.cpu_update_seconds(1, 28, 14) == pytest.approx(adam + elementwise)
@@ -166,7 +166,7 @@ def test_a_cpu_update_is_the_traffic_of_its_kernels() -> None:
 def test_a_measured_cpu_update_is_taken_as_it_is() -> None:
     """Where a block's update was measured, neither traffic nor company changes it."""
     profile = analytic_profile(named_workload("gpt-2b"), A100)
-    measured = replace(profile, blocks=tuple(replace(block, cpu_update_seconds=0.5) for block in profile.blocks))
+    measured = replace(profile, units=tuple(replace(block, cpu_update_seconds=0.5) for block in profile.units))
     assert measured.cpu_update_seconds(1, 28, 14, beside_gpu=True) == 0.5
 
 
@@ -184,6 +184,6 @@ def test_figures_that_are_left_out_are_neutral() -> None:
     assert profile.d2h_seconds(1e9, pinned=False) == profile.d2h_seconds(1e9)
     assert profile.cpu_update_seconds(1, 28, 14, beside_gpu=True) == pytest.approx(profile.cpu_update_seconds(1, 42))
     full = analytic_profile(named_workload("gpt-2b"), A100)
-    assert all(a.forward_seconds < b.forward_seconds for a, b in zip(profile.blocks[1:], full.blocks[1:], strict=True))
-    few = analytic_profile(Workload("x", 64, 1, 4, 100, 4, 1), bare).blocks[1].forward_seconds
-    assert few < analytic_profile(Workload("x", 64, 1, 4, 100, 4, 1), A100).blocks[1].forward_seconds
+    assert all(a.forward_seconds < b.forward_seconds for a, b in zip(profile.units[1:], full.units[1:], strict=True))
+    few = analytic_profile(Workload("x", 64, 1, 4, 100, 4, 1), bare).units[1].forward_seconds
+    assert few < analytic_profile(Workload("x", 64, 1, 4, 100, 4, 1), A100).units[1].forward_seconds

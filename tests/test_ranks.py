@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohete.analysis.occupancy import occupancy
+from autohete.analysis.ranks import every_rank
 from autohete.errors import InputError
 from autohete.hardware import Hardware, Interconnect, load_hardware
 from autohete.lowering import lower
-from autohete.lowering.ranks import every_rank
 from autohete.plan import Plan, Processor, Route, UnitPlan
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
-from autohete.schedule import COLLECTIVE, GPU_MEMORY, HOST_MEMORY, Kind, parse_schedule
+from autohete.schedule import COLLECTIVE, GPU_MEMORY, HOST_MEMORY, Kind, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, run_until_steady, simulate_plan
 from autohete.testing import strategies
@@ -133,7 +133,7 @@ def test_memory_of_the_stages(stage: int, parameters: int, states: int) -> None:
     """ZeRO's stages leave each of four GPUs a quarter of the states, and with stage 3 of the parameters."""
     profile = profile_on(4)
     schedule = lower(profile, planned(f"resident:zero_stage={stage}", profile))
-    count = sum(block.parameters for block in profile.blocks)
+    count = sum(block.parameters for block in profile.units)
     held = {value: sum(b.size_bytes for b in schedule.resident if str(b.id.value) == value) for value in
             ("parameters", "parameter_shard", "optimizer_states")}  # fmt: skip
     assert held["parameters"] + held["parameter_shard"] == pytest.approx(2 * count / parameters, rel=1e-6)
@@ -168,7 +168,7 @@ def test_policies_of_several_gpus_train_a_part(policy: str, training: Training) 
     plan = planned(policy, part)
     assert plan_faults(part, plan) == []
     reduced = {task.id.unit for task in lower(part, plan).tasks if task.id.kind is Kind.REDUCE_GRADIENTS}
-    assert reduced == {unit for unit, block in enumerate(part.blocks) if block.trained_parameters}
+    assert reduced == {unit for unit, block in enumerate(part.units) if block.trained_parameters}
     of_part, of_every = simulate_plan(part, plan), simulate_plan(every, planned(policy, every))
     assert of_part.gpu.peak_bytes <= of_every.gpu.peak_bytes
     assert of_part.gpu.peak_bytes + of_part.host.peak_bytes <= of_every.gpu.peak_bytes + of_every.host.peak_bytes
@@ -227,7 +227,7 @@ def test_any_plan(profile: Profile, data: st.DataObject) -> None:
 def test_one_gpu_stands_for_all(profile: Profile, data: st.DataObject) -> None:
     """With all GPUs written out, every one does at every tick, and holds, what the one schedule says."""
     one = lower(profile, data.draw(strategies.plans(profile)))
-    everyone = every_rank(one, profile.hardware).validate()
+    everyone = validate(every_rank(one, profile.hardware))
     single, all_ = (SimExecutor().run(schedule, 3) for schedule in (one, everyone))
     told = {(str(span.task), span.iteration): (span.start_ns, span.end_ns) for span in single.spans()}
     for span in all_.spans():

@@ -26,10 +26,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from test_golden import profile_with
 
-from autohete.analysis.compare import Comparison, compare
+from autohete.analysis.comparison import Comparison, compare
 from autohete.analysis.occupancy import occupancy
 from autohete.errors import InputError
 from autohete.execution.trace import Clock, Trace
+from autohete.files import atomic_write
 from autohete.hardware import load_hardware
 from autohete.policies import COMPARED, parse_policy
 from autohete.profile import analytic_profile
@@ -38,14 +39,13 @@ from autohete.report import preset_tables, tables
 from autohete.report.comparison_tables import print_comparison
 from autohete.report.gantt import combined_figure, gantt_figure, memory_figure, window_ns
 from autohete.report.perfetto import check_perfetto, perfetto_json, write_perfetto
-from autohete.report.rows import Tally, print_tally
+from autohete.report.records import Tally, print_tally
 from autohete.report.style import LOOKS, look, luminance, save_figure
-from autohete.report.summary import Summary, answer, summarize
 from autohete.report.terminal import print_iteration
-from autohete.report.write import atomic_write
-from autohete.schedule import Edge, Kind, Lane, Memory, Schedule, Task, TaskId
+from autohete.schedule import Edge, Kind, Lane, Memory, Schedule, Task, TaskId, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, simulate
+from autohete.simulate.summary import Summary, answer, summarize
 from autohete.workload import Workload, named_workload
 
 CASES = {
@@ -589,7 +589,7 @@ def test_a_run_of_an_instant_can_be_drawn(tmp_path: Path) -> None:
 def test_lanes_without_a_readable_name_keep_their_own(tmp_path: Path) -> None:
     """A lane that the reports do not know is drawn under its own name."""
     task = Task(TaskId(Kind.FORWARD, 0), "nvme", 10)
-    trace = SimExecutor().run(Schedule((Lane("nvme"),), (task,)).validate(), 2)
+    trace = SimExecutor().run(validate(Schedule((Lane("nvme"),), (task,))), 2)
     labels = gantt_figure(trace, 0, 1, "t").axes[0].get_yticklabels()
     assert [label.get_text() for label in labels] == ["nvme"]
 

@@ -34,6 +34,8 @@ from autohete.schedule import (
     Task,
     TaskId,
     Value,
+    graph_of,
+    validate,
 )
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
@@ -144,7 +146,7 @@ def test_selective_recomputation_computes_no_linear_layer_again(units: Units) ->
 
     outcome, _ = train_by_schedule(workload, STEPS, schedule, counted)
     assert outcome == plainly(replace(workload, units=Units.BLOCK))
-    inner = range(1, len(profile.blocks) - 1)
+    inner = range(1, len(profile.units) - 1)
     forward = [name for task, names in computed.items() if task.kind is Kind.FORWARD and task.unit in inner for name in names]
     again = [name for task, names in computed.items() if task.kind is Kind.RECOMPUTE for name in names]
     assert forward.count("addmm") == 4
@@ -157,7 +159,7 @@ def test_what_cannot_be_selected_is_refused() -> None:
     """A profile that does not say how a unit is recomputed selectively is refused by the unit's name."""
     profile = profile_of(SMALL)
     plan = parse_policy("resident:checkpointing=selective").plan(profile, judge_for(profile))
-    measured = replace(profile, blocks=tuple(replace(block, selective=None) for block in profile.blocks))
+    measured = replace(profile, units=tuple(replace(block, selective=None) for block in profile.units))
     with pytest.raises(InputError, match=r"unit 1 \(transformer\) is to be recomputed selectively, but its profile does not"):
         lower(measured, plan)
 
@@ -207,7 +209,7 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
     plan = data.draw(plans(profile))
     seed = data.draw(st.integers(0, 2**16))
     plan = replace(plan, rules=tuple(rule for rule in plan.rules if data.draw(st.integers(0, 3))))
-    outcome, trace = train_by_schedule(workload, STEPS, lower(profile, plan).validate(), slowed(seed, 0.0005))
+    outcome, trace = train_by_schedule(workload, STEPS, validate(lower(profile, plan)), slowed(seed, 0.0005))
     assert outcome == plainly(workload, updated_on_cpu(plan) if plan.delayed else frozenset())
     assert check_trace(trace) == []
 
@@ -300,7 +302,7 @@ def test_segments_within_segments_train_to_the_bit(route: Route, kept: Rest) -> 
     ]
     workload = replace(SMALL, transformer_blocks=len(inner), micro_batches=2)
     plan = Plan("by hand", (UnitPlan(), *inner, UnitPlan()))
-    outcome, trace = train_by_schedule(workload, STEPS, lower(profile_of(workload), plan).validate(), slowed(0, 0.0005))
+    outcome, trace = train_by_schedule(workload, STEPS, validate(lower(profile_of(workload), plan)), slowed(0, 0.0005))
     assert outcome == plainly(workload)
     assert check_trace(trace) == []
 
@@ -387,7 +389,7 @@ def data_edges(schedule: Schedule) -> list[tuple[TaskId, int]]:
 
 def reaches(schedule: Schedule, before: TaskId, after: TaskId, back: int) -> bool:
     """Whether ``after`` waits for ``before`` of ``back`` iterations earlier by any path of edges and fifo order."""
-    graph = schedule.graph()
+    graph = graph_of(schedule)
     onward: dict[int, list[tuple[int, int]]] = {}
     for u, v, step in graph.edges():
         onward.setdefault(u, []).append((v, step))

@@ -29,6 +29,7 @@ from autohete.schedule import (
     parse_instance,
     parse_schedule,
     parse_task_id,
+    validate,
 )
 from autohete.schedule.order import delayed_units
 from autohete.testing import strategies
@@ -89,7 +90,7 @@ def test_delayed_units_are_those_of_a_delayed_plan(data: st.DataObject) -> None:
     """Wherever the gradients of however many micro-batches are added up, only delayed updates are found to be delayed."""
     profile = data.draw(strategies.profiles(max_micro_batches=3))
     plan = data.draw(strategies.plans(profile))
-    trained = {i for i, block in enumerate(profile.blocks) if not block.is_frozen}
+    trained = {i for i, block in enumerate(profile.units) if not block.is_frozen}
     on_cpu = {i for i, unit in enumerate(plan.units) if unit.update_on is Processor.CPU} & trained
     assert delayed_units(lower(profile, plan)) == (on_cpu if plan.delayed else set())
 
@@ -97,7 +98,7 @@ def test_delayed_units_are_those_of_a_delayed_plan(data: st.DataObject) -> None:
 def test_resource_that_nobody_uses_is_refused() -> None:
     """A shared resource without lanes says nothing, and its text could not be read back."""
     with pytest.raises(ScheduleError, match="shared resource 'link' serves no lane"):
-        Schedule((Lane("gpu"),), (), resources=(SharedResource("link", 1.0, ()),)).validate()
+        validate(Schedule((Lane("gpu"),), (), resources=(SharedResource("link", 1.0, ()),)))
 
 
 def test_comments_and_blank_lines_are_passed_over() -> None:
@@ -153,7 +154,7 @@ def two(first: Task, second: Task, discipline: Discipline = Discipline.PRIORITY)
 
 def refuses(schedule: Schedule, fault: str) -> None:
     with pytest.raises(ScheduleError, match=fault):
-        schedule.validate()
+        validate(schedule)
 
 
 PLAIN = two(Task(F0, "gpu", 1), Task(F1, "gpu", 1))
@@ -162,7 +163,7 @@ X = Buffer(parse_buffer_id("other:gpu"), 1)
 
 def test_plain_schedule_is_valid() -> None:
     """The schedule that the faults below are planted in has none."""
-    assert PLAIN.validate() is PLAIN
+    assert validate(PLAIN) is PLAIN
 
 
 def test_cycle() -> None:
@@ -177,14 +178,14 @@ def test_cycle_of_one() -> None:
 
 def test_waiting_for_oneself_an_iteration_back_is_no_cycle() -> None:
     """A task may wait for itself in the iteration before."""
-    two(Task(F0, "gpu", 1, (Edge(F0, back=1),)), Task(F1, "gpu", 1)).validate()
+    validate(two(Task(F0, "gpu", 1, (Edge(F0, back=1),)), Task(F1, "gpu", 1)))
 
 
 def test_cycle_by_fifo_order() -> None:
     """On a fifo lane a task that waits for a later one is stuck, on a priority lane it is not."""
     first, second = Task(F0, "gpu", 1, (Edge(F1),)), Task(F1, "gpu", 1)
     refuses(two(first, second, Discipline.FIFO), "cycle: .*order of a fifo lane")
-    two(first, second, Discipline.PRIORITY).validate()
+    validate(two(first, second, Discipline.PRIORITY))
 
 
 def test_unknown_edge() -> None:
@@ -245,7 +246,7 @@ def test_memory_freed_before_its_allocation_an_iteration_back() -> None:
 
 def test_memory_freed_by_fifo_order() -> None:
     """The order of a fifo lane is a way of waiting too."""
-    two(Task(F0, "gpu", 1, allocates=(X,)), Task(F1, "gpu", 1, frees=(Free(X.id),)), Discipline.FIFO).validate()
+    validate(two(Task(F0, "gpu", 1, allocates=(X,)), Task(F1, "gpu", 1, frees=(Free(X.id),)), Discipline.FIFO))
 
 
 def test_memory_of_nobody_freed() -> None:

@@ -26,7 +26,7 @@ from autohete.cli.axes import all_axes, diagonal, expand, parse_over, read_grid,
 from autohete.cli.question import Question, Shape
 from autohete.cli.sweep import sweep
 from autohete.errors import InputError
-from autohete.report.rows import COLUMNS
+from autohete.report.records import COLUMNS
 from autohete.workload import Kernels
 
 #: The question of :data:`SMALL` without its batch size.

@@ -22,9 +22,9 @@ from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import rounded_when_pinned
-from autohete.report.summary import answer
 from autohete.schedule import GPU_MEMORY, NVME_READ, NVME_WRITE, Kind, TaskId
 from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
+from autohete.simulate.summary import answer
 from autohete.testing import strategies
 from autohete.workload import Kernels, Precision, named_workload
 
@@ -150,7 +150,7 @@ def test_zero3_offload_moves_parameters_and_what_it_holds() -> None:
     workload = replace(FP16, tied_embeddings=False)
     found = simulate(workload, NODE, parse_policy("zero3_offload:checkpointing=none"))
     assert Kind.REFRESH not in {task.id.kind for task in found.schedule.tasks}
-    head = found.profile.blocks[-1].parameters  # stays for backward
+    head = found.profile.units[-1].parameters  # stays for backward
     for kind, elements in [
         (Kind.PREFETCH_FORWARD, workload.parameters),
         (Kind.PREFETCH_BACKWARD, workload.parameters - head),
@@ -211,8 +211,8 @@ def test_stronghold_holds_16_bytes_a_parameter_in_fp32() -> None:
     """Parameter, gradient and both moments: 16 bytes on the host, pinned arrays rounded up, no second copy."""
     profile, plan = planned("stronghold:checkpointing=full,window=2,window_optimizer=cpu", Precision.FP32)
     host = sum(buffer.size_bytes for buffer in lower(profile, plan).resident if buffer.memory == "host")
-    exact = sum(block.parameters for block in profile.blocks) * 16
-    rounded = sum(block.parameters * 8 + 2 * rounded_when_pinned(4 * block.parameters) for block in profile.blocks)
+    exact = sum(block.parameters for block in profile.units) * 16
+    rounded = sum(block.parameters * 8 + 2 * rounded_when_pinned(4 * block.parameters) for block in profile.units)
     assert host == rounded
     assert exact <= host < 1.5 * exact
 
@@ -233,7 +233,7 @@ def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
     profile, plan = planned("autohete:fp32_upload")
     found = simulate_plan(profile, plan)
     on_cpu = [i for i, unit in enumerate(plan.units) if unit.update_on is Processor.CPU]
-    updated = sum(profile.blocks[i].parameters for i in on_cpu)
+    updated = sum(profile.units[i].parameters for i in on_cpu)
     cpu = NODE.cpu
     assert work(found, Kind.CPU_UPDATE) == pytest.approx(updated * 26 / (cpu.update_bandwidth * cpu.concurrent_share), rel=1e-6)
     assert work(found, Kind.OFFLOAD_GRADIENTS) == pytest.approx(updated * 2 / NODE.d2h.bandwidth, rel=1e-3)
@@ -241,7 +241,7 @@ def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
     assert fetched.keys() & set(on_cpu)
     assert fetched.keys() - set(on_cpu)
     for block, task in fetched.items():  # what the GPU updates has no fp32 master on the host
-        size = profile.blocks[block].parameters * (4 if block in on_cpu else 2)
+        size = profile.units[block].parameters * (4 if block in on_cpu else 2)
         assert task.duration_ns * 1e-9 == pytest.approx(size / NODE.h2d.bandwidth, rel=1e-3)
     with pytest.raises(InputError, match="choose one"):
         parse_policy("autohete:fp32_upload,fused_casts")
@@ -265,7 +265,7 @@ def test_updates_in_backward_hold_the_gradients_of_one_unit() -> None:
     after, during = (simulate(untied, NODE, parse_policy(f"resident:checkpointing=full{flag}")) for flag in flags)
     assert during.iteration_seconds == pytest.approx(after.iteration_seconds, rel=1e-3)
     _, groups = contents(during.trace, GPU_MEMORY)
-    sizes = [block.parameters * during.profile.element_bytes for block in during.profile.blocks]
+    sizes = [block.parameters * during.profile.element_bytes for block in during.profile.units]
     assert max(groups["gradients"]) == max(sizes)
     assert max(contents(after.trace, GPU_MEMORY)[1]["gradients"]) == sum(sizes)
     with pytest.raises(InputError, match="deepspeed updates all at once, not in_backward"):
@@ -286,10 +286,10 @@ def test_host_memory_counts_the_rounding() -> None:
     held = plan.footprint
     exact = sum(
         block.parameters * (held.host_optimizer_bytes + sum(held.host_pinned_bytes))
-        for block, unit in zip(profile.blocks, plan.units, strict=True)
+        for block, unit in zip(profile.units, plan.units, strict=True)
         if unit.update_on is Processor.CPU
     )
-    offloaded = plan.offloaded_parameter_blocks * profile.blocks[1].parameters * held.host_parameter_bytes
+    offloaded = plan.offloaded_parameter_units * profile.units[1].parameters * held.host_parameter_bytes
     assert judge(plan).host_peak_bytes > (exact + offloaded) * 1.05
     small = replace(profile, hardware=replace(NODE, host=replace(NODE.host, memory_bytes=exact // 2)))
     with pytest.raises(InfeasibleError, match="host memory"):
@@ -385,7 +385,7 @@ def test_collectives_work_on_flat_buffers(policy: str, gathers: int, reduces: in
     alone, profile = (analytic_profile(workload, NODE.shared_by(gpus)) for gpus in (1, 4))
     plan = parse_policy(policy).plan(profile, judge_for(profile))
     tasks = {task.id: task.duration_ns for task in lower(profile, plan).tasks}
-    unit, times = 2, alone.blocks[2]
+    unit, times = 2, alone.units[2]
     copy_ns = 2 * 2 * times.parameters / (NODE.gpu.memory_bandwidth * NODE.gpu.memory_efficiency) * 1e9
     first = next(task for task in tasks if task.kind in (Kind.RECOMPUTE, Kind.BACKWARD) and task.unit == unit)
     recomputed = first.kind is Kind.RECOMPUTE

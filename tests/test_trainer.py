@@ -22,13 +22,13 @@ from autohete import Trainer
 from autohete.errors import InfeasibleError, InputError, NonFiniteLossError
 from autohete.execution.trace import Clock, check_trace
 from autohete.hardware import load_hardware
-from autohete.profile.file import read_profile, write_profile
+from autohete.profile.profile_file import read_profile, write_profile
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.sim import SimExecutor
-from autohete.train.gpt import GPT, Attention, Mlp
-from autohete.train.microbenchmarks import versions
+from autohete.train.gpt import GPT, GPTAttention, GPTMlp
+from autohete.train.machine import versions
 from autohete.train.trainer import Mode, NonFinite
 from autohete.workload import BlockRole, Precision, Units
 
@@ -126,7 +126,7 @@ class Alternating(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.inside = nn.Embedding(MEDIUM.vocabulary_size, 32)
-        self.layers = nn.ModuleList(part(32, 4, 0.2) for _ in range(3) for part in (Attention, Mlp))
+        self.layers = nn.ModuleList(part(32, 4, 0.2) for _ in range(3) for part in (GPTAttention, GPTMlp))
         self.outside = nn.Linear(32, MEDIUM.vocabulary_size)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def test_a_list_of_attention_and_mlp_by_turns_trains_to_the_bit() -> None:
         losses = [trainer.step(batch) for batch in batches(MEDIUM, STEPS)]
         trained_parameters = trainer.parameters()
     assert prediction.profile.workload.transformer_blocks == 3
-    attention, mlp = prediction.profile.blocks[1:3]
+    attention, mlp = prediction.profile.units[1:3]
     assert (attention.role, mlp.role) == (BlockRole.ATTENTION, BlockRole.MLP)
     assert 1.5 < mlp.parameters / attention.parameters < 2.5
     torch.manual_seed(2)

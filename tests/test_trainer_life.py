@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from autohete import Trainer
 from autohete.errors import DeviceOutOfMemoryError, InputError, NonFiniteLossError, TaskError
 from autohete.hardware import load_hardware
-from autohete.profile.file import read_profile
+from autohete.profile.profile_file import read_profile
 from autohete.runtime.actions import Actions
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition

@@ -22,13 +22,13 @@ from autohete.plan import Activations
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import analytic_profile
-from autohete.profile.file import read_profile, write_profile
+from autohete.profile.profile_file import read_profile, write_profile
 from autohete.report.answer_json import plan_json
 from autohete.report.answer_text import decisions
-from autohete.report.summary import answer
 from autohete.report.tables import print_plan
 from autohete.schedule import HOST_MEMORY, Kind, Value
 from autohete.simulate import judge_for, simulate
+from autohete.simulate.summary import answer
 from autohete.train.arguments import check_arguments
 from autohete.workload import Kernels, Precision, Workload, named_workload
 from autohete.workload.config import read_model
@@ -73,11 +73,11 @@ def test_last_blocks() -> None:
 def test_nf4_bytes() -> None:
     """A quantised parameter takes 4 bits, 8 for each block of 64, and 32 for each 256 blocks (QLoRA, section 3)."""
     profile = analytic_profile(replace(LLAMA, training=Training(Lora(16, quantised=True))), NODE)
-    block, quantised = profile.blocks[1], 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
+    block, quantised = profile.units[1], 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
     bits = quantised * 4 + quantised // 64 * 8 + quantised // 64 // 256 * 32
     assert block.frozen_bytes == bits // 8 + 2 * 2 * 4096  # and two norms in 16 bit
     assert 3.87 < 2 * block.frozen_parameters / block.frozen_bytes < 3.88
-    assert profile.blocks[0].frozen_bytes is None  # embeddings are not quantised
+    assert profile.units[0].frozen_bytes is None  # embeddings are not quantised
 
 
 class _Adapted(nn.Module):
@@ -107,8 +107,8 @@ class _Model(nn.Module):
             trained = w.trains_base(unit)
             return nn.ModuleDict({n: _Adapted(s.inner, s.columns, ranks.get(n, 0), trained=trained) for n, s in shapes.items()})
 
-        self.blocks = nn.ModuleList(layers(unit) for unit in range(1, w.blocks - 1))
-        self.head = nn.Linear(h, w.vocabulary_size, bias=False).requires_grad_(w.trains_base(w.blocks - 1))
+        self.blocks = nn.ModuleList(layers(unit) for unit in range(1, w.unit_count - 1))
+        self.head = nn.Linear(h, w.vocabulary_size, bias=False).requires_grad_(w.trains_base(w.unit_count - 1))
         self.first = first - 1  # the first block with backward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def test_flops_are_those_that_torch_counts(training: Training) -> None:
 
 def test_backward_of_frozen_products_takes_as_long_as_forward() -> None:
     """A large product with frozen weights computes one product in backward, not two."""
-    trained, frozen = (analytic_profile(replace(LLAMA, training=t), NODE).blocks[-1] for t in (Training(), Training(Lora(8))))
+    trained, frozen = (analytic_profile(replace(LLAMA, training=t), NODE).units[-1] for t in (Training(), Training(Lora(8))))
     assert frozen.forward_seconds == trained.forward_seconds
     assert frozen.backward_seconds == pytest.approx(frozen.forward_seconds, rel=0.05)
     assert trained.backward_seconds == pytest.approx(2 * trained.forward_seconds, rel=0.05)
@@ -165,8 +165,8 @@ def test_quantisation_costs_time_and_saves_copies() -> None:
     gpu, quantised = NODE.gpu, 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
     seconds = quantised * (2 + 0.515869140625) / (gpu.memory_bandwidth * gpu.memory_efficiency)
     for longer in (
-        nf4.blocks[1].forward_seconds - plain.blocks[1].forward_seconds,
-        nf4.blocks[1].backward_seconds - plain.blocks[1].backward_seconds,
+        nf4.units[1].forward_seconds - plain.units[1].forward_seconds,
+        nf4.units[1].backward_seconds - plain.units[1].backward_seconds,
     ):
         assert longer == pytest.approx(seconds + 7 * 3 * gpu.kernel_overhead_seconds, rel=1e-6)
     assert plain.parameter_bytes(1) > 3.8 * nf4.parameter_bytes(1)
@@ -175,7 +175,7 @@ def test_quantisation_costs_time_and_saves_copies() -> None:
 def test_frozen_inputs_are_not_kept() -> None:
     """Without an adapter a frozen product does not keep its input, which only the gradient of its weights needs."""
     everywhere, queries, nowhere = (
-        analytic_profile(replace(LLAMA, training=Training(Lora(1, targets), last)), NODE).blocks[-2].activation_bytes
+        analytic_profile(replace(LLAMA, training=Training(Lora(1, targets), last)), NODE).units[-2].activation_bytes
         for targets, last in ((("all",), None), (("q_proj",), None), (("k_proj",), None))
     )
     element, tokens = 2, LLAMA.tokens
@@ -203,7 +203,7 @@ def test_frozen_parameters_stream() -> None:
     """A frozen base rests on the host if its parameters do, in its own format, and without states."""
     small = replace(LLAMA, transformer_blocks=4, training=Training(Lora(16, quantised=True)))
     found = simulate(small, NODE, parse_policy("l2l"))
-    block = found.profile.blocks[1]
+    block = found.profile.units[1]
     fetch = next(task for task in found.schedule.tasks if task.id.kind is Kind.PREFETCH_FORWARD)
     size = block.trained_parameters * 2 + (block.frozen_bytes or 0)
     assert [buffer.size_bytes for buffer in fetch.allocates] in ([size], [0])
@@ -229,13 +229,13 @@ def test_a_profile_file_without_frozen_parameters_can_be_read(tmp_path: Path) ->
     hardware = dict(combine(read_chain("rtx4090-workstation")))
     write_profile(tmp_path / "p.json", profile, hardware, {})
     found = read_profile(tmp_path / "p.json")
-    assert (found.blocks, found.workload) == (profile.blocks, profile.workload)
+    assert (found.units, found.workload) == (profile.units, profile.workload)
     old = json.loads((tmp_path / "p.json").read_text())
     del old["workload"]["training"]
     for block in old["blocks"]:
         del block["frozen_parameters"], block["frozen_bytes"]
     (tmp_path / "old.json").write_text(json.dumps(old))
-    assert all(block.trained_parameters == block.parameters for block in read_profile(tmp_path / "old.json").blocks)
+    assert all(block.trained_parameters == block.parameters for block in read_profile(tmp_path / "old.json").units)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,8 @@ def test_states_of_an_optimizer_are_resident() -> None:
         profile = analytic_profile(gpt, NODE)
         schedule = lower(profile, parse_policy("resident").plan(profile, judge_for(profile)))
         states = sum(b.size_bytes for b in schedule.resident if b.id.value is Value.OPTIMIZER_STATES)
-        assert states == sum(map(profile.state_bytes, range(gpt.blocks)))
-        found[optimizer] = (states / gpt.parameters, profile.blocks[1].gpu_update_seconds)
+        assert states == sum(map(profile.state_bytes, range(gpt.unit_count)))
+        found[optimizer] = (states / gpt.parameters, profile.units[1].gpu_update_seconds)
     assert found[Optimizer.ADAMW][0] == 12
     assert found[Optimizer.SGD][0] == 4
     assert found[Optimizer.ADAMW8BIT][0] == pytest.approx(6.03125)
@@ -327,7 +327,7 @@ def test_autohete_plans_without_the_cpu(optimizer: Optimizer) -> None:
     """Where the CPU cannot update, AutoHete offloads parameters and recomputes, but updates everything on the GPU."""
     gpt = named_workload("gpt-2b", batch_size=4, training=Training(optimizer=optimizer))
     found = simulate(gpt, NODE, parse_policy("autohete"))
-    assert found.plan.offloaded_optimizer_blocks == 0
+    assert found.plan.offloaded_optimizer_units == 0
     assert found.verdict is Verdict.OK
 
 
@@ -335,11 +335,11 @@ def test_fp8_halves_the_time_of_large_products() -> None:
     """On an H100 the products of blocks take half as long, less their casts; memory stays, and the head's products, too."""
     node, wide = load_hardware("h100-pcie5"), replace(LLAMA, batch_size=4, sequence_length=4096)
     plain, fp8 = (analytic_profile(replace(wide, training=Training(fp8=one)), node) for one in (False, True))
-    assert 0.5 < fp8.blocks[1].forward_seconds / plain.blocks[1].forward_seconds < 0.75
-    assert 0.5 < fp8.blocks[1].backward_seconds / plain.blocks[1].backward_seconds < 0.75
-    assert fp8.blocks[1].activation_bytes == plain.blocks[1].activation_bytes
-    assert fp8.blocks[-1] == plain.blocks[-1]
-    assert fp8.blocks[0] == plain.blocks[0]
+    assert 0.5 < fp8.units[1].forward_seconds / plain.units[1].forward_seconds < 0.75
+    assert 0.5 < fp8.units[1].backward_seconds / plain.units[1].backward_seconds < 0.75
+    assert fp8.units[1].activation_bytes == plain.units[1].activation_bytes
+    assert fp8.units[-1] == plain.units[-1]
+    assert fp8.units[0] == plain.units[0]
 
 
 def test_fp8_needs_its_figure() -> None:
@@ -360,7 +360,7 @@ def test_documents_save_attention_alone() -> None:
     assert whole.forward_flops - packed.forward_flops == attention * 3 // 4
     assert whole.model_flops - packed.model_flops == 3 * attention * 3 // 4
     assert replace(whole, document_length=8192).model_flops == whole.model_flops
-    times = [analytic_profile(one, NODE).blocks[1] for one in (whole, packed)]
+    times = [analytic_profile(one, NODE).units[1] for one in (whole, packed)]
     assert times[0].forward_seconds > times[1].forward_seconds
     assert times[0].activation_bytes == times[1].activation_bytes
 

@@ -15,10 +15,10 @@ from support.plans import with_drives
 from autohete.analysis.bounds import period_bounds
 from autohete.analysis.usage import Cause, binding_waits, usage
 from autohete.policies import POLICIES, parse_policy
-from autohete.report.summary import summarize
-from autohete.schedule import Kind, Schedule, TaskId, parse_schedule
+from autohete.schedule import Kind, Schedule, TaskId, graph_of, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, run_until_steady, simulate
+from autohete.simulate.summary import summarize
 from autohete.testing.strategies import schedules
 from autohete.workload import named_workload
 
@@ -27,7 +27,7 @@ HEADER = "autohete-schedule 2\nlane gpu fifo\nlane h2d fifo\nlane d2h fifo\nlane
 
 def schedule(text: str) -> Schedule:
     """A hand-made schedule on the usual lanes."""
-    return parse_schedule(HEADER + text).validate()
+    return validate(parse_schedule(HEADER + text))
 
 
 def example(policy: str, workload: str = "gpt-4b") -> Simulation:
@@ -77,7 +77,7 @@ def test_a_trace_proves_the_bounds_that_a_search_finds(found: Schedule, iteratio
     assert (bounds.seconds, bounds.lane) == (period_bounds(found).seconds, period_bounds(found).lane)
     lasting = {task.id: task.duration_ns for task in found.tasks}
     spans: dict[tuple[TaskId, TaskId], int] = {}
-    for u, v, back in found.graph().edges():
+    for u, v, back in graph_of(found).edges():
         ends = found.tasks[u].id, found.tasks[v].id
         spans[ends] = min(spans.get(ends, 1), back)
     span = sum(spans[ends] for ends in zip(bounds.cycle, (*bounds.cycle[1:], *bounds.cycle[:1]), strict=True))
@@ -95,7 +95,7 @@ def test_the_trace_of_a_fifo_schedule_proves_its_critical_cycle() -> None:
 @given(schedules(max_tasks=6))
 def test_no_cycle_of_waits_is_longer_than_the_critical_one(found: Schedule) -> None:
     """The critical cycle has the largest ratio of all cycles that visit no task twice."""
-    edges = list(found.graph().edges())
+    edges = list(graph_of(found).edges())
     durations = [task.duration_ns for task in found.tasks]
 
     def ratios(path: list[int], back: int) -> Iterator[Fraction]:

@@ -16,7 +16,7 @@ from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
-from autohete.schedule import GPU_MEMORY, Buffer, Schedule, Value, parse_schedule
+from autohete.schedule import GPU_MEMORY, Buffer, Schedule, Value, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for
 from autohete.testing import strategies
@@ -103,7 +103,7 @@ def test_every_plan_has_a_worst_case(data: st.DataObject) -> None:
 
 def test_the_worst_case_by_hand() -> None:
     """A forward that waits for the copy of the iteration before holds one buffer; one that does not, any number."""
-    waiting, free = (parse_schedule(COPIED.format(after)).validate() for after in ("after=AO0@-1 ", ""))
+    waiting, free = (validate(parse_schedule(COPIED.format(after))) for after in ("after=AO0@-1 ", ""))
     found = worst_case(waiting, GPU_MEMORY)
     assert (found.peak_bytes, found.capacity_bytes, found.task, found.fits) == (37, 100, "F0", True)
     assert found.holders == {"activations": 30, "other": 7}

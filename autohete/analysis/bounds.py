@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 
 from autohete.execution.trace import Nanoseconds, Trace
-from autohete.schedule import KIND_MEANING, Discipline, Graph, Kind, Schedule, TaskId
+from autohete.schedule import KIND_MEANING, Discipline, Graph, Kind, Schedule, TaskId, graph_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _proven_cycle(trace: Trace, durations: list[int]) -> tuple[list[int], Fracti
 
 def _edges(schedule: Schedule) -> Nanoseconds:
     """A row for each edge, also those that order fifo lanes: what is waited for, what waits, and the iterations in between."""
-    return np.array(list(schedule.graph().edges()), np.int64).reshape(-1, 3)
+    return np.array(list(graph_of(schedule).edges()), np.int64).reshape(-1, 3)
 
 
 def _critical_cycle(schedule: Schedule, durations: list[int]) -> tuple[list[int], Fraction]:
@@ -99,7 +99,7 @@ def _critical_cycle(schedule: Schedule, durations: list[int]) -> tuple[list[int]
     optimum cycle ratio and mean algorithms"). All numbers are whole, so the ratio is exact.
     """
     following = schedule.once(_following)
-    best, ratio = _busiest_fifo_lane(schedule.graph(), durations)
+    best, ratio = _busiest_fifo_lane(graph_of(schedule), durations)
     while cycle := _longer_cycle(following, durations, ratio):
         span = sum(back for _, back in cycle)
         best = [task for task, _ in cycle]
@@ -110,7 +110,7 @@ def _critical_cycle(schedule: Schedule, durations: list[int]) -> tuple[list[int]
 def _following(schedule: Schedule) -> list[list[tuple[int, int]]]:
     """For each task, what waits for it, with the iterations in between: edges, and the order of fifo lanes."""
     found: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
-    for u, v, back in schedule.graph().edges():
+    for u, v, back in graph_of(schedule).edges():
         found[u].append((v, back))
     return found
 

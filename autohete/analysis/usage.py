@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete.execution.trace import Nanoseconds, Steady, Trace
-from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, NVME_READ, NVME_WRITE
+from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, NVME_READ, NVME_WRITE, graph_of
 
 
 class Cause(StrEnum):
@@ -125,7 +125,7 @@ class _Walk:
     """Finds, for each instance (``iteration * tasks + task``), the instance that it waited for last."""
 
     def __init__(self, trace: Trace) -> None:
-        graph = trace.schedule.graph()
+        graph = graph_of(trace.schedule)
         self.schedule, self.index = trace.schedule, graph.index
         self.tasks = len(trace.schedule.tasks)
         starts, ends = trace.start_ns.ravel(), trace.end_ns.ravel()

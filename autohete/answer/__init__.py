@@ -15,12 +15,11 @@ from autohete.answer.draws import Sampling, draw, open_figures
 from autohete.answer.gains import adapter_changes, free_changes, purchases, simulate_changes
 from autohete.answer.needs import least_memory
 from autohete.answer.policies import JOINT, default_policies, judged, longest_first, ranked
+from autohete.answer.result import NOISE, Answer, Budget, Candidate, Change, Gain, Interval, Need
 from autohete.answer.run import Run, in_turn
 from autohete.answer.site import SYSTEM_BYTES, Site, without_system
-from autohete.answer.types import NOISE, Answer, Budget, Candidate, Change, Gain, Interval, Need
 from autohete.errors import InputError
 from autohete.hardware import Hardware
-from autohete.largest import Figure, Largest, largest
 from autohete.plan import Plan
 from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
@@ -28,6 +27,7 @@ from autohete.profile import Profile, analytic_profile
 from autohete.quantities import parse_quantity
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation, simulate_plan
+from autohete.simulate.largest import GrowingFigure, Largest, largest
 from autohete.workload import Workload
 
 __all__ = [
@@ -61,7 +61,7 @@ def find_answer(
     policies: Sequence[str] | None = None,
     tokens: int = 10**9,
     sampling: Sampling | None = None,
-    sizes: Sequence[Figure] = (),
+    sizes: Sequence[GrowingFigure] = (),
     given: Iterable[str] = (),
     run: Run = in_turn,
 ) -> Answer:
@@ -104,7 +104,7 @@ def find_answer(
         gains, free, adapters = (found[: len(bought)], found[len(bought) :][: len(freely)], found[len(bought) + len(freely) :])
         if simulation is not None:
             interval = _interval(site, simulation, sampling or Sampling(), run)
-        asked = sizes if best is not None else [Figure.BATCH, *sizes]
+        asked = sizes if best is not None else [GrowingFigure.BATCH, *sizes]
         grown = _largest(profile, _who_grows(candidates, profile.hardware), list(dict.fromkeys(asked)), run)
     needs = [] if best is not None else least_memory(profile, system_bytes, names, run)
     return Answer(
@@ -162,7 +162,7 @@ def _who_grows(candidates: Sequence[Candidate], hardware: Hardware) -> list[str]
     return [JOINT] if JOINT in able and hardware.gpus == 1 else longest_first(able)
 
 
-def _largest(profile: Profile, names: Sequence[str], sizes: Sequence[Figure], run: Run) -> list[Largest]:
+def _largest(profile: Profile, names: Sequence[str], sizes: Sequence[GrowingFigure], run: Run) -> list[Largest]:
     """The largest value of each figure under any of some policies."""
     work = [(name, figure) for figure in sizes for name in names]
     found: list[Largest] = run(partial(_grown, profile), work)
@@ -170,7 +170,7 @@ def _largest(profile: Profile, names: Sequence[str], sizes: Sequence[Figure], ru
     return [max(some, key=lambda one: one.value) for some in each]
 
 
-def _grown(profile: Profile, asked: tuple[str, Figure]) -> Largest:
+def _grown(profile: Profile, asked: tuple[str, GrowingFigure]) -> Largest:
     return largest(profile.workload, profile.hardware, parse_policy(asked[0]), asked[1])
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autohete.answer.policies import JOINT, default_policies, longest_first
+from autohete.answer.result import Candidate, Change, Gain
 from autohete.answer.run import Run
 from autohete.answer.site import Site
-from autohete.answer.types import Candidate, Change, Gain
 from autohete.errors import AutoHeteError, InputError
 from autohete.hardware import Hardware
 from autohete.plan import Plan
@@ -18,9 +18,9 @@ from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import format_bytes
-from autohete.report.summary import answer_or_refusal
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation, simulate_plan
+from autohete.simulate.summary import answer_or_refusal
 from autohete.workload import Workload
 from autohete.workload.training import Lora
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from autohete.answer.policies import longest_first
+from autohete.answer.result import Need
 from autohete.answer.run import Run
-from autohete.answer.types import Need
 from autohete.errors import AutoHeteError, InfeasibleError
 from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autohete.answer.types import NOISE, Candidate
+from autohete.answer.result import NOISE, Candidate
 from autohete.plan import Plan
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import Profile
-from autohete.report.summary import answer_or_refusal
+from autohete.simulate.summary import answer_or_refusal
 
 #: Decides for each unit, and is never slower than another policy that fits. For one GPU.
 JOINT = "joint"
@@ -59,4 +59,4 @@ def ranked(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
 def _effort(each: Candidate) -> tuple[int, bool]:
     """How much a candidate that moves nothing does: recomputations, then whether it is more than ordinary training."""
     assert each.plan is not None
-    return each.plan.checkpointed_blocks, each.name.partition(":")[0] != "resident"
+    return each.plan.checkpointed_units, each.name.partition(":")[0] != "resident"

@@ -194,7 +194,7 @@ def _check_name(key: str, text: str) -> None:
     """Check that there is what a value of one of :data:`_NAMES` names."""
     from autohete.hardware import read_hardware
     from autohete.policies import parse_policy
-    from autohete.profile.file import read_profile
+    from autohete.profile.profile_file import read_profile
     from autohete.workload import named_workload
     from autohete.workload.config import read_model
 

@@ -33,7 +33,7 @@ def compare(
     gantt:
         Draw one iteration of A above one of B, to this .png, .pdf or .svg file.
     """
-    from autohete.analysis.compare import compare as compare_traces
+    from autohete.analysis.comparison import compare as compare_traces
     from autohete.report.perfetto import read_trace
 
     outputs = {"--gantt": gantt} if gantt is not None else {}

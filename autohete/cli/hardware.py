@@ -57,8 +57,8 @@ def new(file: str, /, *, base: str) -> None:
     base:
         A preset's name, a TOML file, or the profile (.json) of a machine.
     """
+    from autohete.files import write_text
     from autohete.hardware.template import new_hardware_text
-    from autohete.report.write import write_text
 
     if not file.endswith(".toml"):
         raise InputError(f"{file!r} is not the name of a TOML file: give one such as {file or 'my-node'}.toml")

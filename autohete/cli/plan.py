@@ -16,9 +16,9 @@ from autohete.quantities import parse_count, parse_quantity
 
 if TYPE_CHECKING:
     from autohete.answer import Answer, Run
-    from autohete.largest import Figure
     from autohete.profile import Profile
     from autohete.simulate import Simulation
+    from autohete.simulate.largest import GrowingFigure
 
 _TOKENS, _SYSTEM = "1B", "4GiB"
 
@@ -68,7 +68,7 @@ def plan(
     json_:
         Print JSON, or write it to FILE.
     """
-    from autohete.largest import Figure
+    from autohete.simulate.largest import GrowingFigure
 
     if max_ is not None and question.profile is not None:
         raise InputError("--max asks for sizes that a profile was not measured for: leave out --profile or --max")
@@ -80,7 +80,7 @@ def plan(
         for option, value in {"--html": html, "--tokens": tokens, "--system-memory": system_memory}.items():
             if value is not None:
                 raise InputError(f"{option} belongs to the whole answer: leave out --policy, or {option}")
-    sizes = tuple(Figure) if max_ == "all" else () if max_ is None else (Figure[max_.upper()],)
+    sizes = tuple(GrowingFigure) if max_ == "all" else () if max_ is None else (GrowingFigure[max_.upper()],)
     chosen = question.answerable()
     check_outputs(outputs)
     if policy is not None:
@@ -104,7 +104,7 @@ def _answer(
     system_memory: str | None,
     draws: int,
     seed: int,
-    sizes: Sequence[Figure],
+    sizes: Sequence[GrowingFigure],
     run: Run,
 ) -> Answer:
     from autohete.answer import Sampling, Site, find_answer
@@ -150,7 +150,7 @@ def _json(found: Answer) -> str:
 
 
 def _write_outputs(found: Answer, outputs: dict[str, str]) -> None:
-    from autohete.report.write import write_text
+    from autohete.files import write_text
 
     if "--json" in outputs:
         write_text(outputs["--json"], _json(found) + "\n")
@@ -166,14 +166,14 @@ def _write_outputs(found: Answer, outputs: dict[str, str]) -> None:
 
 
 def _write_simulation(simulation: Simulation, outputs: dict[str, str]) -> None:
-    from autohete.report.write import write_text
+    from autohete.files import write_text
 
     if "--schedule" in outputs:
         write_text(outputs["--schedule"], str(simulation.schedule))
     if "--gantt" in outputs:
         from autohete.report.gantt import combined_figure
         from autohete.report.style import save_figure
-        from autohete.report.summary import node_text
+        from autohete.simulate.summary import node_text
 
         trace, steady = simulation.trace, simulation.steady
         hardware = simulation.profile.hardware
@@ -184,16 +184,16 @@ def _write_simulation(simulation: Simulation, outputs: dict[str, str]) -> None:
 
 
 def _print_policy(
-    chosen: Profile, policy: str, sizes: Sequence[Figure], outputs: dict[str, str], json_: tuple[str, ...] | None
+    chosen: Profile, policy: str, sizes: Sequence[GrowingFigure], outputs: dict[str, str], json_: tuple[str, ...] | None
 ) -> None:
     """Show one policy's decisions, for the workload given or for the largest that fits."""
-    from autohete.largest import largest
+    from autohete.files import write_text
     from autohete.policies import parse_policy
     from autohete.profile import analytic_profile
     from autohete.report.answer_json import plan_json
     from autohete.report.answer_text import largest_text
-    from autohete.report.summary import answer
-    from autohete.report.write import write_text
+    from autohete.simulate.largest import largest
+    from autohete.simulate.summary import answer
 
     asked = parse_policy(policy)
     grown = [largest(chosen.workload, chosen.hardware, asked, figure) for figure in sizes]

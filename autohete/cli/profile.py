@@ -59,8 +59,8 @@ def profile(
     quick:
         Measure copies up to 64 MiB instead of 1 GiB.
     """
-    from autohete.train.session import TextModel
-    from autohete.train.session import profile as run
+    from autohete.cli.text_model import TextModel
+    from autohete.cli.text_model import profile as run
     from autohete.workload import Precision, Units
 
     check_outputs({"OUT": out})

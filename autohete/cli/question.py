@@ -254,7 +254,7 @@ class Question:
         return overrides
 
     def _measured(self, path: str) -> Profile:
-        from autohete.profile.file import read_profile
+        from autohete.profile.profile_file import read_profile
         from autohete.quantities import parse_quantity
 
         if (

@@ -13,8 +13,8 @@ from autohete.cli.question import BLANK, Question
 from autohete.errors import InputError
 
 if TYPE_CHECKING:
-    from autohete.report.summary import Summary
     from autohete.simulate import Simulation
+    from autohete.simulate.summary import Summary
 
 
 def simulate(
@@ -45,7 +45,7 @@ def simulate(
     """
     from autohete.plan.policy import Verdict
     from autohete.policies import CANNOT_ACCUMULATE, CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, UPDATE_ON_CPU, parse_policy
-    from autohete.report.summary import answer_or_refusal
+    from autohete.simulate.summary import answer_or_refusal
     from autohete.workload.optimizers import has_cpu_kernel
 
     chosen = question.answerable()
@@ -79,7 +79,7 @@ def simulate(
 
 
 def _write_outputs(found: tuple[Summary, Simulation | None], outputs: dict[str, str]) -> None:
-    from autohete.report.summary import node_text
+    from autohete.simulate.summary import node_text
 
     summary, simulation = found
     if simulation is None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autohete.policies import NamedPolicy
     from autohete.profile import Profile
     from autohete.report.crossover import Scale
-    from autohete.report.rows import Row
+    from autohete.report.records import Row
     from autohete.workload import Workload
 
 #: How many settings are tried to find one that is valid before anything is written.
@@ -77,7 +77,7 @@ def sweep(
     """
     from autohete.report.crossover import scales
     from autohete.report.parquet import check_pyarrow, is_parquet, journal_of, parquet_writer, read_parquet
-    from autohete.report.rows import Tally, header_of, print_tally, read_rows, row_writer
+    from autohete.report.records import Tally, header_of, print_tally, read_rows, row_writer
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs is {jobs}: give at least 1, or leave it out for one per core")
@@ -147,9 +147,9 @@ def _sensitivity(
     cluster: str | None,
 ) -> None:
     """Answer the question itself and every move of it, then write, draw and print the effects."""
+    from autohete.files import write_text
     from autohete.policies import parse_policy
     from autohete.report.sensitivity import effects, effects_csv, print_effects, tornado
-    from autohete.report.write import write_text
 
     for text in policies:
         parse_policy(text)
@@ -214,8 +214,8 @@ def _hardware(question: Question) -> Hardware:
 
 def _row(setting: Setting, keys: Sequence[str]) -> Row:
     """Answer one setting."""
-    from autohete.report.rows import answered, refused
-    from autohete.report.summary import answer
+    from autohete.report.records import answered, refused
+    from autohete.simulate.summary import answer
 
     key = dict(zip(keys, setting.texts, strict=True))
     try:

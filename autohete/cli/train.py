@@ -99,8 +99,8 @@ def train(
     gantt:
         Draw one iteration, simulated above and measured below, to this .png, .pdf or .svg file.
     """
-    from autohete.train.session import TextModel
-    from autohete.train.session import train as run
+    from autohete.cli.text_model import TextModel
+    from autohete.cli.text_model import train as run
     from autohete.workload import Precision, Units
 
     outputs = {"--trace": trace, "--predicted-trace": predicted_trace, "--gantt": gantt}

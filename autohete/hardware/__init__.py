@@ -5,7 +5,8 @@ has the plain numbers for the model (``node.py``).
 """
 
 from autohete.hardware.document import preset_names
-from autohete.hardware.file import (
+from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
+from autohete.hardware.schema import (
     HardwareFile,
     UncertainFigure,
     WrittenFigure,
@@ -15,7 +16,6 @@ from autohete.hardware.file import (
     uncertain_figures,
     written_figures,
 )
-from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
 
 __all__ = [
     "Cpu",

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from autohete.hardware.document import WITHOUT, preset_names
-from autohete.hardware.file import HardwareFile, WrittenFigure, known_keys, read_hardware, written_figures
+from autohete.hardware.schema import HardwareFile, WrittenFigure, known_keys, read_hardware, written_figures
 
 _HEAD = """\
 # This hardware has all figures of its base, except those given here. To give one, remove the "#" before its lines and fill in

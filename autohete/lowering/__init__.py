@@ -17,7 +17,7 @@ from autohete.errors import InfeasibleError, InputError, OnePoolError, RuleError
 from autohete.hardware import Hardware
 from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
-from autohete.lowering.clipping import Clipping
+from autohete.lowering.clipping import ClippingTasks
 from autohete.lowering.compute import Compute, passes_of
 from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import nvme_bytes, resident_buffers, shared_bandwidth
@@ -71,8 +71,8 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
             few slots, several GPUs cannot shard what they should, or one of its rules contradicts another rule or the data
             dependencies, changes nothing, or duplicates another rule.
     """
-    if len(plan.units) != len(profile.blocks):
-        raise InputError(f"the plan has {len(plan.units)} units, the profile {len(profile.blocks)}: plan for this workload")
+    if len(plan.units) != len(profile.units):
+        raise InputError(f"the plan has {len(plan.units)} units, the profile {len(profile.units)}: plan for this workload")
     lowered, hardware = _for_all_rates(profile, plan), profile.hardware
     schedule, nvme = lowered.schedule, hardware.nvme if lowered.drives else None
     _check_nvme(hardware, lowered.on_nvme, lowered.drives)
@@ -244,7 +244,7 @@ def _check_accumulation(profile: Profile, plan: Plan) -> None:
     if plan.delayed:
         raise InputError("a delayed update takes gradients while the next are accumulated: use one micro-batch, or delay none")
     for i, unit in enumerate(plan.units):
-        if profile.blocks[i].is_frozen:
+        if profile.units[i].is_frozen:
             continue
         if unit.gradients_replace_parameters:
             raise InputError(
@@ -286,7 +286,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
     recomputations = plan.recomputations()
     passes = passes_of(recomputations, micro_batches, profile.first_trained)
     builder = Builder(passes, gradients_back=int(plan.delayed))
-    compute, clipping = Compute(builder, profile, plan, shards, recomputations), Clipping(builder, profile, plan, shards)
+    compute, clipping = Compute(builder, profile, plan, shards, recomputations), ClippingTasks(builder, profile, plan, shards)
     updates, parameters = Updates(builder, profile, plan, shards, clipping), Parameters(builder, profile, plan, shards)
     activations = OffloadedActivations(builder, profile, plan)
 
@@ -345,7 +345,7 @@ def _check_rules(profile: Profile, plan: Plan, given: Plan, builder: Builder) ->
     """
     rules = plan.rules
     idle = _idle_rules(rules, builder)
-    if idle and (profile.workload.clips or any(block.is_frozen for block in profile.blocks)):
+    if idle and (profile.workload.clips or any(unit.is_frozen for unit in profile.units)):
         simple = all_trained(replace(profile, workload=replace(profile.workload, clip_norm=None)))
         try:
             simplest, _ = _ordered(simple, given, Shards(simple, given))

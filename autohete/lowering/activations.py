@@ -53,7 +53,7 @@ class OffloadedActivations:
         return Value.ACTIVATIONS if self._plan.units[unit].activations is Activations.KEEP else Value.INPUT
 
     def _bytes(self, unit: int) -> int:
-        times = self._profile.blocks[unit]
+        times = self._profile.units[unit]
         return times.input_bytes if self._value(unit) is Value.INPUT else times.activation_bytes
 
     def _on_host(self, value: Value, unit: int, micro_batch: int) -> BufferId:

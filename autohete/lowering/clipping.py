@@ -17,7 +17,7 @@ from autohete.profile import Profile
 from autohete.schedule import COLLECTIVE, CPU, GPU, GPU_MEMORY, HOST_MEMORY, Kind, TaskId, Value
 
 
-class Clipping:
+class ClippingTasks:
     """Adds norms and the coefficient to a builder. Adds nothing if the workload does not clip.
 
     Args:
@@ -98,5 +98,5 @@ def scaled_bytes(profile: Profile, plan: Plan, unit: int, updated_on: Processor)
 
 def _gradient_bytes(profile: Profile, plan: Plan, unit: int, side: Processor) -> int:
     """Size of the gradients: on the GPU as computed; on the host as they arrive, without accompanying data."""
-    count, element = profile.blocks[unit].trained_parameters, profile.element_bytes
+    count, element = profile.units[unit].trained_parameters, profile.element_bytes
     return min(plan.units[unit].gradients.bytes_of(count, element), 4 * count) if side is Processor.CPU else count * element

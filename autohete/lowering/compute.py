@@ -73,10 +73,10 @@ class Compute:
         """The costs of the unit's selective recomputation, if the plan uses it."""
         if self._plan.units[unit].activations is not Activations.SELECTIVE:
             return None
-        found = self._profile.blocks[unit].selective
+        found = self._profile.units[unit].selective
         if found is None:
             raise InputError(
-                f"unit {unit} ({self._profile.blocks[unit].role}) is to be recomputed selectively, but its profile does not "
+                f"unit {unit} ({self._profile.units[unit].role}) is to be recomputed selectively, but its profile does not "
                 "say how: keep or recompute it; or if the profile is older than selective recomputation, measure it again"
             )
         return found
@@ -103,7 +103,7 @@ class Compute:
         else:
             self._pass(task, durations.forward(unit) if recomputation.hands_on else durations.recompute(unit))
         # Its output is not needed again, except within a segment.
-        self._keep(task, recomputation.keeps, 0 if recomputation.hands_on else self._profile.blocks[unit + 1].input_bytes)
+        self._keep(task, recomputation.keeps, 0 if recomputation.hands_on else self._profile.units[unit + 1].input_bytes)
         if recomputation.hands_on:
             self._hand_on(task)
 
@@ -113,11 +113,11 @@ class Compute:
         again = (task.kind, task.again) if task.kind is Kind.RECOMPUTE else (None, 0)
         self._inputs[above] = buffer = on_gpu(Value.INPUT, above, task.micro_batch, *again)
         make = self._builder.make if self._input_leaves[above] else self._builder.allocate
-        make(task, buffer, self._profile.blocks[above].input_bytes)
+        make(task, buffer, self._profile.units[above].input_bytes)
 
     def _keep(self, task: TaskId, kept: Activations, unused_bytes: int = 0) -> None:
         """Allocate what ``task`` leaves of the unit, and what lives only while it runs."""
-        b, unit, times = self._builder, task.unit, self._profile.blocks[task.unit]
+        b, unit, times = self._builder, task.unit, self._profile.units[task.unit]
         selective = self._selective(unit)
         selected_bytes = 0 if selective is None else selective.kept_bytes
         if kept is Activations.SELECTIVE:
@@ -136,7 +136,7 @@ class Compute:
 
     def _keep_nothing(self, task: TaskId) -> None:
         """Keep nothing of a unit without backward. The first unit's input comes from no other task."""
-        unit, times = task.unit, self._profile.blocks[task.unit]
+        unit, times = task.unit, self._profile.units[task.unit]
         self._builder.workspace(task, times.checkpointed_workspace_bytes + (0 if unit else times.input_bytes))
         if unit:
             self._builder.free(task, self._inputs.pop(unit))
@@ -153,7 +153,7 @@ class Compute:
     def backward(self, task: TaskId) -> None:
         """Add a backward: gradients of the parameters and of the input."""
         b, unit, micro_batch = self._builder, task.unit, task.micro_batch
-        times, plan = self._profile.blocks[unit], self._plan.units[unit]
+        times, plan = self._profile.units[unit], self._plan.units[unit]
         fetched = plan.kept.leaves and plan.activations is Activations.KEEP  # then the input is part of what was fetched
         self._pass(task, durations.backward(unit))
         b.read(task, Value.ACTIVATIONS, unit)
@@ -191,7 +191,7 @@ class Compute:
         b, plan, gradients = self._builder, self._plan.units[unit], on_gpu(Value.GRADIENTS, unit, task.micro_batch)
         added_here = not plan.accumulates_on_host and self._shards.stage(unit) < 2
         if begins:
-            count = self._profile.blocks[unit].trained_parameters
+            count = self._profile.units[unit].trained_parameters
             size = 0 if self._plan.in_slot(unit) else count * self._profile.element_bytes
             if task.micro_batch and added_here:
                 b.allocate(task, gradients, size)

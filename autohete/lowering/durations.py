@@ -22,13 +22,13 @@ _COEFFICIENT_KERNELS = 5
 @_kept
 def forward(unit: int) -> Duration:
     """A forward of ``unit``, or a recomputation that makes its output."""
-    return lambda profile: profile.blocks[unit].forward_seconds
+    return lambda profile: profile.units[unit].forward_seconds
 
 
 @_kept
 def recompute(unit: int) -> Duration:
     """A recomputation of ``unit`` whose output is not needed."""
-    return lambda profile: profile.blocks[unit].recompute_seconds
+    return lambda profile: profile.units[unit].recompute_seconds
 
 
 @_kept
@@ -36,7 +36,7 @@ def selective(unit: int) -> Duration:
     """The selective recomputation of ``unit``."""
 
     def seconds(profile: Profile) -> float:
-        found = profile.blocks[unit].selective
+        found = profile.units[unit].selective
         assert found is not None, "the plan was lowered for units that can be recomputed selectively"
         return found.seconds
 
@@ -46,7 +46,7 @@ def selective(unit: int) -> Duration:
 @_kept
 def backward(unit: int) -> Duration:
     """A backward of ``unit``."""
-    return lambda profile: profile.blocks[unit].backward_seconds
+    return lambda profile: profile.units[unit].backward_seconds
 
 
 def loss(profile: Profile) -> float:
@@ -108,7 +108,7 @@ def gpu_update(unit: int, scaled_bytes: int | None, share: float) -> Duration:
 
     def seconds(profile: Profile) -> float:
         scaling = 0.0 if scaled_bytes is None else profile.gpu_memory_seconds(scaled_bytes)
-        return (profile.blocks[unit].gpu_update_seconds + scaling) * share
+        return (profile.units[unit].gpu_update_seconds + scaling) * share
 
     return seconds
 

@@ -16,6 +16,8 @@ from autohete.schedule import (
     GPU_MEMORY,
     H2D,
     HOST_MEMORY,
+    LINK,
+    MULTIPROCESSORS,
     NVME_MEMORY,
     NVME_READ,
     NVME_WRITE,
@@ -27,9 +29,6 @@ from autohete.schedule import (
     Value,
 )
 
-#: Names of the resources that each GPU has for itself: what the two directions of its link share, and its multiprocessors.
-LINK, MULTIPROCESSORS = "link", "multiprocessors"
-
 
 def slot_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
     """Size of a slot: parameters of any unit that leaves the GPU, plus its gradients if slots hold them; 0 without slots."""
@@ -39,7 +38,7 @@ def slot_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
     return max(
         (
             profile.parameter_bytes(i) + times.trained_parameters * gradients
-            for i, times in enumerate(profile.blocks)
+            for i, times in enumerate(profile.units)
             if shards.comes_and_goes(i)
         ),
         default=0,

@@ -20,7 +20,7 @@ def without_frozen(profile: Profile, plan: Plan) -> Plan:
     Raises:
         InputError: all parameters are frozen, or the first trained unit drops its input, which nothing below it recomputes.
     """
-    if not any(block.is_frozen for block in profile.blocks):
+    if not any(block.is_frozen for block in profile.units):
         return plan
     first = profile.first_trained
     if plan.units[first].activations is Activations.DROP:
@@ -29,7 +29,7 @@ def without_frozen(profile: Profile, plan: Plan) -> Plan:
             "its input (recompute)"
         )
     units = [
-        _untrained(unit, has_backward=i >= first) if profile.blocks[i].is_frozen else unit for i, unit in enumerate(plan.units)
+        _untrained(unit, has_backward=i >= first) if profile.units[i].is_frozen else unit for i, unit in enumerate(plan.units)
     ]
     # A plan for several GPUs, or one that delays updates, is checked as it was given.
     return replace(plan, units=tuple(units))
@@ -53,5 +53,5 @@ def _untrained(unit: UnitPlan, *, has_backward: bool) -> UnitPlan:
 
 def all_trained(profile: Profile) -> Profile:
     """``profile`` as if all its parameters were trained."""
-    blocks = tuple(replace(block, frozen_parameters=0, frozen_bytes=None) for block in profile.blocks)
-    return replace(profile, blocks=blocks)
+    units = tuple(replace(unit, frozen_parameters=0, frozen_bytes=None) for unit in profile.units)
+    return replace(profile, units=units)

@@ -141,7 +141,7 @@ class Parameters:
         # What moves home after every forward is not also copied home before it.
         moved_later = plan.parameters.stays_after_backward and plan.parameters.moves
         if plan.parameters.leaves and plan.update_on is Processor.GPU and not moved_later:
-            size = self._profile.blocks[unit].trained_parameters * self._profile.element_bytes
+            size = self._profile.units[unit].trained_parameters * self._profile.element_bytes
             self._copy_home(Kind.WRITE_BACK_BACKWARD, unit, size, 0, priority=unit)
         self.after_backward(unit)
 
@@ -168,7 +168,7 @@ class Parameters:
                 self._gather_updated(unit)
 
     def _gather_updated(self, unit: int) -> None:
-        size = self._profile.blocks[unit].trained_parameters * self._profile.element_bytes
+        size = self._profile.units[unit].trained_parameters * self._profile.element_bytes
         gather = self._builder.task(Kind.GATHER_UPDATED, unit, COLLECTIVE, durations.collective(size), unit)
         self._builder.write(gather, Value.PARAMETERS, unit)
 

@@ -32,7 +32,7 @@ class Shards:
         ]
 
     def _part(self, unit: int, from_stage: int) -> int:
-        count = self._profile.blocks[unit].trained_parameters
+        count = self._profile.units[unit].trained_parameters
         return self._profile.hardware.part_of(count) if self._stages[unit] >= from_stage else count
 
     def stage(self, unit: int) -> int:
@@ -57,7 +57,7 @@ class Shards:
 
     def is_frozen(self, unit: int) -> bool:
         """Whether the unit has no gradients, states and update."""
-        return self._profile.blocks[unit].is_frozen
+        return self._profile.units[unit].is_frozen
 
     def updated_on(self, unit: int, side: Processor) -> int:
         """Updated parameters by processor; the GPU takes the first ones."""
@@ -70,7 +70,7 @@ class Shards:
 
     def share(self, unit: int, side: Processor | None = None) -> float:
         """Fraction of the work of an update, for one processor or both. A unit may have nothing to update."""
-        whole = self._profile.blocks[unit].trained_parameters
+        whole = self._profile.units[unit].trained_parameters
         count = self.updated(unit) if side is None else self.updated_on(unit, side)
         return 1.0 if count == whole and not self.stage(unit) else count / max(whole, 1)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Link
-from autohete.profile import BlockProfile, Profile
+from autohete.profile import Profile, UnitProfile
 
 
 def sizes_of(profile: Profile) -> Profile:
@@ -18,7 +18,7 @@ def sizes_of(profile: Profile) -> Profile:
     return Profile(
         profile.workload,
         _without_rates(hardware.gpus, hardware.unified, host.rounds_pinned, host.pinned_bytes is not None),
-        tuple(map(_without_times, profile.blocks)),
+        tuple(map(_without_times, profile.units)),
         replace(profile.loss, seconds=0.0),
     )
 
@@ -31,10 +31,10 @@ def _without_rates(gpus: int, unified: bool, rounds_pinned: bool, limits_pinned:
 
 
 @lru_cache(maxsize=512)
-def _without_times(block: BlockProfile) -> BlockProfile:
-    selective = block.selective and replace(block.selective, seconds=0.0)
+def _without_times(unit: UnitProfile) -> UnitProfile:
+    selective = unit.selective and replace(unit.selective, seconds=0.0)
     return replace(
-        block,
+        unit,
         forward_seconds=0.0,
         backward_seconds=0.0,
         gpu_update_seconds=0.0,

@@ -13,7 +13,7 @@ from autohete.schedule import GPU, TaskId
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class ParameterLife:
     """Fetched parameters on the GPU: the fetch, indices of first and last user, and the task that ends them with its lane."""
 
     fetch: TaskId
@@ -24,10 +24,10 @@ class Life:
     back: int
 
 
-class Lives:
+class ParameterLives:
     """Lives in the order of the passes. Each iteration has the same ones; indices of the previous iteration are negative."""
 
-    def __init__(self, lives: list[Life], passes: int) -> None:
+    def __init__(self, lives: list[ParameterLife], passes: int) -> None:
         self._passes = passes
         self._begins, self._stops = sorted(life.begin for life in lives), sorted(life.stop for life in lives)
         self._places = sorted(life.stop % passes for life in lives)
@@ -42,7 +42,7 @@ class Lives:
         begun = len(self._begins) + bisect_right(self._begins, place)  # of the previous iteration, and of this one
         return begun - bisect_left(self._stops, place + self._passes) - bisect_left(self._stops, place)
 
-    def over_before(self, place: int, spare: int, unordered: Collection[str]) -> list[tuple[int, Life]]:
+    def over_before(self, place: int, spare: int, unordered: Collection[str]) -> list[tuple[int, ParameterLife]]:
         """The lives that must have ended before the pass at ``place``: all that are over by then, except the last ``spare``.
 
         Returns:
@@ -61,7 +61,7 @@ class Lives:
         ]
 
 
-def lives_of(builder: Builder, stays: Iterable[Stay], order: Sequence[int]) -> list[Life]:
+def lives_of(builder: Builder, stays: Iterable[Stay], order: Sequence[int]) -> list[ParameterLife]:
     """Fetched parameters in the order of the passes. Each lasts to the last pass that precedes its end under any timing.
 
     Args:
@@ -77,11 +77,11 @@ def lives_of(builder: Builder, stays: Iterable[Stay], order: Sequence[int]) -> l
         assert stay.end is not None, "parameters that come and go are freed"
         end = builder.index(stay.end)
         stop = latest[end] + stay.back * count
-        found.append(Life(stay.fetch, builder.place[stay.user], stop, stay.end, builder.drafts[end].lane, stay.back))
+        found.append(ParameterLife(stay.fetch, builder.place[stay.user], stop, stay.end, builder.drafts[end].lane, stay.back))
     return found
 
 
-def share_slots(builder: Builder, all_lives: list[Life], slots: int) -> None:
+def share_slots(builder: Builder, all_lives: list[ParameterLife], slots: int) -> None:
     """Make each fetch into preallocated slots wait until a slot is free under any timing.
 
     In the order of the passes a life lasts from its first to its last user. When the user of a fetch runs, a number of lives
@@ -96,7 +96,7 @@ def share_slots(builder: Builder, all_lives: list[Life], slots: int) -> None:
         InputError: more units than slots have parameters on the GPU at a time.
     """
     passes, fifo = len(builder.passes), not builder.by_priority  # fifo lanes end lives in the order in which they are issued
-    lives = Lives(all_lives, passes)
+    lives = ParameterLives(all_lives, passes)
     unordered = frozenset() if fifo else frozenset(life.lane for life in all_lives if life.lane != GPU)
     known: dict[str, int] = {}  # per fifo lane, the latest index whose life an earlier fetch waited for
     for life in sorted(all_lives, key=lambda life: life.begin):
@@ -118,7 +118,7 @@ def share_slots(builder: Builder, all_lives: list[Life], slots: int) -> None:
         known = seen
 
 
-def least_slots(all_lives: list[Life], passes: int) -> int:
+def least_slots(all_lives: list[ParameterLife], passes: int) -> int:
     """The maximum number of simultaneous lives; 0 if there are none."""
-    lives = Lives(all_lives, passes)
+    lives = ParameterLives(all_lives, passes)
     return max((lives.alive_at(life.begin) for life in all_lives), default=0)

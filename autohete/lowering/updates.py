@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
-from autohete.lowering.clipping import Clipping, scaled_bytes
+from autohete.lowering.clipping import ClippingTasks, scaled_bytes
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
@@ -37,7 +37,7 @@ class Updates:
         clipping: adds norms, and the scaling of gradients.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, clipping: Clipping) -> None:
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, clipping: ClippingTasks) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self._clipping, self._beside_gpu = clipping, plan.updates_beside_gpu
         units = list(enumerate(plan.units))[::-1]
@@ -89,7 +89,7 @@ class Updates:
         if self._shards.gpus == 1:
             return
         element = self._profile.element_bytes
-        size, buffers = self._profile.blocks[unit].trained_parameters * element, self._plan.flat_buffers
+        size, buffers = self._profile.units[unit].trained_parameters * element, self._plan.flat_buffers
         if buffers.reduce_copies:
             b.prolong(task_id(Kind.BACKWARD, unit, micro_batch), durations.gpu_copies(size, buffers.reduce_copies))
         rounds = 2 if not stage or buffers.reduces_all else 1
@@ -115,7 +115,7 @@ class Updates:
         self._clipping.scale(update)
         b.write(update, self._shards.parameters(unit), unit)
         # A partial update needs no less workspace if the kernel works in pieces.
-        workspace = self._profile.blocks[unit].gpu_update_workspace_bytes + self._plan.footprint.gpu_update_bytes
+        workspace = self._profile.units[unit].gpu_update_workspace_bytes + self._plan.footprint.gpu_update_bytes
         b.workspace(update, workspace)
         if self._plan.units[unit].fetches_states:
             b.write(update, Value.OPTIMIZER_STATES, unit)

@@ -45,16 +45,13 @@ def _check_size(name: str, value: float) -> None:
 class PlanCounts:
     """A plan in three counts and a total. As text: ``24c 10p 26o of 26``."""
 
-    checkpointed_blocks: int
-    offloaded_parameter_blocks: int
-    offloaded_optimizer_blocks: int
-    blocks: int
+    checkpointed_units: int
+    offloaded_parameter_units: int
+    offloaded_optimizer_units: int
+    units: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.checkpointed_blocks}c {self.offloaded_parameter_blocks}p {self.offloaded_optimizer_blocks}o "
-            f"of {self.blocks}"
-        )
+        return f"{self.checkpointed_units}c {self.offloaded_parameter_units}p {self.offloaded_optimizer_units}o of {self.units}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +184,7 @@ class Plan(Hashed):
                 raise InputError("embedding and head keep their activations on the GPU: plan them so")
         object.__setattr__(self, "units", same_objects(self.units))
         recomputations(self.units)
-        if self.delayed and self.offloaded_parameter_blocks:
+        if self.delayed and self.offloaded_parameter_units:
             raise InputError(
                 "a delayed update writes the host's parameters during the next iteration: it excludes offloaded parameters"
             )
@@ -221,17 +218,17 @@ class Plan(Hashed):
         return recomputations(self.units)
 
     @property
-    def checkpointed_blocks(self) -> int:
+    def checkpointed_units(self) -> int:
         """Units that recompute their activations."""
         return sum(unit.activations is not Activations.KEEP for unit in self.units)
 
     @property
-    def offloaded_parameter_blocks(self) -> int:
+    def offloaded_parameter_units(self) -> int:
         """Units whose parameters are offloaded."""
         return sum(unit.parameters.home == HOST_MEMORY for unit in self.units)
 
     @property
-    def offloaded_optimizer_blocks(self) -> int:
+    def offloaded_optimizer_units(self) -> int:
         """Units that the CPU updates, fully or in part."""
         return sum(unit.update_on is Processor.CPU for unit in self.units)
 
@@ -239,7 +236,7 @@ class Plan(Hashed):
     def counts(self) -> PlanCounts:
         """The three counts, for display in tables and files."""
         return PlanCounts(
-            self.checkpointed_blocks, self.offloaded_parameter_blocks, self.offloaded_optimizer_blocks, len(self.units)
+            self.checkpointed_units, self.offloaded_parameter_units, self.offloaded_optimizer_units, len(self.units)
         )
 
 

@@ -97,7 +97,7 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         upload: format in which what the CPU updates is copied to the GPU.
         gradients: format in which their gradients are copied to the host.
     """
-    last = len(profile.blocks) - 1
+    last = len(profile.units) - 1
     on_gpu = UnitPlan(gradients=gradients, refresh=upload)
     on_cpu = replace(on_gpu, update_on=Processor.CPU)
     updates = [on_gpu, replace(on_gpu, states=Rest(HOST_MEMORY)), on_cpu]
@@ -109,7 +109,7 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
 
     def others(unit: int) -> tuple[UnitPlan, ...]:
         shared = unit == 0 and profile.workload.tied_embeddings
-        if profile.blocks[unit].is_frozen:  # nothing to update; and without backward, nothing to stay for
+        if profile.units[unit].is_frozen:  # nothing to update; and without backward, nothing to stay for
             where = routes[:1] if shared else routes if unit >= profile.first_trained else routes[:2]
             return tuple(replace(on_gpu, parameters=route) for route in where)
         return tuple(
@@ -121,7 +121,7 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
     def activations(unit: int) -> tuple[UnitPlan, ...]:
         if unit in (0, last) or unit < profile.first_trained:
             return (KEEP,)
-        selective = profile.blocks[unit].selective is not None
+        selective = profile.units[unit].selective is not None
         return (KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT, *((SELECTIVE,) if selective else ()))
 
     return Choices(

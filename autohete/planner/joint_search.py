@@ -49,7 +49,7 @@ _NEAR = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class BestAssignment:
     """The best assignment, and its iteration time."""
 
     assignment: Assignment
@@ -70,7 +70,7 @@ class JointSearch:
         effort = _EFFORT_TIMES_UNITS // len(relaxed.choices.others)
         self._effort = min(max(effort, _LEAST_EFFORT), _MOST_EFFORT)
         self._judged: dict[Assignment, Judgement] = {}
-        self.best: Found | None = None
+        self.best: BestAssignment | None = None
 
     @property
     def seconds(self) -> float:
@@ -172,7 +172,7 @@ class JointSearch:
         if found.verdict is not Verdict.OK:
             return np.inf
         if self.best is None or found.seconds < self.best.seconds:
-            self.best = Found(assignment, found.seconds)
+            self.best = BestAssignment(assignment, found.seconds)
         return found.seconds
 
     def _start(self, problem: Relaxation, taken: set[int]) -> None:

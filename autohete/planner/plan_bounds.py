@@ -25,7 +25,7 @@ _CHUNK = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choices:
+class CountChoices:
     """Choices of the three integers: arrays of equal shape."""
 
     checkpointed: Integers
@@ -38,20 +38,20 @@ class Choices:
     def __getitem__(self, place: int) -> Counts:
         return Counts(int(self.checkpointed[place]), int(self.offloaded[place]), int(self.cpu_updated[place]))
 
-    def take(self, places: Integers | NDArray[np.bool_] | slice) -> Choices:
+    def take(self, places: Integers | NDArray[np.bool_] | slice) -> CountChoices:
         """The choices at the given indices."""
-        return Choices(self.checkpointed[places], self.offloaded[places], self.cpu_updated[places])
+        return CountChoices(self.checkpointed[places], self.offloaded[places], self.cpu_updated[places])
 
-    def columns(self) -> Choices:
+    def columns(self) -> CountChoices:
         """The same choices with a trailing axis over blocks."""
-        return Choices(self.checkpointed[:, None], self.offloaded[:, None], self.cpu_updated[:, None])
+        return CountChoices(self.checkpointed[:, None], self.offloaded[:, None], self.cpu_updated[:, None])
 
 
-def all_choices(blocks: int) -> Choices:
+def all_choices(units: int) -> CountChoices:
     """Every choice for a model of ``blocks`` blocks."""
-    ranges = (np.arange(size, dtype=np.int16) for size in (blocks - 1, blocks - 1, blocks + 1))
+    ranges = (np.arange(size, dtype=np.int16) for size in (units - 1, units - 1, units + 1))
     grid = np.meshgrid(*ranges, indexing="ij")
-    return Choices(*(axis.ravel() for axis in grid))
+    return CountChoices(*(axis.ravel() for axis in grid))
 
 
 def below(values: list[float] | list[int]) -> Numbers:
@@ -99,21 +99,21 @@ class TimeBounds:
         self.least_update = np.minimum.accumulate(np.array(costs.cpu_update))
         #: At or above each block, the first that has a gradient.
         trained = [i for i, one in enumerate(costs.trained) if one]
-        self.next_trained = np.array([next((i for i in trained if i >= block), self.n) for block in range(self.n + 1)])
+        self.next_trained = np.array([next((i for i in trained if i >= unit), self.n) for unit in range(self.n + 1)])
         self.contiguous = trained == list(range(trained[0], trained[-1] + 1))
         self.rounding = 0.5e-9 * _TASKS_PER_BLOCK * self.n
 
-    def loads(self, x: Choices) -> Numbers:
+    def loads(self, x: CountChoices) -> Numbers:
         """The work of the busiest engine or shared resource. Cheaper than :meth:`seconds`."""
         work = self._work(x, np.array(self.n))
         return np.maximum(self._gpu(x), self._slowest(work)) - self.rounding
 
-    def total_load(self, x: Choices) -> Numbers:
+    def total_load(self, x: CountChoices) -> Numbers:
         """The total work of all engines."""
         work = self._work(x, np.array(self.n))
         return self._gpu(x) + work.down + work.up + work.cpu
 
-    def alone(self, x: Choices) -> Numbers:
+    def alone(self, x: CountChoices) -> Numbers:
         """Estimated time if each prefetch overlaps only the pass before its own, and each gradient copy only the next pass."""
         costs, stalls = self.costs, []
         fetch, passes = np.array(costs.parameters), (np.array(costs.forward), np.array(costs.backward))
@@ -123,7 +123,7 @@ class TimeBounds:
         waiting = sum(stall[x.offloaded + 1] - stall[1] for stall in stalls) + copies[-1] - copies[self.n - x.cpu_updated]
         return np.asarray(self._gpu(x) + waiting, float)
 
-    def seconds(self, x: Choices) -> Numbers:
+    def seconds(self, x: CountChoices) -> Numbers:
         """Lower bound of the iteration time of each choice."""
         size = max(_CHUNK // self.n, 1)
         parts = [self._cycles(x.take(slice(i, i + size))) for i in range(0, len(x), size)]
@@ -131,12 +131,12 @@ class TimeBounds:
 
     # --- work
 
-    def _gpu(self, x: Choices) -> Numbers:
+    def _gpu(self, x: CountChoices) -> Numbers:
         fixed = self.forward[-1] + self.backward[-1] + self.costs.loss.seconds
         recomputed = self.recompute[x.checkpointed + 1] - self.recompute[1]
         return np.asarray(fixed + recomputed + self.gpu_update[self.n - x.cpu_updated], float)
 
-    def _work(self, x: Choices, under: Integers) -> _Work:
+    def _work(self, x: CountChoices, under: Integers) -> _Work:
         """The work for the blocks below ``under``.
 
         Down: gradients of the blocks that the CPU updates, and write-backs of the offloaded blocks that it does not update. Up:
@@ -174,7 +174,7 @@ class TimeBounds:
 
     # --- cycles
 
-    def _cycles(self, choices: Choices) -> Numbers:
+    def _cycles(self, choices: CountChoices) -> Numbers:
         """The longest cycle among several families, each with a row per block m."""
         x, m = choices.columns(), np.arange(self.n)[None, :]
         gpu = self._gpu(choices)
@@ -184,7 +184,7 @@ class TimeBounds:
             found = np.maximum(found, self._updated_last(x, m))
         return np.asarray(found.max(axis=1) - self.rounding, float)
 
-    def _gpu_from(self, x: Choices, m: Integers) -> Numbers:
+    def _gpu_from(self, x: CountChoices, m: Integers) -> Numbers:
         """GPU work from forward of block m to backward of block m."""
         first = self.n - x.cpu_updated
         passes = (self.forward[-1] - self.forward[m]) + (self.backward[-1] - self.backward[m]) + self.costs.loss.seconds
@@ -193,7 +193,7 @@ class TimeBounds:
         updated = self.early_update[np.maximum(first, m + 1)] - self.early_update[m + 1]
         return np.asarray(passes + recomputed + updated, float)
 
-    def _until_forward(self, x: Choices, m: Integers) -> Numbers:
+    def _until_forward(self, x: CountChoices, m: Integers) -> Numbers:
         """Time from the end of backward of block m to the next forward of a block up to m.
 
         Gradients, write-backs, updates, refreshes and prefetches of all blocks up to m follow their own backward, hence that of
@@ -217,7 +217,7 @@ class TimeBounds:
             cpu = np.maximum(cpu, np.where(fetched & (refreshed <= m), last, 0.0))
         return np.maximum(np.maximum(down, up), np.maximum(cpu, self._slowest(work)))
 
-    def _updated_last(self, x: Choices, m: Integers) -> Numbers:
+    def _updated_last(self, x: CountChoices, m: Integers) -> Numbers:
         """Time from forward of block m to the next one if no update precedes the last backward.
 
         The CPU then updates all its blocks up to m after it, and a copy up of one of them follows.
@@ -227,7 +227,7 @@ class TimeBounds:
         updated = self.cpu_update[m + 1] - self.cpu_update[np.minimum(self.n - x.cpu_updated, m + 1)]
         return np.asarray(np.where(updated > 0, passes + recomputed + updated + self.least_up[m], 0.0), float)
 
-    def _gradient_wait(self, x: Choices, m: Integers) -> Numbers:
+    def _gradient_wait(self, x: CountChoices, m: Integers) -> Numbers:
         """Time that gradients waiting for their copy add to backward of the blocks above m.
 
         Backward of block a - slots, if its gradient is copied too, waits for the gradient of block a. From the end of backward
@@ -253,7 +253,7 @@ class TimeBounds:
         above = np.maximum.accumulate(np.maximum(gain, 0.0)[:, ::-1], axis=1)[:, ::-1]
         return np.asarray(above[np.arange(len(above))[:, None], m], float)
 
-    def _fetched_for_backward(self, x: Choices, m: Integers) -> Numbers:
+    def _fetched_for_backward(self, x: CountChoices, m: Integers) -> Numbers:
         """Time that prefetches for backward add to the GPU's work, for all offloaded blocks from m up.
 
         Parameters are not fetched for backward before their own forward has ended. Backward of m or of a block above it waits

@@ -16,7 +16,7 @@ import numpy as np
 from autohete.errors import check_fields, check_member
 from autohete.hardware import Hardware
 from autohete.planner.budgets import Budgets, Objective
-from autohete.planner.plan_bounds import Choices, Numbers, TimeBounds, all_choices, below
+from autohete.planner.plan_bounds import CountChoices, Numbers, TimeBounds, all_choices, below
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 
 #: Among plans that the bounds cannot distinguish, one that moves and computes less is better in practice.
@@ -37,7 +37,7 @@ class Solution:
 class Ranking:
     """Choices sorted by ascending objective value."""
 
-    choices: Choices
+    choices: CountChoices
     values: Numbers
 
 
@@ -52,7 +52,7 @@ class Allowed:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def of(self, choices: Choices) -> Choices:
+    def of(self, choices: CountChoices) -> CountChoices:
         """The allowed ones of ``choices``."""
         for field in fields(self):
             values = getattr(self, field.name)
@@ -120,11 +120,11 @@ class Program:
         order = order[values[order] <= limit]
         return Ranking(choices.take(order), values[order])
 
-    def fitting(self, objective: Objective = Objective.SECONDS) -> Choices:
+    def fitting(self, objective: Objective = Objective.SECONDS) -> CountChoices:
         """The choices within all budgets. A memory that is minimised has no budget."""
         return self.within_budgets(all_choices(self.costs.count), objective)
 
-    def within_budgets(self, choices: Choices, objective: Objective = Objective.SECONDS) -> Choices:
+    def within_budgets(self, choices: CountChoices, objective: Objective = Objective.SECONDS) -> CountChoices:
         """The allowed elements of ``choices`` that fit, and that the optimizer can update."""
         choices = self.allowed.of(choices)
         if not self.costs.updates_on_cpu:
@@ -134,7 +134,7 @@ class Program:
                 choices = choices.take(self._bytes(choices, memory) <= budget)
         return choices
 
-    def _bytes(self, x: Choices, memory: Objective) -> Numbers:
+    def _bytes(self, x: CountChoices, memory: Objective) -> Numbers:
         count = {
             Objective.PINNED_BYTES: self.pinned_bytes,
             Objective.HOST_BYTES: self.host_bytes,
@@ -142,15 +142,15 @@ class Program:
         }
         return count[memory](x)
 
-    def host_bytes(self, x: Choices) -> Numbers:
+    def host_bytes(self, x: CountChoices) -> Numbers:
         """Host memory of each choice."""
         return self._on_host(x, self.costs.host_updated, self.costs.host_offloaded)
 
-    def pinned_bytes(self, x: Choices) -> Numbers:
+    def pinned_bytes(self, x: CountChoices) -> Numbers:
         """Pinned host memory of each choice."""
         return self._on_host(x, self.costs.pinned_updated, self.costs.pinned_offloaded)
 
-    def _on_host(self, x: Choices, updated_bytes: list[int], offloaded_bytes: list[int]) -> Numbers:
+    def _on_host(self, x: CountChoices, updated_bytes: list[int], offloaded_bytes: list[int]) -> Numbers:
         costs, n = self.costs, self.costs.count
         updated, offloaded = below(updated_bytes), below(offloaded_bytes)
         first, begin, end = n - x.cpu_updated, np.asarray(1), x.offloaded + 1
@@ -163,23 +163,23 @@ class Program:
         found = found + frozen[x.offloaded + 1] - frozen[1]
         return np.asarray(found, float)
 
-    def gpu_bytes(self, x: Choices) -> Numbers:
+    def gpu_bytes(self, x: CountChoices) -> Numbers:
         """GPU memory of each choice at the loss or at a backward, whichever is higher. Includes pending bytes if asked for."""
         costs, n = self.costs, self.costs.count
         weights, states = below(costs.weights), below(costs.states)
-        first, blocks = costs.first_trained, range(n)
+        first, units = costs.first_trained, range(n)
         kept = below(costs.activations)
-        recomputed = below([costs.activations[i] - costs.input[i] * (i >= first) for i in blocks])
-        c, p, block = np.arange(n - 1)[:, None], np.arange(n - 1)[:, None], np.arange(n + 1)[None, :]
+        recomputed = below([costs.activations[i] - costs.input[i] * (i >= first) for i in units])
+        c, p, unit = np.arange(n - 1)[:, None], np.arange(n - 1)[:, None], np.arange(n + 1)[None, :]
         # What the blocks below each block keep for backward; rows are over the first integer.
-        alive = kept[block] - np.maximum(recomputed[np.minimum(c + 1, block)] - recomputed[1], 0)
+        alive = kept[unit] - np.maximum(recomputed[np.minimum(c + 1, unit)] - recomputed[1], 0)
         alive[:, 0] = 0
         extra = np.zeros((n - 1, n + 1))  # rows: second integer; columns: backwards, then the loss
         size = np.array([*costs.weights, 0])
-        fetched = (block >= 1) & (block <= p)
-        extra += np.where(fetched, size[block], 0)
+        fetched = (unit >= 1) & (unit <= p)
+        extra += np.where(fetched, size[unit], 0)
         if self.pending:  # the block below is fetched during its backward
-            extra += np.where((block >= 2) & (block - 1 <= p) & (block < n), size[np.maximum(block - 1, 0)], 0)
+            extra += np.where((unit >= 2) & (unit - 1 <= p) & (unit < n), size[np.maximum(unit - 1, 0)], 0)
         backward = np.array(costs.activations) + np.array(costs.workspace) + np.array(costs.gradient_bytes)
         inputs = np.array(costs.input)
         backward[first + 1 :] += inputs[first + 1 :]  # the gradients of its input and of its output

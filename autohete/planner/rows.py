@@ -93,10 +93,10 @@ class Costs:
 
     def __init__(self, profile: Profile, plan: Plan, choices: Choices) -> None:
         self.profile, self.plan, self.choices = profile, plan, choices
-        self.n, self.micro_batches = len(profile.blocks), profile.workload.micro_batches
+        self.n, self.micro_batches = len(profile.units), profile.workload.micro_batches
         self.weights = np.array([profile.parameter_bytes(unit) for unit in range(self.n)], float)
         self.first_trained = profile.first_trained
-        self.trained = [block.trained_parameters for block in profile.blocks]
+        self.trained = [block.trained_parameters for block in profile.units]
         self.gradients = np.array([count * profile.element_bytes for count in self.trained], float)
 
     def table(self, of: Callable[[int, UnitPlan], float], *, others: bool) -> Table:
@@ -117,7 +117,7 @@ class Costs:
         """What forward leaves for backward, in any memory."""
         if unit < self.first_trained:
             return 0
-        block = self.profile.blocks[unit]
+        block = self.profile.units[unit]
         if one.activations is Activations.SELECTIVE and block.selective is not None:
             return block.input_bytes + block.selective.kept_bytes
         return block.input_bytes if one.activations is Activations.RECOMPUTE else block.activation_bytes
@@ -132,7 +132,7 @@ class Costs:
 
     def forward_bytes(self, unit: int, one: UnitPlan) -> int:
         """What its forward takes in addition to the output."""
-        block = self.profile.blocks[unit]
+        block = self.profile.units[unit]
         if one.activations is Activations.RECOMPUTE or unit < self.first_trained:
             return block.input_bytes + block.checkpointed_workspace_bytes
         if one.activations is Activations.SELECTIVE:
@@ -141,7 +141,7 @@ class Costs:
 
     def recompute_seconds(self, unit: int, one: UnitPlan) -> float:
         """Recomputation time per micro-batch."""
-        block = self.profile.blocks[unit]
+        block = self.profile.units[unit]
         if unit < self.first_trained:
             return 0.0
         if one.activations is Activations.SELECTIVE and block.selective is not None:
@@ -198,11 +198,11 @@ class Costs:
 
     def updated_on(self, unit: int, one: UnitPlan, side: Processor) -> bool:
         """Whether that processor updates the unit. None updates a frozen one."""
-        return one.update_on is side and not self.profile.blocks[unit].is_frozen
+        return one.update_on is side and not self.profile.units[unit].is_frozen
 
     def gpu_update_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time of an update on the GPU."""
-        return self.profile.blocks[unit].gpu_update_seconds if self.updated_on(unit, one, Processor.GPU) else 0.0
+        return self.profile.units[unit].gpu_update_seconds if self.updated_on(unit, one, Processor.GPU) else 0.0
 
     def cpu_update_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time of an update on the CPU that overlaps work of the GPU."""
@@ -300,9 +300,9 @@ class Model:
         self._costs, self._n, self._profile = costs, costs.n, costs.profile
         self._m = float(costs.micro_batches)
         self._units = np.arange(self._n)
-        self._forward = np.array([block.forward_seconds for block in self._profile.blocks])
+        self._forward = np.array([unit.forward_seconds for unit in self._profile.units])
         self._reached = self._units >= costs.first_trained  # by backward
-        self._backward = np.array([block.backward_seconds for block in self._profile.blocks]) * self._reached
+        self._backward = np.array([unit.backward_seconds for unit in self._profile.units]) * self._reached
         table = costs.table
         self._recompute = table(costs.recompute_seconds, others=False)
         self._gpu_update = table(costs.gpu_update_seconds, others=True)
@@ -405,7 +405,7 @@ class Model:
 
     def _all_gpu_bytes(self) -> tuple[Rows, Rows]:
         """Bytes at the loss, at each forward, at each backward and at each update."""
-        costs, table, blocks, loss = self._costs, self._costs.table, self._profile.blocks, self._profile.loss
+        costs, table, blocks, loss = self._costs, self._costs.table, self._profile.units, self._profile.loss
         units, n = self._units, self._n
         at, below, above = (
             np.array(compare(units[None, :], units[:, None]), float) for compare in (np.equal, np.less, np.greater)
@@ -415,7 +415,7 @@ class Model:
         down, up = table(costs.stays_after_forward_bytes, others=True), table(costs.stays_after_backward_bytes, others=True)
         leaving, streamed = table(costs.leaving_bytes, others=True), table(costs.state_bytes, others=True)
         summed = table(costs.summed_bytes, others=True)
-        inputs = np.array([block.input_bytes for block in blocks], float)
+        inputs = np.array([unit.input_bytes for unit in blocks], float)
         first, reached = costs.first_trained, self._reached
         handed, given = np.where(units > first, inputs, 0), np.append(inputs[1:], 0)
         logits = loss.logits_bytes * (float(loss.keeps_logits) + (units == n - 1))
@@ -425,7 +425,7 @@ class Model:
         at_loss = self._sum(one_row, resident + kept + down, np.array([float(loss.peak_bytes)]))
         last_output = np.where(units == n - 1, float(loss.logits_bytes), given)
         at_forward = there + self._sum(at, leaving + table(costs.forward_bytes, others=False), last_output)
-        during = np.array([block.activation_bytes + block.backward_workspace_bytes for block in blocks], float)
+        during = np.array([unit.activation_bytes + unit.backward_workspace_bytes for unit in blocks], float)
         at_backward = there + self._sum(at, leaving, (during + gradient + handed + given + logits) * reached)
         at_backward = at_backward + self._sum(below + at, summed)
         keeps = loss.logits_bytes * float(loss.keeps_logits) * (units > first)

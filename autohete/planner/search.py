@@ -18,7 +18,7 @@ from autohete.errors import InfeasibleError
 from autohete.hardware import Hardware
 from autohete.plan.policy import Judgement, Verdict
 from autohete.planner.budgets import Objective
-from autohete.planner.plan_bounds import Choices
+from autohete.planner.plan_bounds import CountChoices
 from autohete.planner.program import Program
 from autohete.planner.steps import Counts
 from autohete.quantities import format_bytes
@@ -39,7 +39,7 @@ _TIGHTENINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class BestCounts:
     """The best choice, its iteration time, and a lower bound for all choices."""
 
     counts: Counts
@@ -47,7 +47,7 @@ class Found:
     bound_seconds: float
 
 
-def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> Found | None:
+def best_counts(program: Program, judge: Callable[[Counts], Judgement]) -> BestCounts | None:
     """The best plan of ``program`` according to ``judge``. None if no plan that fits was found."""
     relaxed = replace(program, pending=False)
     first = relaxed.solve()
@@ -171,15 +171,15 @@ class _Search:
 
     def around(self, counts: Counts, step: int, limit: float) -> list[Counts]:
         """Choices ``step`` away whose time could be below ``limit``, the most promising first."""
-        blocks = self.relaxed.costs.count
+        units = self.relaxed.costs.count
         here = np.array([counts.checkpointed, counts.offloaded, counts.cpu_updated])
-        places = np.unique(np.clip(here + step * _DIRECTIONS, 0, [blocks - 2, blocks - 2, blocks]), axis=0)
-        choices = self.relaxed.within_budgets(Choices(*places.T))
+        places = np.unique(np.clip(here + step * _DIRECTIONS, 0, [units - 2, units - 2, units]), axis=0)
+        choices = self.relaxed.within_budgets(CountChoices(*places.T))
         lowest = self.times.seconds(choices)
         estimates = lowest + _USUAL_PESSIMISM * np.maximum(self.times.alone(choices) - lowest, 0)
         return [choices[int(i)] for i in np.argsort(estimates, kind="stable") if lowest[i] < limit]
 
-    def finish(self) -> Found | None:
+    def finish(self) -> BestCounts | None:
         """Spend the remaining effort on the choices with the lowest bounds."""
         ranking = self.relaxed.ranked(limit=self.best)
         for place in range(len(ranking.choices)):
@@ -192,4 +192,4 @@ class _Search:
         else:
             self.lowest = max(self.lowest, self.best)
         found = self.best_first()
-        return Found(found[0], self.best, min(self.lowest, self.best)) if found else None
+        return BestCounts(found[0], self.best, min(self.lowest, self.best)) if found else None

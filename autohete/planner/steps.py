@@ -77,7 +77,7 @@ class BlockCosts:
     """
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
-        blocks = profile.blocks
+        blocks = profile.units
         hardware = profile.hardware
         self.shared = hardware.gpus > 1
         whole = [block.trained_parameters for block in blocks]

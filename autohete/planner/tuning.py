@@ -22,7 +22,7 @@ _PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
 
 def tune_prefetches(profile: Profile, plan: Plan) -> tuple[UnitPlan, ...]:
     """The plan's units with prefetch distances as large as memory allows and time requires."""
-    if not plan.offloaded_parameter_blocks:
+    if not plan.offloaded_parameter_units:
         return plan.units
     return _Tuning(profile, plan).units()
 
@@ -56,11 +56,11 @@ class _Tuning:
             units[i] = replace(units[i], parameters=replace(route, ahead_in_forward=ahead))
         return tuple(units)
 
-    def widened(self, block: int, start: int, distance: int, floor: int) -> int:
+    def widened(self, unit: int, start: int, distance: int, floor: int) -> int:
         """The distance of a prefetch that is used at step ``start`` and may run in steps from ``floor`` on."""
-        size = self.profile.parameter_bytes(block)
+        size = self.profile.parameter_bytes(unit)
         # Twice the copy time: the previous copy may still occupy the link.
-        wanted = 2 * max(self.seconds.get(TaskId(kind, block), 0.0) for kind in _PREFETCHES)
+        wanted = 2 * max(self.seconds.get(TaskId(kind, unit), 0.0) for kind in _PREFETCHES)
         hidden = sum(self.seconds[self.steps[i]] for i in range(start - distance, start))
         while hidden < wanted:
             earlier = start - distance - 1

@@ -23,9 +23,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InputError, check_fields
 from autohete.lowering import lower
-from autohete.lowering.memory_waits import least_bytes
 from autohete.plan import Footprint, Format, Plan
 from autohete.plan.policy import Judge, Judgement
 from autohete.plan.rules import Barrier, ByPriority, Rule, Slots
@@ -91,11 +91,11 @@ class AutoHete:
 
     def program(self, profile: Profile) -> Program:
         """The integer program of this policy for ``profile``."""
-        hardware, blocks = profile.hardware, len(profile.blocks)
+        hardware, units = profile.hardware, len(profile.units)
         allowed = Allowed(
-            checkpointed=None if self.some_checkpointed else (0, blocks - 2),
+            checkpointed=None if self.some_checkpointed else (0, units - 2),
             offloaded=None if self.parameter_offload else (0,),
-            cpu_updated=None if self.gpu_updates else (blocks,),
+            cpu_updated=None if self.gpu_updates else (units,),
         )
         return Program(
             costs=BlockCosts(profile, self._untuned(profile, Counts(0, 0, 0))),
@@ -118,7 +118,7 @@ class AutoHete:
         upload = 4 if self.fp32_upload else element
         kernel_bytes, elementwise_bytes = self._traffic(profile)
         gpus = profile.hardware.gpus
-        units = counts.units(len(profile.blocks), gradients=Format(element), upload=Format(upload), gpus=gpus)
+        units = counts.units(len(profile.units), gradients=Format(element), upload=Format(upload), gpus=gpus)
         rules: list[Rule] = []
         if counts.cpu_updated > GRADIENT_SLOTS * gpus:  # of a part each, in the same memory
             rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS * gpus))

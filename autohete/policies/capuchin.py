@@ -55,7 +55,7 @@ class Capuchin:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`. If nothing fits, returns the plan with the lowest GPU peak."""
-        timeline, blocks = _Timeline(profile), range(1, len(profile.blocks) - 1)
+        timeline, blocks = _Timeline(profile), range(1, len(profile.units) - 1)
         swapped = [] if self.method is Method.RECOMPUTE else timeline.swapped(only_hidden=self.method is Method.BOTH)
         decisions = [(block, UnitPlan(kept=Rest(HOST_MEMORY, ahead))) for block, ahead in swapped]
         if self.method is not Method.SWAP:
@@ -64,7 +64,7 @@ class Capuchin:
             decisions += [(block, UnitPlan(Activations.RECOMPUTE)) for block in [*left, *instead]]
 
         def plan_for(made: int) -> Plan:
-            units = [UnitPlan() for _ in profile.blocks]
+            units = [UnitPlan() for _ in profile.units]
             for block, unit in decisions[:made]:
                 units[block] = unit
             return Plan(policy="capuchin", units=tuple(units), rules=(GpuUpdatesAfterBackward(),))
@@ -77,9 +77,9 @@ class Capuchin:
         return plan_for(made) if made < count else better(map(plan_for, range(count)), judge)
 
 
-def _saved_per_second(profile: Profile, block: int) -> float:
+def _saved_per_second(profile: Profile, unit: int) -> float:
     """Memory saved per second of recomputation; MSPS in the paper."""
-    times = profile.blocks[block]
+    times = profile.units[unit]
     return times.kept_bytes / times.forward_seconds if times.forward_seconds else float("inf")
 
 
@@ -87,60 +87,60 @@ class _Timeline:
     """The timeline of an iteration without copies, and the copies for swapping that are placed in it."""
 
     def __init__(self, profile: Profile) -> None:
-        self._profile, self._last = profile, len(profile.blocks) - 1
-        forward = [block.forward_seconds for block in profile.blocks]
-        backward = [block.backward_seconds for block in reversed(profile.blocks)]
+        self._profile, self._last = profile, len(profile.units) - 1
+        forward = [unit.forward_seconds for unit in profile.units]
+        backward = [unit.backward_seconds for unit in reversed(profile.units)]
         self._ends = list(accumulate([*forward, profile.loss.seconds, *backward]))
 
-    def _made(self, block: int) -> float:
+    def _made(self, unit: int) -> float:
         """Time at which forward of ``block`` ends."""
-        return self._ends[block]
+        return self._ends[unit]
 
-    def _needed(self, block: int) -> float:
+    def _needed(self, unit: int) -> float:
         """Time at which backward of ``block`` begins."""
-        return self._ends[self._place(block) - 1]
+        return self._ends[self._place(unit) - 1]
 
-    def _place(self, block: int) -> int:
+    def _place(self, unit: int) -> int:
         """Index of backward of ``block`` among the passes."""
-        return 2 * self._last + 2 - block
+        return 2 * self._last + 2 - unit
 
-    def _free_seconds(self, block: int) -> float:
-        size = self._profile.blocks[block].activation_bytes
+    def _free_seconds(self, unit: int) -> float:
+        size = self._profile.units[unit].activation_bytes
         both = self._profile.d2h_seconds(size) + self._profile.h2d_seconds(size)
-        return self._needed(block) - self._made(block) - both
+        return self._needed(unit) - self._made(unit) - both
 
     def swapped(self, *, only_hidden: bool) -> list[tuple[int, int]]:
         """Blocks in the order in which they are chosen, with the number of passes ahead at which each is fetched."""
         found: list[int] = []
         starts: dict[int, float] = {}
-        for block in sorted(range(1, self._last), key=lambda block: (-self._free_seconds(block), block)):
-            latest = self._fetches(sorted([*found, block]))
+        for unit in sorted(range(1, self._last), key=lambda unit: (-self._free_seconds(unit), unit)):
+            latest = self._fetches(sorted([*found, unit]))
             if latest is None and only_hidden:
                 break
-            found.append(block)
+            found.append(unit)
             starts = latest or {}
-        return [(block, self._ahead(block, starts.get(block, 0.0))) for block in found]
+        return [(unit, self._ahead(unit, starts.get(unit, 0.0))) for unit in found]
 
-    def _fetches(self, blocks: list[int]) -> dict[int, float] | None:
+    def _fetches(self, units: list[int]) -> dict[int, float] | None:
         """Latest fetch starts of ``blocks`` such that each ends in time. None if the copies to the host do not end before."""
         profile = self._profile
         sent, away = 0.0, {}
-        for block in blocks:
-            sent = max(sent, self._made(block)) + profile.d2h_seconds(profile.blocks[block].activation_bytes)
-            away[block] = sent
+        for unit in units:
+            sent = max(sent, self._made(unit)) + profile.d2h_seconds(profile.units[unit].activation_bytes)
+            away[unit] = sent
         starts: dict[int, float] = {}
         start = float("inf")
-        for block in blocks:  # the last needed first
-            start = min(start, self._needed(block)) - profile.h2d_seconds(profile.blocks[block].activation_bytes)
-            if start < max(away[block], self._ends[self._last]):
+        for unit in units:  # the last needed first
+            start = min(start, self._needed(unit)) - profile.h2d_seconds(profile.units[unit].activation_bytes)
+            if start < max(away[unit], self._ends[self._last]):
                 return None
-            starts[block] = start
+            starts[unit] = start
         return starts
 
-    def _ahead(self, block: int, start: float) -> int:
+    def _ahead(self, unit: int, start: float) -> int:
         """Number of passes before backward of ``block`` that a fetch overlaps if it begins by ``start``, but after forward."""
         ended = max(bisect_right(self._ends, start), self._last + 1)  # number of passes that have ended
-        return self._place(block) - ended
+        return self._place(unit) - ended
 
 
 SYSTEM = Capuchin

@@ -67,7 +67,7 @@ class DeepOptimizerStates:
         return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), profile, judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
-        mixed, count = traffic.is_mixed(profile), len(profile.blocks)
+        mixed, count = traffic.is_mixed(profile), len(profile.units)
         elementwise_bytes = traffic.UNSCALE
         if mixed:
             elementwise_bytes += traffic.CAST + _TO_PINNED + (0 if self.async_gradients else traffic.CAST)
@@ -81,7 +81,7 @@ class DeepOptimizerStates:
         units = [gpu if unit in on_gpu else cpu for unit in range(count)]
         units[1:-1] = [replace(unit, activations=activations) for unit in units[1:-1]]
         parts = [
-            profile.hardware.part_of(block.trained_parameters) for block in profile.blocks
+            profile.hardware.part_of(block.trained_parameters) for block in profile.units
         ]  # one GPU's part of every sub-group
         unused = 4 * sum(parts[unit] for unit in on_gpu)  # gradients that stay on the GPU
         staged = 2 * max(parts) * (min(stride, count) - 1) if mixed else 0
@@ -113,12 +113,12 @@ class DeepOptimizerStates:
 
 def _balanced(profile: Profile, elementwise_bytes: int) -> int:
     """The stride at which the CPU updates the others while the states of one block are fetched, updated and copied back."""
-    block, gpus = 1, profile.hardware.gpus
-    times = profile.blocks[block]
-    states = profile.state_bytes(block, profile.hardware.part_of(times.trained_parameters))
+    unit, gpus = 1, profile.hardware.gpus
+    times = profile.units[unit]
+    states = profile.state_bytes(unit, profile.hardware.part_of(times.trained_parameters))
     away = profile.h2d_seconds(states) + times.gpu_update_seconds / gpus + profile.d2h_seconds(states)
-    on_cpu = profile.cpu_update_seconds(block, traffic.ADAM_KERNEL, elementwise_bytes) / gpus
-    count = len(profile.blocks)
+    on_cpu = profile.cpu_update_seconds(unit, traffic.ADAM_KERNEL, elementwise_bytes) / gpus
+    count = len(profile.units)
     return 1 + (count if away >= count * on_cpu else max(1, math.ceil(away / on_cpu)))
 
 

@@ -75,7 +75,7 @@ class Fsdp2Offload:
         return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), profile, judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
-        tied, fp32, last = profile.workload.tied_embeddings, Format(4, self.pin_memory), len(profile.blocks) - 1
+        tied, fp32, last = profile.workload.tied_embeddings, Format(4, self.pin_memory), len(profile.units) - 1
 
         def unit(block: int) -> UnitPlan:
             outer = block in (0, last)
@@ -138,8 +138,8 @@ class Fsdp2Offload:
         """GPU buffers for copies of the largest unit, in addition to its parameters and its gradients."""
         element, workload = profile.element_bytes, profile.workload
         master = 4 if traffic.is_mixed(profile) else 0
-        unit = max(block.trained_parameters for block in profile.blocks)
-        frozen = max(map(profile.frozen_bytes, range(len(profile.blocks))))  # needs no cast
+        unit = max(block.trained_parameters for block in profile.units)
+        frozen = max(map(profile.frozen_bytes, range(len(profile.units))))  # needs no cast
         tensor = min(unit, workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size))
         # Up: fp32 and its cast, for one tensor; or for one unit, plus the gathered copy.
         fetched = tensor * (element + master) if self._copies_when_needed(profile) else unit * (2 * element + master) + frozen

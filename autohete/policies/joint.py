@@ -24,9 +24,9 @@ from itertools import product
 import numpy as np
 
 from autohete import policies
+from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering import lower
-from autohete.lowering.memory_waits import least_bytes
 from autohete.plan import Activations, Format, Plan, Processor, UnitPlan, without_refused_rules
 from autohete.plan.policy import Judge, Judgement, Verdict
 from autohete.plan.rules import ByPriority, Rule, Slots
@@ -80,7 +80,7 @@ def _needs_no_host(unit: UnitPlan) -> bool:
 
 def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
     """The best plan of ``choices``, or of a shipped system if that is faster. Raises the errors of :meth:`Joint.plan`."""
-    family = Family(profile, judge, choices)
+    family = PlanFamily(profile, judge, choices)
     relaxed = family.relaxation()
     bound = relaxed.bound()
     parts = [] if bound is None else list(_parts(family))
@@ -108,7 +108,7 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
     return replace(found, bound_seconds=min([*proven, *([] if bound is None else [bound])]))
 
 
-def of_blocks(family: Family) -> tuple[UnitPlan, ...] | None:
+def of_blocks(family: PlanFamily) -> tuple[UnitPlan, ...] | None:
     """The best decisions if both sublayers of each block are planned alike, so that the finer search is never worse than that.
 
     None if units are blocks already, if the profile was measured, or if nothing is found.
@@ -117,7 +117,7 @@ def of_blocks(family: Family) -> tuple[UnitPlan, ...] | None:
     workload = replace(profile.workload, units=Units.BLOCK)
     if profile.workload.units is Units.BLOCK or profile != analytic_profile(profile.workload, profile.hardware):
         return None
-    blocks = analytic_profile(workload, profile.hardware)
+    units = analytic_profile(workload, profile.hardware)
 
     def judge(plan: Plan) -> Judgement:
         assignment = family.choices.assignment(_refined(plan.units))
@@ -126,7 +126,7 @@ def of_blocks(family: Family) -> tuple[UnitPlan, ...] | None:
         return family.judged(assignment)
 
     try:
-        return _refined(best_plan(blocks, judge, every_choice(blocks)).units)
+        return _refined(best_plan(units, judge, every_choice(units)).units)
     except InfeasibleError:
         return None
 
@@ -137,7 +137,7 @@ def _refined(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
     return (first, *(unit for unit in inner for _ in range(2)), last)
 
 
-def _parts(family: Family) -> Iterator[Family]:
+def _parts(family: PlanFamily) -> Iterator[PlanFamily]:
     """A subset of the choices, then all. Selective recomputation adds so many neighbours that a search misses others."""
     whole_units = family.where(lambda unit: unit.activations is not Activations.SELECTIVE)
     if whole_units.choices != family.choices:
@@ -150,7 +150,7 @@ def _keeps_on_gpu(unit: UnitPlan) -> bool:
     return not unit.kept.leaves
 
 
-class Family:
+class PlanFamily:
     """The plans made of the given choices for each unit.
 
     Args:
@@ -164,9 +164,9 @@ class Family:
         self._template = replace(AutoHete().plan_for(profile, Counts(0, 0, 0)), policy="joint")
         self._known: dict[tuple[UnitPlan, ...], tuple[Plan, Judgement]] = {}
 
-    def where(self, allowed: Callable[[UnitPlan], bool]) -> Family:
+    def where(self, allowed: Callable[[UnitPlan], bool]) -> PlanFamily:
         """The family of the choices that are ``allowed``. The two families share their judgements."""
-        part = Family(self.profile, self._judge, self.choices.where(allowed))
+        part = PlanFamily(self.profile, self._judge, self.choices.where(allowed))
         part._known = self._known
         return part
 
@@ -283,8 +283,8 @@ class Family:
 
 def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
     """Plans of the shipped systems with their default flags, except those that cannot be faster than ``best``."""
-    states = sum(map(profile.state_bytes, range(len(profile.blocks))))
-    states += sum(map(profile.parameter_bytes, range(len(profile.blocks))))
+    states = sum(map(profile.state_bytes, range(len(profile.units))))
+    states += sum(map(profile.parameter_bytes, range(len(profile.units))))
     for name, system in policies.POLICIES.items():
         if system is Joint or (name in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
             continue

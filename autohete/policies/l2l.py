@@ -107,7 +107,7 @@ def _artifact(profile: Profile) -> Plan:
         update_bytes=traffic.ADAM_KERNEL,
         elementwise_bytes=traffic.casts(profile),
         footprint=Footprint(
-            gpu_buffer_bytes=sum(block.trained_parameters for block in profile.blocks) * element,
+            gpu_buffer_bytes=sum(unit.trained_parameters for unit in profile.units) * element,
             host_optimizer_bytes=profile.optimizer_bytes + element,
             host_parameter_bytes=element,
         ),
@@ -119,7 +119,7 @@ def _one_at_a_time(*, pinned: bool) -> Route:
 
 
 def _units(profile: Profile, outer: UnitPlan, inner: UnitPlan) -> tuple[UnitPlan, ...]:
-    return (outer, *[inner] * (len(profile.blocks) - 2), outer)
+    return (outer, *[inner] * (len(profile.units) - 2), outer)
 
 
 SYSTEM = L2L

@@ -51,7 +51,7 @@ class MlpOffload:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        count = len(profile.blocks)
+        count = len(profile.units)
 
         def plan_for(activations: Activations) -> Plan:
             if self.cached is not None:
@@ -69,7 +69,7 @@ class MlpOffload:
 
     def _plan(self, profile: Profile, activations: Activations, cached: int) -> Plan:
         """The plan in which the last ``cached`` units to be updated have their states on the host."""
-        element, mixed, last = profile.element_bytes, traffic.is_mixed(profile), len(profile.blocks) - 1
+        element, mixed, last = profile.element_bytes, traffic.is_mixed(profile), len(profile.units) - 1
         on_host = UnitPlan(update_on=Processor.CPU)
         on_drives = replace(on_host, states=Rest(NVME_MEMORY, ahead=1))
 

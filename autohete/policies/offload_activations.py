@@ -61,14 +61,14 @@ class OffloadActivations:
             inner = UnitPlan(Activations.KEEP, kept=Rest(HOST_MEMORY, ahead=1))
         else:  # the block above has two passes
             inner = UnitPlan(Activations.RECOMPUTE, kept=Rest(HOST_MEMORY, ahead=2 if self.streams else 0))
-        blocks = len(profile.blocks) - 2
+        units = len(profile.units) - 2
         return Plan(
             policy="offload_activations",
-            units=(UnitPlan(), *[inner] * blocks, UnitPlan()),
+            units=(UnitPlan(), *[inner] * units, UnitPlan()),
             rules=(
                 *([] if self.streams else [BlockingCopies(Kind.OFFLOAD_ACTIVATIONS)]),
                 GpuUpdatesAfterBackward(),
-                *([Slots(Kind.OFFLOAD_ACTIVATIONS, _STASH + 2)] if self.streams and blocks > _STASH + 2 else []),
+                *([Slots(Kind.OFFLOAD_ACTIVATIONS, _STASH + 2)] if self.streams and units > _STASH + 2 else []),
             ),
         )
 

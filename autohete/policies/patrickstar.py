@@ -77,7 +77,7 @@ class PatrickStar:
 
     def _place(self, profile: Profile, activations: Activations, judge: Judge) -> Plan:
         element, gpus = profile.element_bytes, profile.hardware.gpus
-        whole = [profile.parameter_bytes(block) for block in range(len(profile.blocks))]
+        whole = [profile.parameter_bytes(block) for block in range(len(profile.units))]
         # Of each block, the part in this GPU's chunks. A tied embedding is in all GPUs' chunks.
         weights = [profile.hardware.part_of(size) for size in whole]
         if profile.workload.tied_embeddings:
@@ -145,7 +145,7 @@ class PatrickStar:
         if margin >= 0:
             on_gpu = 0
             while self.hybrid_adam and on_gpu < len(weights) - 1:
-                margin -= profile.state_bytes(on_gpu, profile.hardware.part_of(profile.blocks[on_gpu].trained_parameters))
+                margin -= profile.state_bytes(on_gpu, profile.hardware.part_of(profile.units[on_gpu].trained_parameters))
                 if margin < 0:
                     break
                 on_gpu += 1

@@ -59,7 +59,7 @@ class Resident:
 
         def plan_for(activations: Activations) -> Plan:
             inner = UnitPlan(activations)
-            units = (UnitPlan(), *[inner] * (len(profile.blocks) - 2), UnitPlan())
+            units = (UnitPlan(), *[inner] * (len(profile.units) - 2), UnitPlan())
             return Plan(
                 policy="resident",
                 units=shared(units, self.zero_stage, profile),
@@ -80,7 +80,7 @@ class Resident:
         """What is held while one GPU updates its part: one tensor in the format of gradients, and its fp32 cast."""
         if not self.deepspeed:
             return 0
-        part = profile.hardware.part_of(sum(block.trained_parameters for block in profile.blocks))
+        part = profile.hardware.part_of(sum(unit.trained_parameters for unit in profile.units))
         if self.zero_stage == 3:
             part = min(part, _SUB_GROUP)
         return part * (profile.element_bytes + 4 * profile.workload.precision.is_mixed)

@@ -46,49 +46,49 @@ class Rotor:
         """See :class:`autohete.plan.policy.Policy`. If nothing fits, returns the fastest plan with the least memory."""
         first = profile.first_trained  # those below have no backward
         budget = (
-            profile.hardware.gpu_capacity_bytes - _there_bytes(profile) - (profile.blocks[first].input_bytes if first else 0)
+            profile.hardware.gpu_capacity_bytes - _there_bytes(profile) - (profile.units[first].input_bytes if first else 0)
         )
         chain = Chain(_stages(profile)[first:], budget, nested=self.nested)
         units = (*[UnitPlan()] * first, *(UnitPlan(kept[0], again=tuple(kept[1:-1])) for kept in chain.forwards()))
         plan = Plan("rotor", units, rules=(GpuUpdatesAfterBackward(),))
         # The program counts a recomputation as a forward.
-        exact = chain.exact and all(block.shorter_recompute_seconds is None for block in profile.blocks)
+        exact = chain.exact and all(unit.shorter_recompute_seconds is None for unit in profile.units)
         return replace(plan, bound_seconds=_iteration_seconds(profile, plan)) if exact else plan
 
 
 def _iteration_seconds(profile: Profile, plan: Plan) -> float:
     """Iteration time: the GPU runs all tasks one after another, and no other lane has any."""
-    blocks = profile.blocks
-    passes = sum(round(block.forward_seconds * 1e9) for block in blocks)
-    passes += sum(round(block.backward_seconds * 1e9) for block in blocks[profile.first_trained :])
+    units = profile.units
+    passes = sum(round(unit.forward_seconds * 1e9) for unit in units)
+    passes += sum(round(unit.backward_seconds * 1e9) for unit in units[profile.first_trained :])
     for done in plan.recomputations():
         for again in done:
-            times = blocks[again.unit]
+            times = units[again.unit]
             passes += round((times.forward_seconds if again.hands_on else times.recompute_seconds) * 1e9)
     passes += round(profile.loss.seconds * 1e9)
-    updates = sum(round(block.gpu_update_seconds * 1e9) for block in blocks if not block.is_frozen)
+    updates = sum(round(unit.gpu_update_seconds * 1e9) for unit in units if not unit.is_frozen)
     return (profile.workload.micro_batches * passes + updates) * 1e-9
 
 
 def _gradients(profile: Profile) -> list[int]:
-    return [block.trained_parameters * profile.element_bytes for block in profile.blocks]
+    return [unit.trained_parameters * profile.element_bytes for unit in profile.units]
 
 
 def _there_bytes(profile: Profile) -> int:
     """Bytes that are always allocated. Includes gradients if those of several micro-batches are accumulated."""
-    states = sum(map(profile.state_bytes, range(len(profile.blocks))))
-    resident = states + sum(map(profile.parameter_bytes, range(len(profile.blocks))))
+    states = sum(map(profile.state_bytes, range(len(profile.units))))
+    resident = states + sum(map(profile.parameter_bytes, range(len(profile.units))))
     return resident + (sum(_gradients(profile)) if profile.workload.micro_batches > 1 else 0)
 
 
 def _stages(profile: Profile) -> list[Stage]:
     """Stages for the embedding, the blocks, and the head with the loss."""
-    blocks, loss, gradients, last = profile.blocks, profile.loss, _gradients(profile), len(profile.blocks) - 1
+    units, loss, gradients, last = profile.units, profile.loss, _gradients(profile), len(profile.units) - 1
     held_logits = loss.logits_bytes if loss.keeps_logits else 0
     accumulates = profile.workload.micro_batches > 1
     stages = []
-    for unit, times in enumerate(blocks):
-        output = loss.logits_bytes if unit == last else blocks[unit + 1].input_bytes
+    for unit, times in enumerate(units):
+        output = loss.logits_bytes if unit == last else units[unit + 1].input_bytes
         made, backward = gradients[unit], times.backward_workspace_bytes
         left = 0 if accumulates else made
         if profile.workload.tied_embeddings and unit == 0:

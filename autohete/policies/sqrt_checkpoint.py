@@ -45,18 +45,18 @@ class SqrtCheckpoint:
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
         frozen = max(profile.first_trained - 1, 0)  # blocks without backward, which are in no segment
-        blocks = max(len(profile.blocks) - 2 - frozen, 1)
-        segments = min(self.segments or round(math.sqrt(blocks)), blocks)
-        size, last = blocks // segments, blocks // segments * (segments - 1)
+        units = max(len(profile.units) - 2 - frozen, 1)
+        segments = min(self.segments or round(math.sqrt(units)), units)
+        size, last = units // segments, units // segments * (segments - 1)
 
-        def kept_by(block: int) -> Activations:
-            if block >= last:
-                begins = block == last
+        def kept_by(unit: int) -> Activations:
+            if unit >= last:
+                begins = unit == last
                 return Activations.KEEP if self.keep_last else Activations.RECOMPUTE if begins else Activations.DROP
-            return Activations.DROP if block % size else Activations.RECOMPUTE
+            return Activations.DROP if unit % size else Activations.RECOMPUTE
 
-        inner = [UnitPlan(kept_by(block)) for block in range(blocks)]
-        inner = [*[UnitPlan()] * frozen, *inner][: len(profile.blocks) - 2]
+        inner = [UnitPlan(kept_by(unit)) for unit in range(units)]
+        inner = [*[UnitPlan()] * frozen, *inner][: len(profile.units) - 2]
         return Plan("sqrt_checkpoint", (UnitPlan(), *inner, UnitPlan()), rules=(GpuUpdatesAfterBackward(),))
 
 

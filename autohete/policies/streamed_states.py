@@ -68,7 +68,7 @@ class StreamedStates:
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         if self.weights:
             check_one_gpu("streamed_states:weights", profile)
-        last = len(profile.blocks) - 1
+        last = len(profile.units) - 1
         passes = 1 if activations is Activations.KEEP else 2  # over a block in backward
         # Gradients stay until the step, and weights do not: with both in one place the GPU holds the same amount as in LLMQ. In
         # fp32 the update needs the weights themselves, and with several micro-batches the next one does.
@@ -83,15 +83,15 @@ class StreamedStates:
         cached = replace(leaving, parameters=replace(leaving.parameters, stays_after_forward=True))
         tied = profile.workload.tied_embeddings
 
-        def unit_of(block: int) -> UnitPlan:
-            if not self.weights or (tied and block in (0, last)):
+        def unit_of(unit: int) -> UnitPlan:
+            if not self.weights or (tied and unit in (0, last)):
                 return resident
-            return cached if block >= max(1, last - _BUFFERS) else leaving
+            return cached if unit >= max(1, last - _BUFFERS) else leaving
 
         kept = Rest(HOST_MEMORY, ahead=passes) if self.inputs else Rest()
         units = [
-            replace(unit_of(block), activations=activations, kept=kept) if 0 < block < last else unit_of(block)
-            for block in range(last + 1)
+            replace(unit_of(unit), activations=activations, kept=kept) if 0 < unit < last else unit_of(unit)
+            for unit in range(last + 1)
         ]
         return Plan(
             policy="streamed_states",

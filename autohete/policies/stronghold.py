@@ -90,7 +90,7 @@ class StrongHold:
         shape = _plan if profile.hardware.gpus == 1 or self.replicated else _shared_plan
 
         if self.window is not None:
-            return plan_for(min(self.window, len(profile.blocks) - 2))
+            return plan_for(min(self.window, len(profile.units) - 2))
 
         def too_wide(window: int) -> bool:  # memory grows with the window
             plan = plan_for(window)
@@ -99,7 +99,7 @@ class StrongHold:
         best = plan_for(1)
         if too_wide(1):
             return best
-        fitting = bisect_left(range(1, len(profile.blocks) - 1), True, key=too_wide)
+        fitting = bisect_left(range(1, len(profile.units) - 1), True, key=too_wide)
         best = plan_for(fitting)
         for window in range(fitting - 1, 0, -1):
             narrower = plan_for(window)
@@ -111,7 +111,7 @@ class StrongHold:
 
 def _plan(profile: Profile, activations: Activations, window: int, window_optimizer: Processor) -> Plan:
     element = profile.element_bytes
-    transformer = len(profile.blocks) - 2
+    transformer = len(profile.units) - 2
     gradients = Format(2 * element)  # the layer's parameters are copied with its gradients
     outer = UnitPlan(update_on=window_optimizer, gradients=gradients)
     inner = [
@@ -119,17 +119,17 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
             activations,
             Route(
                 HOST_MEMORY,
-                stays_after_forward=block > transformer - window,
-                stays_after_backward=block <= window,
-                moves=block <= transformer - window,
+                stays_after_forward=unit > transformer - window,
+                stays_after_backward=unit <= window,
+                moves=unit <= transformer - window,
                 ahead_in_forward=window,
                 # "When backward of block i begins": a recomputed block has two passes in backward.
                 ahead_in_backward=window * (1 if activations is Activations.KEEP else 2),
             ),
-            window_optimizer if block <= window else Processor.CPU,
+            window_optimizer if unit <= window else Processor.CPU,
             gradients,
         )
-        for block in range(1, transformer + 1)
+        for unit in range(1, transformer + 1)
     ]
     slides = window < transformer or window_optimizer is Processor.CPU  # otherwise no block takes another's place
     if slides and profile.workload.clips:
@@ -157,7 +157,7 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
 
 def _shared_plan(profile: Profile, activations: Activations, window: int, window_optimizer: Processor) -> Plan:
     """The plan of several GPUs that each update a part of every block."""
-    plan, last = _plan(profile, activations, window, window_optimizer), len(profile.blocks) - 1
+    plan, last = _plan(profile, activations, window, window_optimizer), len(profile.units) - 1
     staying = shared(plan.units, 2, profile)
     leaving = [
         replace(

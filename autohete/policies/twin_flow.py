@@ -158,12 +158,12 @@ class TwinFlow:
 
 def _parameters(profile: Profile) -> list[int]:
     """For each unit, the parameters that one GPU updates."""
-    return [profile.hardware.part_of(block.trained_parameters) for block in profile.blocks]
+    return [profile.hardware.part_of(unit.trained_parameters) for unit in profile.units]
 
 
 def _nearest(profile: Profile, ratio: int) -> int:
     """Number of units that the GPU updates so that the others' share is nearest to ``ratio`` percent; ties favour the fewer."""
-    parameters = [block.trained_parameters for block in profile.blocks]
+    parameters = [unit.trained_parameters for unit in profile.units]
     return min(
         range(len(parameters) + 1),
         key=lambda on_gpu: abs(100 * sum(parameters[on_gpu:]) - ratio * sum(parameters)),

@@ -68,7 +68,7 @@ class ZeroInfinity:
         mixed = traffic.is_mixed(profile)
         return Plan(
             policy="zero_infinity",
-            units=shared((outer, *[inner] * (len(profile.blocks) - 2), outer), 3, profile),
+            units=shared((outer, *[inner] * (len(profile.units) - 2), outer), 3, profile),
             rules=(BlockingCopies(Kind.WRITE_GRADIENTS), UpdatesAfterBackward(), Barrier()),
             update_bytes=traffic.ADAM_KERNEL,
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),

@@ -145,7 +145,7 @@ class ZeroOffload:
         outer = UnitPlan(update_on=Processor.CPU, gradients=gradients, refresh=refresh, sum_bytes=sum_bytes)
         return Plan(
             policy="zero_offload",
-            units=shared((outer, *[replace(outer, activations=activations)] * (len(profile.blocks) - 2), outer), 2, profile),
+            units=shared((outer, *[replace(outer, activations=activations)] * (len(profile.units) - 2), outer), 2, profile),
             rules=(
                 *([] if overlap else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
                 UpdatesAfterBackward(),

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from autohete.answer import Answer, Candidate, Gain
-from autohete.report.summary import Summary, runs_of_equal_units, training_of
 from autohete.simulate import Simulation
+from autohete.simulate.summary import Summary, runs_of_equal_units, training_of
 
 
 def answer_json(answer: Answer) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from autohete.quantities import format_bytes, format_seconds
 from autohete.report.answer_text import sections
 from autohete.report.gantt import LANE_NAMES, MEMORY_NAMES, window_ns
 from autohete.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, YELLOW, look
-from autohete.report.summary import node_text
 from autohete.schedule import KIND_MEANING, KIND_ORDER, Kind, TaskId, Value
 from autohete.simulate import Simulation
+from autohete.simulate.summary import node_text
 from autohete.workload import Units, Workload
 
 # Pixels.

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autohete.analysis.bounds import period_bounds
 from autohete.answer import NOISE, Answer, Budget, Candidate, Gain, Interval, Need
-from autohete.largest import Largest
 from autohete.plan import Activations, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.quantities import format_bytes, format_count, format_seconds
-from autohete.report.summary import Summary, Training, described_blocks, node_text, proven_within, training_of
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation
+from autohete.simulate.largest import Largest
+from autohete.simulate.summary import Summary, UnitTraining, described_blocks, node_text, proven_within, training_of
 from autohete.workload import Units
 
 WIDTH = 80
@@ -100,7 +100,7 @@ def _offload(answer: Answer, best: Candidate) -> str:
             f"Offloading pays: keeping everything on the GPU ({resident.name}) takes {format_seconds(resident.seconds)}, "
             f"{_slower(resident, best)}."
         )
-    recomputes = best.plan is not None and best.plan.checkpointed_blocks
+    recomputes = best.plan is not None and best.plan.checkpointed_units
     fastest = min(answer.candidates, key=lambda each: each.seconds)
     gain = ""
     if fastest.seconds < best.seconds:
@@ -222,13 +222,13 @@ _KEPT = {
 }
 
 
-def describe(unit: UnitPlan, training: Training) -> str:
+def describe(unit: UnitPlan, training: UnitTraining) -> str:
     """Return a unit's decisions in words, but not those that mean nothing where it is frozen."""
     words = []
-    if training is not Training.FROZEN_BELOW:
+    if training is not UnitTraining.FROZEN_BELOW:
         words.append(_KEPT[unit.activations] + (f" (kept on the {unit.kept.home})" if unit.kept.leaves else ""))
     words.append("parameters on the host" if unit.parameters.home == HOST_MEMORY else "parameters on the GPU")
-    if training is not Training.TRAINED:
+    if training is not UnitTraining.TRAINED:
         return ", ".join([*words, training])
     states = f", states on {'NVMe' if unit.states.home == 'nvme' else 'the host'}" if unit.states.leaves else ""
     share = f" ({100 * unit.gpu_share:.0f} % by the GPU)" if unit.gpu_share else ""

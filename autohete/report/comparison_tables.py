@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.markup import escape
 
-from autohete.analysis.compare import Comparison, LaneDifference, Pair, Side
+from autohete.analysis.comparison import ComparedRun, Comparison, LaneDifference, Pair
 from autohete.quantities import format_bytes, format_seconds
 from autohete.report.tables import IN_JSON, console, or_dash, say, table
 from autohete.schedule import KIND_MEANING
@@ -32,7 +32,7 @@ def print_comparison(comparison: Comparison) -> None:
     _print_peaks(out, comparison)
 
 
-def _window(side: Side) -> str:
+def _window(side: ComparedRun) -> str:
     """Return which iterations the numbers are from."""
     first, last = side.steady.first, side.steady.first + side.steady.cycle - 1
     taken = f"iteration {first}" if first == last else f"iterations {first} to {last}"

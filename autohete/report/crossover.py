@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autohete.errors import InputError
 from autohete.quantities import UNITS, parse_quantity
-from autohete.report.rows import Row
+from autohete.report.records import Row
 from autohete.report.tables import console, say
 
 if TYPE_CHECKING:

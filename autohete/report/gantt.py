@@ -199,7 +199,7 @@ def _time_axis(axes: Axes, span: tuple[int, int], clock: Clock | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bar:
+class _GanttBar:
     """A task instance, clipped to the figure: ``begin`` and ``end`` in ns of the run."""
 
     lane: int
@@ -210,20 +210,20 @@ class _Bar:
     end: int
 
 
-def _bars(trace: Trace, span: tuple[int, int]) -> list[_Bar]:
+def _bars(trace: Trace, span: tuple[int, int]) -> list[_GanttBar]:
     """Return the bars visible in ``span``, lane by lane in order of time."""
     lanes = {lane.name: i for i, lane in enumerate(trace.schedule.lanes)}
     bars = [
-        _Bar(lanes[s.lane], s.task.kind, s.task.unit, s.iteration, max(s.start_ns, span[0]), min(s.end_ns, span[1]))
+        _GanttBar(lanes[s.lane], s.task.kind, s.task.unit, s.iteration, max(s.start_ns, span[0]), min(s.end_ns, span[1]))
         for s in trace.spans()
         if s.start_ns < span[1] and s.end_ns > span[0]
     ]
     return sorted(bars, key=lambda bar: (bar.lane, bar.begin, bar.end))
 
 
-def _merged(bars: list[_Bar], narrow_ns: float) -> Iterator[_Bar]:
+def _merged(bars: list[_GanttBar], narrow_ns: float) -> Iterator[_GanttBar]:
     """Merge touching ``bars`` of one kind and iteration if both are narrow."""
-    held: _Bar | None = None
+    held: _GanttBar | None = None
     for bar in bars:
         alike = held and (held.lane, held.kind, held.iteration, held.end) == (bar.lane, bar.kind, bar.iteration, bar.begin)
         if held and alike and bar.end - bar.begin < narrow_ns:
@@ -282,11 +282,11 @@ def _patch(drawn: Look, label: str) -> Patch:
     return Patch(facecolor=drawn.colour, edgecolor="0.2", linewidth=0, hatch=drawn.hatch, label=label)
 
 
-def _draw_bars(axes: Axes, bars: list[_Bar], first: int, span: tuple[int, int], points: float) -> None:
+def _draw_bars(axes: Axes, bars: list[_GanttBar], first: int, span: tuple[int, int], points: float) -> None:
     _, scale = _time_unit(span)
     gap_ns, least_ns = _GAP_PT / points, _LEAST_PT / points
 
-    def group(bar: _Bar) -> tuple[int, int, bool]:
+    def group(bar: _GanttBar) -> tuple[int, int, bool]:
         return bar.lane, KIND_ORDER[bar.kind], _is_pale(bar.iteration, first)
 
     # One collection per look: thousands of single patches would take seconds.
@@ -309,7 +309,7 @@ def _draw_bars(axes: Axes, bars: list[_Bar], first: int, span: tuple[int, int], 
         )
 
 
-def _draw_numbers(axes: Axes, bars: list[_Bar], first: int, span: tuple[int, int], points: float) -> None:
+def _draw_numbers(axes: Axes, bars: list[_GanttBar], first: int, span: tuple[int, int], points: float) -> None:
     _, scale = _time_unit(span)
     # Measure the longest number, so that either all equal bars are numbered or none.
     wide = len(str(max((bar.block for bar in bars), default=0))) * _DIGIT_PT + _PADDING_PT

@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from autohete.errors import InputError
+from autohete.files import atomic_write
 from autohete.plan import PlanCounts
-from autohete.report.rows import COLUMNS, Row, difference, read_rows, row_writer
-from autohete.report.summary import Summary
-from autohete.report.write import atomic_write
+from autohete.report.records import COLUMNS, Row, difference, read_rows, row_writer
+from autohete.simulate.summary import Summary
 
 #: Rows of a group; a reader loads one at a time.
 _GROUP = 10_000

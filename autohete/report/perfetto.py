@@ -22,8 +22,8 @@ import numpy as np
 from autohete.analysis.occupancy import Occupancy
 from autohete.errors import InputError, ScheduleError
 from autohete.execution.trace import Clock, Trace
-from autohete.report.write import atomic_write
-from autohete.schedule import KIND_MEANING, parse_schedule
+from autohete.files import atomic_write
+from autohete.schedule import KIND_MEANING, parse_schedule, validate
 
 _PROCESS = 1
 _FORMAT = "autohete-trace 1"
@@ -155,7 +155,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _trace(about: dict[str, Any], events: list[dict[str, Any]]) -> Trace:
-    schedule = parse_schedule("\n".join(about["schedule"])).validate()
+    schedule = validate(parse_schedule("\n".join(about["schedule"])))
     slices: dict[str, dict[str, Any]] = {}
     for event in events:
         if event["ph"] == "X":

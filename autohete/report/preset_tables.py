@@ -104,7 +104,7 @@ def print_model(workload: Workload, source: str | None) -> None:
         sizes.add_row(name, str(value))
     out.print(sizes)
     parts = table("its parts", ["part", "count", "parameters each", "of all"])
-    alike = Counter((_part(w, unit), w.unit_parameters(unit)) for unit in range(w.blocks))
+    alike = Counter((_part(w, unit), w.unit_parameters(unit)) for unit in range(w.unit_count))
     for (part, parameters), count in alike.items():
         share = f"{100 * count * parameters / w.parameters:.1f} %"
         parts.add_row(escape(part), str(count), f"{parameters:,}", share)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from autohete.quantities import format_seconds
-from autohete.report.rows import Row
+from autohete.report.records import Row
 from autohete.report.tables import console, say, table
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import matplotlib.style
 from matplotlib.figure import Figure
 
 from autohete.errors import InputError
-from autohete.report.write import atomic_write
+from autohete.files import atomic_write
 from autohete.schedule import Kind
 
 # Okabe and Ito, "Color Universal Design" (2008), with a grey.

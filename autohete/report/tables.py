@@ -21,9 +21,11 @@ from autohete.plan import PlanCounts, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES
 from autohete.quantities import format_bytes, format_seconds
-from autohete.report.summary import (
+from autohete.schedule import CPU, GPU, HOST_MEMORY
+from autohete.simulate import Simulation
+from autohete.simulate.summary import (
     Summary,
-    Training,
+    UnitTraining,
     counts,
     described_blocks,
     node_text,
@@ -31,8 +33,6 @@ from autohete.report.summary import (
     runs_of_equal_units,
     training_of,
 )
-from autohete.schedule import CPU, GPU, HOST_MEMORY
-from autohete.simulate import Simulation
 from autohete.workload import WORKLOADS, Units, Workload
 from autohete.workload.config import model_names, read_model
 from autohete.workload.model import Experts
@@ -224,13 +224,13 @@ def _print_decisions(out: Console, found: Simulation) -> None:
         elsewhere=IN_JSON,
     )
     for first, last, unit in runs_of_equal_units(found) if by_block else runs_of_equal_roles(found):
-        route, role = unit.parameters, "" if by_block else f", {profile.blocks[first].role}"
+        route, role = unit.parameters, "" if by_block else f", {profile.units[first].role}"
         trained = training_of(profile, first)
         shown.add_row(
             (str(first) if first == last else f"{first} to {last}") + role,
-            "-" if trained is Training.FROZEN_BELOW else _forwards(unit),
+            "-" if trained is UnitTraining.FROZEN_BELOW else _forwards(unit),
             "offloaded" if route.home == HOST_MEMORY else "resident",
-            _optimizer(unit) if trained is Training.TRAINED else "frozen",
+            _optimizer(unit) if trained is UnitTraining.TRAINED else "frozen",
             _passes(route.ahead_in_forward) if route.home == HOST_MEMORY else "-",
             _passes(route.ahead_in_backward) if route.home == HOST_MEMORY else "-",
         )
@@ -298,7 +298,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
         _print_reasons(out, running)
     meaning = "c checkpointed, p with parameters offloaded, o with the optimizer on the CPU"
     units = "blocks" if workload.units is Units.BLOCK else f"units (embedding, {workload.units}s, head)"
-    say(out, f"plan: of {workload.blocks} {units}, {meaning}", style="dim")
+    say(out, f"plan: of {workload.unit_count} {units}, {meaning}", style="dim")
     for s in summaries:
         if s.explanation:
             say(out, f"{s.policy}: {s.verdict}: {s.explanation}")
@@ -323,7 +323,7 @@ def _assumed(workload: Workload) -> str:
 
 def _counts(plan: PlanCounts) -> str:
     """Return the counts without the total, which is the same for all policies."""
-    return f"{plan.checkpointed_blocks}c {plan.offloaded_parameter_blocks}p {plan.offloaded_optimizer_blocks}o"
+    return f"{plan.checkpointed_units}c {plan.offloaded_parameter_units}p {plan.offloaded_optimizer_units}o"
 
 
 def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
@@ -391,7 +391,7 @@ def print_presets() -> None:
     columns = ["name", "parameters", "hidden", "blocks", "heads", "experts", "vocabulary"]
     models = table("models (--model)", columns, give_way=["vocabulary", "hidden"])
     for w in map(read_model, model_names()):
-        last = w.block(w.blocks - 2)  # of blocks that differ, the usual one is last
+        last = w.block(w.unit_count - 2)  # of blocks that differ, the usual one is last
         experts = last.feed_forward
         routed = f"{experts.active} of {experts.count}" if isinstance(experts, Experts) else "-"
         heads = str(last.mixer).partition(" ")[0]

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from autohete.runtime.blocks import Memories
 from autohete.runtime.guard import Guard
 from autohete.runtime.ledger import accounting
 from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
+from autohete.runtime.units import Memories
 from autohete.schedule import COPIES, GPU_MEMORY, Buffer, Copy, Free, Kind, Schedule, Task, Value
 
 #: Blocks whose gradients are allocated before a task, whose gradients replace parameters after it, whose gradients are added

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from autohete.errors import DeviceOutOfMemoryError
 from autohete.runtime.batch import Batch, Inputs
-from autohete.runtime.blocks import Memories
 from autohete.runtime.guard import Guard
 from autohete.runtime.model_state import Snapshot, unchanged_random_state
 from autohete.runtime.passes import Passes
+from autohete.runtime.units import Memories
 
 
 class Evaluation:

@@ -42,13 +42,13 @@ class Clipping:
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._coefficients: dict[int, Tensor] = {}
 
-    def measure(self, iteration: int, block: int, gradients: Sequence[Tensor | None]) -> None:
+    def measure(self, iteration: int, unit: int, gradients: Sequence[Tensor | None]) -> None:
         """Compute the norm of each of the block's gradients, which must be complete."""
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         there = [gradient for gradient in gradients if gradient is not None]
         # A few bytes, copied right away: no task waits only for them.
         norms: Iterable[Tensor] = torch.stack(torch._foreach_norm(there, 2.0, dtype=torch.float32)).to("cpu") if there else []
-        self._norms[iteration, block] = dict(zip(places, norms, strict=True))
+        self._norms[iteration, unit] = dict(zip(places, norms, strict=True))
 
     def combine(self, iteration: int) -> None:
         """Compute the scale of the gradients of ``iteration``.
@@ -57,12 +57,12 @@ class Clipping:
             ScheduleError: a norm is missing.
         """
         assert self.clip_norm is not None, "a schedule that clips has a norm"
-        blocks = sorted({block for block, _ in self._order})
-        missing = [block for block in blocks if (iteration, block) not in self._norms]
+        units = sorted({unit for unit, _ in self._order})
+        missing = [unit for unit in units if (iteration, unit) not in self._norms]
         if missing:
             raise ScheduleError(f"the schedule clips before the norms of blocks {', '.join(map(str, missing))} are known")
-        of_block = {block: self._norms.pop((iteration, block)) for block in blocks}
-        norms = [of_block[block][place] for block, place in self._order if place in of_block[block]]
+        of_block = {unit: self._norms.pop((iteration, unit)) for unit in units}
+        norms = [of_block[unit][place] for unit, place in self._order if place in of_block[unit]]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         self._coefficients.pop(iteration - 2, None)  # a delayed update uses that of the iteration before
         self._coefficients[iteration] = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)

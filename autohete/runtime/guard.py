@@ -116,7 +116,7 @@ class GuardedBuffer(Guarded, Tensor):
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _GuardedTensor:
     """A parameter or buffer, and its place in the states: block, and number in the block; None if it is not trained."""
 
     tensor: Tensor
@@ -166,13 +166,13 @@ class Guard:
         self._inside = _Inside()
         places = {
             id(parameter): (i, place)
-            for i, block in enumerate(states.blocks)
+            for i, block in enumerate(states.units)
             for place, parameter in enumerate(block.parameters)
         }
         named = [*model.named_parameters(), *model.named_buffers()]
         self._structure = _Structure(model)
         self._guarded = {
-            id(tensor): _Entry(tensor, name, places.get(id(tensor)), tensor.shape, tensor.dtype)
+            id(tensor): _GuardedTensor(tensor, name, places.get(id(tensor)), tensor.shape, tensor.dtype)
             for name, tensor in named
             if type(tensor) in (nn.Parameter, Tensor)
         }
@@ -375,7 +375,7 @@ class Guard:
             increment_version([one.tensor for one, _ in exposed])
             self._writes |= {id(one.tensor): one.tensor._version for one, _ in exposed}
             for block in {one.place[0] for one, _ in exposed if one.place is not None}:
-                self._states.blocks[block].bind()
+                self._states.units[block].bind()
             self._exposed = {}
             while exposed:
                 one, values = exposed.pop()
@@ -437,7 +437,7 @@ def _nothing() -> None:
     """Wait for nothing."""
 
 
-def _check_like(one: _Entry, given: object) -> None:
+def _check_like(one: _GuardedTensor, given: object) -> None:
     """Check that ``given`` can replace the values of a parameter."""
     if not isinstance(given, Tensor):
         raise InputError(f"{one.name}.data cannot become {type(given).__name__}: give a tensor")

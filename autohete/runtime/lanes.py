@@ -30,7 +30,7 @@ from autohete.execution.queues import lane_queues
 from autohete.execution.sharing import SharedWork, Sharing
 from autohete.execution.trace import Clock, Trace
 from autohete.runtime.closing import Closing
-from autohete.schedule import Kind, Schedule, Task, TaskId
+from autohete.schedule import Kind, Schedule, Task, TaskId, graph_of, validate
 
 #: Function that performs a task, given the task and its iteration.
 Action = Callable[[Task, int], None]
@@ -97,7 +97,7 @@ class LaneThreads(Closing):
         sharing = Sharing(schedule)
         self._shared = sharing.lanes if paced else frozenset()
         self._work = SharedWork(sharing)
-        graph = schedule.validate().graph()
+        graph = graph_of(validate(schedule))
         self._lane_of, self._successors = graph.lane, graph.successors
         self._both = [waits + back for waits, back in graph.waits]
         self._same = [waits for waits, _ in graph.waits]
@@ -225,10 +225,10 @@ class LaneThreads(Closing):
         broken = {tasks[task].id.unit: step for task, step in self._broken.items()}
         updated: dict[int, int] = {}
         for task, step in self._updated.items():
-            block = tasks[task].id.unit
-            earlier = updated.setdefault(block, step)
+            unit = tasks[task].id.unit
+            earlier = updated.setdefault(unit, step)
             if step != earlier:  # one of two sides, each of which updates a part
-                broken.setdefault(block, max(step, earlier))
+                broken.setdefault(unit, max(step, earlier))
         return _state(updated, broken)
 
     def abandon(self) -> None:
@@ -508,28 +508,28 @@ def _state(updated: dict[int, int], broken: dict[int, int]) -> str:
     if not updated:
         return ""
     of_step: dict[int, list[int]] = {}
-    for block, step in updated.items():
-        if block not in broken:
-            of_step.setdefault(step, []).append(block)
+    for unit, step in updated.items():
+        if unit not in broken:
+            of_step.setdefault(step, []).append(unit)
     if len(of_step) == 1 and not broken:
         (step,) = of_step
         return f"All parameters are from step {step}, the last complete one" if step >= 0 else "No parameter has been changed"
     parts = [
-        f"{f'step {step}' if step >= 0 else 'before the first step'}: {listed(blocks)}"
-        for step, blocks in sorted(of_step.items(), reverse=True)
+        f"{f'step {step}' if step >= 0 else 'before the first step'}: {listed(units)}"
+        for step, units in sorted(of_step.items(), reverse=True)
     ]
-    parts += [f"updated in part by step {step}: {listed([block])}" for block, step in sorted(broken.items())]
+    parts += [f"updated in part by step {step}: {listed([unit])}" for unit, step in sorted(broken.items())]
     return f"Parameters are from different steps ({'; '.join(parts)}): load a saved state to continue from a complete step"
 
 
-def listed(blocks: Iterable[int]) -> str:
+def listed(units: Iterable[int]) -> str:
     """Format block numbers as text, such as ``blocks 0, 2 to 5``."""
     runs: list[list[int]] = []
-    for block in sorted(blocks):
-        if runs and runs[-1][-1] == block - 1:
-            runs[-1].append(block)
+    for unit in sorted(units):
+        if runs and runs[-1][-1] == unit - 1:
+            runs[-1].append(unit)
         else:
-            runs.append([block])
+            runs.append([unit])
     said = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
     return f"block {said}" if said.isdecimal() else f"blocks {said}"
 

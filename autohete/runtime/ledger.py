@@ -66,12 +66,12 @@ class Reservation:
     __slots__ = ("__weakref__",)
 
 
-class _Entry(weakref.ref[Any]):
+class _Counted(weakref.ref[Any]):
     """A counted storage or reservation; calls ``buried`` with itself when it dies."""
 
     __slots__ = ("group", "key", "size")
 
-    def __new__(cls, holder: object, buried: Callable[[weakref.ref[Any]], None], *_: object) -> _Entry:
+    def __new__(cls, holder: object, buried: Callable[[weakref.ref[Any]], None], *_: object) -> _Counted:
         return super().__new__(cls, holder, buried)
 
     def __init__(self, holder: object, buried: Callable[[weakref.ref[Any]], None], key: int, size: int, group: str) -> None:
@@ -97,7 +97,7 @@ class Ledger:
         self._used = 0
         self._groups: dict[str, int] = {}
         #: By the storage's address, which may be reused for a new storage at once.
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Counted] = {}
         #: Dead entries, booked later under the lock: Python may report a death between any two instructions of any thread.
         self._dead: deque[weakref.ref[Any]] = deque()
         self._lock = threading.Lock()
@@ -189,7 +189,7 @@ class Ledger:
     def _add(self, holder: object, key: int, size: int, group: str, task: str) -> None:
         if self.capacity_bytes is not None and self._used + size > self.capacity_bytes:
             raise self._refusal(size, group, task)
-        self._entries[key] = _Entry(holder, self._dead.append, key, size, group)
+        self._entries[key] = _Counted(holder, self._dead.append, key, size, group)
         self._used += size
         self._groups[group] = self._groups.get(group, 0) + size
         if self._used > self.peak_bytes:
@@ -198,12 +198,12 @@ class Ledger:
     def _bury(self) -> None:
         while self._dead:
             entry = self._dead.popleft()
-            assert isinstance(entry, _Entry)
+            assert isinstance(entry, _Counted)
             if self._entries.get(entry.key) is entry:  # it may have died while it was being forgotten
                 del self._entries[entry.key]
                 self._strike(entry)
 
-    def _strike(self, entry: _Entry) -> None:
+    def _strike(self, entry: _Counted) -> None:
         self._used -= entry.size
         self._groups[entry.group] -= entry.size
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autohete.schedule import Discipline, Kind, Schedule
+from autohete.schedule import Discipline, Kind, Schedule, graph_of
 from autohete.schedule.order import delayed_units
 
 _UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
@@ -39,12 +39,12 @@ class UpdateGate:
             self.skipped.setdefault(iteration, where)
             return tuple(sorted(self._updated.get(iteration, ())))
 
-    def admits(self, iteration: int, block: int) -> bool:
+    def admits(self, iteration: int, unit: int) -> bool:
         """Whether the update of ``block`` by the gradients of ``iteration`` may begin; if so, record that it does."""
         with self._lock:
             if iteration in self.skipped:
                 return False
-            self._updated.setdefault(iteration, set()).add(block)
+            self._updated.setdefault(iteration, set()).add(unit)
             for old in [number for number in self._updated if number < iteration - 1]:
                 del self._updated[old]
             return True
@@ -69,7 +69,7 @@ def updates_wait_for_backward(schedule: Schedule) -> bool:
 
     Then a non-finite gradient in any block is detected before anything changes.
     """
-    graph = schedule.graph()
+    graph = graph_of(schedule)
     onward: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
     for before, after, back in graph.edges():
         onward[before].append((after, back))

@@ -77,7 +77,7 @@ def state_bytes(dtype: torch.dtype) -> int:
     return (2 if dtype is torch.float32 else 3) * _WIDE
 
 
-class Part(NamedTuple):
+class ElementRange(NamedTuple):
     """The elements of a parameter from ``first`` up to, but not including, ``last``, out of ``size``."""
 
     first: int
@@ -94,12 +94,12 @@ class Part(NamedTuple):
         return tensor.view(-1)[self.first : self.last]
 
 
-def parts_of(sizes: Sequence[int], begin: int, end: int) -> list[Part]:
+def parts_of(sizes: Sequence[int], begin: int, end: int) -> list[ElementRange]:
     """The part of each parameter, stored one after another, that lies between the elements ``begin`` and ``end``."""
     found = []
     for size, stop in zip(sizes, accumulate(sizes), strict=True):
         first, last = (min(max(place - (stop - size), 0), size) for place in (begin, end))
-        found.append(Part(first, last, size))
+        found.append(ElementRange(first, last, size))
     return found
 
 
@@ -134,7 +134,7 @@ class _Stretch(NamedTuple):
         return group
 
 
-def _stretches(parts: Sequence[Part], joint: int) -> list[_Stretch]:
+def _stretches(parts: Sequence[ElementRange], joint: int) -> list[_Stretch]:
     """All elements of ``parts``, cut where a part begins or ends within a group of ``joint`` elements."""
     found: list[_Stretch] = []
     for place, part in enumerate(parts):

@@ -556,7 +556,7 @@ class ForwardPass:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._coroutine = _Pass(model)
+        self._coroutine = _PassGreenlet(model)
         self._place = 0
         #: The hidden states that the model has called the current block with.
         self._given: Tensor | None = None
@@ -641,7 +641,7 @@ class ForwardPass:
         raise InputError(message)
 
 
-class _Pass(greenlet):  # type: ignore[misc, unused-ignore]
+class _PassGreenlet(greenlet):  # type: ignore[misc, unused-ignore]
     """A model's forward as a greenlet that its blocks stop."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -658,7 +658,7 @@ class _Passes:
     """The passes of one thread. Unfinished passes end with the thread; otherwise what they hold would live for ever."""
 
     def __init__(self) -> None:
-        self.open: WeakSet[_Pass] = WeakSet()
+        self.open: WeakSet[_PassGreenlet] = WeakSet()
 
     def __del__(self) -> None:
         for unfinished in list(self.open):
@@ -676,7 +676,7 @@ _of_thread = _OfThread()
 def _stopping(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
     def stop(*args: Any, **kwargs: Any) -> Any:
         current = getcurrent()
-        if not isinstance(current, _Pass):
+        if not isinstance(current, _PassGreenlet):
             return forward(*args, **kwargs)  # an ordinary call of the model
         assert current.parent is not None
         return current.parent.switch(call_of(place, forward, args, kwargs))

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from autohete.errors import InputError, NonFiniteGradientError
 from autohete.runtime.batch import Batch, Inputs, Loss, on_device
-from autohete.runtime.blocks import Block, Memories, MovedStorage, Saved
 from autohete.runtime.ledger import WORKSPACE
 from autohete.runtime.model_state import Place, RandomState, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import BlockCall, ForwardPass, Partition, check_loss, hidden_of, with_hidden
 from autohete.runtime.states import States
+from autohete.runtime.units import Memories, MovedStorage, Saved, UnitTensors
 from autohete.schedule import HOST_MEMORY, Kind, Schedule, Value
 
 #: Backward of a block with such tasks needs values that may have moved since its forward.
@@ -88,9 +88,9 @@ class _Forward:
     hands_on: bool
 
 
-def _forwards_of(schedule: Schedule, blocks: int) -> list[list[_Forward]]:
+def _forwards_of(schedule: Schedule, units: int) -> list[list[_Forward]]:
     """The forwards of each block, in order. They are the same for all micro-batches."""
-    found: list[list[_Forward]] = [[] for _ in range(blocks)]
+    found: list[list[_Forward]] = [[] for _ in range(units)]
     for task in schedule.tasks:
         unit = task.id.unit
         if task.id.kind in (Kind.FORWARD, Kind.RECOMPUTE) and not task.id.micro_batch:
@@ -211,10 +211,10 @@ class Passes:
 
     def _saved_by(self, i: int) -> list[Tensor]:
         """The tensors that block ``i`` keeps on the device for backward."""
-        block = self.states.blocks[i]
+        unit = self.states.units[i]
         if self.states.kinds[i] & _MOVING:
-            return [saved.value for saved in block.still_saved() if isinstance(saved.value, Tensor)]
-        return list(_saved(block.root))
+            return [saved.value for saved in unit.still_saved() if isinstance(saved.value, Tensor)]
+        return list(_saved(unit.root))
 
     def make_room(self) -> None:
         """Allocate copies for recomputation, which live as long as the training. Call it once the buffers are in place."""
@@ -239,14 +239,14 @@ class Passes:
         self._leave_out(i)
 
     def _forward(self, i: int) -> None:
-        block, last, transit = self.states.blocks[i], self.partition.last, self._transit
+        unit, last, transit = self.states.units[i], self.partition.last, self._transit
         if i == 0:
             self._forwards = self._interception.enter_context(self.partition.intercepted())
             transit.forward = ForwardPass(self.partition.model)
             inputs = on_device(self.batches[self._turn].inputs, self.memories.torch_device, copy=True)
             with torch.enable_grad(), self._saving(0):
                 first = transit.forward.start(inputs)
-            block.root = _edge(first.hidden)
+            unit.root = _edge(first.hidden)
             if self.memories.device is not None:  # it lives until the last block: see Partition.lasting_bytes
                 self.memories.device.forget_group(WORKSPACE, but=(first.hidden, *self._saved_by(0)))
             transit.call = replace(first, hidden=first.hidden.detach())
@@ -255,9 +255,9 @@ class Passes:
         if i == last:
             result, transit.result = transit.result, None
             with torch.enable_grad(), self._saving(i):
-                logits = transit.forward.finish(with_hidden(result, self._cut(block, hidden_of(result))))
+                logits = transit.forward.finish(with_hidden(result, self._cut(unit, hidden_of(result))))
             self._interception.close()
-            block.root, transit.logits, transit.forward = _edge(logits), logits.detach(), None
+            unit.root, transit.logits, transit.forward = _edge(logits), logits.detach(), None
             return
         call, transit.call = transit.call, None
         assert call is not None
@@ -266,10 +266,10 @@ class Passes:
             result = self._compute_with_graph(i, call)
         else:
             random = RandomState(self.memories.torch_device)
-            selecting, block.replay = _selective() if now.selects else (nullcontext(), None)
+            selecting, unit.replay = _selective() if now.selects else (nullcontext(), None)
             with torch.no_grad(), self._remembered(i), selecting:
                 result = call.on(self._forwards[i - 1], call.hidden)
-            self._checkpoint(block, call, None if random.is_current() else random, now)
+            self._checkpoint(unit, call, None if random.is_current() else random, now)
         result = with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)
         if i + 1 < last:
             transit.call = transit.forward.resume(result)
@@ -280,13 +280,13 @@ class Passes:
 
     def recompute(self, i: int) -> None:
         """Run forward again from the checkpoint, with its random state and buffers; the current ones are preserved."""
-        block, transit = self.states.blocks[i], self._transit
-        assert block.checkpoint is not None
-        (call, random), block.checkpoint = block.checkpoint, None
+        unit, transit = self.states.units[i], self._transit
+        assert unit.checkpoint is not None
+        (call, random), unit.checkpoint = unit.checkpoint, None
         if transit.redone is not None:
             call, transit.redone = replace(call, hidden=transit.redone), None
-        now = self._passes[i][1 + block.recomputed]
-        block.recomputed += 1
+        now = self._passes[i][1 + unit.recomputed]
+        unit.recomputed += 1
         with ExitStack() as undo:
             if random is not None:
                 undo.enter_context(unchanged_random_state(self.memories.torch_device))
@@ -300,14 +300,14 @@ class Passes:
             else:
                 with torch.no_grad():
                     result = call.on(self._forwards[i - 1], call.hidden)
-                self._checkpoint(block, call, random, now)
+                self._checkpoint(unit, call, random, now)
         if now.hands_on:
             transit.redone = hidden_of(result).detach()
         self._leave_out(i)
 
-    def _checkpoint(self, block: Block, call: BlockCall, random: RandomState | None, forward: _Forward) -> None:
+    def _checkpoint(self, unit: UnitTensors, call: BlockCall, random: RandomState | None, forward: _Forward) -> None:
         """Keep what a recomputation needs."""
-        block.checkpoint = (call if forward.keeps_input else _without_input(call), random)
+        unit.checkpoint = (call if forward.keeps_input else _without_input(call), random)
 
     def compute_loss(self, i: int) -> None:
         """Compute the loss of a micro-batch, and the gradient of the iteration's mean loss with respect to its logits."""
@@ -332,27 +332,27 @@ class Passes:
         Raises:
             NonFiniteGradientError: a gradient is NaN or infinite, and the iteration cannot be skipped.
         """
-        block = self.states.blocks[i]
+        unit = self.states.units[i]
         incoming, self._transit.gradient = self._transit.gradient, None
-        self.memories.current.alive += [block.root, block.still_saved()]
-        if block.root is not None and incoming is not None:
+        self.memories.current.alive += [unit.root, unit.still_saved()]
+        if unit.root is not None and incoming is not None:
             with torch.autograd.set_multithreading_enabled(False):  # run in this thread, which owns the task, on CUDA too
                 # Keep what backward needs until it has ended, which is when the schedule frees it. Incremental freeing would
                 # lower the peak by 0.1 to 1 %, but the memory left when a copy arrives would depend on timing. A graph held by
                 # an attribute of the model would stay alive.
                 retain = not any(tensor.grad_fn for tensor in self._kept[i].tensors())
-                torch.autograd.backward([block.root], [incoming], retain_graph=retain)
-            self._transit.gradient = block.arrived.pop() if block.arrived else None
-        block.forget_passes()
+                torch.autograd.backward([unit.root], [incoming], retain_graph=retain)
+            self._transit.gradient = unit.arrived.pop() if unit.arrived else None
+        unit.forget_passes()
         found, self._found = self._found, []
-        gradients = [self.states.blocks[owner].device.gradients[place] for owner, place in found]
+        gradients = [self.states.units[owner].device.gradients[place] for owner, place in found]
         bad = first_not_finite([gradient for gradient in gradients if gradient is not None])
         if bad is not None:
             self._refuse(*found[bad])
 
     def _refuse(self, i: int, place: int) -> None:
         """Prevent the gradients of this iteration from changing anything more."""
-        parameter = self.states.blocks[i].parameters[place]
+        parameter = self.states.units[i].parameters[place]
         name = next(name for name, other in self.partition.model.named_parameters() if other is parameter)
         where = f"the gradient of {name} (block {i})"
         updated = self.states.gate.shut(self._iteration, where)
@@ -400,12 +400,12 @@ class Passes:
 
     def _offload_activations(self, i: int) -> None:
         """Copy what backward needs to the host: each storage once, even if several saved tensors are views of it."""
-        block, memories = self.states.blocks[i], self.memories
-        if block.checkpoint is not None:
-            call, random = block.checkpoint
-            block.input = Saved(call.hidden)
-            block.checkpoint = (_without_input(call), random)
-        for saved in [*block.still_saved(), *([block.input] if block.input else [])]:
+        unit, memories = self.states.units[i], self.memories
+        if unit.checkpoint is not None:
+            call, random = unit.checkpoint
+            unit.input = Saved(call.hidden)
+            unit.checkpoint = (_without_input(call), random)
+        for saved in [*unit.still_saved(), *([unit.input] if unit.input else [])]:
             tensor = saved.value
             assert isinstance(tensor, Tensor)
             if tensor.device.type != memories.torch_device.type:
@@ -413,32 +413,32 @@ class Passes:
             memories.current.alive.append(tensor)
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
-            if key not in block.moved:
+            if key not in unit.moved:
                 there = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=memories.pins)
-                block.moved[key] = memories.claim_host(there, "activations")
+                unit.moved[key] = memories.claim_host(there, "activations")
                 here = torch.empty(0, dtype=torch.uint8, device=memories.torch_device).set_(storage)
                 there.copy_(here, non_blocking=True)
             saved.value = MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _fetch_activations(self, i: int) -> None:
         """Copy what backward needs back to the device."""
-        block, memories = self.states.blocks[i], self.memories
-        memories.current.alive.append(block.moved)
+        unit, memories = self.states.units[i], self.memories
+        memories.current.alive.append(unit.moved)
         back: dict[int, Tensor] = {}
-        for key, there in block.moved.items():
+        for key, there in unit.moved.items():
             back[key] = memories.on_device(len(there), torch.uint8, "activations").copy_(there, non_blocking=True)
-        for saved in [*block.still_saved(), *([block.input] if block.input else [])]:
+        for saved in [*unit.still_saved(), *([unit.input] if unit.input else [])]:
             moved = saved.value
             if not isinstance(moved, MovedStorage):
                 continue
             storage = back[moved.key].untyped_storage()
             tensor = torch.empty(0, dtype=moved.dtype, device=memories.torch_device)
             saved.value = tensor.set_(storage, moved.offset, moved.size, moved.stride)
-        block.moved = {}
-        if block.checkpoint is not None and block.input is not None:
-            call, random = block.checkpoint
-            assert isinstance(block.input.value, Tensor)
-            block.checkpoint, block.input = (replace(call, hidden=block.input.value), random), None
+        unit.moved = {}
+        if unit.checkpoint is not None and unit.input is not None:
+            call, random = unit.checkpoint
+            assert isinstance(unit.input.value, Tensor)
+            unit.checkpoint, unit.input = (replace(call, hidden=unit.input.value), random), None
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:
@@ -488,18 +488,18 @@ class Passes:
                 )
 
     def _compute_with_graph(self, i: int, call: BlockCall) -> Any:
-        block = self.states.blocks[i]
-        replay, block.replay = block.replay or nullcontext(), None
+        unit = self.states.units[i]
+        replay, unit.replay = unit.replay or nullcontext(), None
         with torch.enable_grad(), self._saving(i, tensors_in((call.args, call.kwargs))):
-            cut = self._cut(block, call.hidden)
+            cut = self._cut(unit, call.hidden)
             with replay:  # only the block's own operations, as in its forward
                 result = call.on(self._forwards[i - 1], cut)
-        block.root = _edge(hidden_of(result))
+        unit.root = _edge(hidden_of(result))
         return with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)
 
-    def _cut(self, block: Block, hidden: Tensor) -> Tensor:
-        block.arrived = []
-        cut: Tensor = _Cut.apply(self._anchor, hidden, block.arrived)  # type: ignore[no-untyped-call]
+    def _cut(self, unit: UnitTensors, hidden: Tensor) -> Tensor:
+        unit.arrived = []
+        cut: Tensor = _Cut.apply(self._anchor, hidden, unit.arrived)  # type: ignore[no-untyped-call]
         return cut
 
     @contextmanager
@@ -508,15 +508,15 @@ class Passes:
 
         Buffers, frozen parameters and ``beside`` stay where they are.
         """
-        block = self.states.blocks[i]
-        assert block.device.parameters is not None, "forward without parameters"
+        unit = self.states.units[i]
+        assert unit.device.parameters is not None, "forward without parameters"
         if not self.states.kinds[i] & _MOVING:
             yield
             return
-        begin = block.device.parameters.data_ptr()
-        end = begin + block.device.parameters.nbytes
+        begin = unit.device.parameters.data_ptr()
+        end = begin + unit.device.parameters.nbytes
         staying = self._lasting | _addresses(beside)
-        block.saved = []
+        unit.saved = []
 
         def pack(tensor: Tensor) -> object:
             if begin <= tensor.data_ptr() < end:
@@ -525,15 +525,15 @@ class Passes:
             if tensor.untyped_storage().data_ptr() in staying:
                 return tensor
             saved = Saved(tensor)
-            block.saved.append(weakref.ref(saved))
+            unit.saved.append(weakref.ref(saved))
             return saved
 
         def unpack(handle: object) -> Tensor:
             if isinstance(handle, Tensor):
                 return handle
             if isinstance(handle, tuple):
-                assert block.device.parameters is not None, "backward without parameters"
-                return block.device.parameters.as_strided(*handle)
+                assert unit.device.parameters is not None, "backward without parameters"
+                return unit.device.parameters.as_strided(*handle)
             assert isinstance(handle, Saved)
             assert isinstance(handle.value, Tensor), "backward without activations"
             return handle.value
@@ -543,11 +543,11 @@ class Passes:
 
     def _first_not_finite(self) -> str:
         """Locate the first non-finite values. Slow; called only after a failure."""
-        for i, block in enumerate(self.states.blocks):
-            flat = block.device.parameters
+        for i, unit in enumerate(self.states.units):
+            flat = unit.device.parameters
             if flat is not None and not torch.isfinite(flat).all():
                 return f"the parameters of block {i}"
-            kept = self._saved_by(i) if block.checkpoint is None else [block.checkpoint[0].hidden]
+            kept = self._saved_by(i) if unit.checkpoint is None else [unit.checkpoint[0].hidden]
             if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in kept):
                 return f"what block {i} keeps for backward"
         return "the logits"

@@ -17,7 +17,7 @@ from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
-from autohete.runtime.training import Training
+from autohete.runtime.takeover import Takeover
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
 
 
@@ -86,7 +86,7 @@ class Session(Closing):
             self.host = Ledger(HOST_MEMORY, capacities[HOST_MEMORY])
             pinned = Ledger(PINNED_MEMORY, capacities.get(PINNED_MEMORY))
         with ExitStack() as undo:
-            self.training = Training(
+            self.training = Takeover(
                 partition,
                 schedule,
                 loss,

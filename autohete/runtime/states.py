@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from autohete.errors import InputError, ScheduleError
-from autohete.runtime.blocks import Block, Memories, Side
-from autohete.runtime.files import Files
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.nonfinite import UpdateGate
-from autohete.runtime.optimizer import Adam, AdamStates, Part, parts_of, state_bytes
+from autohete.runtime.optimizer import Adam, AdamStates, ElementRange, parts_of, state_bytes
+from autohete.runtime.state_files import Files
+from autohete.runtime.units import Memories, UnitSide, UnitTensors
 from autohete.schedule import (
     COPIES,
     CPU,
@@ -92,9 +92,9 @@ class States:
         #: The memories on the way of each block's optimizer states, from where they rest to where they are updated.
         self._state_ways = [_way_of_states(kinds) for kinds in self.kinds]
         self._files = Files()
-        self.blocks = [Block(parameters, memories.torch_device) for parameters in owned]
-        for i, block in enumerate(self.blocks):
-            block.cut = self._cut_of(i)
+        self.units = [UnitTensors(parameters, memories.torch_device) for parameters in owned]
+        for i, unit in enumerate(self.units):
+            unit.cut = self._cut_of(i)
         self._slots: list[Tensor] | None = None
         self._buffers: list[Tensor] = []
 
@@ -103,21 +103,21 @@ class States:
         self._slots = self._make_slots()
         sizes = self._resident_bytes(Value.POLICY_BUFFERS)
         self._buffers = [self.memories.on_device(size, torch.uint8, "policy_buffers") for size in sizes]
-        for i, block in enumerate(self.blocks):
-            self._take_over(i, block)
+        for i, unit in enumerate(self.units):
+            self._take_over(i, unit)
 
     def give_back(self) -> None:
         """Return the parameters to the modules, with their trained values, each in its own host memory."""
         self.memories.settle()
-        for i, block in enumerate(self.blocks):
-            if block.device.parameters is None and block.host.parameters is None:
+        for i, unit in enumerate(self.units):
+            if unit.device.parameters is None and unit.host.parameters is None:
                 continue  # take_over failed before this block
-            for place, parameter in enumerate(block.parameters):
+            for place, parameter in enumerate(unit.parameters):
                 parameter.data = self.values(i, place)
                 parameter.grad = None
-        for block in self.blocks:
-            block.device, block.host = Side(), Side()
-            block.forget_passes()
+        for unit in self.units:
+            unit.device, unit.host = UnitSide(), UnitSide()
+            unit.forget_passes()
         self._slots, self._buffers = None, []
         self._files.close()
 
@@ -126,43 +126,43 @@ class States:
     def values(self, i: int, place: int) -> Tensor:
         """The current values of a parameter of block ``i``, in its shape and type, copied to new host memory."""
         # Master weights are rounded in the same way as by the update.
-        return self._trained(i, place, self.blocks[i].dtype)
+        return self._trained(i, place, self.units[i].dtype)
 
     def assign(self, i: int, place: int, values: Tensor) -> None:
         """Set the values of a parameter of block ``i`` wherever it is. Unchanged elements keep their master weights."""
-        block = self.blocks[i]
+        unit = self.units[i]
         changed = _bits(values) != _bits(self.values(i, place))
         if not changed.any():
             return
         for flat, begin in (*self._newest(i), *self._copies(i)):
-            there, part = block.overlap(flat, begin, place)
+            there, part = unit.overlap(flat, begin, place)
             chosen, found = (whole.reshape(-1)[part].to(there.device) for whole in (changed, values))
             there.copy_(torch.where(chosen, found.to(there.dtype), there))
         self.memories.settle()
 
     def saved(self, i: int, place: int) -> dict[str, Any]:
         """Copy a parameter's values and optimizer states, in its shape; also the gradient, if its update is delayed."""
-        block = self.blocks[i]
+        unit = self.units[i]
         found: dict[str, Any] = {VALUES: self.values(i, place)}
         for side in self._updating_sides(i):
             for name, value in _optimizer(side).saved(place).items():
                 found[name] = torch.cat([found[name], value]) if name in found and isinstance(value, Tensor) else value
-        gradient = block.host.gradients[place] if self.delays(i) and block.host.gradients else None
+        gradient = unit.host.gradients[place] if self.delays(i) and unit.host.gradients else None
         if gradient is not None:
             found[GRADIENT] = gradient.to("cpu", copy=True)
-        return {name: value.view(block.shapes[place]) if isinstance(value, Tensor) else value for name, value in found.items()}
+        return {name: value.view(unit.shapes[place]) if isinstance(value, Tensor) else value for name, value in found.items()}
 
     def load(self, i: int, place: int, saved: dict[str, Any]) -> None:
         """Load the result of :meth:`saved`."""
-        block = self.blocks[i]
+        unit = self.units[i]
         for side in self._updating_sides(i):
             _optimizer(side).load(place, saved)
         for flat, begin in self._copies(i):
-            there, part = block.overlap(flat, begin, place)
+            there, part = unit.overlap(flat, begin, place)
             there.copy_(saved[VALUES].reshape(-1)[part])
         if self.delays(i):
-            host = block.host
-            host.gradients = host.gradients or [None] * len(block.parameters)
+            host = unit.host
+            host.gradients = host.gradients or [None] * len(unit.parameters)
             gradient = saved[GRADIENT].reshape(-1) if GRADIENT in saved else None
             host.gradients[place] = None if gradient is None else host.places[place].copy_(gradient)
         self.memories.settle()
@@ -177,14 +177,14 @@ class States:
         Call it after every update has ended.
         """
         wide = torch.float32
-        found = [self._trained(i, place, wide) for i, block in enumerate(self.blocks) for place in range(len(block.parameters))]
+        found = [self._trained(i, place, wide) for i, unit in enumerate(self.units) for place in range(len(unit.parameters))]
         self.memories.settle()
         return found
 
     @contextmanager
     def present(self, i: int) -> Iterator[None]:
         """Hold the parameters of block ``i`` on the device during the context."""
-        if self.blocks[i].device.parameters is not None:
+        if self.units[i].device.parameters is not None:
             yield
             return
         self.copy_parameters(i, HOST_MEMORY, GPU_MEMORY)
@@ -197,28 +197,28 @@ class States:
 
     # --- where states are
 
-    def _take_over(self, i: int, block: Block) -> None:
-        flat = torch.empty(block.elements, dtype=block.dtype, device="cpu")
-        for parameter, view in zip(block.parameters, block.views(flat), strict=True):
+    def _take_over(self, i: int, unit: UnitTensors) -> None:
+        flat = torch.empty(unit.elements, dtype=unit.dtype, device="cpu")
+        for parameter, view in zip(unit.parameters, unit.views(flat), strict=True):
             view.copy_(parameter.detach())
-            parameter.data = torch.empty(0, dtype=block.dtype, device="cpu")
+            parameter.data = torch.empty(0, dtype=unit.dtype, device="cpu")
             parameter.grad = None  # a step starts without gradients
         try:
-            self._place_states(i, block, flat)
+            self._place_states(i, unit, flat)
         except BaseException:
-            block.device, block.host = Side(), Side()
-            for parameter, view in zip(block.parameters, block.views(flat), strict=True):
+            unit.device, unit.host = UnitSide(), UnitSide()
+            for parameter, view in zip(unit.parameters, unit.views(flat), strict=True):
                 parameter.data = view.clone()
             raise
-        block.bind()
+        unit.bind()
 
-    def _place_states(self, i: int, block: Block, flat: Tensor) -> None:
+    def _place_states(self, i: int, unit: UnitTensors, flat: Tensor) -> None:
         kinds, memories = self.kinds[i], self.memories
         for side in self._updating_sides(i):
-            begin, end = (block.cut, block.elements) if side is block.host else (0, block.cut or block.elements)
-            home = HOST_MEMORY if block.cut and side is block.host else self._state_ways[i][0]
+            begin, end = (unit.cut, unit.elements) if side is unit.host else (0, unit.cut or unit.elements)
+            home = HOST_MEMORY if unit.cut and side is unit.host else self._state_ways[i][0]
             part = flat[begin:end]
-            states = AdamStates(self.adam, part.to(memories.torch_device) if home == GPU_MEMORY else part, block.sizes, begin)
+            states = AdamStates(self.adam, part.to(memories.torch_device) if home == GPU_MEMORY else part, unit.sizes, begin)
             side.optimizer = states
             if home == NVME_MEMORY:
                 states.use([self._files.holding(tensor) for tensor in states.tensors])
@@ -226,13 +226,13 @@ class States:
                 claim = memories.claim if home == GPU_MEMORY else memories.claim_host
                 for tensor in states.tensors:
                     claim(tensor, "optimizer_states")
-        there = flat[block.cut :]
+        there = flat[unit.cut :]
         if Kind.CPU_UPDATE in kinds:
-            block.host.places = _split(memories.on_host(len(there), block.dtype, "gradients"), block)
+            unit.host.places = _split(memories.on_host(len(there), unit.dtype, "gradients"), unit)
         if kinds & {Kind.CPU_UPDATE, *_PREFETCHES}:
-            block.host.parameters = memories.on_host(len(there), block.dtype, "parameters").copy_(there)
+            unit.host.parameters = memories.on_host(len(there), unit.dtype, "parameters").copy_(there)
         if Kind.PREFETCH_FORWARD not in kinds:  # they never leave, or the first forward fetches nothing
-            block.device.parameters = self._place_for(i).copy_(flat)
+            unit.device.parameters = self._place_for(i).copy_(flat)
 
     def _cut_of(self, i: int) -> int:
         """Number of elements of block ``i`` that the device updates if both sides update a part, derived from the bytes of
@@ -241,7 +241,7 @@ class States:
         Raises:
             ScheduleError: the schedule does not define it, or moves what such a block can only move as a whole.
         """
-        kinds, block = self.kinds[i], self.blocks[i]
+        kinds, unit = self.kinds[i], self.units[i]
         if not kinds >= _UPDATES:
             return 0
         told = f"GPU and CPU each update a part of block {i}"
@@ -254,32 +254,32 @@ class States:
             why = "its CPU update is delayed" if i in self._delayed else "the norm of its gradients is computed on the host"
             raise ScheduleError(f"{told}, but {why}: the host has only a part of the gradients; let one side update all of it")
         states = (b for b in self.schedule.resident if (b.id.value, b.id.unit) == (Value.OPTIMIZER_STATES, i))
-        size, of_each = sum(b.size_bytes for b in states if b.memory == GPU_MEMORY), state_bytes(block.dtype)
-        if size % of_each or not 0 < size < block.elements * of_each:
+        size, of_each = sum(b.size_bytes for b in states if b.memory == GPU_MEMORY), state_bytes(unit.dtype)
+        if size % of_each or not 0 < size < unit.elements * of_each:
             raise ScheduleError(
                 f"{told}, but the schedule gives the GPU {size} bytes of its optimizer states: give a positive multiple of "
-                f"{of_each}, the bytes of an element, less than the {block.elements * of_each} of the whole block"
+                f"{of_each}, the bytes of an element, less than the {unit.elements * of_each} of the whole block"
             )
         return size // of_each
 
-    def _updating_sides(self, i: int) -> list[Side]:
+    def _updating_sides(self, i: int) -> list[UnitSide]:
         """The sides that update the block: the device before the host, which has the later elements."""
-        block, kinds = self.blocks[i], self.kinds[i]
-        if block.cut:
-            return [block.device, block.host]
-        return [block.host if Kind.CPU_UPDATE in kinds else block.device]
+        unit, kinds = self.units[i], self.kinds[i]
+        if unit.cut:
+            return [unit.device, unit.host]
+        return [unit.host if Kind.CPU_UPDATE in kinds else unit.device]
 
     def _newest(self, i: int) -> list[tuple[Tensor, int]]:
         """The up-to-date data of block ``i`` after every update: flat tensors, each with the index of its first element.
 
         Master weights, if there are any: a gradient may have overwritten the parameters.
         """
-        block = self.blocks[i]
+        unit = self.units[i]
         found = []
         for side in self._updating_sides(i):
-            optimizer, begin = _optimizer(side), block.cut if side is block.host else 0
+            optimizer, begin = _optimizer(side), unit.cut if side is unit.host else 0
             # The updating side is current; what it updates on the device may have been written back and released.
-            here = block.host.parameters if side.parameters is None else side.parameters
+            here = unit.host.parameters if side.parameters is None else side.parameters
             flat = here if optimizer.master is None else optimizer.master
             assert flat is not None
             found.append((flat[: len(optimizer.moments[0])], begin))
@@ -287,16 +287,16 @@ class States:
 
     def _copies(self, i: int) -> list[tuple[Tensor, int]]:
         """The flat parameters of block ``i`` in all memories, each with the index of its first element."""
-        block = self.blocks[i]
-        places = ((block.host.parameters, block.cut), (block.device.parameters, 0))
+        unit = self.units[i]
+        places = ((unit.host.parameters, unit.cut), (unit.device.parameters, 0))
         return [(flat, begin) for flat, begin in places if flat is not None]
 
     def _trained(self, i: int, place: int, dtype: torch.dtype) -> Tensor:
         """The newest values of a parameter of block ``i``, in its shape, copied to new host memory."""
-        block = self.blocks[i]
-        found = torch.empty(block.shapes[place], dtype=dtype, device="cpu")
+        unit = self.units[i]
+        found = torch.empty(unit.shapes[place], dtype=dtype, device="cpu")
         for flat, begin in self._newest(i):
-            there, part = block.overlap(flat, begin, place)
+            there, part = unit.overlap(flat, begin, place)
             found.view(-1)[part].copy_(there)
         return found
 
@@ -311,22 +311,22 @@ class States:
         total = sum(self._resident_bytes(Value.PARAMETER_SLOTS))
         if not total:
             return None
-        leaving = [block for block, kinds in zip(self.blocks, self.kinds, strict=True) if kinds & _PREFETCHES]
-        slot = max(block.elements * block.dtype.itemsize for block in leaving) * (2 if self._gradients_in_slots else 1)
+        leaving = [unit for unit, kinds in zip(self.units, self.kinds, strict=True) if kinds & _PREFETCHES]
+        slot = max(unit.elements * unit.dtype.itemsize for unit in leaving) * (2 if self._gradients_in_slots else 1)
         return [self.memories.on_device(slot, torch.uint8, "parameter_slots") for _ in range(total // slot)]
 
     def _place_for(self, i: int) -> Tensor:
         """Device memory for the parameters of block ``i``."""
-        block = self.blocks[i]
+        unit = self.units[i]
         if self._slots is None or not self.kinds[i] & _PREFETCHES:
-            return self.memories.on_device(block.elements, block.dtype, "parameters")
+            return self.memories.on_device(unit.elements, unit.dtype, "parameters")
         if not self._slots:
             raise ScheduleError("all slots for parameters are taken: the schedule fetches earlier than it releases")
-        return self._slots.pop()[: block.elements * block.dtype.itemsize].view(block.dtype)
+        return self._slots.pop()[: unit.elements * unit.dtype.itemsize].view(unit.dtype)
 
     def poison(self, i: int) -> None:
         """If enabled, overwrite the parameters of block ``i`` on the device before they are released."""
-        flat = self.blocks[i].device.parameters
+        flat = self.units[i].device.parameters
         if self._poison and flat is not None:
             flat.fill_(torch.nan)
 
@@ -335,31 +335,31 @@ class States:
 
         The caller must have waited for all work on them: another lane may reuse the memory at once.
         """
-        block = self.blocks[i]
-        flat = block.device.parameters
+        unit = self.units[i]
+        flat = unit.device.parameters
         if flat is None:
             return
         if self._slots is not None:
             self._slots.append(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(flat.untyped_storage()))
-        block.device.parameters = None
-        block.bind()
+        unit.device.parameters = None
+        unit.bind()
 
     def make_gradients(self, i: int) -> None:
         """Provide device memory for the gradients of block ``i``: in its slot, or wherever autograd allocates them."""
-        block = self.blocks[i]
-        side = block.device
+        unit = self.units[i]
+        side = unit.device
         if side.gradients:  # those of the previous micro-batch
             side.sums = side.gradients, side.reserved
-        side.gradients = [None] * len(block.parameters)
+        side.gradients = [None] * len(unit.parameters)
         if self._gradients_in_slots and self.kinds[i] & _PREFETCHES:
             assert side.parameters is not None
             storage = side.parameters.untyped_storage()
-            half = storage.nbytes() // 2 // block.dtype.itemsize  # the slot's second half
-            flat = torch.empty(0, dtype=block.dtype, device=side.parameters.device)
-            side.places = block.views(flat.set_(storage, half, (block.elements,), (1,)))
+            half = storage.nbytes() // 2 // unit.dtype.itemsize  # the slot's second half
+            flat = torch.empty(0, dtype=unit.dtype, device=side.parameters.device)
+            side.places = unit.views(flat.set_(storage, half, (unit.elements,), (1,)))
         else:
             # Reserve all of it now, like the schedule, so that memory does not depend on the order of gradients.
-            side.reserved = self.memories.reserve(block.elements * block.dtype.itemsize, "gradients")
+            side.reserved = self.memories.reserve(unit.elements * unit.dtype.itemsize, "gradients")
 
     def take_gradient(self, i: int, place: int, gradient: Tensor) -> None:
         """Keep the gradient that a backward has found for a parameter. Accumulates for a matrix that two blocks share.
@@ -368,7 +368,7 @@ class States:
             ScheduleError: the schedule has no memory for it yet.
             InputError: the gradient is sparse.
         """
-        side = self.blocks[i].device
+        side = self.units[i].device
         if not side.gradients:
             raise ScheduleError(
                 f"{self.memories.current.task} finds a gradient of block {i}, for which the schedule has no room yet: if "
@@ -391,13 +391,13 @@ class States:
             side.gradients[place] = gradient
         side.iteration = self.memories.current.iteration
 
-    def _drop_gradients(self, side: Side) -> None:
+    def _drop_gradients(self, side: UnitSide) -> None:
         self.memories.current.alive += [side.gradients, side.reserved]
         side.gradients, side.places, side.reserved = [], [], None
 
     def add_gradients(self, i: int) -> None:
         """Add the finished gradients of a micro-batch to the sums of the previous ones, in the same order as PyTorch."""
-        side = self.blocks[i].device
+        side = self.units[i].device
         assert side.sums is not None
         sums, reserved = side.sums
         _add(sums, side.gradients)
@@ -406,7 +406,7 @@ class States:
 
     def add_arrived(self, i: int) -> None:
         """The same on the host, for gradients that have arrived there."""
-        side = self.blocks[i].host
+        side = self.units[i].host
         if self.memories.current.micro_batch not in side.arrived:
             raise ScheduleError(f"{self.memories.current.task} adds gradients that have not been copied to the host")
         arrived = side.arrived.pop(self.memories.current.micro_batch)
@@ -418,9 +418,9 @@ class States:
 
     def replace_parameters(self, i: int) -> None:
         """Overwrite the parameters of block ``i`` with its finished gradients."""
-        side = self.blocks[i].device
+        side = self.units[i].device
         assert side.parameters is not None
-        places = self.blocks[i].views(side.parameters)
+        places = self.units[i].views(side.parameters)
         replaced = [
             None if gradient is None else place.copy_(gradient) for place, gradient in zip(places, side.gradients, strict=True)
         ]
@@ -431,8 +431,8 @@ class States:
 
     def measure_gradients(self, i: int) -> None:
         """Compute the norms of the block's gradients where they are complete."""
-        block = self.blocks[i]
-        side = block.host if i in self._norm_on_host else block.device
+        unit = self.units[i]
+        side = unit.host if i in self._norm_on_host else unit.device
         self.clipping.measure(self.memories.current.iteration, i, side.gradients)
 
     def clip(self, i: int) -> None:
@@ -441,7 +441,7 @@ class States:
 
     def gpu_update(self, i: int) -> None:
         """Run AdamW on the device's states."""
-        side = self.blocks[i].device
+        side = self.units[i].device
         parts = _optimizer(side).parts
         here = [None if gradient is None else part.of(gradient) for part, gradient in zip(parts, side.gradients, strict=True)]
         self._update(i, side, here, self.memories.claim)
@@ -449,10 +449,12 @@ class States:
 
     def cpu_update(self, i: int) -> None:
         """Run AdamW on the host's states, and write the new parameters to the host's copy."""
-        side = self.blocks[i].host
+        side = self.units[i].host
         self._update(i, side, side.gradients, lambda scratch, group: scratch)
 
-    def _update(self, i: int, side: Side, gradients: Sequence[Tensor | None], claim: Callable[[Tensor, str], Tensor]) -> None:
+    def _update(
+        self, i: int, side: UnitSide, gradients: Sequence[Tensor | None], claim: Callable[[Tensor, str], Tensor]
+    ) -> None:
         optimizer, parameters = _optimizer(side), side.parameters
         assert parameters is not None
         if len(side.resting) < len(self._state_ways[i]) - 1:
@@ -471,16 +473,16 @@ class States:
 
     def copy_parameters(self, i: int, source: str, target: str) -> None:
         """Copy parameters from one memory to their place in another, or to new memory on the device."""
-        block = self.blocks[i]
-        there, here = block.side(source).parameters, block.side(target).parameters
+        unit = self.units[i]
+        there, here = unit.side(source).parameters, unit.side(target).parameters
         assert there is not None
         if here is not None:
             # Of a block that both sides update, only the host's part is copied, and only to the device.
-            here[block.cut :].copy_(there, non_blocking=True)
+            here[unit.cut :].copy_(there, non_blocking=True)
             return
         assert target == GPU_MEMORY
-        block.device.parameters = self._place_for(i).copy_(there, non_blocking=True)
-        block.bind()
+        unit.device.parameters = self._place_for(i).copy_(there, non_blocking=True)
+        unit.bind()
 
     def copy_states(self, i: int, source: str, target: str) -> None:
         """Copy optimizer states from one memory to new places nearer to the update, or back to where they were.
@@ -509,7 +511,7 @@ class States:
 
     def _write_gradients(self, i: int) -> None:
         """Write the gradients from their places on the host to a file. An update needs them read back."""
-        side = self.blocks[i].host
+        side = self.units[i].host
         if not side.written:
             side.written = [self._files.holding(place) for place in side.places]
         side.unread = [gradient is not None for gradient in side.gradients]
@@ -519,7 +521,7 @@ class States:
                 gradient.fill_(torch.nan)  # invalid until they are read back
 
     def _read_gradients(self, i: int) -> None:
-        side = self.blocks[i].host
+        side = self.units[i].host
         for there, place, unread in zip(side.written, side.places, side.unread, strict=True):
             if unread:
                 place.copy_(there)
@@ -535,38 +537,38 @@ class States:
         if target == NVME_MEMORY:
             self._write_gradients(i)
             return
-        block, micro_batch = self.blocks[i], self.memories.current.micro_batch
-        there, here = block.side(source), block.side(target)
+        unit, micro_batch = self.units[i], self.memories.current.micro_batch
+        there, here = unit.side(source), unit.side(target)
         beside = Kind.ACCUMULATE in self.kinds[i] and micro_batch > 0
         places = here.places
         if beside:
-            places = _split(self.memories.on_host(block.elements, block.dtype, "arrived_gradients"), block)
+            places = _split(self.memories.on_host(unit.elements, unit.dtype, "arrived_gradients"), unit)
         copied = [
             None if gradient is None else place.copy_(part.of(gradient), non_blocking=True)
-            for place, part, gradient in zip(places, _parts_on_host(block), there.gradients, strict=True)
+            for place, part, gradient in zip(places, _parts_on_host(unit), there.gradients, strict=True)
         ]
         if beside:
             here.arrived[micro_batch] = copied
         else:
             here.gradients = copied
         here.iteration = there.iteration
-        if not block.cut:  # otherwise the update on the device uses them, too
+        if not unit.cut:  # otherwise the update on the device uses them, too
             self._drop_gradients(there)
 
 
-def _optimizer(side: Side) -> AdamStates:
+def _optimizer(side: UnitSide) -> AdamStates:
     assert side.optimizer is not None
     return side.optimizer
 
 
-def _parts_on_host(block: Block) -> list[Part]:
+def _parts_on_host(unit: UnitTensors) -> list[ElementRange]:
     """For each parameter, the elements whose gradients are on the host."""
-    return parts_of(block.sizes, block.cut, block.elements)
+    return parts_of(unit.sizes, unit.cut, unit.elements)
 
 
-def _split(flat: Tensor, block: Block) -> list[Tensor]:
+def _split(flat: Tensor, unit: UnitTensors) -> list[Tensor]:
     """Flat views of ``flat`` for these elements, one per parameter."""
-    return list(torch.split(flat, [part.elements for part in _parts_on_host(block)]))
+    return list(torch.split(flat, [part.elements for part in _parts_on_host(unit)]))
 
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
@@ -591,17 +593,17 @@ def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view({2: torch.int16, 4: torch.int32}[values.itemsize])
 
 
-def _kinds_of_blocks(schedule: Schedule, blocks: int) -> list[set[Kind]]:
+def _kinds_of_blocks(schedule: Schedule, units: int) -> list[set[Kind]]:
     """The kinds of task of each block.
 
     Raises:
         ScheduleError: the schedule is not for a model of ``blocks`` blocks.
     """
-    kinds: list[set[Kind]] = [set() for _ in range(blocks)]
+    kinds: list[set[Kind]] = [set() for _ in range(units)]
     for task in schedule.tasks:
-        if task.id.unit >= blocks:
+        if task.id.unit >= units:
             raise ScheduleError(
-                f"{task.id} is of block {task.id.unit}, but the model has {blocks} blocks (embedding and head "
+                f"{task.id} is of block {task.id.unit}, but the model has {units} blocks (embedding and head "
                 "included): make the schedule for this model"
             )
         if task.id.kind not in Kind:
@@ -609,5 +611,5 @@ def _kinds_of_blocks(schedule: Schedule, blocks: int) -> list[set[Kind]]:
         kinds[task.id.unit].add(task.id.kind)
     for i, found in enumerate(kinds):
         if Kind.FORWARD not in found:
-            raise ScheduleError(f"the schedule has no forward of block {i}, but the model has {blocks} blocks")
+            raise ScheduleError(f"the schedule has no forward of block {i}, but the model has {units} blocks")
     return kinds

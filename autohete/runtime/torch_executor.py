@@ -18,7 +18,7 @@ from autohete.runtime.observe import observed
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.session import Execution, Session
-from autohete.schedule import Schedule
+from autohete.schedule import Schedule, validate
 
 
 class TorchExecutor:
@@ -95,7 +95,7 @@ class TorchExecutor:
         for batch in batches[1:]:
             form.check(batch)
         if self._execution.budget:
-            _check_fits(schedule.validate())
+            _check_fits(validate(schedule))
         with Session(self._partition, schedule, self._loss, self._adam, self._execution) as session:
             self.device, self.host = session.device, session.host
             for iteration in range(iterations):
@@ -121,7 +121,7 @@ def _check_fits(schedule: Schedule) -> None:
             raise InfeasibleError(
                 f"if copies are late the schedule needs {worst.peak_bytes} B ({format_bytes(worst.peak_bytes)}) of "
                 f"{memory.name} memory at {worst.task}, there are {memory.capacity_bytes} B; largest: {largest}. Give it that "
-                "much, or more waits: autohete.lowering.memory_waits.with_memory_waits",
+                "much, or more waits: autohete.analysis.memory_waits.with_memory_waits",
                 constraint=memory.name,
                 capacity_bytes=memory.capacity_bytes,
                 needed_bytes=worst.peak_bytes,

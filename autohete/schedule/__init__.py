@@ -4,7 +4,7 @@ A schedule exists before it runs, is plain data, and contains everything an exec
 ``runtime``); neither sees the plan or the policy it came from. ``str(schedule)`` and :func:`parse_schedule` are inverses.
 """
 
-from autohete.schedule.graph import Graph, Urgency, urgency
+from autohete.schedule.graph import Graph, Urgency, graph_of, urgency
 from autohete.schedule.ids import (
     COLLECTIVE,
     COLLECTIVES,
@@ -17,6 +17,8 @@ from autohete.schedule.ids import (
     HOST_MEMORY,
     KIND_MEANING,
     KIND_ORDER,
+    LINK,
+    MULTIPROCESSORS,
     NVME_MEMORY,
     NVME_READ,
     NVME_WRITE,
@@ -30,8 +32,9 @@ from autohete.schedule.ids import (
     parse_instance,
     parse_task_id,
 )
+from autohete.schedule.schedule import Buffer, Discipline, Edge, Flow, Free, Lane, Memory, Schedule, SharedResource, Task
 from autohete.schedule.text import parse_schedule
-from autohete.schedule.types import Buffer, Discipline, Edge, Flow, Free, Lane, Memory, Schedule, SharedResource, Task
+from autohete.schedule.validation import validate
 
 __all__ = [
     "COLLECTIVE",
@@ -45,6 +48,8 @@ __all__ = [
     "HOST_MEMORY",
     "KIND_MEANING",
     "KIND_ORDER",
+    "LINK",
+    "MULTIPROCESSORS",
     "NVME_MEMORY",
     "NVME_READ",
     "NVME_WRITE",
@@ -66,9 +71,11 @@ __all__ = [
     "TaskId",
     "Urgency",
     "Value",
+    "graph_of",
     "parse_buffer_id",
     "parse_instance",
     "parse_schedule",
     "parse_task_id",
     "urgency",
+    "validate",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from autohete.schedule.ids import KIND_ORDER
-from autohete.schedule.types import Discipline, Schedule, Task
+from autohete.schedule.schedule import Discipline, Schedule, Task
 
 #: Priority, micro-batch, unit, kind, rank, recomputation: smaller is more urgent.
 Urgency = tuple[int, int, int, int, int, int]
@@ -64,3 +64,8 @@ class Graph:
                 for before, after in zip(tasks, tasks[1:], strict=False):
                     yield before, after, 0
                 yield tasks[-1], tasks[0], 1
+
+
+def graph_of(schedule: Schedule) -> Graph:
+    """The schedule with names resolved to indices, for executors. Call :func:`validate` first."""
+    return schedule.once(Graph)

@@ -22,6 +22,8 @@ PINNED_MEMORY = "pinned"
 NVME_READ, NVME_WRITE, NVME_MEMORY = "nvme_read", "nvme_write", "nvme"
 #: Name of the lane for collectives of several GPUs.
 COLLECTIVE = "collective"
+#: Names of the resources that each GPU has for itself: the link whose two directions share a rate, and its multiprocessors.
+LINK, MULTIPROCESSORS = "link", "multiprocessors"
 
 
 class Kind(StrEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autohete.errors import ScheduleError
 from autohete.schedule import Discipline, Kind, Schedule
+from autohete.schedule.graph import graph_of
 
 
 def order(schedule: Schedule) -> list[tuple[int, int, int]]:
@@ -16,7 +17,7 @@ def order(schedule: Schedule) -> list[tuple[int, int, int]]:
 
 
 def _order(schedule: Schedule) -> list[tuple[int, int, int]]:
-    graph = schedule.graph()
+    graph = graph_of(schedule)
     fifo = [lane.discipline is Discipline.FIFO for lane in schedule.lanes]
     edges = {(i, i, 1) for i, lane in enumerate(graph.lane) if not fifo[lane]}
     for u, successors in enumerate(graph.successors):
@@ -45,7 +46,7 @@ def topological(tasks: int, edges: list[tuple[int, int, int]]) -> list[int]:
         while stack:
             missing = [u for u in before[stack[-1]] if u not in found]
             if missing and stack[-1] in opened:
-                raise ScheduleError("tasks wait for each other in a cycle: Schedule.validate names them")
+                raise ScheduleError("tasks wait for each other in a cycle: validate() names them")
             opened.add(stack[-1])
             stack += missing
             if not missing:

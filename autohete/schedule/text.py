@@ -1,43 +1,28 @@
-"""Conversion of a schedule to text, one line per task, and back."""
+"""Parsing of a schedule's text, the inverse of ``str(schedule)``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from autohete.errors import ScheduleError
 from autohete.schedule.ids import parse_buffer_id, parse_task_id
-from autohete.schedule.types import Buffer, Discipline, Edge, Flow, Free, Lane, Memory, Schedule, SharedResource, Task
-
-_HEADER = "autohete-schedule 2"
-_COUNTS = " counts-lanes"
-_PART_OF = "part_of="
-
-
-def lines(schedule: Schedule) -> Iterator[str]:
-    yield _HEADER
-    for lane in schedule.lanes:
-        yield f"lane {lane.name} {lane.discipline}"
-    for memory in schedule.memories:
-        part = f" {_PART_OF}{memory.part_of}" if memory.part_of is not None else ""
-        yield f"memory {memory.name} {memory.capacity_bytes}{part}"
-    for flow in schedule.flows:
-        yield f"flow {flow.lane} {flow.demand!r} {flow.weight!r}"
-    for resource in schedule.resources:
-        yield f"share {resource.name} {resource.capacity!r} {','.join(resource.lanes)}{_COUNTS * resource.counts_lanes}"
-    for buffer in schedule.resident:
-        yield f"resident {buffer}"
-    for task in schedule.tasks:
-        words = [f"task {task.id} {task.lane} {task.duration_ns}"]
-        if task.priority:
-            words.append(f"priority={task.priority}")
-        for key, items in (("after", task.after), ("allocates", task.allocates), ("frees", task.frees)):
-            if items:
-                words.append(f"{key}={','.join(map(str, items))}")
-        yield " ".join(words)
+from autohete.schedule.schedule import (
+    COUNTS_LANES,
+    HEADER,
+    PART_OF,
+    Buffer,
+    Discipline,
+    Edge,
+    Flow,
+    Free,
+    Lane,
+    Memory,
+    Schedule,
+    SharedResource,
+    Task,
+)
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Inverse of ``str(schedule)``. Blank lines and ``#`` comments are ignored. Does not :meth:`Schedule.validate`.
+    """Inverse of ``str(schedule)``. Blank lines and ``#`` comments are ignored. Does not :func:`validate`.
 
     Raises:
         ScheduleError: a line is invalid; states its number.
@@ -45,8 +30,8 @@ def parse_schedule(text: str) -> Schedule:
     parts: dict[str, list[object]] = {key: [] for key in ("lane", "memory", "flow", "share", "resident", "task")}
     lines = [(number, line.split("#", 1)[0].split()) for number, line in enumerate(text.splitlines(), 1)]
     lines = [(number, words) for number, words in lines if words]
-    if not lines or " ".join(lines[0][1]) != _HEADER:
-        raise ScheduleError(f"a schedule's text begins with the line {_HEADER!r}")
+    if not lines or " ".join(lines[0][1]) != HEADER:
+        raise ScheduleError(f"a schedule's text begins with the line {HEADER!r}")
     for number, words in lines[1:]:
         if words[0] not in parts:
             raise ScheduleError(f"line {number}: {words[0]!r} is not one of {', '.join(parts)}")
@@ -73,9 +58,9 @@ def _parse_lane(words: list[str]) -> Lane:
 
 def _parse_memory(words: list[str]) -> Memory:
     name, capacity, *parts = words
-    if len(parts) > 1 or not all(part.startswith(_PART_OF) for part in parts):
-        raise ValueError(f"{' '.join(parts)!r} is not {_PART_OF}MEMORY")
-    return Memory(name, int(capacity), parts[0].removeprefix(_PART_OF) if parts else None)
+    if len(parts) > 1 or not all(part.startswith(PART_OF) for part in parts):
+        raise ValueError(f"{' '.join(parts)!r} is not {PART_OF}MEMORY")
+    return Memory(name, int(capacity), parts[0].removeprefix(PART_OF) if parts else None)
 
 
 def _parse_flow(words: list[str]) -> Flow:
@@ -85,8 +70,8 @@ def _parse_flow(words: list[str]) -> Flow:
 
 def _parse_share(words: list[str]) -> SharedResource:
     name, capacity, lanes, *counts = words
-    if counts not in ([], [_COUNTS.strip()]):
-        raise ValueError(f"{' '.join(counts)!r} is not {_COUNTS.strip()!r}")
+    if counts not in ([], [COUNTS_LANES]):
+        raise ValueError(f"{' '.join(counts)!r} is not {COUNTS_LANES!r}")
     return SharedResource(name, float(capacity), tuple(lanes.split(",")), bool(counts))
 
 

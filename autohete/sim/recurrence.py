@@ -17,7 +17,7 @@ import numpy as np
 
 from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.execution.trace import Clock, Nanoseconds, Trace
-from autohete.schedule import Discipline, Schedule
+from autohete.schedule import Discipline, Schedule, graph_of
 from autohete.schedule.order import order, topological
 
 #: A task, its lane, and the tasks that it waits for: of its iteration and of the one before.
@@ -77,7 +77,7 @@ def _times(steps: list[Step], durations: list[int], lanes: int, iterations: int)
 
 def _steps(schedule: Schedule) -> list[Step]:
     """The tasks of an iteration, each after all that it waits for."""
-    graph = schedule.graph()
+    graph = graph_of(schedule)
     same: list[list[int]] = [[] for _ in schedule.tasks]
     previous: list[list[int]] = [[] for _ in schedule.tasks]
     for before, successors in enumerate(graph.successors):

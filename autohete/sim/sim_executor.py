@@ -11,7 +11,7 @@ from autohete.errors import InputError, ScheduleError
 from autohete.execution.queues import LaneQueue, lane_queues
 from autohete.execution.sharing import Sharing
 from autohete.execution.trace import Clock, Trace
-from autohete.schedule import Schedule
+from autohete.schedule import Schedule, graph_of, validate
 from autohete.sim.links import SharedLinks
 from autohete.sim.recurrence import undisturbed_trace
 
@@ -32,9 +32,9 @@ class SimExecutor:
         if iterations < 1:
             raise InputError(f"cannot run {iterations} iterations: at least 1")
         if self._validate:
-            schedule.validate()
+            validate(schedule)
         found = None if self._by_events else undisturbed_trace(schedule, iterations)
-        return found or _Run(schedule, iterations).trace()
+        return found or _SimRun(schedule, iterations).trace()
 
 
 class _Lane:
@@ -47,11 +47,11 @@ class _Lane:
         self.end: Callable[[simpy.Event], None] = lambda _: end([self])
 
 
-class _Run:
+class _SimRun:
     """Lanes wait for the edges of a task, are occupied by it, and signal its end."""
 
     def __init__(self, schedule: Schedule, iterations: int) -> None:
-        graph = schedule.graph()
+        graph = graph_of(schedule)
         self.schedule, self.iterations = schedule, iterations
         self.tasks = tasks = len(graph.lane)
         same = [waits for waits, _ in graph.waits]

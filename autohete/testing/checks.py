@@ -26,7 +26,20 @@ from autohete.lowering import lower
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.plan.policy import Judge, Policy
 from autohete.profile import Profile
-from autohete.schedule import COLLECTIVE, CPU, GPU_MEMORY, HOST_MEMORY, Buffer, BufferId, Free, Kind, Schedule, TaskId, Value
+from autohete.schedule import (
+    COLLECTIVE,
+    CPU,
+    GPU_MEMORY,
+    HOST_MEMORY,
+    Buffer,
+    BufferId,
+    Free,
+    Kind,
+    Schedule,
+    TaskId,
+    Value,
+    validate,
+)
 from autohete.testing.list_scheduler import list_schedule
 
 #: Enough for every edge to have both ends in the run, and for what an iteration leaves behind to show.
@@ -62,7 +75,7 @@ def plan_faults(profile: Profile, plan: Plan) -> list[str]:
     A plan that lets more rest on NVMe than there is has no schedule: none, as it is the hardware that is too small.
     """
     try:
-        schedule = lower(profile, plan).validate()
+        schedule = validate(lower(profile, plan))
     except InfeasibleError:
         return []
     except (InputError, ScheduleError) as error:
@@ -129,29 +142,29 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
     faults += [
         f"{task.id} is there, but unit {task.id.unit} is frozen"
         for task in schedule.tasks
-        if task.id.kind in _OF_TRAINED and profile.blocks[task.id.unit].is_frozen
+        if task.id.kind in _OF_TRAINED and profile.units[task.id.unit].is_frozen
     ]
-    for block, decisions in enumerate(plan.units):
-        if profile.blocks[block].is_frozen:
-            faults += _frozen_faults(paths, plan, block, has_backward=block >= profile.first_trained)
+    for unit, decisions in enumerate(plan.units):
+        if profile.units[unit].is_frozen:
+            faults += _frozen_faults(paths, plan, unit, has_backward=unit >= profile.first_trained)
             continue
         on_cpu = decisions.update_on is Processor.CPU
         route = decisions.parameters
         leaves = route.home == HOST_MEMORY
-        forward, backward = TaskId(Kind.FORWARD, block), TaskId(Kind.BACKWARD, block, end)
-        update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, block)
-        refresh = TaskId(Kind.REFRESH, block)
-        moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, block), TaskId(Kind.WRITE_BACK_BACKWARD, block)
+        forward, backward = TaskId(Kind.FORWARD, unit), TaskId(Kind.BACKWARD, unit, end)
+        update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, unit)
+        refresh = TaskId(Kind.REFRESH, unit)
+        moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, unit), TaskId(Kind.WRITE_BACK_BACKWARD, unit)
         fetches = {
-            TaskId(Kind.PREFETCH_FORWARD, block): leaves and not route.stays_after_backward,
-            TaskId(Kind.PREFETCH_BACKWARD, block): leaves and not route.stays_after_forward,
+            TaskId(Kind.PREFETCH_FORWARD, unit): leaves and not route.stays_after_backward,
+            TaskId(Kind.PREFETCH_BACKWARD, unit): leaves and not route.stays_after_forward,
         }
         (fetch_forward, stays_not), (fetch_backward, returns) = fetches.items()
         stage = _zero_stage(schedule, decisions)
         gathers = {
-            TaskId(Kind.GATHER_FORWARD, block): stage == 3,
-            TaskId(Kind.GATHER_BACKWARD, block): stage == 3 and not route.stays_after_forward,
-            TaskId(Kind.GATHER_UPDATED, block): stage in (1, 2),
+            TaskId(Kind.GATHER_FORWARD, unit): stage == 3,
+            TaskId(Kind.GATHER_BACKWARD, unit): stage == 3 and not route.stays_after_forward,
+            TaskId(Kind.GATHER_UPDATED, unit): stage in (1, 2),
         }
         gather_forward, gather_backward, gather_updated = gathers
         brought = {**fetches, **gathers}
@@ -161,7 +174,7 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         chain = [(update, 0)]
         for m in range(end + 1) if gathers[gather_backward] else ():  # not a second copy
             faults += chain_faults(paths, *((task._replace(micro_batch=m), 0) for task in (forward, gather_backward)))
-        if (also := TaskId(Kind.GPU_UPDATE, block)) != update and decisions.gpu_share and also in paths.tasks:
+        if (also := TaskId(Kind.GPU_UPDATE, unit)) != update and decisions.gpu_share and also in paths.tasks:
             faults += chain_faults(paths, (backward, 0), (also, 0), (forward, 1))
         if on_cpu and not stays_not:
             chain.append((refresh, 0))
@@ -177,22 +190,22 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         if stage == 3:
             chain.append((gather_forward, 1))
         faults += chain_faults(paths, *chain, (forward, 1))
-        if block == 0 and profile.workload.tied_embeddings:
+        if unit == 0 and profile.workload.tied_embeddings:
             faults += chain_faults(paths, *chain, (TaskId(Kind.FORWARD, last), 1))
 
         # Backward fetches what is on the host: by then the host has the last update.
         if returns:
             carried_by = (moved, 1) if route.moves else (written_back, 0)
-            user = TaskId(Kind.BACKWARD if decisions.activations is Activations.KEEP else Kind.RECOMPUTE, block)
+            user = TaskId(Kind.BACKWARD if decisions.activations is Activations.KEEP else Kind.RECOMPUTE, unit)
             if stage == 3:
                 faults += chain_faults(paths, (fetch_backward, 0), (gather_backward, 0), (user, 0))
             faults += chain_faults(paths, (update, 0) if on_cpu else carried_by, (fetch_backward, 1), (user, 1))
         # What was on the GPU before the update does not overwrite it on the host, nor is it overwritten while it is read.
         if route.moves:
-            last_moved = TaskId(Kind.WRITE_BACK_FORWARD, block, end)
-            faults += chain_faults(paths, (TaskId(Kind.FORWARD, block, end), 0), (last_moved, 0), (update, 0))
+            last_moved = TaskId(Kind.WRITE_BACK_FORWARD, unit, end)
+            faults += chain_faults(paths, (TaskId(Kind.FORWARD, unit, end), 0), (last_moved, 0), (update, 0))
         if on_cpu:
-            fetched = [TaskId(fetch.kind, block, end) for fetch, wanted in fetches.items() if wanted]
+            fetched = [TaskId(fetch.kind, unit, end) for fetch, wanted in fetches.items() if wanted]
             faults += [fault for fetch in fetched for fault in chain_faults(paths, (fetch, 0), (update, 0))]
     return faults
 
@@ -216,18 +229,18 @@ _OF_TRAINED = (
 )
 
 
-def _frozen_faults(paths: Paths, plan: Plan, block: int, *, has_backward: bool) -> list[str]:
+def _frozen_faults(paths: Paths, plan: Plan, unit: int, *, has_backward: bool) -> list[str]:
     """Passes of a frozen unit whose parameters may not be there."""
-    route = plan.units[block].parameters
-    forward, fetch = TaskId(Kind.FORWARD, block), TaskId(Kind.PREFETCH_FORWARD, block)
+    route = plan.units[unit].parameters
+    forward, fetch = TaskId(Kind.FORWARD, unit), TaskId(Kind.PREFETCH_FORWARD, unit)
     stays = has_backward and route.stays_after_backward
     faults = chain_faults(paths, (fetch, 0), (forward, 0)) if route.leaves and not stays else []
-    user = TaskId(Kind.BACKWARD if plan.units[block].activations is Activations.KEEP else Kind.RECOMPUTE, block)
-    fetch = TaskId(Kind.PREFETCH_BACKWARD, block)
+    user = TaskId(Kind.BACKWARD if plan.units[unit].activations is Activations.KEEP else Kind.RECOMPUTE, unit)
+    fetch = TaskId(Kind.PREFETCH_BACKWARD, unit)
     if has_backward and route.leaves and not route.stays_after_forward:
         faults += chain_faults(paths, (forward, 0), (fetch, 0), (user, 0))
     if not has_backward:
-        faults += [f"{task} is there, but unit {block} has no backward" for task in (fetch, user) if task in paths.tasks]
+        faults += [f"{task} is there, but unit {unit} has no backward" for task in (fetch, user) if task in paths.tasks]
     return faults
 
 
@@ -255,10 +268,10 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
         for free in task.frees
         if free.id.value is Value.GRADIENT_SHARD and task.id.kind is Kind.REDUCE_GRADIENTS
     ]
-    for block, decisions in enumerate(plan.units):
-        if profile.blocks[block].is_frozen:
+    for unit, decisions in enumerate(plan.units):
+        if profile.units[unit].is_frozen:
             continue
-        backwards = [TaskId(Kind.BACKWARD, block, m) for m in range(micro_batches)]
+        backwards = [TaskId(Kind.BACKWARD, unit, m) for m in range(micro_batches)]
         backward = backwards[-1]
         stage, reduced = _zero_stage(schedule, decisions), {}
         if _several_gpus(schedule):
@@ -266,15 +279,15 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             reduced = {task: task._replace(kind=Kind.REDUCE_GRADIENTS) for task in (backwards if each else backwards[-1:])}
             faults += [fault for task, reduce in reduced.items() for fault in chain_faults(paths, (task, 0), (reduce, 0))]
         if decisions.update_on is Processor.GPU:
-            update = TaskId(Kind.GPU_UPDATE, block)
+            update = TaskId(Kind.GPU_UPDATE, unit)
             faults += chain_faults(paths, (backward, 0), (update, 0))
             faults += [fault for reduce in reduced.values() for fault in chain_faults(paths, (reduce, 0), (update, 0))]
             faults += _state_faults(paths, decisions, update)
             continue
-        update = TaskId(Kind.CPU_UPDATE, block)
+        update = TaskId(Kind.CPU_UPDATE, unit)
         faults += _state_faults(paths, decisions, update)
         if decisions.gradients_on_nvme:
-            written, read = TaskId(Kind.WRITE_GRADIENTS, block, micro_batches - 1), TaskId(Kind.READ_STATES, block)
+            written, read = TaskId(Kind.WRITE_GRADIENTS, unit, micro_batches - 1), TaskId(Kind.READ_STATES, unit)
             faults += chain_faults(
                 paths, (backward._replace(kind=Kind.OFFLOAD_GRADIENTS), 0), (written, 0), (read, 0), (written, 1)
             )
@@ -288,10 +301,10 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             addition = found._replace(kind=Kind.ACCUMULATE)
             faults += chain_faults(paths, (found, 0), (arrived, 0), (addition, 0), (update, 0))
             faults += chain_faults(paths, (copy, 0), (addition, 0))
-        if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, block)) in paths.tasks:
+        if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, unit)) in paths.tasks:
             faults += [fault for task in reduced.values() for fault in chain_faults(paths, (task, 0), (also, 0))]
             faults += chain_faults(paths, (backward, 0), (also, 0), (backward, 1))
-        refresh = TaskId(Kind.REFRESH, block)
+        refresh = TaskId(Kind.REFRESH, unit)
         if decisions.gradients_replace_parameters and refresh in paths.tasks:
             faults += chain_faults(paths, (copy, 0), (refresh, 0))  # which overwrites the gradients
     return faults
@@ -313,23 +326,23 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
     faults: list[str] = []
     last = profile.workload.micro_batches - 1
     lanes = {task.id: task.lane for task in schedule.tasks}
-    for block, decisions in enumerate(plan.units):
-        if profile.blocks[block].is_frozen:
+    for unit, decisions in enumerate(plan.units):
+        if profile.units[unit].is_frozen:
             continue
-        on_cpu, norm = decisions.update_on is Processor.CPU, TaskId(Kind.GRADIENT_NORM, block)
-        update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, block)
+        on_cpu, norm = decisions.update_on is Processor.CPU, TaskId(Kind.GRADIENT_NORM, unit)
+        update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, unit)
         # Of an embedding that is tied to the head its own backward is the last.
-        complete = [TaskId(Kind.BACKWARD, block, last)]
+        complete = [TaskId(Kind.BACKWARD, unit, last)]
         # Who takes them away, or overwrites them.
-        takers = [TaskId(Kind.OFFLOAD_GRADIENTS, block, last)] if on_cpu else []
+        takers = [TaskId(Kind.OFFLOAD_GRADIENTS, unit, last)] if on_cpu else []
         if decisions.gradients_replace_parameters:
-            takers.append(TaskId(Kind.REFRESH, block))
+            takers.append(TaskId(Kind.REFRESH, unit))
         overwrites = [(task, 0) for task in takers if task in paths.tasks]
         if lanes.get(norm) == CPU:
             summed = decisions.accumulates_on_host and last > 0
-            complete.append(TaskId(Kind.ACCUMULATE if summed else Kind.OFFLOAD_GRADIENTS, block, last))
-            overwrites = [(TaskId(Kind.OFFLOAD_GRADIENTS, block, 0 if summed else last), 1)]
-        if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, block)) in paths.tasks:
+            complete.append(TaskId(Kind.ACCUMULATE if summed else Kind.OFFLOAD_GRADIENTS, unit, last))
+            overwrites = [(TaskId(Kind.OFFLOAD_GRADIENTS, unit, 0 if summed else last), 1)]
+        if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, unit)) in paths.tasks:
             faults += chain_faults(paths, (clip, 0), (also, 0), (clip, 1))
         stale = int(on_cpu and plan.delayed)
         faults += chain_faults(paths, *((task, 0) for task in complete), (norm, 0), (clip, 0), (update, stale))
@@ -363,14 +376,14 @@ def activation_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[
     passes: list[TaskId] = []
     faults: list[str] = []
     for m in range(schedule.micro_batches):
-        passes += [*(TaskId(Kind.FORWARD, block, m) for block in range(last + 1)), TaskId(Kind.LOSS, last, m)]
-        for block, recomputed in reversed([*enumerate(plan.recomputations())][profile.first_trained :]):
+        passes += [*(TaskId(Kind.FORWARD, unit, m) for unit in range(last + 1)), TaskId(Kind.LOSS, last, m)]
+        for unit, recomputed in reversed([*enumerate(plan.recomputations())][profile.first_trained :]):
             passes += [TaskId(Kind.RECOMPUTE, again.unit, m, again=again.again) for again in recomputed]
-            passes.append(TaskId(Kind.BACKWARD, block, m))
-            if plan.units[block].kept.leaves:
-                user = Kind.BACKWARD if plan.units[block].activations is Activations.KEEP else Kind.RECOMPUTE
+            passes.append(TaskId(Kind.BACKWARD, unit, m))
+            if plan.units[unit].kept.leaves:
+                user = Kind.BACKWARD if plan.units[unit].activations is Activations.KEEP else Kind.RECOMPUTE
                 way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, user)
-                faults += chain_faults(paths, *((TaskId(kind, block, m), 0) for kind in way))
+                faults += chain_faults(paths, *((TaskId(kind, unit, m), 0) for kind in way))
     found = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
     faults += [f"there is {task}, which the plan has not" for task in found if task not in passes]
     return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults, *_absence_faults(schedule)]

@@ -14,7 +14,7 @@ import numpy as np
 from autohete.errors import InputError, ScheduleError
 from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.execution.trace import Clock, Trace
-from autohete.schedule import Discipline, Graph, Schedule
+from autohete.schedule import Discipline, Graph, Schedule, graph_of
 
 _NEVER = 1 << 60
 
@@ -24,11 +24,11 @@ def list_schedule(schedule: Schedule, iterations: int) -> Trace:
 
     Raises:
         InputError: fewer than one iteration.
-        ScheduleError: a task never becomes ready; :meth:`~autohete.schedule.Schedule.validate` says why.
+        ScheduleError: a task never becomes ready; :func:`~autohete.schedule.validate` reports why.
     """
     if iterations < 1:
         raise InputError(f"cannot run {iterations} iterations: run at least 1")
-    graph = schedule.graph()
+    graph = graph_of(schedule)
     tasks, lanes = len(schedule.tasks), len(schedule.lanes)
     total = tasks * iterations
     # An instance is iteration * tasks + task. One extra iteration receives the edges that lead out of the run, so that

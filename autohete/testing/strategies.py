@@ -49,7 +49,7 @@ from autohete.plan.rules import (
 )
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.policies.checkpointing import Checkpointing
-from autohete.profile import BlockProfile, LossProfile, Profile, SelectiveProfile, analytic_profile
+from autohete.profile import LossProfile, Profile, SelectiveProfile, UnitProfile, analytic_profile
 from autohete.schedule import (
     COPIES,
     GPU_MEMORY,
@@ -69,6 +69,7 @@ from autohete.schedule import (
     Task,
     TaskId,
     Value,
+    validate,
 )
 from autohete.workload import Kernels, Precision, Units, Workload
 from autohete.workload.optimizers import Optimizer
@@ -105,7 +106,7 @@ def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: in
 
 
 @st.composite
-def _trainings(draw: Draw, blocks: int) -> Training:
+def _trainings(draw: Draw, units: int) -> Training:
     """All parameters, adapters, or the last of so many transformer blocks."""
     # All of these have a kernel for the CPU, and update any share of a unit.
     optimizer = draw(st.sampled_from([Optimizer.ADAMW, Optimizer.ADAMW, Optimizer.SGD, Optimizer.SGD_MOMENTUM]))
@@ -113,7 +114,7 @@ def _trainings(draw: Draw, blocks: int) -> Training:
         return Training(optimizer=optimizer)
     targets = draw(st.sampled_from([("all",), ("attention",), ("mlp",), ("c_attn", "c_fc")]))
     lora = draw(st.none() | st.builds(Lora, st.integers(1, 4), st.just(targets), st.booleans()))
-    return Training(lora, draw(st.none() | st.integers(1, blocks)), optimizer)
+    return Training(lora, draw(st.none() | st.integers(1, units)), optimizer)
 
 
 def _decades(lowest: int, highest: int) -> st.SearchStrategy[float]:
@@ -173,7 +174,7 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
     seconds = st.one_of(st.just(0.0), st.integers(0, 9).map(lambda x: x * 1e-9), _decades(-8, 0))
     sizes = st.one_of(st.integers(0, 9), st.integers(0, 10**8))
 
-    trained_first, apart = draw(st.integers(0, workload.blocks - 1)), draw(st.booleans())
+    trained_first, apart = draw(st.integers(0, workload.unit_count - 1)), draw(st.booleans())
 
     def frozen(index: int, parameters: int) -> int:
         """Of one unit in every profile nothing is frozen."""
@@ -181,14 +182,14 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
             return 0
         return draw(st.sampled_from([0, parameters // 2, parameters, parameters]))
 
-    def block(index: int) -> BlockProfile:
+    def unit(index: int) -> UnitProfile:
         parameters = draw(st.one_of(st.integers(1, 9), st.integers(1, 10**7)))
         kept = draw(sizes)
         given = draw(st.integers(0, kept))
         measured = st.none() | sizes
         selective = st.builds(SelectiveProfile, st.integers(0, kept - given), seconds, measured, measured)
         forward = draw(seconds)
-        return BlockProfile(
+        return UnitProfile(
             role=workload.role(index),
             parameters=parameters,
             frozen_parameters=frozen(index, parameters),
@@ -201,14 +202,12 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
             activation_bytes=kept,
             forward_workspace_bytes=draw(sizes),
             backward_workspace_bytes=draw(sizes),
-            selective=draw(st.none() | selective) if 0 < index < workload.blocks - 1 else None,
+            selective=draw(st.none() | selective) if 0 < index < workload.unit_count - 1 else None,
             shorter_recompute_seconds=draw(st.sampled_from([None, 0.0, forward / 2, forward])),
         )
 
-    blocks = tuple(block(index) for index in range(workload.blocks))
-    return Profile(
-        workload, draw(hardware()), blocks, LossProfile(draw(seconds), draw(sizes), draw(sizes), draw(st.booleans()))
-    )
+    units = tuple(unit(index) for index in range(workload.unit_count))
+    return Profile(workload, draw(hardware()), units, LossProfile(draw(seconds), draw(sizes), draw(sizes), draw(st.booleans())))
 
 
 def profiles(max_micro_batches: int = 1) -> st.SearchStrategy[Profile]:
@@ -244,7 +243,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing."""
     accumulates = profile.workload.micro_batches > 1
     below = max(profile.first_trained - 1, 0)  # a unit that drops its input has one below it that is recomputed
-    forwards = [[Activations.KEEP]] * below + draw(_forwards(len(profile.blocks) - below))
+    forwards = [[Activations.KEEP]] * below + draw(_forwards(len(profile.units) - below))
     delayed = draw(st.booleans()) and not accumulates
     gradients = Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans()))
     refresh = Format(draw(st.sampled_from([2, 4])), draw(st.booleans()), draw(st.booleans()))
@@ -252,7 +251,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     replaced = profile.workload.precision is not Precision.FP32 and not accumulates and draw(st.booleans())
     common = UnitPlan(gradients=gradients, refresh=refresh, gradients_replace_parameters=replaced)
     drives, may_write = profile.hardware.nvme is not None, not (delayed or accumulates)
-    units = [draw(_updated(common, nvme=drives, may_write=may_write)) for _ in profile.blocks]
+    units = [draw(_updated(common, nvme=drives, may_write=may_write)) for _ in profile.units]
     for i, unit in enumerate(units):
         shared = i == 0 and profile.workload.tied_embeddings
         unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
@@ -260,7 +259,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit if delayed else draw(_shared(unit, accumulates))
     for i, (first, *again) in enumerate(forwards):
-        if first is Activations.KEEP and profile.blocks[i].selective is not None and draw(st.booleans()):
+        if first is Activations.KEEP and profile.units[i].selective is not None and draw(st.booleans()):
             units[i] = replace(units[i], activations=Activations.SELECTIVE)
             continue
         rests = 0 < i < len(units) - 1 and first is not Activations.DROP and draw(st.booleans())
@@ -480,7 +479,7 @@ def schedules(draw: Draw, sharing: bool = False, max_tasks: int = 12) -> Schedul
             )
             for i in range(draw(st.integers(1, 3)))
         )
-    return Schedule(tuple(lanes), tuple(_with_buffers(draw, tasks)), memories, resident, flows, resources).validate()
+    return validate(Schedule(tuple(lanes), tuple(_with_buffers(draw, tasks)), memories, resident, flows, resources))
 
 
 _rarely = st.sampled_from([False, False, False, True])

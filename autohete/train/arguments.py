@@ -13,7 +13,7 @@ from autohete.workload.training import FULL
 
 
 def check_arguments(
-    model: object, policy: object, loss: object, adam: object, blocks: object, device: object, hardware: object, profile: object
+    model: object, policy: object, loss: object, adam: object, units: object, device: object, hardware: object, profile: object
 ) -> None:
     """Check the types of a Trainer's arguments.
 
@@ -33,8 +33,8 @@ def check_arguments(
             f"adam is {_named(adam)}: give its settings, such as autohete.runtime.optimizer.Adam(lr=1e-3). AdamW is "
             "the only optimizer, and set_learning_rate changes its rate between steps"
         )
-    if blocks is not None and not isinstance(blocks, str):
-        raise InputError(f"blocks is {_named(blocks)}: give the name of the block list as text, such as 'transformer.h'")
+    if units is not None and not isinstance(units, str):
+        raise InputError(f"blocks is {_named(units)}: give the name of the block list as text, such as 'transformer.h'")
     if not isinstance(device, str):
         raise InputError(f"device is {device!r}: give the text 'emulated' or 'cuda'")
     if hardware is not None and not isinstance(hardware, Hardware):

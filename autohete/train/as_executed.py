@@ -44,5 +44,5 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
 
 def everything_resident(profile: Profile, activations: Activations = Activations.KEEP) -> Plan:
     """Return the plan in which nothing leaves the device. With activations kept it is the reference for budgets in percent."""
-    inner = [UnitPlan(activations) for _ in profile.blocks[1:-1]]
+    inner = [UnitPlan(activations) for _ in profile.units[1:-1]]
     return as_executed(Plan("resident", (UnitPlan(), *inner, UnitPlan())), profile)

@@ -39,7 +39,7 @@ class _Sublayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
 
-class Attention(_Sublayer):
+class GPTAttention(_Sublayer):
     """Causal attention, its norm before it, and its residual connection. (batch, sequence, hidden) -> the same."""
 
     def __init__(self, hidden_size: int, heads: int, dropout: float) -> None:
@@ -59,7 +59,7 @@ class Attention(_Sublayer):
         return y
 
 
-class Mlp(_Sublayer):
+class GPTMlp(_Sublayer):
     """The MLP, its norm before it, and its residual connection. (batch, sequence, hidden) -> the same."""
 
     def __init__(self, hidden_size: int, heads: int, dropout: float) -> None:
@@ -73,14 +73,14 @@ class Mlp(_Sublayer):
         return y
 
 
-class Block(Mlp, Attention):
+class GPTBlock(GPTMlp, GPTAttention):
     """Pre-norm transformer block: attention, then MLP. (batch, sequence, hidden) -> the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return Mlp.forward(self, Attention.forward(self, x))
+        return GPTMlp.forward(self, GPTAttention.forward(self, x))
 
 
-class Head(nn.Module):
+class GPTHead(nn.Module):
     """Final norm and LM head. (batch, sequence, hidden) -> (batch, sequence, vocabulary).
 
     Args:
@@ -118,11 +118,11 @@ class GPT(nn.Module):
         h = workload.hidden_size
         self.embedding = Embedding(workload.vocabulary_size, workload.sequence_length, h, dropout)
         self.units = workload.units
-        parts: tuple[type[_Sublayer], ...] = (Block,) if self.units is Units.BLOCK else (Attention, Mlp)
+        parts: tuple[type[_Sublayer], ...] = (GPTBlock,) if self.units is Units.BLOCK else (GPTAttention, GPTMlp)
         self.blocks = nn.ModuleList(
             part(h, workload.heads, dropout) for _ in range(workload.transformer_blocks) for part in parts
         )
-        self.head = Head(h, None if workload.tied_embeddings else workload.vocabulary_size)
+        self.head = GPTHead(h, None if workload.tied_embeddings else workload.vocabulary_size)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 residual = name.endswith(("out.weight", "down.weight"))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from autohete.errors import InputError
 from autohete.runtime.optimizer import MASTER, MOMENTS, Adam
 from autohete.runtime.states import GRADIENT, VALUES, States
-from autohete.train.microbenchmarks import versions
+from autohete.train.machine import versions
 
 _FORMAT = "autohete-training 1"
 _PARTS = ("adam", "buffers", "format", "optimizer", "parameters", "random", "skipped_steps", "step", "versions")
@@ -164,7 +164,7 @@ def _random_states(device: torch.device) -> dict[str, Any]:
 
 def _places(states: States) -> dict[int, tuple[int, int]]:
     """Return the block of each trained parameter and its place in the block, by the parameter's id."""
-    return {id(p): (i, place) for i, block in enumerate(states.blocks) for place, p in enumerate(block.parameters)}
+    return {id(p): (i, place) for i, unit in enumerate(states.units) for place, p in enumerate(unit.parameters)}
 
 
 def _same_names(what: str, expected: Iterable[str], given: Mapping[str, Any]) -> None:

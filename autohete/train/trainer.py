@@ -37,13 +37,13 @@ from autohete.runtime.observe import observed
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.session import Execution, Session
-from autohete.runtime.training import Training, only_gpu_works
+from autohete.runtime.takeover import Takeover, only_gpu_works
 from autohete.schedule import CPU, GPU, Kind, Schedule, TaskId
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.train.arguments import check_arguments, check_modes
 from autohete.train.as_executed import as_executed, everything_resident
-from autohete.train.microbenchmarks import measure_machine, versions
-from autohete.train.profiler import measure, workload_of
+from autohete.train.machine import measure_machine, versions
+from autohete.train.measure import measure, workload_of
 from autohete.train.saved import check_delayed, check_state, load_states, load_values, set_random_states, state_of
 from autohete.train.worker import PATIENCE_SECONDS, Ended, Worker, apart, stoppable
 from autohete.workload import check_clip_norm
@@ -73,7 +73,7 @@ class NonFinite(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PredictionComparison:
     """Prediction and measurement, over the iterations so far.
 
     Args:
@@ -460,14 +460,14 @@ class Trainer:
         """Return the times of all tasks in the last iterations, after waiting for all updates."""
         return self._do(lambda: self._drained().lanes.trace())
 
-    def comparison(self) -> Comparison:
+    def comparison(self) -> PredictionComparison:
         """Compare the prediction with the measurement, after waiting for all updates."""
         prediction, trace = self.prediction, self.trace()
         assert prediction is not None
         device, host = self._running().device, self._running().host
         assert device is not None
         assert host is not None
-        return Comparison(
+        return PredictionComparison(
             clock=trace.clock,
             predicted_seconds=prediction.iteration_seconds,
             measured_seconds=trace.steady().period_seconds,
@@ -547,7 +547,7 @@ class Trainer:
         kinds = {Kind.RECOMPUTE, Kind.BACKWARD} if self._partition.effects.python_in_backward else {Kind.RECOMPUTE}
         return (task.id for task in reversed(schedule.tasks) if task.id.kind in kinds)
 
-    def _go_on(self, training: Training, loaded: dict[str, Any]) -> None:
+    def _go_on(self, training: Takeover, loaded: dict[str, Any]) -> None:
         """Take over the state loaded before the first step."""
         model = self._partition.model
         check_delayed(loaded, model, training.states)
@@ -685,7 +685,7 @@ def measured_profile(
 
     Returns:
         The profile; its hardware as the document of a hardware file; date, machine and versions. These are the arguments of
-        :func:`autohete.profile.file.write_profile`.
+        :func:`autohete.profile.profile_file.write_profile`.
     """
     where = _torch_device(device)
     with _threads(where, 1):
@@ -743,7 +743,7 @@ def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
         return _PACE_MARGIN * real
 
     factor = 1.0
-    for real, ideal in zip(measured.blocks[1:-1], wanted.blocks[1:-1], strict=True):
+    for real, ideal in zip(measured.units[1:-1], wanted.units[1:-1], strict=True):
         factor = max(factor, kept_up(real.forward_seconds) / ideal.forward_seconds)
         factor = max(factor, kept_up(real.backward_seconds) / ideal.backward_seconds)
     update_bandwidth = wanted.hardware.cpu.update_bandwidth
@@ -755,7 +755,7 @@ def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
             gpu_update_seconds=max(ideal.gpu_update_seconds * factor, kept_up(real.gpu_update_seconds)),
             cpu_update_seconds=max(real.parameters * 28 / update_bandwidth * factor, kept_up(real.cpu_update_seconds or 0.0)),
         )
-        for real, ideal in zip(measured.blocks, wanted.blocks, strict=True)
+        for real, ideal in zip(measured.units, wanted.units, strict=True)
     )
     hardware = wanted.hardware
     h2d, d2h = (
@@ -772,7 +772,7 @@ def _slowed(measured: Profile, wanted: Profile) -> tuple[Profile, float]:
     cpu = replace(hardware.cpu, update_bandwidth=hardware.cpu.update_bandwidth / factor, concurrent_share=1.0)
     slowed = replace(hardware, h2d=h2d, d2h=d2h, host=host, cpu=cpu)
     loss = replace(measured.loss, seconds=max(wanted.loss.seconds * factor, kept_up(measured.loss.seconds)))
-    return replace(measured, hardware=slowed, blocks=blocks, loss=loss), factor
+    return replace(measured, hardware=slowed, units=blocks, loss=loss), factor
 
 
 def _bytes(given: int | str | None) -> int | None:

@@ -37,7 +37,7 @@ class Precision(StrEnum):
 
 
 class Kernels(StrEnum):
-    """The implementation that computes a transformer block; :mod:`autohete.workload.kernels` counts what each of them does.
+    """The implementation that computes a transformer block; :mod:`autohete.profile.kernels.gpt2` counts what each of them does.
 
     ``FUSED``: fused kernels and FlashAttention (Megatron-LM). ``FUSED_SOFTMAX``: fused kernels, attention scores in memory
     (Megatron-LM before that). ``EAGER``: Hugging Face GPT-2 in PyTorch, a kernel per operation. ``EAGER_FLASH``: the same
@@ -172,7 +172,7 @@ class Workload(Hashed):
             raise InputError("fp8 is for products of 16-bit parameters, but precision is fp32: train in bf16")
         if "bf16" in (optimizer := self.training.optimizer) and self.precision is not Precision.BF16:
             raise InputError(f"{optimizer} is for parameters in bf16, but precision is {self.precision}: train in bf16")
-        if self.training.lora is not None and not any(self.adapter_products(unit) for unit in range(self.blocks)):
+        if self.training.lora is not None and not any(self.adapter_products(unit) for unit in range(self.unit_count)):
             raise InputError(
                 f"{self.training}: none of these blocks has such a layer, so nothing would be trained; give other targets or "
                 "more blocks"
@@ -222,7 +222,7 @@ class Workload(Hashed):
         return self.precision.is_mixed and has_masters(self.training.optimizer)
 
     @property
-    def blocks(self) -> int:
+    def unit_count(self) -> int:
         """All units: embedding, transformer blocks or their sublayers, head."""
         return len(_PARTS[self.units]) * self.transformer_blocks + 2
 
@@ -230,7 +230,7 @@ class Workload(Hashed):
         """The role of ``unit``, counted from 0."""
         if unit == 0:
             return BlockRole.EMBEDDING
-        if unit == self.blocks - 1:
+        if unit == self.unit_count - 1:
             return BlockRole.HEAD
         parts = _PARTS[self.units]
         role = parts[(unit - 1) % len(parts)]
@@ -239,7 +239,7 @@ class Workload(Hashed):
 
     def is_inner(self, unit: int) -> bool:
         """Whether ``unit`` is between embedding and head."""
-        return 0 < unit < self.blocks - 1
+        return 0 < unit < self.unit_count - 1
 
     def block(self, unit: int) -> Block:
         """The transformer block that ``unit``, which is neither embedding nor head, is or belongs to."""
@@ -297,17 +297,17 @@ class Workload(Hashed):
     @property
     def parameters(self) -> int:
         """Parameters of the whole model, trained or not."""
-        return sum(self.unit_parameters(unit) for unit in range(self.blocks))
+        return sum(self.unit_parameters(unit) for unit in range(self.unit_count))
 
     @property
     def trained_parameters(self) -> int:
         """Trained parameters of the whole model."""
-        return self.parameters - sum(self.frozen_parameters(unit) for unit in range(self.blocks))
+        return self.parameters - sum(self.frozen_parameters(unit) for unit in range(self.unit_count))
 
     def _is_reached(self, unit: int) -> bool:
         """Whether ``unit`` is among the last blocks, or above them, if only those are trained."""
         last = self.training.last_blocks
-        first = 0 if last is None else self.blocks - 1 - last * len(_PARTS[self.units])
+        first = 0 if last is None else self.unit_count - 1 - last * len(_PARTS[self.units])
         return unit >= first
 
     def trains_base(self, unit: int) -> bool:
@@ -372,7 +372,7 @@ class Workload(Hashed):
 
     def first_trained(self) -> int:
         """The first unit that has trained parameters. Units below it need no backward."""
-        return next(unit for unit in range(self.blocks) if self.frozen_parameters(unit) < self.unit_parameters(unit))
+        return next(unit for unit in range(self.unit_count) if self.frozen_parameters(unit) < self.unit_parameters(unit))
 
     @property
     def model_flops(self) -> int:
@@ -387,7 +387,7 @@ class Workload(Hashed):
     @property
     def forward_flops(self) -> int:
         """FLOPs of the forward pass of one micro-batch, counted like ``model_flops``."""
-        units = range(1, self.blocks)
+        units = range(1, self.unit_count)
         return self.tokens * sum(
             self._products_flops(unit) + self._adapter_flops(unit) + self._core_flops(unit) for unit in units
         )
@@ -395,8 +395,8 @@ class Workload(Hashed):
     @property
     def _backward_flops(self) -> int:
         first, found = self.first_trained(), 0
-        for unit in range(max(first, 1), self.blocks):
-            trained = self.trains_base(0 if unit == self.blocks - 1 and self.tied_embeddings else unit)
+        for unit in range(max(first, 1), self.unit_count):
+            trained = self.trains_base(0 if unit == self.unit_count - 1 and self.tied_embeddings else unit)
             found += (1 + trained) * self._products_flops(unit)
             found += 2 * (self._adapter_flops(unit) + self._core_flops(unit))
         return self.tokens * found

@@ -148,7 +148,7 @@ class LinearLayer:
         )
 
 
-#: Rows of :mod:`autohete.workload.decoder_kernels` that keep the input of linear layers.
+#: Rows of :mod:`autohete.profile.kernels.decoders` that keep the input of linear layers.
 FIRST, LATENT, LAST = "first product", "product of a latent vector", "last product"
 
 

@@ -27,7 +27,7 @@ class OneInput:
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
         recompute, drop = Activations.RECOMPUTE, Activations.DROP
-        blocks = len(profile.blocks) - 2
+        blocks = len(profile.units) - 2
         first = UnitPlan(recompute, again=(recompute,) * (blocks - 1))
         others = [UnitPlan(drop, again=(drop,) * (blocks - block)) for block in range(2, blocks + 1)]
         return Plan("one input", (UnitPlan(), first, *others, UnitPlan()))

@@ -18,7 +18,7 @@ from autohete.runtime.ledger import Ledger
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.training import Training
+from autohete.runtime.takeover import Takeover
 from autohete.schedule import Schedule, Task
 from autohete.train.gpt import BLOCKS, GPT, seeded_gpt
 from autohete.workload import Precision, Workload
@@ -126,7 +126,7 @@ def train_by_schedule(
     """The same training as ``schedule`` says, in lane threads; ``around`` wraps the action of each task."""
     device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories[:2])
     model = model_for(workload)
-    training = Training(
+    training = Takeover(
         partition(model, BLOCKS), schedule, next_token_loss, device=device, host=host, clip_norm=workload.clip_norm, poison=True
     )
     torch.manual_seed(2)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autohete.errors import InputError, check_fields, check_whole
 from autohete.hardware import load_hardware
-from autohete.profile.file import read_profile, write_profile
+from autohete.profile.profile_file import read_profile, write_profile
 from autohete.quantities import format_bytes, format_seconds, parse_quantity
 from autohete.report.tables import console, say, table, units_text
 from autohete.report.terminal import print_iteration
@@ -27,7 +27,7 @@ from autohete.workload import Precision, Units, Workload
 if TYPE_CHECKING:
     from autohete.execution.trace import Trace
     from autohete.train.gpt import GPT
-    from autohete.train.text import TextData
+    from autohete.train.text_data import TextData
     from autohete.train.trainer import Trainer
 
 #: Interval between updates of the displayed lane utilization.
@@ -94,7 +94,7 @@ class TextModel:
         """
         self.check()
         from autohete.train.gpt import seeded_gpt
-        from autohete.train.text import ByteTokenizer, TextData, Tokenizer, read_text, train_tokenizer
+        from autohete.train.text_data import ByteTokenizer, TextData, Tokenizer, read_text, train_tokenizer
 
         text = read_text(self.data)
         tokenizer: Tokenizer = ByteTokenizer() if self.tokenizer == "byte" else train_tokenizer(text, int(self.tokenizer))
@@ -339,7 +339,7 @@ def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path:
     say(out, f"{measured['machine']}; {measured['versions']}; {measured['date']}")
     columns = ["block", "parameters", "forward", "backward", "device update", "CPU update", "input", "activations", "workspace"]
     shown = table(f"one block of each kind of {workload.name}, measured", columns)
-    for block in {block.role: block for block in found.blocks}.values():
+    for block in {block.role: block for block in found.units}.values():
         shown.add_row(
             block.role,
             f"{block.parameters:,}",

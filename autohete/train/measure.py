@@ -25,7 +25,7 @@ from autohete.execution.trace import Clock
 from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.plan import Activations
-from autohete.profile import BlockProfile, LossProfile, Profile, SelectiveProfile, analytic_profile
+from autohete.profile import LossProfile, Profile, SelectiveProfile, UnitProfile, analytic_profile
 from autohete.runtime.batch import Batch, Inputs, Loss, leading, padded
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import CudaMemory, Ledger
@@ -33,10 +33,10 @@ from autohete.runtime.model_state import Snapshot, unchanged_random_state
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import Partition, call_of, replaced_forwards, with_hidden
 from autohete.runtime.precision import DTYPES
-from autohete.runtime.training import Training
+from autohete.runtime.takeover import Takeover
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, Value, parse_schedule
 from autohete.train.as_executed import everything_resident
-from autohete.train.microbenchmarks import forget_cache
+from autohete.train.machine import forget_cache
 from autohete.train.worker import check_stop
 from autohete.workload import Units, Workload
 from autohete.workload.config import parse_model
@@ -91,7 +91,7 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
     )
 
 
-def _by_config(config: object, name: str, blocks: int) -> Workload | None:
+def _by_config(config: object, name: str, units: int) -> Workload | None:
     """What a Hugging Face configuration says of a model with so many blocks; None if it is of no known family."""
     keys = config.to_dict() if hasattr(config, "to_dict") else {}
     if keys.get("model_type") not in FAMILIES:
@@ -100,7 +100,7 @@ def _by_config(config: object, name: str, blocks: int) -> Workload | None:
         found = parse_model(keys, name)
     except InputError:  # a variant that is not known
         return None
-    return found if found.transformer_blocks == blocks else None
+    return found if found.transformer_blocks == units else None
 
 
 def measure(
@@ -130,29 +130,29 @@ def measure(
     with _unchanged(partition, torch_device), _handing_on(partition.modules, kinds):
         blocks, found_loss = _measure_all(small, shape, hardware, batch, loss, adam or Adam(), torch_device, elsewhere)
     inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
-    units = (replace(block, role=workload.role(i)) for i, block in enumerate((blocks[0], *inner, blocks[-1])))
+    units = (replace(unit, role=workload.role(i)) for i, unit in enumerate((blocks[0], *inner, blocks[-1])))
     return _with_handover(Profile(workload, hardware, tuple(units), found_loss))
 
 
 def _with_handover(profile: Profile) -> Profile:
     """Add the time to go on to the next task to every task; in lanes other than the GPU's, also the time to wake up."""
     here, across = _handover_seconds()
-    blocks = tuple(
+    units = tuple(
         replace(
-            block,
-            forward_seconds=block.forward_seconds + here,
-            backward_seconds=block.backward_seconds + here,
-            gpu_update_seconds=block.gpu_update_seconds + here,
-            cpu_update_seconds=(block.cpu_update_seconds or 0.0) + across,
-            selective=None if block.selective is None else replace(block.selective, seconds=block.selective.seconds + here),
+            unit,
+            forward_seconds=unit.forward_seconds + here,
+            backward_seconds=unit.backward_seconds + here,
+            gpu_update_seconds=unit.gpu_update_seconds + here,
+            cpu_update_seconds=(unit.cpu_update_seconds or 0.0) + across,
+            selective=None if unit.selective is None else replace(unit.selective, seconds=unit.selective.seconds + here),
         )
-        for block in profile.blocks
+        for unit in profile.units
     )
     h2d, d2h = (
         replace(link, latency_seconds=link.latency_seconds + across) for link in (profile.hardware.h2d, profile.hardware.d2h)
     )
     loss = replace(profile.loss, seconds=profile.loss.seconds + here)
-    return replace(profile, hardware=replace(profile.hardware, h2d=h2d, d2h=d2h), blocks=blocks, loss=loss)
+    return replace(profile, hardware=replace(profile.hardware, h2d=h2d, d2h=d2h), units=units, loss=loss)
 
 
 _LANES = "autohete-schedule 2\nlane gpu fifo\nlane h2d priority\nlane d2h priority\nlane cpu priority\n"
@@ -240,7 +240,7 @@ def _measure_all(
     adam: Adam,
     torch_device: torch.device | None,
     elsewhere: int,
-) -> tuple[list[BlockProfile], LossProfile]:
+) -> tuple[list[UnitProfile], LossProfile]:
     """Measure all blocks of ``partition``; the parameters of the blocks left out of it have ``elsewhere`` bytes."""
     counts = [sum(parameter.numel() for parameter in owned) for owned in partition.owned]
     measured = partial(_measured, partition, batch, loss, adam, torch_device, elsewhere)
@@ -249,7 +249,7 @@ def _measure_all(
     hosts = [_cpu_update_seconds(owned, adam) for owned in partition.owned]
     selective = _selective(partial(measured, repeats=_SELECTIVE_REPEATS), workload, hardware, counts)
     last = len(counts) - 1
-    blocks = []
+    units = []
     for i, count in enumerate(counts):
         forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
         given = forward.brought if i else sum(_size(value) for value in batch.named.values() if isinstance(value, Tensor))
@@ -258,8 +258,8 @@ def _measure_all(
         twice = forward.handed_on if forward.keeps_output else 0
         alone = checkpointed[TaskId(Kind.FORWARD, i)]
         selected = selective.get(i)
-        blocks.append(
-            BlockProfile(
+        units.append(
+            UnitProfile(
                 role=workload.role(i),
                 parameters=count,
                 forward_seconds=forward.seconds,
@@ -277,11 +277,11 @@ def _measure_all(
             )
         )
     found = passes[TaskId(Kind.LOSS, last)]
-    return blocks, LossProfile(found.seconds, found.brought, max(0, found.peak - found.brought - found.handed_on))
+    return units, LossProfile(found.seconds, found.brought, max(0, found.peak - found.brought - found.handed_on))
 
 
 def _selective(
-    measured: Callable[[Schedule], dict[TaskId, _Pass]], workload: Workload, hardware: Hardware, counts: list[int]
+    measured: Callable[[Schedule], dict[TaskId, _MeasuredPass]], workload: Workload, hardware: Hardware, counts: list[int]
 ) -> dict[int, SelectiveProfile]:
     """What selective forwards of the blocks keep, and what their recomputations take; of those for which it is possible."""
     try:
@@ -312,14 +312,14 @@ def _measured(
     elsewhere: int,
     schedule: Schedule,
     repeats: int,
-) -> dict[TaskId, _Pass]:
+) -> dict[TaskId, _MeasuredPass]:
     """Measure each task of ``schedule`` in the last of several iterations; seconds are the median of all but the first."""
     on_cuda = torch_device is not None and torch_device.type == "cuda"
     memory = CudaMemory(torch_device) if torch_device is not None and on_cuda else Ledger(GPU_MEMORY)
     ledger = memory if isinstance(memory, Ledger) else None
-    training = Training(partition, schedule, loss, adam, torch_device=torch_device, device=ledger)
+    training = Takeover(partition, schedule, loss, adam, torch_device=torch_device, device=ledger)
     seconds: dict[TaskId, list[float]] = defaultdict(list)
-    passes: dict[TaskId, _Pass] = {}
+    passes: dict[TaskId, _MeasuredPass] = {}
     try:
         for iteration in range(1 + repeats):
             training.passes.give(iteration, Batch(padded(batch.inputs), batch.targets))
@@ -340,14 +340,14 @@ def _measured(
                 peak = max(memory.peak_bytes, before) - base
                 spent = median(seconds[task.id][1:] or [0])
                 keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
-                passes[task.id] = _Pass(spent, peak, left - handed_on - base, brought, handed_on, made, keeps_output)
+                passes[task.id] = _MeasuredPass(spent, peak, left - handed_on - base, brought, handed_on, made, keeps_output)
     finally:
         training.close()
     return passes
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _MeasuredPass:
     """Measurements of one pass.
 
     Args:
@@ -372,11 +372,11 @@ def _everything_on_device(workload: Workload, hardware: Hardware, counts: list[i
     """Return the schedule of fully resident training; its durations are meaningless."""
     analytic = analytic_profile(workload, hardware)
     inner = range(1, len(counts) - 1)
-    blocks = tuple(
-        replace(block, parameters=count, selective=SelectiveProfile(0, 0.0) if i in inner else None)
-        for i, (block, count) in enumerate(zip(analytic.blocks, counts, strict=True))
+    units = tuple(
+        replace(unit, parameters=count, selective=SelectiveProfile(0, 0.0) if i in inner else None)
+        for i, (unit, count) in enumerate(zip(analytic.units, counts, strict=True))
     )
-    profile = replace(analytic, blocks=blocks)
+    profile = replace(analytic, units=units)
     return lower(profile, everything_resident(profile, activations))
 
 

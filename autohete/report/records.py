@@ -15,8 +15,8 @@ from typing import get_type_hints
 
 from autohete.errors import InputError
 from autohete.plan import PlanCounts
-from autohete.report.summary import Summary
 from autohete.report.tables import console, say, table
+from autohete.simulate.summary import Summary
 
 #: The verdict of a setting that is invalid, such as heads that do not divide the hidden size; ``explanation`` says why.
 INVALID = "invalid"

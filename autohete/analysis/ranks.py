@@ -10,10 +10,11 @@ from dataclasses import replace
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware
-from autohete.lowering.footprint import LINK, MULTIPROCESSORS
 from autohete.schedule import (
     COLLECTIVE,
     GPU_MEMORY,
+    LINK,
+    MULTIPROCESSORS,
     Buffer,
     BufferId,
     Edge,

@@ -11,15 +11,15 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from autohete.errors import InputError
+from autohete.files import write_text
 from autohete.hardware import HardwareFile
-from autohete.profile import BlockProfile, LossProfile, Profile
-from autohete.report.write import write_text
+from autohete.profile import LossProfile, Profile, UnitProfile
 from autohete.workload import Workload
 
 #: Upper limit for seconds and bytes. No real value reaches it.
 _ABSURD = 2**62
 _FORMAT = "autohete-profile 1"
-_BLOCKS, _LOSS, _WORKLOAD = TypeAdapter(tuple[BlockProfile, ...]), TypeAdapter(LossProfile), TypeAdapter(Workload)
+_BLOCKS, _LOSS, _WORKLOAD = TypeAdapter(tuple[UnitProfile, ...]), TypeAdapter(LossProfile), TypeAdapter(Workload)
 
 
 def write_profile(path: str | Path, profile: Profile, hardware: dict[str, Any], measured: dict[str, str]) -> None:
@@ -38,7 +38,7 @@ def write_profile(path: str | Path, profile: Profile, hardware: dict[str, Any], 
         "format": _FORMAT,
         "measured": measured,
         "workload": asdict(profile.workload),
-        "blocks": [asdict(block) for block in profile.blocks],
+        "blocks": [asdict(unit) for unit in profile.units],
         "loss": asdict(profile.loss),
         "hardware": hardware,
     }
@@ -62,7 +62,7 @@ def read_profile(path: str | Path) -> Profile:
         raise InputError(f"{str(path)!r} is no profile ({_FORMAT!r} is missing): write one with autohete profile")
     try:
         workload = _WORKLOAD.validate_python(document.get("workload"))
-        blocks = _BLOCKS.validate_python(document.get("blocks"))
+        units = _BLOCKS.validate_python(document.get("blocks"))
         loss = _LOSS.validate_python(document.get("loss"))
         hardware = HardwareFile.model_validate_json(json.dumps(document.get("hardware"))).hardware()
     except ValidationError as error:
@@ -71,13 +71,13 @@ def read_profile(path: str | Path) -> Profile:
         raise InputError(f"profile {str(path)!r}: {error.title} {where}: {fault['msg']}; measure it again") from error
     except InputError as error:
         raise InputError(f"profile {str(path)!r}: {error}; measure it again") from error
-    selective = [block.selective for block in blocks if block.selective is not None]
-    numbers = [n for block in blocks for n in astuple(replace(block, selective=None)) if not isinstance(n, str)]
+    selective = [unit.selective for unit in units if unit.selective is not None]
+    numbers = [n for unit in units for n in astuple(replace(unit, selective=None)) if not isinstance(n, str)]
     for number in (*numbers, *(n for part in selective for n in astuple(part)), *astuple(loss)):
         if number is not None and not (math.isfinite(number) and 0 <= number < _ABSURD):
             raise InputError(
                 f"profile {str(path)!r} holds {number}: times and sizes are finite and not negative; measure it again"
             )
-    if len(blocks) != workload.blocks:
-        raise InputError(f"profile {str(path)!r} has {len(blocks)} blocks, its workload {workload.blocks}: measure it again")
-    return Profile(workload, hardware, blocks, loss)
+    if len(units) != workload.unit_count:
+        raise InputError(f"profile {str(path)!r} has {len(units)} blocks, its workload {workload.unit_count}: measure it again")
+    return Profile(workload, hardware, units, loss)

@@ -105,8 +105,8 @@ def proven_within(simulation: Simulation) -> float | None:
 
 def described_blocks(workload: Workload) -> list[str]:
     """The blocks of a model in words; those that are alike are one entry, with their number."""
-    each = (workload.blocks - 2) // workload.transformer_blocks  # units of a block
-    alike = Counter(str(workload.block(unit)) for unit in range(1, workload.blocks - 1, each))
+    each = (workload.unit_count - 2) // workload.transformer_blocks  # units of a block
+    alike = Counter(str(workload.block(unit)) for unit in range(1, workload.unit_count - 1, each))
     return [f"{count} x ({text})" for text, count in alike.items()]
 
 
@@ -219,7 +219,7 @@ def answer_or_refusal(profile: Profile, policy: NamedPolicy) -> tuple[Summary, S
         return _unanswered(profile, policy, Verdict.INVALID, str(error).removeprefix(f"{policy.name}: ")), None
 
 
-class Training(StrEnum):
+class UnitTraining(StrEnum):
     """What is done with a unit's parameters."""
 
     TRAINED = "trained"
@@ -227,11 +227,11 @@ class Training(StrEnum):
     FROZEN_BELOW = "frozen, without backward"
 
 
-def training_of(profile: Profile, unit: int) -> Training:
+def training_of(profile: Profile, unit: int) -> UnitTraining:
     """Return whether a unit is trained, frozen, or frozen below all that is trained, where backward does not come."""
-    if not profile.blocks[unit].is_frozen:
-        return Training.TRAINED
-    return Training.FROZEN if unit >= profile.first_trained else Training.FROZEN_BELOW
+    if not profile.units[unit].is_frozen:
+        return UnitTraining.TRAINED
+    return UnitTraining.FROZEN if unit >= profile.first_trained else UnitTraining.FROZEN_BELOW
 
 
 def counts(simulation: Simulation) -> PlanCounts:
@@ -240,11 +240,11 @@ def counts(simulation: Simulation) -> PlanCounts:
     told = [(unit, training_of(profile, number)) for number, unit in enumerate(plan.units)]
     return replace(
         plan.counts,
-        checkpointed_blocks=sum(
-            unit.activations is not Activations.KEEP for unit, training in told if training is not Training.FROZEN_BELOW
+        checkpointed_units=sum(
+            unit.activations is not Activations.KEEP for unit, training in told if training is not UnitTraining.FROZEN_BELOW
         ),
-        offloaded_optimizer_blocks=sum(
-            unit.update_on is Processor.CPU for unit, training in told if training is Training.TRAINED
+        offloaded_optimizer_units=sum(
+            unit.update_on is Processor.CPU for unit, training in told if training is UnitTraining.TRAINED
         ),
     )
 
@@ -257,7 +257,7 @@ def runs_of_equal_units(simulation: Simulation) -> list[tuple[int, int, UnitPlan
 
 def runs_of_equal_roles(simulation: Simulation) -> list[tuple[int, int, UnitPlan]]:
     """The same for units of one role after the other: all that do not belong to a role are left out between them."""
-    blocks = simulation.profile.blocks
+    blocks = simulation.profile.units
     roles = dict.fromkeys(block.role for block in blocks)
     return _runs(simulation, [[unit for unit, block in enumerate(blocks) if block.role is role] for role in roles])
 

@@ -11,15 +11,21 @@ from itertools import pairwise
 
 from autohete.errors import ScheduleError
 from autohete.schedule.ids import BufferId, TaskId
-from autohete.schedule.types import Discipline, Schedule, Task
+from autohete.schedule.schedule import Discipline, Schedule, Task
 
 
-def validate(schedule: Schedule) -> None:
+def validate(schedule: Schedule) -> Schedule:
+    """Check that the schedule can be executed forever. Returns the schedule itself.
+
+    Raises:
+        ScheduleError: states the fault and the tasks that have it.
+    """
     schedule.once(_validate_order)
     for task in schedule.tasks:
         if type(task.duration_ns) is not int or task.duration_ns < 0:
             raise ScheduleError(f"task {task.id} lasts {task.duration_ns} ns: a duration is a whole number, not negative")
     _validate_sharing(schedule, [lane.name for lane in schedule.lanes])
+    return schedule
 
 
 def _validate_order(schedule: Schedule) -> None:
@@ -32,7 +38,7 @@ def _validate_order(schedule: Schedule) -> None:
     places = {task.id: place for place, task in enumerate(schedule.tasks)}
     if len(places) < len(schedule.tasks):
         _unique("task", [str(task.id) for task in schedule.tasks])
-    waits = _Waits(schedule, lanes, places)
+    waits = _Predecessors(schedule, lanes, places)
     _validate_buffers(schedule, memories, _Ancestors(waits, _order(schedule, waits)), places)
 
 
@@ -82,7 +88,7 @@ def _validate_sharing(schedule: Schedule, lanes: list[str]) -> None:
                 raise ScheduleError(f"shared resource {resource.name!r} serves lane {lane!r}, which has no flow")
 
 
-class _Waits:
+class _Predecessors:
     """What each task waits for, by index in the schedule: edges, and the order of fifo lanes.
 
     Attributes:
@@ -115,7 +121,7 @@ class _Waits:
                     self.same[after].append(before)
 
 
-def _order(schedule: Schedule, waits: _Waits) -> Sequence[int]:
+def _order(schedule: Schedule, waits: _Predecessors) -> Sequence[int]:
     """Return an order that satisfies all waits within an iteration. Refuses cycles."""
     if all(before < place for place, some in enumerate(waits.same) for before in some):
         return range(len(schedule.tasks))
@@ -172,7 +178,7 @@ class _Ancestors:
     Sets are the bits of integers: 1,000 tasks take a millisecond or two, a set per task a hundred times that.
     """
 
-    def __init__(self, waits: _Waits, order: Sequence[int]) -> None:
+    def __init__(self, waits: _Predecessors, order: Sequence[int]) -> None:
         same, previous = [0] * len(order), [0] * len(order)
         for task in order:
             bits = 1 << task

@@ -4,7 +4,7 @@ Two implementations. ``transformers`` 5.23 launches a kernel per operation; its 
 (``tests/test_decoder_kernels.py``). The fused one is Megatron Core with Transformer Engine, and flash-linear-attention: one
 kernel for a norm, a rotation or an activation. Its rows follow from what these kernels must read and write; they were not run.
 
-Units are those of :mod:`autohete.workload.kernels`: a tensor of ``w`` elements per token counts ``w / hidden_size``.
+Units are those of :mod:`autohete.profile.kernels.gpt2`: a tensor of ``w`` elements per token counts ``w / hidden_size``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autohete.workload.kernels import Head, Operation, Part, Selection
+from autohete.profile.kernels.gpt2 import HeadKernels, Operation, Part, Selection
 from autohete.workload.model import (
     LINEAR_CHUNK,
     Activation,
@@ -39,7 +39,7 @@ _MEGATRON = "Megatron Core 0.14, megatron/core/"
 _ENGINE = "Transformer Engine 2"
 
 #: Logits are copied to fp32; log-softmax and its backward; the gradient is cast back.
-TRANSFORMERS_HEAD = Head("transformers 5.23, loss/loss_utils.py: ForCausalLMLoss", 36, 24, 10, 8, 10, keeps_logits=True)
+TRANSFORMERS_HEAD = HeadKernels("transformers 5.23, loss/loss_utils.py: ForCausalLMLoss", 36, 24, 10, 8, 10, keeps_logits=True)
 
 
 def decoder_part(block: Block, hidden_size: int, component: Mixer | FeedForward, *, eager: bool, flash: bool) -> Part:

@@ -56,7 +56,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class HeadKernels:
     """Cross-entropy over the logits, bytes per logit.
 
     Args:
@@ -161,7 +161,7 @@ class Implementation:
     block: Part
     attention: Part
     mlp: Part
-    head: Head
+    head: HeadKernels
     flash: bool
     instructions: float = 0
     eager: bool = False
@@ -285,9 +285,9 @@ _MEGATRON_MLP = _rows(
 _EAGER_INSTRUCTIONS = 23
 
 #: Logits stay in 16 bit; a copy of the shifted logits, log-softmax and its backward, backward of the slice.
-_HF_HEAD = Head("models/gpt2/modeling_gpt2.py:1097-1108", 22, 44, 4, 8, 10, keeps_logits=True)
+_HF_HEAD = HeadKernels("models/gpt2/modeling_gpt2.py:1097-1108", 22, 44, 4, 8, 10, keeps_logits=True)
 #: Logits are cast to fp32. The passes over them work in place, so fp32 needs neither a workspace nor a separate gradient.
-_MEGATRON_HEAD = Head("gpt_model.py:56 and mpu/cross_entropy.py:31-105", 52, 40, 4, 0, 15)
+_MEGATRON_HEAD = HeadKernels("gpt_model.py:56 and mpu/cross_entropy.py:31-105", 52, 40, 4, 0, 15)
 
 _MEGATRON_FLASH_ATTENTION = (*_MEGATRON_NORM, *_MEGATRON_FLASH, *_MEGATRON_PROJECTION)
 _MEGATRON_SCORES_ATTENTION = (*_MEGATRON_NORM, *_MEGATRON_SCORES, *_MEGATRON_PROJECTION)

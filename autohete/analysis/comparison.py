@@ -45,7 +45,7 @@ def pair(a: float, b: float) -> Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ComparedRun:
     """One of the two runs: its name, its clock, the number of its iterations, and the steady window that was compared."""
 
     name: str
@@ -135,8 +135,8 @@ class Comparison:
         peak_bytes: peak of each memory over the whole run, by name.
     """
 
-    a: Side
-    b: Side
+    a: ComparedRun
+    b: ComparedRun
     iteration_seconds: Pair
     kinds: tuple[KindDifference, ...]
     lanes: tuple[LaneDifference, ...]
@@ -158,8 +158,10 @@ def compare(a: Trace, b: Trace, names: tuple[str, str] = ("A", "B")) -> Comparis
     for trace, name in zip((a, b), names, strict=True):
         if not trace.iterations:
             raise InputError(f"{name} has no iterations, so there is nothing to compare: give a run with at least 1")
-    runs = _Run(a, a.schedule), _Run(b, a.schedule)
-    sides = [Side(name, run.trace.clock, run.trace.iterations, run.steady) for name, run in zip(names, runs, strict=True)]
+    runs = _SteadyRun(a, a.schedule), _SteadyRun(b, a.schedule)
+    sides = [
+        ComparedRun(name, run.trace.clock, run.trace.iterations, run.steady) for name, run in zip(names, runs, strict=True)
+    ]
     return Comparison(
         a=sides[0],
         b=sides[1],
@@ -172,7 +174,7 @@ def compare(a: Trace, b: Trace, names: tuple[str, str] = ("A", "B")) -> Comparis
     )
 
 
-class _Run:
+class _SteadyRun:
     """A trace with its tasks in the order of ``schedule``, and sums over its steady window, one per task."""
 
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
@@ -232,7 +234,7 @@ def _unlike(difference: str) -> InputError:
 # --- differences --------------------------------------------------------------------------------------------------
 
 
-def _kinds(schedule: Schedule, a: _Run, b: _Run) -> tuple[KindDifference, ...]:
+def _kinds(schedule: Schedule, a: _SteadyRun, b: _SteadyRun) -> tuple[KindDifference, ...]:
     members: dict[Kind, list[int]] = {}
     for i, task in enumerate(schedule.tasks):
         members.setdefault(task.id.kind, []).append(i)
@@ -249,20 +251,20 @@ def _kinds(schedule: Schedule, a: _Run, b: _Run) -> tuple[KindDifference, ...]:
     return tuple(sorted(found, key=lambda kind: -abs(kind.iteration_seconds.difference)))
 
 
-def _worst_tasks(schedule: Schedule, a: _Run, b: _Run) -> tuple[TaskDifference, ...]:
+def _worst_tasks(schedule: Schedule, a: _SteadyRun, b: _SteadyRun) -> tuple[TaskDifference, ...]:
     found = [TaskDifference(str(task.id), task.lane, pair(a.took([i]), b.took([i]))) for i, task in enumerate(schedule.tasks)]
     different = [task for task in found if task.mean_seconds.difference]
     return tuple(sorted(different, key=lambda task: -abs(task.mean_seconds.difference))[:_WORST_TASKS])
 
 
-def _idle(a: _Run, b: _Run) -> dict[Cause, Pair]:
+def _idle(a: _SteadyRun, b: _SteadyRun) -> dict[Cause, Pair]:
     if not any(lane.name == GPU for lane in a.trace.schedule.lanes):
         return {}
     idle = [usage(run.trace, run.steady).idle_seconds for run in (a, b)]
     return {cause: pair(*(seconds[cause] for seconds in idle)) for cause in Cause}
 
 
-def _lane(lane: str, tasks: list[int], a: _Run, b: _Run) -> LaneDifference:
+def _lane(lane: str, tasks: list[int], a: _SteadyRun, b: _SteadyRun) -> LaneDifference:
     ids = [a.trace.schedule.tasks[i].id for i in tasks]
     neighbours = swapped = 0
     times: Counter[tuple[str, str]] = Counter()
@@ -275,7 +277,7 @@ def _lane(lane: str, tasks: list[int], a: _Run, b: _Run) -> LaneDifference:
     return LaneDifference(lane, pair(a.took(tasks), b.took(tasks)), neighbours, swapped, swaps)
 
 
-def _neighbours(tasks: list[int], a: _Run, b: _Run) -> Iterator[tuple[int, int, int, bool]]:
+def _neighbours(tasks: list[int], a: _SteadyRun, b: _SteadyRun) -> Iterator[tuple[int, int, int, bool]]:
     """Yield pairs that A ran directly in succession: places in ``tasks``, iterations between them, whether B swapped them.
 
     The windows may have different lengths: the shorter is repeated, as the steady state repeats.

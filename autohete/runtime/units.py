@@ -117,7 +117,7 @@ class Memories:
 
 
 @dataclass(slots=True)
-class Side:
+class UnitSide:
     """A block's states on the device or on the host.
 
     Attributes:
@@ -171,7 +171,7 @@ class Saved:
 
 
 @dataclass(slots=True)
-class Block:
+class UnitTensors:
     """One block: its parameters, their states on both sides, and what lives between its passes."""
 
     parameters: tuple[nn.Parameter, ...]
@@ -185,8 +185,8 @@ class Block:
     sizes: list[int] = field(init=False)
     elements: int = field(init=False)
     dtype: torch.dtype = field(init=False)
-    device: Side = field(default_factory=Side)
-    host: Side = field(default_factory=Side)
+    device: UnitSide = field(default_factory=UnitSide)
+    host: UnitSide = field(default_factory=UnitSide)
     #: Its call, if it will be recomputed, and the random state before it; the state is None if it drew nothing.
     checkpoint: tuple[BlockCall, RandomState | None] | None = None
     #: Number of recomputations so far.
@@ -211,7 +211,7 @@ class Block:
         nan = torch.full((), torch.nan, dtype=self.dtype, device=self.torch_device)
         self.absent = [nan.expand(shape) for shape in self.shapes]
 
-    def side(self, memory: str) -> Side:
+    def side(self, memory: str) -> UnitSide:
         """The block's states in ``memory``."""
         return {GPU_MEMORY: self.device, HOST_MEMORY: self.host}[memory]
 

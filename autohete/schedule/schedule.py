@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, TypeVarTuple, cast
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple, cast
 
 from autohete.errors import check_fields
 from autohete.schedule.ids import BufferId, TaskId
 
-if TYPE_CHECKING:
-    from autohete.schedule.graph import Graph
+#: First line of a schedule's text; the number is the version of the form.
+HEADER = "autohete-schedule 2"
+COUNTS_LANES = "counts-lanes"
+PART_OF = "part_of="
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -74,6 +76,15 @@ class Task(NamedTuple):
     allocates: tuple[Buffer, ...] = ()
     frees: tuple[Free, ...] = ()
 
+    def __str__(self) -> str:
+        words = [f"task {self.id} {self.lane} {self.duration_ns}"]
+        if self.priority:
+            words.append(f"priority={self.priority}")
+        for key, items in (("after", self.after), ("allocates", self.allocates), ("frees", self.frees)):
+            if items:
+                words.append(f"{key}={','.join(map(str, items))}")
+        return " ".join(words)
+
 
 class Discipline(StrEnum):
     """``FIFO``: tasks in schedule order, like a CUDA stream. ``PRIORITY``: the most urgent ready task."""
@@ -92,6 +103,9 @@ class Lane:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def __str__(self) -> str:
+        return f"lane {self.name} {self.discipline}"
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -100,6 +114,9 @@ class Flow:
     lane: str
     demand: float
     weight: float
+
+    def __str__(self) -> str:
+        return f"flow {self.lane} {self.demand!r} {self.weight!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +138,10 @@ class SharedResource:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def __str__(self) -> str:
+        counts = f" {COUNTS_LANES}" if self.counts_lanes else ""
+        return f"share {self.name} {self.capacity!r} {','.join(self.lanes)}{counts}"
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -135,6 +156,10 @@ class Memory:
     name: str
     capacity_bytes: int
     part_of: str | None = None
+
+    def __str__(self) -> str:
+        part = f" {PART_OF}{self.part_of}" if self.part_of is not None else ""
+        return f"memory {self.name} {self.capacity_bytes}{part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +184,9 @@ class Schedule:
     _known: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
-        from autohete.schedule.text import lines
-
-        return "\n".join(lines(self)) + "\n"
+        parts = (*self.lanes, *self.memories, *self.flows, *self.resources)
+        resident = (f"resident {buffer}" for buffer in self.resident)
+        return "\n".join([HEADER, *map(str, parts), *resident, *map(str, self.tasks)]) + "\n"
 
     @property
     def micro_batches(self) -> int:
@@ -206,23 +231,6 @@ class Schedule:
     def tasks_of(self, lane: str) -> list[int]:
         """Return the indices of the tasks of ``lane`` in issue order."""
         return self.once(_tasks_of, lane)
-
-    def graph(self) -> Graph:
-        """The schedule with names resolved to indices, for executors. Call :meth:`validate` first."""
-        from autohete.schedule.graph import Graph
-
-        return self.once(Graph)
-
-    def validate(self) -> Schedule:
-        """Check that the schedule can be executed forever. Returns the schedule itself.
-
-        Raises:
-            ScheduleError: states the fault and the tasks that have it.
-        """
-        from autohete.schedule.validate import validate
-
-        validate(self)
-        return self
 
 
 def _columns(schedule: Schedule) -> Sequence[tuple[Any, ...]]:

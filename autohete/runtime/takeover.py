@@ -10,7 +10,6 @@ from torch import Tensor
 from autohete.errors import InputError, check_member
 from autohete.runtime.actions import Actions
 from autohete.runtime.batch import Loss
-from autohete.runtime.blocks import Memories
 from autohete.runtime.evaluation import Evaluation
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.guard import Guard, check_trainable
@@ -21,10 +20,11 @@ from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
 from autohete.runtime.passes import Passes
 from autohete.runtime.states import States
+from autohete.runtime.units import Memories
 from autohete.schedule import COLLECTIVES, GPU, Schedule
 
 
-class Training:
+class Takeover:
     """The states of a model as ``schedule`` needs them. Takes over the model's parameters until :meth:`close`.
 
     Args:
@@ -99,8 +99,8 @@ class Training:
                 _move(tensor, torch_device)
             self.passes.make_room()
             self.states.take_over()
-            for i, block in enumerate(self.states.blocks):
-                for index, parameter in enumerate(block.parameters):
+            for i, unit in enumerate(self.states.units):
+                for index, parameter in enumerate(unit.parameters):
                     hook = parameter.register_post_accumulate_grad_hook(self.passes.receiver(i, index))  # type: ignore[no-untyped-call]
                     undo.callback(hook.remove)
             self.guard = Guard(partition.model, self.states)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autohete.answer.draws import Sampling
-from autohete.largest import Largest
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
 from autohete.profile import Profile
-from autohete.report.summary import Summary
 from autohete.schedule import GPU_MEMORY
 from autohete.simulate import Simulation
+from autohete.simulate.largest import Largest
+from autohete.simulate.summary import Summary
 from autohete.workload import Workload
 
 #: Relative differences of times below this are not told apart.

@@ -14,7 +14,7 @@ from autohete.simulate import judge_for, simulate_plan
 from autohete.workload import LIMITS, Workload
 
 
-class Figure(StrEnum):
+class GrowingFigure(StrEnum):
     """What may grow: a figure of the workload, by its name there."""
 
     BATCH = "batch_size"
@@ -34,7 +34,7 @@ class Largest:
     """
 
     workload: Workload
-    figure: Figure
+    figure: GrowingFigure
     value: int
     limit: str
 
@@ -69,7 +69,7 @@ def misfit(profile: Profile, policy: Policy) -> str:
     return "" if found.verdict is Verdict.OK else str(found.verdict)
 
 
-def largest(workload: Workload, hardware: Hardware, policy: Policy, figure: Figure) -> Largest:
+def largest(workload: Workload, hardware: Hardware, policy: Policy, figure: GrowingFigure) -> Largest:
     """The largest ``figure`` with which ``workload`` fits under ``policy``; one more does not.
 
     Doubles the figure until it does not fit, and halves the interval. A policy that searches may fit again above; that is not

@@ -59,7 +59,7 @@ def with_memory_waits(schedule: Schedule, trace: Trace) -> Schedule | None:
     if _fits(schedule):
         return schedule
     for guide in (_of_trace(trace), thrifty_order(schedule)):
-        safe = _Waits(schedule, guide).add()
+        safe = _MemoryWaits(schedule, guide).add()
         if _fits(safe):
             return safe
     return None
@@ -162,7 +162,7 @@ def _only_takes(task: Task) -> bool:
     return GPU_MEMORY in takes or (bool(takes) and all(free.id.memory != GPU_MEMORY for free in task.frees))
 
 
-class _Waits:
+class _MemoryWaits:
     """A schedule that collects waits following the order of a guide."""
 
     def __init__(self, schedule: Schedule, guide: Guide) -> None:

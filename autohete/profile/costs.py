@@ -1,0 +1,293 @@
+"""The seconds and bytes of every unit of one workload on one hardware, computed or measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete.errors import InputError, check_fields
+from autohete.hardware import Hardware, Link
+from autohete.hashing import Hashed, hashed_once
+from autohete.workload import BlockRole, Workload
+from autohete.workload.optimizers import Optimizer, moment_bytes
+
+#: A year and a half. Thousands of such tasks in sequence still fit 64-bit nanoseconds.
+LONGEST_TASK_SECONDS = 5e7
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveProfile:
+    """Selective recomputation of a unit: a forward that keeps what is slow to compute, and a short recomputation.
+
+    Args:
+        kept_bytes: what that forward keeps for backward in addition to its input.
+        seconds: GPU time of the recomputation of the rest.
+        measured_forward_workspace_bytes: temporaries of that forward, if measured.
+        measured_workspace_bytes: temporaries of the recomputation, without its output, if measured.
+    """
+
+    kept_bytes: int
+    seconds: float
+    measured_forward_workspace_bytes: int | None = None
+    measured_workspace_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@hashed_once
+@dataclass(frozen=True, slots=True)
+class UnitProfile(Hashed):
+    """One unit, such as a transformer block: times in seconds on an undisturbed engine, sizes in bytes.
+
+    Args:
+        role: kind of unit.
+        parameters: number of parameters it owns.
+        forward_seconds, backward_seconds: GPU time of one pass.
+        gpu_update_seconds: optimizer step of this block on the GPU.
+        input_bytes: its input, which is all that stays when the block is checkpointed. The input's gradient has the same size.
+        activation_bytes: what forward keeps for backward, including its input.
+        forward_workspace_bytes, backward_workspace_bytes: temporaries of the pass, without what it receives, keeps and
+            passes on.
+        gpu_update_workspace_bytes: the same for the optimizer step on the GPU.
+        measured_checkpointed_workspace_bytes: the same for a forward that keeps only the input, if measured.
+        cpu_update_seconds: optimizer step on the CPU, if measured. None: derived from the bytes that the plan says it touches.
+        selective: its selective recomputation. None: not available or not measured.
+        frozen_parameters: those of ``parameters`` that are not trained: they have no gradients, states or updates.
+        frozen_bytes: size of these, if they are not in the format the GPU computes with (quantised).
+        state_bytes: size of its optimizer states, with master weights. None: those of AdamW.
+        shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
+    """
+
+    role: BlockRole
+    parameters: int
+    forward_seconds: float
+    backward_seconds: float
+    gpu_update_seconds: float
+    input_bytes: int
+    activation_bytes: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    gpu_update_workspace_bytes: int = 0
+    cpu_update_seconds: float | None = None
+    measured_checkpointed_workspace_bytes: int | None = None
+    selective: SelectiveProfile | None = None
+    frozen_parameters: int = 0
+    frozen_bytes: int | None = None
+    state_bytes: int | None = None
+    shorter_recompute_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for task in ("forward", "backward", "gpu_update"):  # policies plan with these in whole nanoseconds
+            if not (seconds := getattr(self, f"{task}_seconds")) < LONGEST_TASK_SECONDS:
+                raise InputError(
+                    f"{task.replace('_', ' ')} of a unit ({self.role}) would last {seconds:.3g} s: the workload is too large "
+                    f"for this hardware, or a rate too low; a task may last {LONGEST_TASK_SECONDS:.0e} s"
+                )
+        if self.shorter_recompute_seconds is not None and self.shorter_recompute_seconds > self.forward_seconds:
+            raise InputError(
+                f"a recomputation takes {self.shorter_recompute_seconds} s, longer than a forward ({self.forward_seconds} s): "
+                "give at most as much, or leave it out"
+            )
+        if not 0 <= self.frozen_parameters <= self.parameters:
+            raise InputError(f"{self.frozen_parameters} of {self.parameters} parameters are frozen: give 0 up to all of them")
+        if self.selective is not None and self.selective.kept_bytes > self.kept_bytes:
+            raise InputError(
+                f"a selective forward would keep {self.selective.kept_bytes} bytes, more than the {self.kept_bytes} of one "
+                "that keeps all: leave selective out"
+            )
+
+    @property
+    def recompute_seconds(self) -> float:
+        """GPU time of a recomputation whose output is not needed."""
+        return self.forward_seconds if self.shorter_recompute_seconds is None else self.shorter_recompute_seconds
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters that are trained."""
+        return self.parameters - self.frozen_parameters
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether none of its parameters is trained, though it has some."""
+        return self.frozen_parameters == self.parameters > 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """What forward keeps for backward in addition to its input."""
+        return self.activation_bytes - self.input_bytes
+
+    @property
+    def checkpointed_workspace_bytes(self) -> int:
+        """Temporaries of a forward that keeps only its input: at most what another forward would keep."""
+        if self.measured_checkpointed_workspace_bytes is None:
+            return self.forward_workspace_bytes + self.kept_bytes
+        return self.measured_checkpointed_workspace_bytes
+
+    @property
+    def selective_workspace_bytes(self) -> tuple[int, int]:
+        """Temporaries of a selective forward, and of its recomputation: at most as much as if everything is kept."""
+        found = self.selective
+        if found is None:
+            return self.forward_workspace_bytes, self.forward_workspace_bytes
+        forward, again = found.measured_forward_workspace_bytes, found.measured_workspace_bytes
+        return (
+            self.forward_workspace_bytes + self.kept_bytes - found.kept_bytes if forward is None else forward,
+            self.forward_workspace_bytes if again is None else again,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LossProfile:
+    """Cross-entropy between the head's forward and backward.
+
+    Args:
+        seconds: GPU time, including its own backward.
+        logits_bytes: size of the logits, and of their gradient.
+        workspace_bytes: temporaries of the loss.
+        keeps_logits: the logits stay until backward has ended.
+        in_place: the gradient is written in the place of the logits.
+    """
+
+    seconds: float
+    logits_bytes: int
+    workspace_bytes: int
+    keeps_logits: bool = False
+    in_place: bool = False
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What the gradient of the logits takes in addition to them."""
+        return 0 if self.in_place else self.logits_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the loss takes at its peak: logits, their gradient and temporaries."""
+        return self.logits_bytes + self.gradient_bytes + self.workspace_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Times and sizes of ``workload`` on ``hardware``.
+
+    Copies and CPU updates are not per block: their time is ``latency + bytes / bandwidth`` of the hardware,
+    because the bytes depend on the plan.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    units: tuple[UnitProfile, ...]
+    loss: LossProfile
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes per element of a parameter or gradient in the format the GPU computes with."""
+        return self.workload.precision.element_bytes
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of AdamW's states per parameter: two fp32 moments, and in mixed precision the master weight. Footprints of
+        systems say what AdamW takes; see :meth:`saved_bytes`.
+        """
+        return 12 if self.workload.precision.is_mixed else 8
+
+    def state_bytes(self, unit: int, count: int | None = None) -> int:
+        """Size of the optimizer states of ``count`` trained parameters of ``block``, with their masters. None: of all."""
+        trained, known = self.units[unit].trained_parameters, self.units[unit].state_bytes
+        count = trained if count is None else count
+        if known is None:
+            return count * self.optimizer_bytes
+        return -(-count * known // trained) if trained else 0
+
+    def saved_bytes(self, unit: int, count: int | None = None) -> int:
+        """Bytes by which these states are smaller than AdamW's."""
+        count = self.units[unit].trained_parameters if count is None else count
+        return count * self.optimizer_bytes - self.state_bytes(unit, count)
+
+    def parameter_bytes(self, unit: int) -> int:
+        """Size of all parameters of ``block`` where the GPU computes with them."""
+        return self.units[unit].trained_parameters * self.element_bytes + self.frozen_bytes(unit)
+
+    def frozen_bytes(self, unit: int) -> int:
+        """Size of the frozen parameters of ``block``, in every memory."""
+        found = self.units[unit]
+        return found.frozen_parameters * self.element_bytes if found.frozen_bytes is None else found.frozen_bytes
+
+    @property
+    def first_trained(self) -> int:
+        """The first block that is not frozen. Blocks below it need no backward.
+
+        Raises:
+            InputError: all are frozen.
+        """
+        found = next((i for i, unit in enumerate(self.units) if not unit.is_frozen), None)
+        if found is None:
+            raise InputError("all parameters are frozen: there is nothing to train; let at least one block have trained ones")
+        return found
+
+    def h2d_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
+        """Time to copy ``size_bytes`` to the GPU, alone on the link."""
+        return _copy_seconds(self.hardware.h2d, size_bytes, pinned)
+
+    def d2h_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
+        """Time to copy ``size_bytes`` to the host, alone on the link."""
+        return _copy_seconds(self.hardware.d2h, size_bytes, pinned)
+
+    def nvme_seconds(self, size_bytes: float, *, write: bool) -> float:
+        """Time to read or write ``size_bytes``, alone on the drives. The hardware must have drives."""
+        nvme = self.hardware.nvme
+        assert nvme is not None, "states rest on drives that there are"
+        return nvme.latency_seconds + size_bytes / (nvme.write_bandwidth if write else nvme.read_bandwidth)
+
+    def collective_seconds(self, size_bytes: float) -> float:
+        """Time of a ring all-gather to ``size_bytes`` on each GPU, or a reduce-scatter of that size; an all-reduce is both.
+
+        Each of N GPUs passes on (N - 1) / N of the bytes in N - 1 steps. What leaves a node goes through the network (NCCL,
+        ``src/graph/tuning.cc``, algorithm ring).
+        """
+        join, gpus = self.hardware.interconnect, self.hardware.gpus
+        assert join is not None or gpus == 1, "several GPUs are joined"
+        if join is None or gpus == 1:
+            return 0.0
+        between, bandwidth = gpus // self.hardware.gpus_of_node - 1, join.bandwidth
+        if between and join.network_bandwidth is not None:
+            bandwidth = min(bandwidth, join.network_bandwidth)
+        steps = gpus - 1
+        latency = (steps - between) * join.latency_seconds + between * join.network_latency_seconds
+        return latency + size_bytes * steps / gpus / bandwidth
+
+    def cpu_update_seconds(
+        self, unit: int, kernel_bytes: float, elementwise_bytes: float = 0.0, *, beside_gpu: bool = False
+    ) -> float:
+        """Time of the optimizer step of ``block`` on the CPU, as measured or from the DRAM traffic per parameter.
+
+        Args:
+            unit: counted from 0.
+            kernel_bytes: traffic of the Adam kernel.
+            elementwise_bytes: traffic of the elementwise kernels around it.
+            beside_gpu: the step runs while the GPU trains, at ``concurrent_share`` of the rates.
+        """
+        measured, cpu = self.units[unit].cpu_update_seconds, self.hardware.cpu
+        if measured is not None:
+            return measured
+        optimizer = self.workload.training.optimizer
+        if kernel_bytes:  # what a system's kernel reads and writes with AdamW's states
+            kernel_bytes = max(kernel_bytes - 2 * (moment_bytes(Optimizer.ADAMW) - moment_bytes(optimizer)), 0.0)
+        seconds = kernel_bytes / cpu.update_bandwidth + elementwise_bytes / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
+        return self.units[unit].trained_parameters * seconds / (cpu.concurrent_share if beside_gpu else 1.0)
+
+    def gpu_memory_seconds(self, traffic_bytes: float) -> float:
+        """Time of a GPU kernel that is bound by ``traffic_bytes`` of memory traffic."""
+        gpu = self.hardware.gpu
+        return traffic_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency) + gpu.kernel_overhead_seconds
+
+    def elementwise_seconds(self, traffic_bytes: float, *, beside_gpu: bool = False) -> float:
+        """Time of an elementwise CPU kernel with ``traffic_bytes`` of DRAM traffic; ``beside_gpu`` as for an update."""
+        cpu = self.hardware.cpu
+        rate = (cpu.elementwise_bandwidth or cpu.update_bandwidth) * (cpu.concurrent_share if beside_gpu else 1.0)
+        return traffic_bytes / rate
+
+
+def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:
+    bandwidth = link.bandwidth if pinned else link.pageable_bandwidth or link.bandwidth
+    return link.latency_seconds + size_bytes / bandwidth

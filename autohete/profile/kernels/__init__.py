@@ -1,0 +1,1 @@
+"""The GPU kernels of a block: tables of operations by implementation, for GPT-2 and for decoders of other families."""

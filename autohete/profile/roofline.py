@@ -1,0 +1,321 @@
+"""The analytic profile: a roofline per block (Williams et al. 2009).
+
+Matrix products run at the GPU's GEMM rate for their shape, everything else at its memory bandwidth for the operations of the
+implementation (:mod:`autohete.profile.kernels`). A fixed cost per kernel is added, and no pass is faster than the host launches
+its kernels.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from autohete.errors import InputError
+from autohete.hardware import Gpu, Hardware
+from autohete.profile.adapters import additions
+from autohete.profile.costs import LossProfile, Profile, SelectiveProfile, UnitProfile
+from autohete.profile.kernels.decoders import INPUT_ROWS, TRANSFORMERS_HEAD, both_parts, decoder_part
+from autohete.profile.kernels.gpt2 import GPT2_ROWS, IMPLEMENTATIONS, Part, without_inputs
+from autohete.profile.loop import expert_loop
+from autohete.workload import BlockRole, Precision, Workload
+from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
+from autohete.workload.optimizers import Optimizer, newton_schulz, orthogonalised, state_bytes, temporary_bytes
+from autohete.workload.training import LAST
+
+#: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
+#: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
+_GEMM_INNER_HALF = 256
+#: Fused attention runs at this share of the GEMM rate if not given: FlashAttention 2 on an A100 (Dao 2023, forward speeds).
+_ATTENTION_SHARE = 0.65
+#: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
+#: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
+_TILE, _WAVES_HALF = 128, 0.25
+#: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
+_ATTENTION_BACKWARD = 2.5
+
+
+def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
+    """The roofline profile of ``workload`` on ``hardware``."""
+    if workload.training.fp8 and not hardware.gpu.peak_8bit_flops:
+        raise InputError(
+            f"products are to be computed in fp8, but {hardware.name} does not say how fast: give it the figure "
+            "gpu.peak_8bit in a hardware file, choose hardware that has it, such as h100-pcie5, or train in bf16"
+        )
+    return Profile(workload, hardware, *_on_gpu(workload, hardware.gpu, hardware.cpu.launch_seconds))
+
+
+@lru_cache(maxsize=64)
+def _on_gpu(workload: Workload, gpu: Gpu, launch_seconds: float) -> tuple[tuple[UnitProfile, ...], LossProfile]:
+    """Blocks and loss. They do not depend on links, host and CPU, so many settings of a sweep share them."""
+    roofline, firsts = _Roofline(workload, gpu, launch_seconds), _first_alike(workload)
+    made = {unit: roofline.unit(unit) for unit in dict.fromkeys(firsts)}
+    return tuple([made[unit] for unit in firsts]), roofline.loss()
+
+
+@lru_cache
+def _first_alike(workload: Workload) -> list[int]:
+    """For each unit, the first one that is equal, so that they share one profile."""
+    first: dict[object, int] = {}
+    found = []
+    for unit in range(workload.unit_count):
+        parts = workload.components(unit) if workload.is_inner(unit) else ()
+        alike = workload.role(unit), parts, workload.trains_base(unit), bool(workload.adapter_products(unit))
+        found.append(first.setdefault(alike, unit))
+    return found
+
+
+def _head_sizes(component: Attention | LatentAttention) -> tuple[int, int]:
+    """Number of elements of a query and of a value."""
+    if isinstance(component, Attention):
+        return component.head_dim, component.head_dim
+    return component.nope_dim + component.rope_dim, component.value_dim
+
+
+class _Roofline:
+    def __init__(self, workload: Workload, gpu: Gpu, launch_seconds: float) -> None:
+        self.workload = workload
+        if workload.precision is Precision.FP32:
+            efficiency = gpu.gemm_efficiency_32bit or gpu.gemm_efficiency
+            self.flops = gpu.peak_32bit_flops * efficiency
+        else:
+            self.flops = gpu.peak_16bit_flops * gpu.gemm_efficiency
+        self.flops_8bit = (gpu.peak_8bit_flops or 0.0) * gpu.gemm_efficiency
+        self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
+        self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
+        self.multiprocessors, self.attention_share = gpu.multiprocessors, gpu.attention_share or _ATTENTION_SHARE
+        self.overhead, self.launch = gpu.kernel_overhead_seconds, launch_seconds
+        self.element = workload.precision.element_bytes
+        self.kernels = IMPLEMENTATIONS[workload.kernels]
+
+    def _gemm_seconds(self, rows: float, columns: float, inner: float, batch: int = 1, *, fp8: bool = False) -> float:
+        """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory. With
+        fp8 the operands have one byte each; the result has not.
+        """
+        shape = (inner + _GEMM_INNER_HALF) / inner
+        if self.multiprocessors is not None:
+            # Fractions of tiles: with whole tiles, 129 rows would be faster than 128, as more tiles share a wave's loss.
+            waves = batch * rows * columns / _TILE**2 / self.multiprocessors
+            shape *= (waves + _WAVES_HALF) / waves
+        arithmetic = 2 * batch * rows * columns * inner / (self.flops_8bit if fp8 else self.flops) * shape
+        operand = 1 if fp8 else self.element
+        traffic = batch * (operand * (rows * inner + inner * columns) + self.element * rows * columns) / self.bandwidth
+        return max(arithmetic, traffic)
+
+    def _core_seconds(self, component: Component) -> tuple[float, float]:
+        """Time of the products without weights, forward and backward. The operations between them are in the table."""
+        w = self.workload
+        if isinstance(component, (Attention, LatentAttention)) and not self.kernels.flash:
+            head, value = _head_sizes(component)
+            batch, s = w.batch_size * component.heads, w.sequence_length
+            # Scores (and the gradient of the weights) have the head size as inner dimension, the others the sequence length.
+            wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, value, s, batch)
+            return wide + deep, wide + 3 * deep
+        seconds = w.tokens * component.flash_flops(w.attended_tokens) / (self.flops * self.attention_share)
+        return seconds, _ATTENTION_BACKWARD * seconds
+
+    def _product_seconds(self, product: Product, *, trained: bool = True, fp8: bool = False) -> tuple[float, float]:
+        """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows. Frozen
+        weights have no gradient: backward is the product for the input's alone.
+        """
+        looped = self.workload.looped_experts
+        batch = product.matrices if looped is None else min(product.matrices, looped)
+        rows, columns, inner = self.workload.tokens * product.rows / batch, product.columns, product.inner
+        if rows < 1:  # some matrices are not used
+            rows, batch = 1, round(rows * batch)
+        forward = self._gemm_seconds(rows, columns, inner, batch, fp8=fp8)
+        backward = self._gemm_seconds(rows, inner, columns, batch, fp8=fp8)
+        backward += self._gemm_seconds(inner, columns, rows, batch, fp8=fp8) * trained
+        if not fp8:
+            return forward, backward
+        # Transformer Engine, cast_transpose: 16 bit are read and 8 written; what the gradient of the weights needs is written
+        # a second time, transposed, and so are the weights, for the gradient of the input.
+        activations, gradients = rows * batch * inner * (3 + trained), rows * batch * columns * (3 + trained)
+        forward += (activations + 4 * batch * inner * columns) / self.bandwidth + 2 * self.overhead
+        return forward, backward + gradients / self.bandwidth + self.overhead
+
+    def _products_seconds(self, unit: int) -> tuple[float, float]:
+        """Time of all matrix products of a unit between embedding and head, forward and backward."""
+        components, h, trained = self.workload.components(unit), self.workload.hidden_size, self.workload.trains_base(unit)
+        products = [product for component in components for product in component.products(h)]
+        fp8 = self.workload.training.fp8
+        found = [self._product_seconds(product, trained=trained, fp8=fp8) for product in products]
+        found += [self._core_seconds(component) for component in components]
+        return sum(forward for forward, _ in found), sum(backward for _, backward in found)
+
+    def _part(self, unit: int) -> Part:
+        """The kernels of a unit between embedding and head, in addition to its products."""
+        w, block = self.workload, self.workload.block(unit)
+        frozen, adapted = not w.trains_base(unit), w.adapted_layers(unit)
+        if block == gpt2_block(w.hidden_size, w.heads):
+            part = self.kernels.part(w.role(unit))
+            used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
+            return without_inputs(part, {name for names in GPT2_ROWS.values() for name in names} - used) if frozen else part
+        eager, flash = self.kernels.eager, self.kernels.flash
+        parts = [decoder_part(block, w.hidden_size, one, eager=eager, flash=flash) for one in w.components(unit)]
+        if frozen:
+            used_by = [{layer.row for layer in adapted if layer.mixes is (one is block.mixer)} for one in w.components(unit)]
+            parts = [without_inputs(part, INPUT_ROWS - used) for part, used in zip(parts, used_by, strict=True)]
+        return both_parts(*parts) if len(parts) == 2 else parts[0]
+
+    def _scores(self, unit: int) -> int:
+        """Number of attention scores: ``batch x heads x sequence x sequence``."""
+        w, mixer = self.workload, self.workload.block(unit).mixer
+        heads = mixer.heads if isinstance(mixer, (Attention, LatentAttention)) else 0
+        return w.tokens * w.sequence_length * heads
+
+    def _elementwise_seconds(self, part: Part, direction: str, scores: int) -> float:
+        """Time of everything except matrix products, from the table of operations: the slower of memory and instructions."""
+        w, total = self.workload, part.total
+        hidden, casts = w.tokens * w.hidden_size, total("casts") if self.element == 2 else 0
+        fp32 = total(f"{direction}_fp32") + casts
+        bytes_of_hidden = (total(direction) + casts) * self.element + fp32 * 4 + total("kept_mask")
+        bytes_of_scores = total(f"{direction}_scores") * self.element + total("kept_score_mask")
+        traffic = (bytes_of_hidden * hidden + bytes_of_scores * scores) / self.bandwidth
+        accesses = (total(direction) + casts + fp32) * hidden + total(f"{direction}_scores") * scores
+        return max(traffic, accesses * self.kernels.instructions / self.lanes)
+
+    def _pass_seconds(self, busy: float, kernels: float) -> float:
+        """Time of a pass with ``busy`` seconds of work in ``kernels`` kernels: no faster than the host launches them."""
+        return max(busy + kernels * self.overhead, kernels * self.launch)
+
+    def unit(self, unit: int) -> UnitProfile:
+        w, element, role = self.workload, self.element, self.workload.role(unit)
+        hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
+        parameters = w.unit_parameters(unit)
+        selective: SelectiveProfile | None = None
+        shorter: float | None = None
+        activations: float
+        workspaces: tuple[float, float]
+        if role is BlockRole.EMBEDDING:
+            # Gather (or scatter-add) of token rows; where positions are learned, of position rows, and dropout.
+            learned = w.architecture is None or w.architecture.positions > 0
+            activations = w.tokens * (8 + w.hidden_size * learned)  # token ids and dropout mask
+            gathered, scattered, kernels = (6, 5, 3) if learned else (2, 2, 1)
+            forward = self._pass_seconds(gathered * hidden_bytes / self.bandwidth, kernels)
+            # The gradient of the whole table is written, even for few tokens.
+            traffic = scattered * hidden_bytes + 2 * element * parameters
+            backward = self._pass_seconds(traffic / self.bandwidth, kernels)
+            workspaces = (hidden_bytes, 0)
+        elif role is BlockRole.HEAD:
+            frozen = not w.trains_base(0 if w.tied_embeddings else unit)  # its matrix
+            activations = hidden_bytes * (1 if frozen else 2)  # the norm's input and the projection's
+            gemm = self._gemm_seconds(w.tokens, w.vocabulary_size, w.hidden_size)
+            forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2)
+            _, gemm_backward = self._product_seconds(Product(w.vocabulary_size, w.hidden_size), trained=not frozen)
+            backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4)
+            workspaces = (0, hidden_bytes)
+        else:
+            part, scores = self._part(unit), self._scores(unit)
+            h, total = w.hidden_size, part.total
+            activations = total("kept") * hidden_bytes + (total("kept_mask") + 4 * total("kept_fp32")) * w.tokens * h
+            activations += (total("kept_scores") * element + total("kept_score_mask")) * scores
+            if element == 2:
+                activations += 4 * (total("kept_casts") * w.tokens * h + total("kept_score_casts") * scores)
+            gemm, gemm_backward = self._products_seconds(unit)
+            added = additions(w, unit, self._product_seconds, self.bandwidth) + expert_loop(w, unit, self.bandwidth)
+            activations += added.kept_bytes
+            forward = self._pass_seconds(
+                gemm + self._elementwise_seconds(part, "forward", scores) + added.forward_seconds,
+                total("forward_kernels") + added.forward_kernels,
+            )
+            backward = self._pass_seconds(
+                gemm_backward + self._elementwise_seconds(part, "backward", scores) + added.backward_seconds,
+                total("backward_kernels") + added.backward_kernels,
+            )
+            selective = self._selective(unit, part, round(activations - hidden_bytes))
+            shorter = self._shorter_recompute_seconds(unit, part, scores)
+            # The table's workspaces include the output, and in backward its gradient and that of the input.
+            workspaces = (
+                (part.forward_workspace - 1) * hidden_bytes + added.workspace_bytes,
+                (part.backward_workspace - 2) * hidden_bytes
+                + part.backward_score_workspace * element * scores
+                + added.workspace_bytes,
+            )
+        frozen_parameters = w.frozen_parameters(unit)
+        update, states = self._update(unit, parameters - frozen_parameters)
+        return UnitProfile(
+            role=role,
+            parameters=parameters,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            gpu_update_seconds=update,
+            input_bytes=round(min(activations, 8 * w.tokens if role is BlockRole.EMBEDDING else hidden_bytes)),
+            activation_bytes=round(activations),
+            forward_workspace_bytes=round(workspaces[0]),
+            backward_workspace_bytes=round(workspaces[1]),
+            selective=selective,
+            frozen_parameters=frozen_parameters,
+            frozen_bytes=w.frozen_bytes(unit),
+            state_bytes=None if w.training.optimizer is Optimizer.ADAMW else states,
+            shorter_recompute_seconds=shorter,
+        )
+
+    def _shorter_recompute_seconds(self, unit: int, part: Part, scores: int) -> float | None:
+        """Time of a recomputation that stops at the last tensor that backward needs. An operation's inputs are saved before it
+        runs (``pack_hook`` of ``_recomputation_hook`` in torch/utils/checkpoint.py), so a product that is the last is left out.
+        """
+        w = self.workload
+        if not w.training.early_stop or w.looped_experts is not None or w.adapted_layers(unit):
+            return None
+        needed = part.until_saved()
+        last_product = needed.operations[-1].name == LAST
+        gemm, _ = self._products_seconds(unit)
+        if last_product:
+            component = w.components(unit)[-1]
+            gemm -= self._product_seconds(component.products(w.hidden_size)[-1])[0]
+        kernels = needed.total("forward_kernels") - last_product
+        return self._pass_seconds(gemm + self._elementwise_seconds(needed, "forward", scores), kernels)
+
+    def _update(self, unit: int, trained: int) -> tuple[float, int]:
+        """Time of an update of ``trained`` parameters on the GPU, and the size of its states. States and masters are read and
+        written, gradients read, and parameters written; without masters these are read, too.
+        """
+        w, element = self.workload, self.element
+        optimizer, matrices = w.training.optimizer, w.trained_matrices(unit)
+        states = state_bytes(optimizer, trained, matrices, mixed=w.precision.is_mixed)
+        accesses = 2 if w.has_masters else 3
+        traffic = 2 * states + trained * accesses * element + trained * temporary_bytes(optimizer)
+        seconds = traffic / self.bandwidth + self.overhead
+        for matrix in orthogonalised(optimizer, matrices):
+            products = newton_schulz(matrix)
+            seconds += (
+                sum(self._gemm_seconds(*sizes, batch=matrix.matrices) for sizes in products) + len(products) * self.overhead
+            )
+        return seconds, states
+
+    def _selective(self, unit: int, part: Part, kept_bytes: int) -> SelectiveProfile | None:
+        """Selective recomputation of a part that keeps ``kept_bytes`` in addition to its input."""
+        chosen, w, scores = part.selection, self.workload, self._scores(unit)
+        if chosen is None:
+            return None
+        saved = chosen.kept * self.element * w.tokens * w.hidden_size
+        saved += (chosen.kept_scores * self.element + chosen.kept_score_mask) * scores
+        again = Part(tuple(operation for operation in part.operations if operation.name in chosen.again), 0, 0)
+        busy = self._elementwise_seconds(again, "forward", scores)
+        if chosen.products:
+            busy += self._core_seconds(w.block(unit).mixer)[0]
+        seconds = self._pass_seconds(busy, again.total("forward_kernels"))
+        return SelectiveProfile(kept_bytes - round(saved), seconds)
+
+    def loss(self) -> LossProfile:
+        w, element = self.workload, self.element
+        if w.chunked_loss:
+            return self._chunked_loss()
+        head = TRANSFORMERS_HEAD if self.kernels.eager and w.architecture is not None else self.kernels.head
+        logits = w.tokens * w.vocabulary_size
+        traffic, workspace = (
+            (head.traffic_16bit, head.workspace_16bit) if element == 2 else (head.traffic_32bit, head.workspace_32bit)
+        )
+        seconds = self._pass_seconds(traffic * logits / self.bandwidth, head.kernels)
+        return LossProfile(seconds, element * logits, round(workspace * logits), head.keeps_logits)
+
+    def _chunked_loss(self) -> LossProfile:
+        """Liger Kernel at 00eba63, ``ops/fused_linear_cross_entropy.py``: a kernel reads a chunk's logits twice, and writes
+        their gradient in their place; every chunk adds to the gradient of the head's matrix. LLMQ at b77d9691 does the same
+        (``src/kernels/fused_classifier.cu``, ``_backward_lmhead`` in ``src/models/llama_model.cpp``).
+        """
+        w, element = self.workload, self.element
+        chunks = -(-w.tokens // w.loss_tokens)
+        added = chunks * w.trains_base(0 if w.tied_embeddings else w.unit_count - 1)  # a frozen matrix has no gradient
+        traffic = 3 * element * w.tokens * w.vocabulary_size + 2 * element * added * w.vocabulary_size * w.hidden_size
+        seconds = self._pass_seconds(traffic / self.bandwidth, 4 * chunks)
+        return LossProfile(seconds, element * w.loss_tokens * w.vocabulary_size, 0, in_place=True)

@@ -1,0 +1,54 @@
+"""Whether a plan fits under any timing, and the waits that make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autohete.analysis.memory_waits import with_memory_waits
+from autohete.analysis.worst_case import WorstCase, worst_case
+from autohete.execution import Executor
+from autohete.lowering import lower
+from autohete.plan import Plan
+from autohete.profile import Profile
+from autohete.simulate.simulation import Simulation, simulate_schedule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Safety:
+    """Whether a plan fits under any timing, and at what cost.
+
+    Args:
+        gpu, host: the most that any execution of the simulated schedule occupies.
+        safe: the simulation with the waits that make all fit; the original one if it needs none; None if no such waits are
+            known.
+        cost: relative increase of the iteration time due to the waits.
+        pinned: the same for pinned host memory; None if it has no limit of its own.
+    """
+
+    gpu: WorstCase
+    host: WorstCase
+    safe: Simulation | None
+    cost: float
+    pinned: WorstCase | None = None
+
+
+def safety(simulation: Simulation, executor: Executor | None = None) -> Safety:
+    """Compute the worst case of ``simulation``, and simulate its plan with the waits that make it fit under any timing."""
+    gpu, host, *parts = (worst_case(simulation.schedule, one.memory) for one in simulation.memories)
+    pinned = parts[0] if parts else None
+    if all(worst.fits for worst in (gpu, host, *parts)):
+        return Safety(gpu, host, simulation, 0.0, pinned)
+    schedule = with_memory_waits(simulation.schedule, simulation.trace)
+    if schedule is None:
+        return Safety(gpu, host, None, 0.0, pinned)
+    safe = simulate_schedule(simulation.profile, simulation.plan, schedule, executor)
+    waits = sum(len(task.after) for task in schedule.tasks) - sum(len(task.after) for task in simulation.schedule.tasks)
+    before = simulation.iteration_seconds
+    cost = safe.iteration_seconds / before - 1 if before else 0.0
+    return Safety(gpu, host, replace(safe, waits=simulation.waits + waits), cost, pinned)
+
+
+def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None) -> Simulation:
+    """Lower ``plan`` and execute it in the simulator (or in ``executor``), with waits for memory if the plan asks for them."""
+    found = simulate_schedule(profile, plan, lower(profile, plan), executor)
+    return safety(found, executor).safe or found if plan.memory_waits else found

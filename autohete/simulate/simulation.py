@@ -1,0 +1,97 @@
+"""The simulation of a plan: its schedule, executed until iterations repeat, with the occupancy of each memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete.analysis.occupancy import Occupancy, occupancy
+from autohete.execution import Executor
+from autohete.execution.trace import Steady, Trace
+from autohete.plan import Plan
+from autohete.plan.policy import Verdict
+from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
+from autohete.sim import SimExecutor
+
+#: Iterations of the first run; doubled until the steady state appears. With a barrier, iterations repeat at once.
+_FIRST_TRY = 4
+
+
+_FIRST_TRY_WITH_BARRIER = 3
+
+
+_LONGEST_TRY = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simulation:
+    """The simulation of a plan on a hardware, with everything that led to it."""
+
+    profile: Profile
+    plan: Plan
+    schedule: Schedule
+    trace: Trace
+    steady: Steady
+    gpu: Occupancy
+    host: Occupancy
+    #: None if pinned memory has no limit of its own.
+    pinned: Occupancy | None = None
+    #: Number of waits for memory in the schedule, in addition to the plan's own waits.
+    waits: int = 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether all memories fit, and if not, which one is exceeded."""
+        return verdict(*self.memories)
+
+    @property
+    def memories(self) -> tuple[Occupancy, ...]:
+        """GPU, host, and pinned host memory if that has a limit."""
+        return (self.gpu, self.host) if self.pinned is None else (self.gpu, self.host, self.pinned)
+
+    @property
+    def iteration_seconds(self) -> float:
+        """Time of one iteration in the steady state."""
+        return self.steady.period_seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        """Sequences per second on all GPUs."""
+        return self.profile.workload.samples * self.profile.hardware.gpus / self.iteration_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second on all GPUs."""
+        return self.samples_per_second * self.profile.workload.sequence_length
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """Model TFLOP/s, not counting recomputation."""
+        return self.profile.workload.model_flops / self.iteration_seconds * 1e-12
+
+
+def verdict(*memories: Occupancy) -> Verdict:
+    """Return the verdict of occupancies; the first that does not fit decides."""
+    short = next((one.memory for one in memories if not one.fits), None)
+    return Verdict.OK if short is None else Verdict(f"{short}-out-of-memory")
+
+
+def run_until_steady(schedule: Schedule, executor: Executor, iterations: int = _FIRST_TRY) -> tuple[Trace, Steady]:
+    """Run ``schedule`` for ``iterations``, then longer, until its iterations repeat (or there are enough to average over)."""
+    while True:
+        trace = executor.run(schedule, iterations)
+        steady = trace.steady()
+        if steady.settled or iterations >= _LONGEST_TRY:
+            return trace, steady
+        iterations *= 2
+
+
+def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor: Executor | None = None) -> Simulation:
+    """Execute ``schedule`` (that of ``plan``, or one with more waits) in the simulator, or in ``executor``."""
+    executor = executor or SimExecutor()
+    first_try = _FIRST_TRY_WITH_BARRIER if plan.has_barrier else _FIRST_TRY
+    trace, steady = run_until_steady(schedule, executor, first_try)
+    gpu, host = (occupancy(trace, memory) for memory in (GPU_MEMORY, HOST_MEMORY))
+    limited = any(memory.name == PINNED_MEMORY for memory in schedule.memories)
+    pinned = occupancy(trace, PINNED_MEMORY) if limited else None
+    return Simulation(profile, plan, schedule, trace, steady, gpu, host, pinned)
