@@ -4,7 +4,7 @@
     ├── InputError               an invalid value, name, file or flag
     │   ├── OnePoolError             a plan copies between GPU and host, which are one pool of memory
     │   ├── OptimizerError           a plan updates where, or in parts that, the optimizer cannot
-    │   └── RuleError                a rule of a plan contradicts another or the data dependencies, or changes nothing
+    │   └── RuleError                a rule of a plan contradicts another or the data dependencies
     ├── InfeasibleError          no plan fits the available memory; has the smallest budget that works
     ├── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
     ├── NonFiniteError           a step's loss or gradient is NaN or infinite; says what the step has changed

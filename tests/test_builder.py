@@ -42,6 +42,7 @@ from autohete.schedule import (
     validate,
 )
 from autohete.testing import checks, strategies
+from autohete.testing.checks import idle_rules
 from autohete.testing.list_scheduler import list_schedule
 from autohete.workload import Workload
 
@@ -155,7 +156,7 @@ def with_fewer_rules(draw: st.DrawFn) -> tuple[Profile, Plan, Plan]:
     profile = draw(strategies.profiles(max_micro_batches=3))
     plan = draw(strategies.plans(profile))
     fewer = replace(plan, rules=tuple(rule for rule in plan.rules if draw(st.booleans())))
-    return profile, plan, strategies.without_idle_rules(profile, fewer)
+    return profile, plan, strategies.without_contradictions(profile, fewer)
 
 
 @given(with_fewer_rules())
@@ -191,15 +192,23 @@ def test_a_rule_never_makes_a_schedule_faster(drawn: tuple[Profile, Plan, Plan])
 
 
 @given(with_fewer_rules(), st.integers(0, 5))
-def test_what_changes_nothing_is_refused_by_name(drawn: tuple[Profile, Plan, Plan], place: int) -> None:
-    """Every rule of a plan that is lowered changes something: a second time it does not, and is named."""
+def test_a_rule_given_twice_is_harmless_and_named(drawn: tuple[Profile, Plan, Plan], place: int) -> None:
+    """A rule that the plan already has changes nothing, and is among its idle rules, however the rules are ordered."""
     profile, plan, _ = drawn
     if place < len(plan.rules):
-        again = plan.rules[place]
-        with pytest.raises(RuleError) as caught:
-            lower(profile, replace(plan, rules=(*plan.rules, again)))
-        assert caught.value.rule == again
-        assert str(again) in str(caught.value)
+        again = replace(plan, rules=(plan.rules[place], *plan.rules))
+        assert str(lower(profile, again)) == str(lower(profile, plan))
+        assert plan.rules[place] in idle_rules(profile, again)
+
+
+@given(with_fewer_rules())
+def test_rules_change_no_duration(drawn: tuple[Profile, Plan, Plan]) -> None:
+    """Any subset of a plan's rules leaves its tasks, their lanes and their durations as they are, and what lanes share."""
+    profile, *both = drawn
+    full, few = (lower(profile, plan) for plan in both)
+    lasting = [{task.id: (task.lane, task.duration_ns) for task in schedule.tasks} for schedule in (full, few)]
+    assert lasting[0] == lasting[1]
+    assert (full.flows, full.resources) == (few.flows, few.resources)
 
 
 SMALL = analytic_profile(
@@ -210,22 +219,26 @@ ON_CPU = Plan("by hand", (UnitPlan(update_on=Processor.CPU),) * 6, update_bytes=
 
 
 @pytest.mark.parametrize(
-    ("rules", "message"),
+    ("rules", "idle"),
     [
-        ((Window(9),), r"Window\(size=9\) changes nothing in this plan"),
-        ((GpuUpdatesAfterBackward(),), r"GpuUpdatesAfterBackward\(\) changes nothing"),
-        ((BlockingCopies(Kind.WRITE_BACK_FORWARD),), "BlockingCopies.* changes nothing"),
-        ((Slots(_G, 1), Slots(_G, 2)), r"Slots\(kind=G, count=2\) changes nothing"),
-        ((BlockingCopies(_G), Slots(_G, 1)), r"Slots\(kind=G, count=1\) asks only for what BlockingCopies\(kind=G"),
-        ((Window(1), UpdatesAfterBackward()), r"wait for each other: .* Leave out .*UpdatesAfterBackward\(\)"),
-        ((Barrier(), Barrier()), r"Barrier\(\) twice"),
+        ((Window(9),), (Window(9),)),
+        ((GpuUpdatesAfterBackward(),), (GpuUpdatesAfterBackward(),)),
+        ((BlockingCopies(Kind.WRITE_BACK_FORWARD), Barrier()), (BlockingCopies(Kind.WRITE_BACK_FORWARD),)),
+        ((Slots(_G, 1), Slots(_G, 2)), (Slots(_G, 2),)),
+        ((BlockingCopies(_G), Slots(_G, 1)), (BlockingCopies(_G), Slots(_G, 1))),
+        ((Slots(_G, 1), UpdatesAfterBackward()), ()),
     ],
     ids=str,
 )
-def test_rules_that_do_not_go_together(rules: tuple[Rule, ...], message: str) -> None:
-    """What contradicts, repeats or does not concern the plan is refused, with its name and what to do."""
-    with pytest.raises(RuleError, match=message):
-        lower(SMALL, replace(ON_CPU, rules=rules))
+def test_idle_rules_are_named(rules: tuple[Rule, ...], idle: tuple[Rule, ...]) -> None:
+    """What repeats another rule, or concerns nothing in the plan, is lowered, and named by a check."""
+    assert tuple(idle_rules(SMALL, replace(ON_CPU, rules=rules))) == idle
+
+
+def test_rules_that_contradict_each_other() -> None:
+    """A plan whose tasks would wait for each other is refused with the names of the rules, and what to leave out."""
+    with pytest.raises(RuleError, match=r"wait for each other: .* Leave out .*UpdatesAfterBackward\(\)"):
+        lower(SMALL, replace(ON_CPU, rules=(Window(1), UpdatesAfterBackward())))
 
 
 def most_at_a_time(trace: Trace, kind: Kind) -> int:

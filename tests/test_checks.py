@@ -44,7 +44,7 @@ from autohete.schedule import (
 from autohete.simulate import judge_for
 from autohete.testing import checks, strategies
 from autohete.testing.list_scheduler import list_schedule
-from autohete.testing.strategies import without_idle_rules
+from autohete.testing.strategies import without_contradictions
 from autohete.workload import Workload
 
 SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch_size=2)
@@ -81,7 +81,7 @@ def offloaded_in_every_way() -> list[Plan]:
     """Offloaded parameters that are kept, moved, updated and used with activations in every way."""
     switches = product((False, True), repeat=3)
     return [
-        without_idle_rules(
+        without_contradictions(
             PROFILE,
             plan_of(
                 UnitPlan(

@@ -111,7 +111,7 @@ def test_the_walk_finds_what_there_is() -> None:
         "BlockingCopies.kind",
         "UnitProfile.role",
         "BufferId.value",
-        "Comparison.clock",
+        "PredictionComparison.clock",
         "Judgement.verdict",
         "Lane.discipline",
         "StrongHold.checkpointing",

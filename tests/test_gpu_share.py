@@ -58,7 +58,7 @@ def test_every_promise_is_kept(given: tuple[Profile, Plan]) -> None:
 def test_a_share_of_nothing_is_no_share(given: tuple[Profile, Plan]) -> None:
     """Where the share is less than an element, the schedule is that of an update on the CPU, to the letter."""
     profile, plan = given
-    plan = strategies.without_idle_rules(profile, with_share(plan, 1e-12))
+    plan = strategies.without_contradictions(profile, with_share(plan, 1e-12))
     assert str(lower(profile, plan)) == str(lower(profile, with_share(plan, 0.0)))
 
 

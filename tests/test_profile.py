@@ -151,7 +151,7 @@ def test_copies_are_latency_and_bandwidth() -> None:
 
 
 def test_a_cpu_update_is_the_traffic_of_its_kernels() -> None:
-    """A CPU update takes Adam's traffic and that of the elementwise kernels, each at its rate, longer beside a busy GPU."""
+    """A CPU update takes Adam's traffic and that of the elementwise kernels, each at its rate."""
     profile, cpu = analytic_profile(named_workload("gpt-2b"), A100), A100.cpu
     assert cpu.elementwise_bandwidth is not None
     assert cpu.elementwise_bandwidth != cpu.update_bandwidth
@@ -159,15 +159,13 @@ def test_a_cpu_update_is_the_traffic_of_its_kernels() -> None:
     adam, elementwise = parameters * 28 / cpu.update_bandwidth, parameters * 14 / cpu.elementwise_bandwidth
     assert profile.cpu_update_seconds(1, 28) == pytest.approx(adam)
     assert profile.cpu_update_seconds(1, 28, 14) == pytest.approx(adam + elementwise)
-    assert profile.cpu_update_seconds(1, 28, 14, beside_gpu=True) == pytest.approx((adam + elementwise) / cpu.concurrent_share)
-    assert cpu.concurrent_share < 1
 
 
 def test_a_measured_cpu_update_is_taken_as_it_is() -> None:
-    """Where a block's update was measured, neither traffic nor company changes it."""
+    """Where a block's update was measured, traffic does not change it."""
     profile = analytic_profile(named_workload("gpt-2b"), A100)
     measured = replace(profile, units=tuple(replace(block, cpu_update_seconds=0.5) for block in profile.units))
-    assert measured.cpu_update_seconds(1, 28, 14, beside_gpu=True) == 0.5
+    assert measured.cpu_update_seconds(1, 28, 14) == 0.5
 
 
 def test_figures_that_are_left_out_are_neutral() -> None:
@@ -182,7 +180,7 @@ def test_figures_that_are_left_out_are_neutral() -> None:
     profile = analytic_profile(named_workload("gpt-2b"), bare)
     assert profile.h2d_seconds(1e9, pinned=False) == profile.h2d_seconds(1e9)
     assert profile.d2h_seconds(1e9, pinned=False) == profile.d2h_seconds(1e9)
-    assert profile.cpu_update_seconds(1, 28, 14, beside_gpu=True) == pytest.approx(profile.cpu_update_seconds(1, 42))
+    assert profile.cpu_update_seconds(1, 28, 14) == pytest.approx(profile.cpu_update_seconds(1, 42))
     full = analytic_profile(named_workload("gpt-2b"), A100)
     assert all(a.forward_seconds < b.forward_seconds for a, b in zip(profile.units[1:], full.units[1:], strict=True))
     few = analytic_profile(Workload("x", 64, 1, 4, 100, 4, 1), bare).units[1].forward_seconds

@@ -22,7 +22,8 @@ from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import rounded_when_pinned
-from autohete.schedule import GPU_MEMORY, NVME_READ, NVME_WRITE, Kind, TaskId
+from autohete.schedule import GPU_MEMORY, NVME_READ, NVME_WRITE, Kind, TaskId, parse_schedule
+from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
 from autohete.simulate.summary import answer
 from autohete.testing import strategies
@@ -235,7 +236,7 @@ def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
     on_cpu = [i for i, unit in enumerate(plan.units) if unit.update_on is Processor.CPU]
     updated = sum(profile.units[i].parameters for i in on_cpu)
     cpu = NODE.cpu
-    assert work(found, Kind.CPU_UPDATE) == pytest.approx(updated * 26 / (cpu.update_bandwidth * cpu.concurrent_share), rel=1e-6)
+    assert work(found, Kind.CPU_UPDATE) == pytest.approx(updated * 26 / cpu.update_bandwidth, rel=1e-6)
     assert work(found, Kind.OFFLOAD_GRADIENTS) == pytest.approx(updated * 2 / NODE.d2h.bandwidth, rel=1e-3)
     fetched = {task.id.unit: task for task in found.schedule.tasks if task.id.kind is Kind.PREFETCH_FORWARD}
     assert fetched.keys() & set(on_cpu)
@@ -247,15 +248,26 @@ def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
         parse_policy("autohete:fp32_upload,fused_casts")
 
 
-@pytest.mark.parametrize("policy", ["stronghold:window=2", "autohete", "zero_offload:delayed_update"])
-def test_updates_beside_training_are_slower_than_a_bulk_step(policy: str) -> None:
-    """What the CPU updates while the GPU trains reaches ``concurrent_share`` of the rates; a bulk step the full ones."""
-    alone = replace(profile_of(), hardware=replace(NODE, cpu=replace(NODE.cpu, concurrent_share=1.0)))
-    profile, plan = planned(policy)
-    times = [work(simulate_plan(p, plan), Kind.CPU_UPDATE) for p in (alone, profile)]
-    assert times[0] == pytest.approx(times[1] * NODE.cpu.concurrent_share, rel=1e-6)
-    bulk = [work(simulate_plan(p, planned("zero_offload")[1]), Kind.CPU_UPDATE) for p in (alone, profile)]
-    assert bulk[0] == bulk[1]
+@pytest.mark.parametrize("share", [0.4, 0.73])
+def test_the_cpu_works_at_its_concurrent_share_while_the_gpu_computes(share: float) -> None:
+    """An update beside the GPU's passes takes 1 / share as long, the rest of it its own time, and the passes theirs."""
+    resources = f"""autohete-schedule 2
+lane gpu fifo
+lane cpu fifo
+flow gpu 1.0 {1 / share!r}
+flow cpu 30000000000.0 30000000000.0
+share cpu_beside_gpu {1 + share!r} gpu,cpu counts-lanes
+task F0 gpu 1000000
+task U0 cpu 2000000
+task F1 gpu 5000000 after=U0
+"""
+    trace = SimExecutor().run(parse_schedule(resources), 1)
+    assert trace.end_ns[0].tolist() == pytest.approx([1_000_000, 3_000_000 - share * 1_000_000, 8_000_000 - share * 1_000_000])
+    node = replace(NODE, cpu=replace(NODE.cpu, concurrent_share=share))
+    profile, plan = planned("autohete")
+    lowered = lower(replace(profile, hardware=node), plan)
+    assert set(map(str, lowered.flows)) >= {f"flow gpu 1.0 {1 / share!r}"}
+    assert f"share cpu_beside_gpu {1 + share!r} gpu,cpu counts-lanes" in map(str, lowered.resources)
 
 
 def test_updates_in_backward_hold_the_gradients_of_one_unit() -> None:

@@ -449,7 +449,7 @@ def test_a_trainer_does_not_wait_for_itself() -> None:
     "where",
     [
         *(f"train.trainer.{name}" for name in ("observed", "measure", "simulate_safely", "Session")),
-        "runtime.session.Training",
+        "runtime.session.Takeover",
         "runtime.session.LaneThreads",
         "_policy",
     ],

@@ -32,7 +32,7 @@ from autohete.runtime.guard import GuardedParameter
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.testing.strategies import plans, without_idle_rules
+from autohete.testing.strategies import plans, without_contradictions
 from autohete.train.gpt import GPT
 from autohete.workload import Precision, Workload
 
@@ -423,7 +423,7 @@ def test_any_plan_reads_and_writes(data: st.DataObject) -> None:
     """Whatever a plan moves and updates where: what is read is what plain training has, what is written takes effect."""
     workload = replace(SMALL, precision=data.draw(st.sampled_from([Precision.FP32, Precision.BF16])))
     profile = profile_for(workload)
-    plan = without_idle_rules(profile, replace(data.draw(plans(profile)), delayed=False))
+    plan = without_contradictions(profile, replace(data.draw(plans(profile)), delayed=False))
     found: list[list[Tensor]] = []
     expected: list[list[Tensor]] = []
 

@@ -12,6 +12,7 @@ from autohete.errors import InputError
 from autohete.hardware import Hardware
 from autohete.schedule import (
     COLLECTIVE,
+    CPU_BESIDE_GPU,
     GPU_MEMORY,
     LINK,
     MULTIPROCESSORS,
@@ -112,7 +113,7 @@ class _Ranks:
         """Those of each GPU, and the shared resources of each node."""
         found = []
         for resource in self._schedule.resources:
-            shared = 1 if resource.name in (LINK, MULTIPROCESSORS) else self._of_node
+            shared = 1 if resource.name in (LINK, MULTIPROCESSORS, CPU_BESIDE_GPU) else self._of_node
             for number in range(self._gpus // shared):
                 lanes = [self.lane(lane, number * shared + r) for r in range(shared) for lane in resource.lanes]
                 found.append(

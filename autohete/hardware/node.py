@@ -133,7 +133,7 @@ class Cpu:
         cores: physical cores.
         update_bandwidth: DRAM traffic (bytes/s) that one process reaches with the Adam kernel on all cores.
         elementwise_bandwidth: DRAM traffic of PyTorch's elementwise kernels (unscaling, casts); None: same as Adam.
-        concurrent_share: share of these rates that block-by-block updates reach while the GPU trains.
+        concurrent_share: share of these rates that the CPU reaches while the GPU computes.
         launch_seconds: time for the host to launch one kernel; no pass is faster than the launches of its kernels.
         ranks_update_bandwidth: total DRAM traffic of updates with one process per GPU, each bound to its cores, including
             elementwise kernels; None: same as one process on all cores. Not limited by ``Host.usable_share``, which is
@@ -226,6 +226,17 @@ class Hardware:
     def gpus_of_node(self) -> int:
         """Number of the GPUs training together that share one host."""
         return min(self.gpus, self.interconnect.gpus) if self.interconnect else 1
+
+    @property
+    def kept_beside_collectives(self) -> float:
+        """Share of its speed that the GPU keeps while it takes part in a collective."""
+        return 1.0 if self.gpus == 1 or self.interconnect is None else self.interconnect.concurrent_share
+
+    @property
+    def cpu_lost_beside_gpu(self) -> float:
+        """The least CPU time, in seconds, that each second of undisturbed GPU work takes from the CPU's work."""
+        kept = self.kept_beside_collectives
+        return 0.0 if self.shared_cores is not None else max(0.0, kept - self.cpu.concurrent_share) / kept
 
     def part_of(self, count: int) -> int:
         """Return the number of elements per GPU when all GPUs share ``count`` elements."""

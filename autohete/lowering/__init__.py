@@ -9,11 +9,11 @@ add order (``autohete/plan/rules.py``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from autohete.analysis.occupancy import unavoidable_bytes
-from autohete.errors import InfeasibleError, InputError, OnePoolError, RuleError
+from autohete.errors import InfeasibleError, InputError, OnePoolError
 from autohete.hardware import Hardware
 from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
@@ -21,7 +21,7 @@ from autohete.lowering.clipping import ClippingTasks
 from autohete.lowering.compute import Compute, passes_of
 from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import nvme_bytes, resident_buffers, shared_bandwidth
-from autohete.lowering.frozen import all_trained, without_frozen
+from autohete.lowering.frozen import without_frozen
 from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
 from autohete.lowering.sizes import sizes_of
@@ -29,7 +29,7 @@ from autohete.lowering.slots import least_slots, lives_of, share_slots
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
 from autohete.plan import Plan, Processor
-from autohete.plan.rules import ByPriority, Rule
+from autohete.plan.rules import Rule
 from autohete.profile import LONGEST_TASK_SECONDS, Profile
 from autohete.quantities import format_bytes
 from autohete.schedule import (
@@ -69,7 +69,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
         OnePoolError: the hardware is unified, and the plan uses the CPU or its memory.
         InputError: the plan is for another number of units, its gradients replace parameters that are still needed, it has too
             few slots, several GPUs cannot shard what they should, or one of its rules contradicts another rule or the data
-            dependencies, changes nothing, or duplicates another rule.
+            dependencies.
     """
     if len(plan.units) != len(profile.units):
         raise InputError(f"the plan has {len(plan.units)} units, the profile {len(profile.units)}: plan for this workload")
@@ -78,7 +78,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     _check_nvme(hardware, lowered.on_nvme, lowered.drives)
     if hardware.unified:
         _check_one_pool(hardware.name, schedule.tasks)
-    flows, resources = shared_bandwidth(hardware, updates_beside_gpu=plan.updates_beside_gpu, uses_nvme=nvme is not None)
+    flows, resources = shared_bandwidth(hardware, uses_nvme=nvme is not None, uses_cpu=lowered.uses_cpu)
     seconds = [duration(profile) for duration in lowered.durations]
     if not all(each < LONGEST_TASK_SECONDS for each in seconds):
         _refuse_absurd([seconds[which] for which in lowered.lasts], schedule.tasks)
@@ -117,6 +117,7 @@ class _Lowered:
         durations: the different ones.
         lasts: for each task, its place among the durations.
         drives: whether something rests on NVMe.
+        uses_cpu: whether the CPU has a task.
         on_nvme: its bytes.
     """
 
@@ -124,6 +125,7 @@ class _Lowered:
     durations: tuple[Duration, ...]
     lasts: tuple[int, ...]
     drives: bool
+    uses_cpu: bool
     on_nvme: int
 
 
@@ -155,7 +157,7 @@ def _was_asked(key: int) -> bool:
 @lru_cache(maxsize=4)  # a plan that might fit is lowered again at once, and the next setting of a sweep has the same few
 def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     """Lower ``plan`` for a profile without times and rates."""
-    given, plan = plan, without_frozen(profile, plan)
+    plan = without_frozen(profile, plan)
     if not profile.workload.has_masters and any(
         unit.gradients_replace_parameters and unit.update_on is Processor.GPU for unit in plan.units
     ):
@@ -170,7 +172,6 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     shards = Shards(profile, plan)
     shards.check()
     builder, order = _ordered(profile, plan, shards)
-    _check_rules(profile, plan, given, builder)
     drives = any(unit.states.home == NVME_MEMORY for unit in plan.units)  # also for an optimizer without states
     on_nvme = nvme_bytes(profile, plan, shards)
     discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
@@ -183,9 +184,10 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         memories=_memories(hardware, 0 if drives else None),
         resident=tuple(resident_buffers(profile, plan, shards, on_nvme)),
     )
+    uses_cpu = any(task.lane == CPU for task in schedule.tasks)
     durations = builder.durations(order)
     places = {duration: place for place, duration in enumerate(dict.fromkeys(durations))}
-    return _Lowered(schedule, tuple(places), tuple(places[duration] for duration in durations), drives, on_nvme)
+    return _Lowered(schedule, tuple(places), tuple(places[duration] for duration in durations), drives, uses_cpu, on_nvme)
 
 
 def _memories(hardware: Hardware, nvme_capacity: int | None) -> tuple[Memory, ...]:
@@ -330,48 +332,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
 
 
 def _apply(rules: tuple[Rule, ...], builder: Builder) -> None:
-    """Apply the rules. ``ByPriority`` comes first, because other rules depend on the lanes' discipline."""
-    for author, rule in sorted(enumerate(rules, start=1), key=lambda item: not isinstance(item[1], ByPriority)):
+    for author, rule in enumerate(rules, start=1):
         builder.waits.author = author
         rule.apply(builder)
     builder.waits.author = 0
-
-
-def _check_rules(profile: Profile, plan: Plan, given: Plan, builder: Builder) -> None:
-    """Refuse rules that change nothing or duplicate another rule.
-
-    Clipping orders updates too, which makes some rules redundant, and so do frozen units. But a rule describes a system
-    independently of the workload, so it is refused only if it also changes nothing without clipping and with all trained.
-    """
-    rules = plan.rules
-    idle = _idle_rules(rules, builder)
-    if idle and (profile.workload.clips or any(unit.is_frozen for unit in profile.units)):
-        simple = all_trained(replace(profile, workload=replace(profile.workload, clip_norm=None)))
-        try:
-            simplest, _ = _ordered(simple, given, Shards(simple, given))
-            idle &= _idle_rules(rules, simplest)
-        except InputError:  # with all trained they contradict each other, or too few slots: nothing is known against them
-            idle = set()
-    for author, rule in enumerate(rules, start=1):
-        if rule in rules[: author - 1]:
-            raise RuleError(f"the plan has {rule} twice: give it once", rule)
-        if author not in idle:
-            continue
-        others = [rules[other - 1] for claimant, other in builder.waits.claims if claimant == author and other]
-        if others:
-            raise RuleError(f"{rule} asks only for what {others[0]} asks for: leave one of them out", rule)
-        raise RuleError(
-            f"{rule} changes nothing in this plan: what it asks for follows from what data need and from the other rules, or "
-            "there are no tasks that it is about; leave it out",
-            rule,
-        )
-
-
-def _idle_rules(rules: tuple[Rule, ...], builder: Builder) -> set[int]:
-    """Return the rules that add no wait of their own, as indices counted from 1."""
-    needed = builder.waits.authors()
-    return {
-        author
-        for author, rule in enumerate(rules, start=1)
-        if author not in needed and not (isinstance(rule, ByPriority) and builder.has_choice())
-    }

@@ -136,6 +136,8 @@ class Builder:
         self._synchronous: dict[TaskId, list[TaskId]] = {}
         #: Waits for passes of the previous iteration that are not declared yet.
         self._undeclared: list[tuple[TaskId, TaskId, int]] = []
+        #: Tasks that run one after another, with the author of that order.
+        self._turns: list[tuple[int, Sequence[TaskId]]] = []
         self._passed = -1  # index of the last pass so far
         needed = dict.fromkeys(task.unit for task in passes if task.kind in (Kind.RECOMPUTE, Kind.BACKWARD))
         #: Priorities of copies for backward, by unit: before all copies for the next forward, in the order of use.
@@ -196,13 +198,6 @@ class Builder:
         """The task that completes what ``reader`` reads: for a gradient that several passes add to, the last of them."""
         writers = (task for task, writes, _ in self._accesses.get(_place_of(buffer), ()) if writes)
         return max((task for task in writers if task < reader), default=self._made[buffer])
-
-    def has_choice(self) -> bool:
-        """Whether any lane except the GPU's has tasks of different priorities."""
-        urgencies: dict[str, set[int]] = {}
-        for draft in self.drafts:
-            urgencies.setdefault(draft.lane, set()).add(draft.priority)
-        return any(len(found) > 1 for lane, found in urgencies.items() if lane != GPU)
 
     def first_backward(self, unit: int, micro_batch: int = 0) -> TaskId:
         """Return the first pass of backward that needs the unit's parameters."""
@@ -265,12 +260,8 @@ class Builder:
             self._undeclared.append((task, before, back))
 
     def in_turn(self, tasks: Sequence[TaskId]) -> None:
-        """Run ``tasks`` of one lane in this order, whatever its discipline. On a fifo lane the issue order suffices."""
-        for before, task in zip(tasks, tasks[1:], strict=False):
-            if self.by_priority:
-                self.after(task, before)
-            else:
-                self.waits.issue(self._index[task], self._index[before])
+        """Run ``tasks`` of one lane in this order, whatever its discipline."""
+        self._turns.append((self.waits.author, tasks))
 
     def take_most_urgent(self) -> None:
         """Let all lanes but the GPU's run the most urgent ready task first."""
@@ -364,6 +355,15 @@ class Builder:
 
     def order(self) -> list[int]:
         """Indices of the tasks among the drafts, in issue order; see :meth:`Waits.order`."""
+        for author, tasks in self._turns:
+            self.waits.author = author
+            for before, task in zip(tasks, tasks[1:], strict=False):
+                if self.by_priority:
+                    self.after(task, before)
+                else:  # on a fifo lane the issue order suffices
+                    self.waits.issue(self._index[task], self._index[before])
+        self.waits.author = 0
+        self._turns.clear()
         return self.waits.order(self.drafts)
 
     def tasks(self, order: Sequence[int]) -> tuple[Task, ...]:

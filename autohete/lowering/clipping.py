@@ -55,7 +55,7 @@ class ClippingTasks:
         size = _gradient_bytes(self._profile, self._plan, unit, side) * self._shards.share(unit)
         value = Value.GRADIENTS if on_host else self._shards.gradients(unit)
         if on_host:
-            seconds = durations.cpu_kernel(size, beside_gpu=self._plan.updates_beside_gpu)
+            seconds = durations.cpu_kernel(size)
             norm = b.task(Kind.GRADIENT_NORM, unit, CPU, seconds, unit)
         else:
             # Overlaps backward: it runs on the stream of the reductions, after them (DeepSpeed's ``reduction_stream``).

@@ -97,9 +97,9 @@ def total(parts: tuple[Duration, ...]) -> Duration:
 
 
 @_kept
-def cpu_kernel(traffic_bytes: float, *, beside_gpu: bool) -> Duration:
+def cpu_kernel(traffic_bytes: float) -> Duration:
     """An elementwise kernel on the CPU."""
-    return lambda profile: profile.elementwise_seconds(traffic_bytes, beside_gpu=beside_gpu)
+    return lambda profile: profile.elementwise_seconds(traffic_bytes)
 
 
 @_kept
@@ -114,14 +114,12 @@ def gpu_update(unit: int, scaled_bytes: int | None, share: float) -> Duration:
 
 
 @_kept
-def cpu_update(
-    unit: int, kernel_bytes: float, elementwise_bytes: float, scaled_bytes: int | None, share: float, *, beside_gpu: bool
-) -> Duration:
+def cpu_update(unit: int, kernel_bytes: float, elementwise_bytes: float, scaled_bytes: int | None, share: float) -> Duration:
     """The same on the CPU, where the traffic of its kernels counts."""
 
     def seconds(profile: Profile) -> float:
-        scaling = 0.0 if scaled_bytes is None else profile.elementwise_seconds(scaled_bytes, beside_gpu=beside_gpu)
-        update = profile.cpu_update_seconds(unit, kernel_bytes, elementwise_bytes, beside_gpu=beside_gpu)
+        scaling = 0.0 if scaled_bytes is None else profile.elementwise_seconds(scaled_bytes)
+        update = profile.cpu_update_seconds(unit, kernel_bytes, elementwise_bytes)
         return (update + scaling) * share
 
     return seconds

@@ -11,6 +11,7 @@ from autohete.profile import Profile
 from autohete.schedule import (
     COLLECTIVE,
     CPU,
+    CPU_BESIDE_GPU,
     D2H,
     GPU,
     GPU_MEMORY,
@@ -118,12 +119,13 @@ def _places(pinned: str) -> list[tuple[Value, str]]:
 
 
 def shared_bandwidth(
-    hardware: Hardware, *, updates_beside_gpu: bool, uses_nvme: bool
+    hardware: Hardware, *, uses_nvme: bool, uses_cpu: bool
 ) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
     """Flows and limits of shared bandwidth: the two directions of the link, drives, and host DRAM for all of them and the CPU.
 
     Unified hardware has none of these. Of several GPUs, each computes more slowly while it takes part in a collective, whose
-    kernels come first: a matrix product plans its tiles for all multiprocessors, and waits for those that are taken.
+    kernels come first: a matrix product plans its tiles for all multiprocessors, and waits for those that are taken. While the
+    GPU computes, the CPU works at ``cpu.concurrent_share`` of its rate, and the GPU at its own.
 
     Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy, and an
     access of a drive, moves each byte through DRAM once. The CPU's demand is the traffic of its optimizer; its weight makes it
@@ -134,9 +136,9 @@ def shared_bandwidth(
     If the CPU stands in for the device, every lane is a thread on its cores as well.
     """
     if hardware.unified:
-        return _beside_collectives(hardware)
+        return _beside_gpu(hardware, uses_cpu=False)
     h2d, d2h, cpu = hardware.h2d, hardware.d2h, hardware.cpu
-    update = cpu.update_bandwidth * (cpu.concurrent_share if updates_beside_gpu else 1.0)
+    update = cpu.update_bandwidth
     flows: tuple[Flow, ...] = (
         Flow(H2D, h2d.bandwidth, h2d.duplex_bandwidth),
         Flow(D2H, d2h.bandwidth, d2h.duplex_bandwidth),
@@ -157,17 +159,26 @@ def shared_bandwidth(
     if nvme is not None:
         resources = (*resources, SharedResource("drives", 1.0, (NVME_READ, NVME_WRITE), counts_lanes=True))
     if hardware.shared_cores is None:
-        gpu, multiprocessors = _beside_collectives(hardware)
-        return (*gpu, *flows), (*resources, *multiprocessors)
+        gpu, beside = _beside_gpu(hardware, uses_cpu)
+        return (*gpu, *flows), (*resources, *beside)
     cores = SharedResource("cores", hardware.shared_cores, (GPU, H2D, D2H, CPU), counts_lanes=True)
     return (Flow(GPU, 1.0, 1.0), *flows), (*resources, cores)
 
 
-def _beside_collectives(hardware: Hardware) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
-    """A collective runs at full speed, and leaves the GPU's other work ``concurrent_share`` of its own."""
-    join = hardware.interconnect
-    if hardware.gpus == 1 or join is None or join.concurrent_share == 1:
+def _beside_gpu(hardware: Hardware, uses_cpu: bool) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
+    """What work beside the GPU's slows: a collective the GPU, and the GPU the CPU. Each leaves the other its concurrent share.
+
+    Weights are inversely proportional to the shares, so that the one that is not slowed reaches its full speed when the other
+    reaches its share.
+    """
+    kept, slowed = hardware.kept_beside_collectives, hardware.cpu.concurrent_share if uses_cpu else 1.0
+    if kept == slowed == 1:
         return (), ()
-    left = join.concurrent_share
-    resource = SharedResource(MULTIPROCESSORS, 1 + left, (GPU, COLLECTIVE), counts_lanes=True)
-    return (Flow(GPU, 1.0, left), Flow(COLLECTIVE, 1.0, 1.0)), (resource,)
+    weight = 1 / slowed if slowed < 1 else kept
+    flows, resources = [Flow(GPU, 1.0, weight)], []
+    if kept < 1:
+        flows.append(Flow(COLLECTIVE, 1.0, weight / kept))
+        resources.append(SharedResource(MULTIPROCESSORS, 1 + kept, (GPU, COLLECTIVE), counts_lanes=True))
+    if slowed < 1:
+        resources.append(SharedResource(CPU_BESIDE_GPU, 1 + slowed, (GPU, CPU), counts_lanes=True))
+    return tuple(flows), tuple(resources)

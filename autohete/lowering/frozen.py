@@ -49,9 +49,3 @@ def _untrained(unit: UnitPlan, *, has_backward: bool) -> UnitPlan:
         again=unit.again,
         zero_stage=unit.zero_stage,
     )
-
-
-def all_trained(profile: Profile) -> Profile:
-    """``profile`` as if all its parameters were trained."""
-    units = tuple(replace(unit, frozen_parameters=0, frozen_bytes=None) for unit in profile.units)
-    return replace(profile, units=units)

@@ -39,7 +39,7 @@ class Updates:
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, clipping: ClippingTasks) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
-        self._clipping, self._beside_gpu = clipping, plan.updates_beside_gpu
+        self._clipping = clipping
         units = list(enumerate(plan.units))[::-1]
         if clipping.clips and plan.delayed:  # only delayed updates run before the last backward
             units.sort(key=lambda unit: unit[1].update_on is Processor.GPU)
@@ -178,7 +178,7 @@ class Updates:
         arrived = self._arrived(unit, micro_batch)
         b.make(copy, arrived, size)
         # Adding reads two values and writes one.
-        seconds = durations.cpu_kernel(3 * self._sum_bytes(unit), beside_gpu=True)
+        seconds = durations.cpu_kernel(3 * self._sum_bytes(unit))
         add = b.task(Kind.ACCUMULATE, unit, CPU, seconds, unit, micro_batch)
         b.read(add, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
         b.write(add, Value.GRADIENTS, unit, HOST_MEMORY)
@@ -205,7 +205,7 @@ class Updates:
         b, plan, share = self._builder, self._plan, self._shards.share(unit, Processor.CPU)
         self._bring_states(unit)
         traffic = plan.update_bytes, plan.elementwise_bytes, scaled_bytes(self._profile, plan, unit, Processor.CPU)
-        seconds = durations.cpu_update(unit, *traffic, share, beside_gpu=self._beside_gpu)
+        seconds = durations.cpu_update(unit, *traffic, share)
         update = b.task(Kind.CPU_UPDATE, unit, CPU, seconds, unit)
         b.read(update, Value.GRADIENTS, unit, HOST_MEMORY)
         self._clipping.scale(update)

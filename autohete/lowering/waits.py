@@ -37,12 +37,10 @@ class Waits:
 
     Attributes:
         author: who adds waits now: 0 for data, otherwise a rule by its index counted from 1.
-        claims: (rule, rule or data): the second had already asked for what the first asks for.
     """
 
     def __init__(self) -> None:
         self.author = 0
-        self.claims: set[tuple[int, int]] = set()
         #: For some tasks, a task that is issued before them.
         self._issued_before: dict[int, int] = {}
         #: For each task, its waits within the iteration with the first author; and those on the previous iteration, if any.
@@ -58,9 +56,7 @@ class Waits:
 
     def add(self, task: int, before: int, back: int) -> None:
         """Make ``task`` wait for ``before``, ``back`` iterations back."""
-        first = (self._previous if back else self._same)[task].setdefault(before, self.author)
-        if first != self.author:
-            self.claims.add((self.author, first))
+        (self._previous if back else self._same)[task].setdefault(before, self.author)
 
     def issue(self, task: int, before: int) -> None:
         """Issue ``task`` later than ``before``. No wait is needed, because both are on one fifo lane."""
@@ -78,17 +74,6 @@ class Waits:
             found += [(before, 1) for before in self._previous[task] if previous >> before & 1]
         found.sort()
         return found
-
-    def authors(self) -> set[int]:
-        """The authors that added a wait which does not follow from others."""
-        both = ((enumerate(self._same), self._needed_same), (self._previous.items(), self._needed_previous))
-        return {
-            author
-            for asked, needed in both
-            for task, waits in asked
-            for before, author in waits.items()
-            if author and needed[task] >> before & 1
-        }
 
     def order(self, turns: Sequence[Turn]) -> list[int]:
         """Return all tasks, each after those of its iteration that it waits for.

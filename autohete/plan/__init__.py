@@ -14,7 +14,7 @@ from autohete.errors import InputError, RuleError, check_fields, check_whole
 from autohete.hashing import Hashed, hashed_once, same_objects
 from autohete.plan.recomputation import Recomputation, Recomputations, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
-from autohete.plan.rules import Barrier, Rule, SerialUpdates, UpdatesAfterBackward
+from autohete.plan.rules import Barrier, Rule
 from autohete.schedule import HOST_MEMORY, Value
 
 __all__ = [
@@ -148,7 +148,7 @@ class Plan(Hashed):
     Args:
         policy: name and flags, as given. Not part of equality: two policies may decide the same.
         units: one entry per unit, embedding first, head last.
-        rules: order that the system adds to the data dependencies. Each rule must change something; no two may overlap.
+        rules: order that the system adds to the data dependencies. A rule that adds nothing is harmless.
         slots: where fetched parameters live. None: each is allocated when its fetch starts.
         update_bytes: DRAM traffic per parameter of the Adam kernel on the CPU.
         elementwise_bytes: DRAM traffic per parameter of the elementwise kernels of a CPU update: unscaling, casts.
@@ -204,11 +204,6 @@ class Plan(Hashed):
         return self.in_slot(unit) or self.units[unit].gradients_replace_parameters
 
     @property
-    def updates_beside_gpu(self) -> bool:
-        """Whether the CPU updates units while the GPU trains, rather than all at once while the GPU waits."""
-        return self.delayed or not any(isinstance(rule, UpdatesAfterBackward | SerialUpdates) for rule in self.rules)
-
-    @property
     def has_barrier(self) -> bool:
         """Whether the iteration ends with a barrier that no work crosses."""
         return any(isinstance(rule, Barrier) for rule in self.rules)
@@ -244,7 +239,7 @@ def without_refused_rules(plan: Plan, attempt: Callable[[Plan], T]) -> tuple[Pla
     """Remove the rules that ``attempt`` refuses. Returns the remaining plan and the result of ``attempt`` for it.
 
     Args:
-        plan: may have rules that change nothing in it.
+        plan: may have rules that contradict each other, or need more places than it has.
         attempt: a function such as :func:`autohete.lowering.lower` that raises :class:`~autohete.errors.RuleError` for one
             rule at a time.
     """

@@ -105,8 +105,9 @@ class TimeBounds:
 
     def loads(self, x: CountChoices) -> Numbers:
         """The work of the busiest engine or shared resource. Cheaper than :meth:`seconds`."""
-        work = self._work(x, np.array(self.n))
-        return np.maximum(self._gpu(x), self._slowest(work)) - self.rounding
+        work, gpu = self._work(x, np.array(self.n)), self._gpu(x)
+        slowed = work.cpu + gpu * self.hardware.cpu_lost_beside_gpu
+        return np.maximum(np.maximum(gpu, slowed), self._slowest(work)) - self.rounding
 
     def total_load(self, x: CountChoices) -> Numbers:
         """The total work of all engines."""
@@ -165,7 +166,7 @@ class TimeBounds:
     def _slowest(self, work: _Work) -> Numbers:
         """The time for ``work``: each engine at full rate, and all together within their shared capacity."""
         h2d, d2h, cpu = self.hardware.h2d, self.hardware.d2h, self.hardware.cpu
-        update = cpu.update_bandwidth * cpu.concurrent_share
+        update = cpu.update_bandwidth
         link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
         dram = max(self.hardware.host.usable_bandwidth, update)
         copied = work.up * h2d.bandwidth + work.down * d2h.bandwidth

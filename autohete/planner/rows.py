@@ -205,10 +205,10 @@ class Costs:
         return self.profile.units[unit].gpu_update_seconds if self.updated_on(unit, one, Processor.GPU) else 0.0
 
     def cpu_update_seconds(self, unit: int, one: UnitPlan) -> float:
-        """Time of an update on the CPU that overlaps work of the GPU."""
+        """Time of an update on the CPU, undisturbed."""
         if not self.updated_on(unit, one, Processor.CPU):
             return 0.0
-        return self.profile.cpu_update_seconds(unit, self.plan.update_bytes, self.plan.elementwise_bytes, beside_gpu=True)
+        return self.profile.cpu_update_seconds(unit, self.plan.update_bytes, self.plan.elementwise_bytes)
 
     def gradient_bytes(self, unit: int, one: UnitPlan) -> int:
         """Size of the gradients copied to the CPU."""
@@ -220,7 +220,7 @@ class Costs:
         """CPU time to accumulate the gradients of the micro-batches."""
         if not (one.accumulates_on_host and self.updated_on(unit, one, Processor.CPU)):
             return 0.0
-        one_sum = self.profile.elementwise_seconds(3 * self.gradient_bytes(unit, one), beside_gpu=True)
+        one_sum = self.profile.elementwise_seconds(3 * self.gradient_bytes(unit, one))
         return (self.micro_batches - 1) * one_sum
 
     def gradient_seconds(self, unit: int, one: UnitPlan) -> float:
@@ -327,7 +327,8 @@ class Model:
         cpu = updates + table(costs.sums_seconds, others=True)
         everything = np.ones((1, self._n))
         gpu = self._gpu_work()
-        loads = [gpu, *(self._sum(everything, one) for one in self._engines(up, down, cpu))]
+        slowed = self._sum(everything, cpu) + gpu * self._profile.hardware.cpu_lost_beside_gpu
+        loads = [gpu, *(self._sum(everything, one) for one in self._engines(up, down, cpu)), slowed]
         # From the last backward of unit m to its next forward: what follows a backward up to m and precedes its forward.
         under = (self._units[None, :] <= self._units[:, None]).astype(float)
         # A unit without backward may be fetched at any time.
@@ -382,7 +383,7 @@ class Model:
         """Time of the copies up, the copies down and the CPU, each at full rate, and of all within their shared capacity."""
         hardware = self._profile.hardware
         h2d, d2h = hardware.h2d, hardware.d2h
-        update = hardware.cpu.update_bandwidth * hardware.cpu.concurrent_share
+        update = hardware.cpu.update_bandwidth
         link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
         dram = max(hardware.host.usable_bandwidth, update)
         copied = up * h2d.bandwidth + down * d2h.bandwidth

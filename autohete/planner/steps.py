@@ -101,7 +101,6 @@ class BlockCosts:
                 plan.elementwise_bytes,
                 scaled_bytes(profile, plan, i, Processor.CPU),
                 shares[i],
-                beside_gpu=plan.updates_beside_gpu,
             )(profile)
             for i in range(self.count)
         ]

@@ -91,7 +91,7 @@ class DeepOptimizerStates:
             rules=(
                 *([] if self.async_gradients else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
                 UpdatesAfterBackward(),
-                *([GpuUpdatesAfterBackward()] if on_gpu else []),
+                GpuUpdatesAfterBackward(),
                 Barrier(),
                 ByPriority(),
             ),

@@ -30,7 +30,7 @@ from enum import StrEnum
 from autohete.errors import check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan
 from autohete.plan.policy import Judge
-from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, Rule, Slots, UpdatesAfterBackward
+from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, Slots, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import FSDP2, shared
@@ -100,9 +100,9 @@ class Fsdp2Offload:
             policy="fsdp2_offload",
             units=shared(map(unit, range(last + 1)), 3, profile),
             rules=(
-                *self._waits_for_gradients(last),
+                Slots(Kind.OFFLOAD_GRADIENTS, 3) if self.pin_memory else BlockingCopies(Kind.OFFLOAD_GRADIENTS),
                 UpdatesAfterBackward(),
-                *([RefreshAfterUpdates()] if tied else []),
+                RefreshAfterUpdates(),
                 Barrier(),
             ),
             update_bytes=_FUSED if self.fused else 0,
@@ -127,12 +127,6 @@ class Fsdp2Offload:
         if not self.pin_memory:  # the launching thread blocks: before backward of the unit above, but after its forward
             return 1, 0
         return 2, 1 if activations_above is Activations.KEEP else 2
-
-    def _waits_for_gradients(self, last: int) -> tuple[Rule, ...]:
-        slots = 3
-        if not self.pin_memory:
-            return (BlockingCopies(Kind.OFFLOAD_GRADIENTS),)
-        return (Slots(Kind.OFFLOAD_GRADIENTS, slots),) if last >= slots else ()
 
     def _buffer_bytes(self, profile: Profile) -> int:
         """GPU buffers for copies of the largest unit, in addition to its parameters and its gradients."""

@@ -68,15 +68,11 @@ class L2L:
         kept, states = (Rest(HOST_MEMORY, ahead=0) if host else Rest() for host in (self.host_stash, on_gpu))
         outer = UnitPlan(update_on=self.update_on, states=states)
         inner = replace(outer, activations=Activations.RECOMPUTE, parameters=_one_at_a_time(pinned=True), kept=kept)
-        after_update = (Kind.WRITE_BACK_STATES, Kind.WRITE_BACK_BACKWARD)
-        waited_for = (
-            *([Kind.OFFLOAD_ACTIVATIONS] if self.host_stash else []),
-            *(after_update if on_gpu else [Kind.OFFLOAD_GRADIENTS]),
-        )
+        sent = (Kind.OFFLOAD_ACTIVATIONS, Kind.WRITE_BACK_STATES, Kind.WRITE_BACK_BACKWARD, Kind.OFFLOAD_GRADIENTS)
         return Plan(
             policy="l2l",
             units=_units(profile, outer, inner),
-            rules=tuple(BlockingCopies(kind) for kind in waited_for),
+            rules=tuple(map(BlockingCopies, sent)),
             update_bytes=0 if on_gpu else traffic.ADAM_KERNEL,
             elementwise_bytes=0 if on_gpu else traffic.casts(profile),
             footprint=Footprint(

@@ -66,9 +66,8 @@ class OffloadActivations:
             policy="offload_activations",
             units=(UnitPlan(), *[inner] * units, UnitPlan()),
             rules=(
-                *([] if self.streams else [BlockingCopies(Kind.OFFLOAD_ACTIVATIONS)]),
+                Slots(Kind.OFFLOAD_ACTIVATIONS, _STASH + 2) if self.streams else BlockingCopies(Kind.OFFLOAD_ACTIVATIONS),
                 GpuUpdatesAfterBackward(),
-                *([Slots(Kind.OFFLOAD_ACTIVATIONS, _STASH + 2)] if self.streams and units > _STASH + 2 else []),
             ),
         )
 

@@ -99,17 +99,16 @@ class PatrickStar:
             needed_before = profile.workload.clips and profile.workload.micro_batches > 1
             copied_late = tuple(i for i, unit in enumerate(units) if unit.refreshed and not needed_before)
             leaving = tuple(i for i, unit in enumerate(units) if unit.update_on is Processor.CPU and not unit.refreshed)
-            moving = not self.async_move and any(unit.parameters.moves for unit in units)
             return Plan(
                 policy="patrickstar",
                 units=shared(units, 3, profile) if gpus > 1 else tuple(units),
                 rules=(
-                    *([BlockingCopies(Kind.REDUCE_GRADIENTS)] if gpus > 1 else []),
-                    *([BlockingCopies(Kind.WRITE_BACK_FORWARD)] if moving else []),
-                    *([BlockingCopies(Kind.OFFLOAD_GRADIENTS, leaving)] if leaving else []),
-                    SerialUpdates(with_copies=copied_late),  # ends with the first block; the next forward waits for it
-                    *([GpuUpdatesAfterBackward()] if on_gpu > 1 else []),  # that of the first block follows the last backward
-                    *([Barrier()] if on_gpu else []),
+                    *([] if self.async_move else [BlockingCopies(Kind.WRITE_BACK_FORWARD)]),
+                    BlockingCopies(Kind.REDUCE_GRADIENTS),
+                    BlockingCopies(Kind.OFFLOAD_GRADIENTS, leaving),
+                    SerialUpdates(with_copies=copied_late),
+                    GpuUpdatesAfterBackward(),
+                    Barrier(),
                 ),
                 update_bytes=24 + element,
                 footprint=Footprint(

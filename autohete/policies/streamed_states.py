@@ -96,10 +96,7 @@ class StreamedStates:
         return Plan(
             policy="streamed_states",
             units=shared(units, 1, profile),
-            rules=(
-                GpuUpdatesAfterBackward(),
-                *([Slots(Kind.OFFLOAD_ACTIVATIONS, _BUFFERS + 1)] if self.inputs and last - 1 > _BUFFERS + 1 else []),
-            ),
+            rules=(GpuUpdatesAfterBackward(), Slots(Kind.OFFLOAD_ACTIVATIONS, _BUFFERS + 1)),
             footprint=Footprint(host_parameter_bytes=profile.element_bytes),
         )
 

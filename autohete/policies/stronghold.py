@@ -141,7 +141,7 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
     return Plan(
         policy="stronghold",
         units=(outer, *inner, outer),
-        rules=(*([Window(window)] if slides else []), Barrier()),
+        rules=(Window(window), Barrier()),
         # The cache of min(2 w, L) units, less those of blocks that never leave.
         slots=ParameterSlots(max(1, min(2 * window, transformer) - max(0, 2 * window - transformer)), with_gradients=True),
         update_bytes=traffic.ADAM_KERNEL,

@@ -31,7 +31,7 @@ from itertools import accumulate
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, UnitPlan
 from autohete.plan.policy import Judge, Verdict
-from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, Rule, SerialUpdates, UpdatesAfterBackward
+from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import ZERO3, shared
@@ -125,7 +125,13 @@ class TwinFlow:
         return Plan(
             policy="twin_flow",
             units=shared(units, 3, profile),
-            rules=self._rules(units),
+            rules=(
+                *([] if self.pin_memory else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
+                SerialUpdates(),
+                UpdatesAfterBackward(),
+                GpuUpdatesAfterBackward(),
+                Barrier(),
+            ),
             update_bytes=traffic.ADAM_KERNEL,
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),
             scales_gradients=True,
@@ -139,20 +145,6 @@ class TwinFlow:
                 pinned=(Value.POLICY_BUFFERS,) if self.pin_memory else (),
             ),
             flat_buffers=ZERO3,
-        )
-
-    def _rules(self, units: list[UnitPlan]) -> tuple[Rule, ...]:
-        on_cpu = sum(unit.update_on is Processor.CPU for unit in units)
-        on_gpu = sum(unit.update_on is Processor.GPU or unit.gpu_share > 0 for unit in units)
-        # Whether updates wait for more than their own copies. Copies that block backward end with it, except the last one.
-        wait_for_all = on_cpu > 1 if self.pin_memory else units[0].update_on is Processor.CPU
-        return (
-            *([BlockingCopies(Kind.OFFLOAD_GRADIENTS)] if on_cpu and not self.pin_memory else []),
-            *([SerialUpdates()] if on_cpu else []),
-            *([UpdatesAfterBackward()] if wait_for_all else []),
-            *([GpuUpdatesAfterBackward()] if on_gpu > 1 else []),  # that of the first unit follows the last backward anyway
-            # Otherwise the update of the first unit on the CPU ends the step.
-            *([Barrier()] if on_cpu and units[0].update_on is Processor.GPU else []),
         )
 
 

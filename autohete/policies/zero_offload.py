@@ -151,8 +151,7 @@ class ZeroOffload:
                 UpdatesAfterBackward(),
                 *([] if tiles or self.tile_overlap else [RefreshAfterUpdates()]),
                 *([RefreshAfterBackward()] if self.delayed_update else []),
-                # A single buffer for the whole upload already acts as a barrier.
-                *([] if self.delayed_update or master else [Barrier()]),
+                *([] if self.delayed_update else [Barrier()]),
             ),
             update_bytes=traffic.ADAM_KERNEL + (traffic.TILE_BUFFER if tiles else 0),
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if cast else 0),

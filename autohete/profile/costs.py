@@ -256,16 +256,13 @@ class Profile:
         latency = (steps - between) * join.latency_seconds + between * join.network_latency_seconds
         return latency + size_bytes * steps / gpus / bandwidth
 
-    def cpu_update_seconds(
-        self, unit: int, kernel_bytes: float, elementwise_bytes: float = 0.0, *, beside_gpu: bool = False
-    ) -> float:
-        """Time of the optimizer step of ``block`` on the CPU, as measured or from the DRAM traffic per parameter.
+    def cpu_update_seconds(self, unit: int, kernel_bytes: float, elementwise_bytes: float = 0.0) -> float:
+        """Time of the optimizer step of ``unit`` on the CPU, as measured or from the DRAM traffic per parameter.
 
         Args:
             unit: counted from 0.
             kernel_bytes: traffic of the Adam kernel.
             elementwise_bytes: traffic of the elementwise kernels around it.
-            beside_gpu: the step runs while the GPU trains, at ``concurrent_share`` of the rates.
         """
         measured, cpu = self.units[unit].cpu_update_seconds, self.hardware.cpu
         if measured is not None:
@@ -274,18 +271,17 @@ class Profile:
         if kernel_bytes:  # what a system's kernel reads and writes with AdamW's states
             kernel_bytes = max(kernel_bytes - 2 * (moment_bytes(Optimizer.ADAMW) - moment_bytes(optimizer)), 0.0)
         seconds = kernel_bytes / cpu.update_bandwidth + elementwise_bytes / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
-        return self.units[unit].trained_parameters * seconds / (cpu.concurrent_share if beside_gpu else 1.0)
+        return self.units[unit].trained_parameters * seconds
 
     def gpu_memory_seconds(self, traffic_bytes: float) -> float:
         """Time of a GPU kernel that is bound by ``traffic_bytes`` of memory traffic."""
         gpu = self.hardware.gpu
         return traffic_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency) + gpu.kernel_overhead_seconds
 
-    def elementwise_seconds(self, traffic_bytes: float, *, beside_gpu: bool = False) -> float:
-        """Time of an elementwise CPU kernel with ``traffic_bytes`` of DRAM traffic; ``beside_gpu`` as for an update."""
+    def elementwise_seconds(self, traffic_bytes: float) -> float:
+        """Time of an elementwise CPU kernel with ``traffic_bytes`` of DRAM traffic."""
         cpu = self.hardware.cpu
-        rate = (cpu.elementwise_bandwidth or cpu.update_bandwidth) * (cpu.concurrent_share if beside_gpu else 1.0)
-        return traffic_bytes / rate
+        return traffic_bytes / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
 
 
 def _copy_seconds(link: Link, size_bytes: float, pinned: bool) -> float:

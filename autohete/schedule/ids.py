@@ -22,8 +22,9 @@ PINNED_MEMORY = "pinned"
 NVME_READ, NVME_WRITE, NVME_MEMORY = "nvme_read", "nvme_write", "nvme"
 #: Name of the lane for collectives of several GPUs.
 COLLECTIVE = "collective"
-#: Names of the resources that each GPU has for itself: the link whose two directions share a rate, and its multiprocessors.
-LINK, MULTIPROCESSORS = "link", "multiprocessors"
+#: Names of the resources that each GPU has for itself: the link whose two directions share a rate, its multiprocessors, and
+#: what its work takes from the CPU's work beside it.
+LINK, MULTIPROCESSORS, CPU_BESIDE_GPU = "link", "multiprocessors", "cpu_beside_gpu"
 
 
 class Kind(StrEnum):

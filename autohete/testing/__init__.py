@@ -12,7 +12,7 @@ Policies are tested on small and extreme inputs of every kind, and each fault is
         name = "head_on_the_cpu"
 
         def plan(self, profile, judge):
-            units = (*[UnitPlan()] * (len(profile.blocks) - 1), UnitPlan(update_on=Processor.CPU))
+            units = (*[UnitPlan()] * (len(profile.units) - 1), UnitPlan(update_on=Processor.CPU))
             return Plan(self.name, units, update_bytes=28)
 
     @given(strategies.profiles())

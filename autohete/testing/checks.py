@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from autohete.analysis.occupancy import occupancy
 from autohete.analysis.worst_case import worst_case
@@ -25,6 +26,7 @@ from autohete.execution.trace import Trace, check_trace
 from autohete.lowering import lower
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.plan.policy import Judge, Policy
+from autohete.plan.rules import Rule
 from autohete.profile import Profile
 from autohete.schedule import (
     COLLECTIVE,
@@ -115,6 +117,17 @@ class Paths:
                         stack.append(step)
             self._reached[before] = reached
         return (after, later) in self._reached[before]
+
+
+def idle_rules(profile: Profile, plan: Plan) -> list[Rule]:
+    """The rules of ``plan`` without each of which it is lowered to the same schedule: they add nothing to the others."""
+    schedule = lower(profile, plan)
+    without = [plan.rules[:place] + plan.rules[place + 1 :] for place in range(len(plan.rules))]
+    return [
+        rule
+        for rule, rest in zip(plan.rules, without, strict=True)
+        if str(lower(profile, replace(plan, rules=rest))) == str(schedule)
+    ]
 
 
 def chain_faults(paths: Paths, *chain: Instance) -> list[str]:

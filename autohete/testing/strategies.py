@@ -240,7 +240,7 @@ def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
 
 @st.composite
 def plans(draw: Draw, profile: Profile) -> Plan:
-    """Plans for ``profile``: any routes, and any rules but those that contradict each other or change nothing."""
+    """Plans for ``profile``: any routes, and any rules but those that contradict each other."""
     accumulates = profile.workload.micro_batches > 1
     below = max(profile.first_trained - 1, 0)  # a unit that drops its input has one below it that is recomputed
     forwards = [[Activations.KEEP]] * below + draw(_forwards(len(profile.units) - below))
@@ -286,14 +286,14 @@ def plans(draw: Draw, profile: Profile) -> Plan:
         ),
         flat_buffers=FlatBuffers(draw(st.integers(0, 2)), draw(st.integers(0, 3)), draw(st.booleans())),
     )
-    plan = without_idle_rules(profile, plan)
+    plan = without_contradictions(profile, plan)
     if draw(st.booleans()):
         return plan
     in_slots = draw(st.booleans()) and not (accumulates and any(not unit.accumulates_on_host for unit in units))
     in_slots = in_slots and not any(unit.parameters.leaves and unit.zero_stage for unit in units)
     slots = ParameterSlots(1, in_slots)
     least = least_parameter_slots(profile, replace(plan, slots=slots))
-    return without_idle_rules(profile, replace(plan, slots=replace(slots, count=max(1, least + draw(st.integers(0, 2))))))
+    return without_contradictions(profile, replace(plan, slots=replace(slots, count=max(1, least + draw(st.integers(0, 2))))))
 
 
 @st.composite
@@ -323,11 +323,11 @@ def with_shared_updates(draw: Draw, profile: Profile, plan: Plan) -> Plan:
             gradients_on_nvme=False,
             norm_on=None,
         )
-    return without_idle_rules(profile, replace(plan, units=tuple(units), delayed=False))
+    return without_contradictions(profile, replace(plan, units=tuple(units), delayed=False))
 
 
-def without_idle_rules(profile: Profile, plan: Plan) -> Plan:
-    """The plan without the rules for which :func:`autohete.lowering.lower` would refuse it."""
+def without_contradictions(profile: Profile, plan: Plan) -> Plan:
+    """The plan without the rules that contradict others or the data dependencies."""
     return without_refused_rules(plan, partial(lower, profile))[0]
 
 
