@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from autohete.cli.axes import parse_over
-from autohete.cli.moves import Move, moved, moves
 from autohete.cli.question import Question, Shape
+from autohete.cli.shifts import Shift, shifted, shifts
 from autohete.cli.sweep import sweep
 from autohete.errors import InputError
 from autohete.hardware import uncertain_figures
@@ -55,21 +55,21 @@ def test_an_effect_is_that_of_the_setting_alone(tmp_path: Path, capsys: pytest.C
 
 def test_figures_with_a_range_are_moved_to_its_ends() -> None:
     """Without keys every figure with a range that was not set is moved; a figure that was set, or has none, by 10 %."""
-    found = {move.key: move for move in moves(QUESTION, [])}
+    found = {move.key: move for move in shifts(QUESTION, [])}
     assert list(found) == [one.key for one in uncertain_figures(QUESTION.hardware) if one.key != "links.h2d.bandwidth"]
-    assert found["gpu.kernel_overhead"] == Move("gpu.kernel_overhead", "4us", ("2us", "8us"))
+    assert found["gpu.kernel_overhead"] == Shift("gpu.kernel_overhead", "4us", ("2us", "8us"))
     asked = [parse_over(key, bare=True) for key in ("links.h2d.bandwidth", "gpu.multiprocessors", "batch-size")]
-    assert [(move.base, move.values) for move in moves(QUESTION, asked)] == [
+    assert [(move.base, move.values) for move in shifts(QUESTION, asked)] == [
         ("10GB/s", ("9GB/s", "11GB/s")),
         ("108", ("97", "119")),
         ("8", ("7", "9")),
     ]
     named = Question(workload="gpt-2b", gpu_memory="16GiB")
     asked = [parse_over(key, bare=True) for key in ("sequence-length", "gpu-memory")]
-    sequence, memory = moves(named, asked)
+    sequence, memory = shifts(named, asked)
     assert (sequence.base, sequence.values) == ("1024", ("921", "1127"))
     assert (memory.base, memory.values) == ("16GiB", ("14.4GiB", "17.6GiB"))
-    changed = [setting.question for setting in moved(named, [sequence, memory], ["resident"])]
+    changed = [setting.question for setting in shifted(named, [sequence, memory], ["resident"])]
     assert changed[0] == named
     assert [question.shape.sequence_length for question in changed] == [None, 921, 1127, None, None]
     assert [question.gpu_memory for question in changed] == ["16GiB", "16GiB", "16GiB", "14.4GiB", "17.6GiB"]

@@ -16,9 +16,9 @@ from cyclopts import Parameter
 
 from autohete.cli.axes import POLICY, Axis, Setting, all_axes, diagonal, parse_over, read_grid, settings
 from autohete.cli.interrupt import in_processes
-from autohete.cli.moves import moved, moves
 from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, Question, Whole
+from autohete.cli.shifts import shifted, shifts
 from autohete.errors import AutoHeteError, InputError
 
 if TYPE_CHECKING:
@@ -153,10 +153,10 @@ def _sensitivity(
 
     for text in policies:
         parse_policy(text)
-    some = moves(question, over)
+    some = shifts(question, over)
     check_outputs(outputs)
     profile = _profile(question)
-    points = list(moved(question, some, tuple(dict.fromkeys(policies))))
+    points = list(shifted(question, some, tuple(dict.fromkeys(policies))))
     keys = ("key", "value", "policy")
     rows = list(_with_progress(_rows(points, keys, jobs, cluster), len(points)))
     order = {setting.texts: place for place, setting in enumerate(points)}

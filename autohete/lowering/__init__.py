@@ -20,7 +20,7 @@ from autohete.lowering.builder import Builder
 from autohete.lowering.clipping import ClippingTasks
 from autohete.lowering.compute import Compute, passes_of
 from autohete.lowering.durations import Duration
-from autohete.lowering.footprint import nvme_bytes, resident_buffers, shared_bandwidth
+from autohete.lowering.footprint import resident_buffers, shared_bandwidth
 from autohete.lowering.frozen import without_frozen
 from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
@@ -173,7 +173,8 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     shards.check()
     builder, order = _ordered(profile, plan, shards)
     drives = any(unit.states.home == NVME_MEMORY for unit in plan.units)  # also for an optimizer without states
-    on_nvme = nvme_bytes(profile, plan, shards)
+    resident = tuple(resident_buffers(profile, plan, shards))
+    on_nvme = sum(buffer.size_bytes for buffer in resident if buffer.memory == NVME_MEMORY)
     discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
     lanes = () if hardware.unified else (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if drives else ()))
     # GPUs must agree on the order of their collectives: that of issue, or with priorities what is most urgent on all of them.
@@ -182,7 +183,7 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         lanes=(Lane(GPU), *(Lane(name, discipline) for name in lanes), *together),
         tasks=builder.tasks(order),
         memories=_memories(hardware, 0 if drives else None),
-        resident=tuple(resident_buffers(profile, plan, shards, on_nvme)),
+        resident=resident,
     )
     uses_cpu = any(task.lane == CPU for task in schedule.tasks)
     durations = builder.durations(order)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from autohete.hardware import Hardware
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
+from autohete.plan.moves import rests
 from autohete.profile import Profile
 from autohete.schedule import (
     COLLECTIVE,
@@ -19,7 +20,6 @@ from autohete.schedule import (
     HOST_MEMORY,
     LINK,
     MULTIPROCESSORS,
-    NVME_MEMORY,
     NVME_READ,
     NVME_WRITE,
     PINNED_MEMORY,
@@ -51,71 +51,26 @@ def pinned_memory(profile: Profile) -> str:
     return HOST_MEMORY if profile.hardware.host.pinned_bytes is None else PINNED_MEMORY
 
 
-def nvme_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
-    """What rests on NVMe: states, and gradients between their copy and the update."""
-    found = 0
-    for i, unit in enumerate(plan.units):
-        if unit.reads_states:
-            found += profile.state_bytes(i, shards.updated(i))
-        if unit.gradients_on_nvme:
-            found += unit.gradients.bytes_of(shards.updated(i), profile.element_bytes)
-    return found
-
-
-def resident_buffers(profile: Profile, plan: Plan, shards: Shards, on_nvme: int) -> Iterator[Buffer]:
-    """Buffers that live permanently, including ``on_nvme`` bytes on NVMe."""
-    held = plan.footprint
-    pinned = pinned_memory(profile)
-    #: Bytes that do not belong to a unit.
-    sizes = dict.fromkeys(_places(pinned), 0)
+def resident_buffers(profile: Profile, plan: Plan, shards: Shards) -> Iterator[Buffer]:
+    """Buffers that live permanently: what rests of each unit, in every memory, and what belongs to no unit."""
+    held, pinned, host = plan.footprint, pinned_memory(profile), profile.hardware.host
     updated: list[int] = []
     for i, unit in enumerate(plan.units):
-        count, on_gpu = shards.updated_on(i, Processor.CPU), shards.updated_on(i, Processor.GPU)
-        on_cpu = unit.update_on is Processor.CPU
-        if not unit.parameters.leaves:
-            yield Buffer(BufferId(shards.parameters(i), GPU_MEMORY, i), shards.kept_bytes(i))
-        if on_cpu:
-            elsewhere = profile.state_bytes(i, count) if unit.reads_states else 0
-            states = max(count * held.host_optimizer_bytes - profile.saved_bytes(i, count) - elsewhere, 0)
-            memory = pinned if Value.OPTIMIZER_STATES in held.pinned else HOST_MEMORY
-            sizes[Value.OPTIMIZER_STATES, memory] += states
-            updated.append(count)
-        elif unit.fetches_states and not unit.reads_states:
-            sizes[Value.OPTIMIZER_STATES, pinned] += profile.state_bytes(i, on_gpu)
-        if shards.updates_on(i, Processor.GPU) and not unit.fetches_states:
-            yield Buffer(BufferId(Value.OPTIMIZER_STATES, GPU_MEMORY, i), profile.state_bytes(i, on_gpu))
-        if unit.parameters.leaves:
-            memory = pinned if unit.parameters.fetched.pinned else HOST_MEMORY
-            copy = 0 if held.one_host_copy and on_cpu else shards.kept(i) * held.host_parameter_bytes
-            sizes[Value.PARAMETERS, memory] += copy + shards.frozen_bytes(i)
+        for value, memory, size in rests(unit, shards.sizes(i), held, pinned, trained=not shards.is_frozen(i)):
+            yield Buffer(BufferId(value, memory, i), size)
+        if unit.update_on is Processor.CPU:
+            updated.append(shards.updated_on(i, Processor.CPU))
     arrays = [sum(updated)] if held.host_pinned_together else updated
-    sizes[Value.PARAMETER_SLOTS, GPU_MEMORY] = slot_bytes(profile, plan, shards) * (plan.slots.count if plan.slots else 0)
-    sizes[Value.POLICY_BUFFERS, GPU_MEMORY] = held.gpu_buffer_bytes
-    sizes[Value.OPTIMIZER_STATES, NVME_MEMORY] = on_nvme
-    sizes[Value.PINNED_STATES, pinned] = sum(
-        profile.hardware.host.pinned(count * size) for count in arrays for size in held.host_pinned_bytes
-    )
-    sizes[Value.POLICY_BUFFERS, pinned if Value.POLICY_BUFFERS in held.pinned else HOST_MEMORY] = held.host_buffer_bytes
-    for (value, memory), size in sizes.items():
+    slots = slot_bytes(profile, plan, shards) * (plan.slots.count if plan.slots else 0)
+    buffers = pinned if Value.POLICY_BUFFERS in held.pinned else HOST_MEMORY
+    for value, memory, size in (
+        (Value.PARAMETER_SLOTS, GPU_MEMORY, slots),
+        (Value.POLICY_BUFFERS, GPU_MEMORY, held.gpu_buffer_bytes),
+        (Value.PINNED_STATES, pinned, sum(host.pinned(count * size) for count in arrays for size in held.host_pinned_bytes)),
+        (Value.POLICY_BUFFERS, buffers, held.host_buffer_bytes),
+    ):
         if size:
             yield Buffer(BufferId(value, memory), size)
-
-
-def _places(pinned: str) -> list[tuple[Value, str]]:
-    """Values that belong to no single unit, with their memories, in the order in which schedules list them."""
-    states, parameters, buffers = Value.OPTIMIZER_STATES, Value.PARAMETERS, Value.POLICY_BUFFERS
-    return [
-        (Value.PARAMETER_SLOTS, GPU_MEMORY),
-        (buffers, GPU_MEMORY),
-        (states, HOST_MEMORY),
-        (states, pinned),
-        (states, NVME_MEMORY),
-        (Value.PINNED_STATES, pinned),
-        (parameters, HOST_MEMORY),
-        (parameters, pinned),
-        (buffers, HOST_MEMORY),
-        (buffers, pinned),
-    ]
 
 
 def shared_bandwidth(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autohete.errors import InputError, OptimizerError
 from autohete.plan import Plan, Processor, UnitPlan
+from autohete.plan.moves import UnitSizes
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Value
 from autohete.workload.optimizers import has_cpu_kernel, updates_any_share
@@ -34,6 +35,21 @@ class Shards:
     def _part(self, unit: int, from_stage: int) -> int:
         count = self._profile.units[unit].trained_parameters
         return self._profile.hardware.part_of(count) if self._stages[unit] >= from_stage else count
+
+    def sizes(self, unit: int) -> UnitSizes:
+        """The sizes of the unit's values for one GPU."""
+        profile, on_gpu, on_cpu = self._profile, self._on_gpu[unit], self._updated[unit] - self._on_gpu[unit]
+        return UnitSizes(
+            element_bytes=profile.element_bytes,
+            parameters=self.parameters(unit),
+            kept=self._kept[unit],
+            frozen_bytes=self._frozen_bytes[unit],
+            gpu_updated=on_gpu,
+            cpu_updated=on_cpu,
+            gpu_state_bytes=profile.state_bytes(unit, on_gpu),
+            cpu_state_bytes=profile.state_bytes(unit, on_cpu),
+            saved_bytes=profile.saved_bytes(unit, on_cpu),
+        )
 
     def stage(self, unit: int) -> int:
         """The unit's ZeRO stage."""

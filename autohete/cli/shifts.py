@@ -18,7 +18,7 @@ _WRITTEN = re.compile(r"\s*(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)\s*([A-Za-z/]*)\s*"
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Shift:
     """A figure or an option, its value in the question as text, and the values to try."""
 
     key: str
@@ -26,7 +26,7 @@ class Move:
     values: tuple[str, ...]
 
 
-def moves(question: Question, over: Sequence[tuple[str, list[str]]]) -> list[Move]:
+def shifts(question: Question, over: Sequence[tuple[str, list[str]]]) -> list[Shift]:
     """Return the moves asked for, or those of all figures of the hardware that have a range and were not set.
 
     Args:
@@ -67,10 +67,10 @@ def _figures(question: Question) -> dict[str, tuple[str, tuple[str, str] | None]
 
 def _move(
     question: Question, figures: Mapping[str, tuple[str, tuple[str, str] | None]], key: str, values: Iterable[str]
-) -> Move:
+) -> Shift:
     base, ends = figures[full] if (full := SHORT_FOR.get(key, key)) in figures else (_option_text(question, key), None)
     tried = list(values) or list(ends or _nearby(key, base))
-    return Move(key, base, tuple(axis_of(key, tried).values))
+    return Shift(key, base, tuple(axis_of(key, tried).values))
 
 
 def _option_text(question: Question, key: str) -> str:
@@ -95,7 +95,7 @@ def _nearby(key: str, base: str) -> tuple[str, str]:
     return f"{low:.6g}{unit}", f"{high:.6g}{unit}"
 
 
-def moved(question: Question, some: Iterable[Move], policies: Sequence[str]) -> Iterator[Setting]:
+def shifted(question: Question, some: Iterable[Shift], policies: Sequence[str]) -> Iterator[Setting]:
     """Return the settings to answer: the base of each policy, then every value of every move. Texts: key, value, policy."""
     for policy in policies:
         yield Setting(question, policy, ("", "", policy))
