@@ -1,4 +1,4 @@
-"""Moves of a question for ``autohete sweep --sensitivity``: one figure or option at a time, the rest unchanged."""
+"""Shifts of a question for ``autohete sweep --sensitivity``: one figure or option at a time, the rest unchanged."""
 
 from __future__ import annotations
 

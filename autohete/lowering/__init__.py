@@ -19,8 +19,9 @@ from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
 from autohete.lowering.clipping import ClippingTasks
 from autohete.lowering.compute import Compute, passes_of
+from autohete.lowering.copies import Copies
 from autohete.lowering.durations import Duration
-from autohete.lowering.footprint import resident_buffers, shared_bandwidth
+from autohete.lowering.footprint import pinned_memory, resident_buffers, shared_bandwidth
 from autohete.lowering.frozen import without_frozen
 from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
@@ -290,8 +291,10 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
     passes = passes_of(recomputations, micro_batches, profile.first_trained)
     builder = Builder(passes, gradients_back=int(plan.delayed))
     compute, clipping = Compute(builder, profile, plan, shards, recomputations), ClippingTasks(builder, profile, plan, shards)
-    updates, parameters = Updates(builder, profile, plan, shards, clipping), Parameters(builder, profile, plan, shards)
-    activations = OffloadedActivations(builder, profile, plan)
+    copies = Copies(builder, profile, plan, shards)
+    updates = Updates(builder, profile, plan, shards, clipping, copies)
+    parameters = Parameters(builder, profile, plan, shards, copies)
+    activations = OffloadedActivations(builder, copies, plan, pinned_memory(profile))
 
     def update(unit: int) -> None:
         if shards.is_frozen(unit):

@@ -56,7 +56,7 @@ def resident_buffers(profile: Profile, plan: Plan, shards: Shards) -> Iterator[B
     held, pinned, host = plan.footprint, pinned_memory(profile), profile.hardware.host
     updated: list[int] = []
     for i, unit in enumerate(plan.units):
-        for value, memory, size in rests(unit, shards.sizes(i), held, pinned, trained=not shards.is_frozen(i)):
+        for value, memory, size in rests(unit, shards.sizes(i), held, pinned):
             yield Buffer(BufferId(value, memory, i), size)
         if unit.update_on is Processor.CPU:
             updated.append(shards.updated_on(i, Processor.CPU))

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu
+from autohete.lowering.copies import Copies
 from autohete.lowering.shards import Shards
-from autohete.plan import Plan, Processor
+from autohete.plan import Plan
 from autohete.profile import Profile
-from autohete.schedule import COLLECTIVE, D2H, H2D, HOST_MEMORY, BufferId, Kind, TaskId, Value
+from autohete.schedule import COLLECTIVE, HOST_MEMORY, BufferId, Kind, TaskId, Value
 
 
 class Stay(NamedTuple):
@@ -43,13 +44,14 @@ class Parameters:
         profile: their durations.
         plan: the routes.
         shards: what several GPUs shard.
+        copies: adds the copies.
 
     Attributes:
         stays: the stays of fetched parameters that have been freed.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards) -> None:
-        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, copies: Copies) -> None:
+        self._builder, self._profile, self._plan, self._shards, self._copies = builder, profile, plan, shards, copies
         self.stays: list[Stay] = []
         #: Units whose parameters stay between forward and backward, or backward and forward.
         self._one_use = {
@@ -90,14 +92,9 @@ class Parameters:
     def _fetch(self, user: TaskId, buffer: BufferId) -> TaskId:
         """Fetch the parameters from the host: all of them, or this GPU's part."""
         b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
-        plan = self._plan.units[unit]
         kind = Kind.PREFETCH_FORWARD if for_forward else Kind.PREFETCH_BACKWARD
-        size, carried = self._shards.kept_bytes(unit), self._shards.kept_bytes(unit)
-        if plan.update_on is Processor.CPU:  # of parameters that the GPU updates, the host has only a 16-bit copy
-            trained = plan.parameters.fetched.bytes_of(self._shards.kept(unit), self._profile.element_bytes)
-            carried = trained + self._shards.frozen_bytes(unit)
-        pinned, priority = plan.parameters.fetched.pinned, unit if for_forward else b.backward_priority(unit)
-        fetch = b.task(kind, unit, H2D, durations.to_gpu(carried, pinned=pinned), priority, user.micro_batch)
+        size, priority = self._shards.kept_bytes(unit), unit if for_forward else b.backward_priority(unit)
+        fetch = self._copies.add(kind, unit, priority, user.micro_batch)
         b.read(fetch, Value.PARAMETERS, unit, HOST_MEMORY)
         if self._shards.stage(unit) == 3:
             b.make(fetch, self._part_of(fetch), size)
@@ -127,22 +124,15 @@ class Parameters:
     def after_forward(self, forward: TaskId) -> None:
         """Copy home if they move; release if they do not stay."""
         unit = forward.unit
-        route = self._plan.units[unit].parameters
-        if route.moves:
-            size = self._profile.parameter_bytes(unit)  # what has not changed as well
-            home = self._copy_home(Kind.WRITE_BACK_FORWARD, unit, size, forward.micro_batch, priority=0)
-            self._builder.after(home, forward)
-        if self._shards.comes_and_goes(unit) and not route.stays_after_forward:
+        if self._copies.find(Kind.WRITE_BACK_FORWARD, unit, forward.micro_batch):
+            self._builder.after(self._copy_home(Kind.WRITE_BACK_FORWARD, unit, 0, forward.micro_batch), forward)
+        if self._shards.comes_and_goes(unit) and not self._plan.units[unit].parameters.stays_after_forward:
             self._release(unit)
 
     def after_update(self, unit: int) -> None:
         """Copy home if the GPU has changed them; release if they do not stay."""
-        plan = self._plan.units[unit]
-        # What moves home after every forward is not also copied home before it.
-        moved_later = plan.parameters.stays_after_backward and plan.parameters.moves
-        if plan.parameters.leaves and plan.update_on is Processor.GPU and not moved_later:
-            size = self._profile.units[unit].trained_parameters * self._profile.element_bytes
-            self._copy_home(Kind.WRITE_BACK_BACKWARD, unit, size, 0, priority=unit)
+        if self._copies.find(Kind.WRITE_BACK_BACKWARD, unit):
+            self._copy_home(Kind.WRITE_BACK_BACKWARD, unit, unit)
         self.after_backward(unit)
 
     def after_backward(self, unit: int) -> None:
@@ -155,11 +145,13 @@ class Parameters:
         parts that each GPU has updated.
         """
         b = self._builder
-        refreshes = [self._refresh(unit) for unit in reversed(range(len(self._plan.units))) if self._plan.units[unit].refreshed]
-        staged = [refresh for refresh in refreshes if self._plan.units[refresh.unit].refresh.staged]
+        units = reversed(range(len(self._plan.units)))
+        found = [(unit, move) for unit in units if (move := self._copies.find(Kind.REFRESH, unit))]
+        refreshes = [(self._refresh(unit), move.size_bytes) for unit, move in found]
+        staged = [refresh for refresh, _ in refreshes if self._plan.units[refresh.unit].refresh.staged]
         if staged:
             buffer = on_gpu(Value.PARAMETERS, None, use=Kind.REFRESH)
-            b.allocate(staged[0], buffer, sum(self._refresh_bytes(refresh.unit) for refresh in staged))
+            b.allocate(staged[0], buffer, sum(size for refresh, size in refreshes if refresh in staged))
             b.free(staged[-1], buffer)
             for refresh in staged[:-1]:
                 b.after(staged[-1], refresh)
@@ -172,22 +164,14 @@ class Parameters:
         gather = self._builder.task(Kind.GATHER_UPDATED, unit, COLLECTIVE, durations.collective(size), unit)
         self._builder.write(gather, Value.PARAMETERS, unit)
 
-    def _refresh_bytes(self, unit: int) -> int:
-        return self._plan.units[unit].refresh.bytes_of(
-            self._shards.updated_on(unit, Processor.CPU), self._profile.element_bytes
-        )
-
     def _refresh(self, unit: int) -> TaskId:
-        b = self._builder
-        size, pinned = self._refresh_bytes(unit), self._plan.units[unit].refresh.pinned
-        refresh = b.task(Kind.REFRESH, unit, H2D, durations.to_gpu(size, pinned=pinned), unit)
+        b, refresh = self._builder, self._copies.add(Kind.REFRESH, unit, unit)
         b.read(refresh, Value.PARAMETERS, unit, HOST_MEMORY)
         b.write(refresh, self._shards.parameters(unit), unit)
         return refresh
 
-    def _copy_home(self, kind: Kind, unit: int, size: int, micro_batch: int, priority: int) -> TaskId:
-        b = self._builder
-        copy = b.task(kind, unit, D2H, durations.to_host(size), priority, micro_batch)
+    def _copy_home(self, kind: Kind, unit: int, priority: int, micro_batch: int = 0) -> TaskId:
+        b, copy = self._builder, self._copies.add(kind, unit, priority, micro_batch)
         b.read(copy, Value.PARAMETERS, unit)
         b.write(copy, Value.PARAMETERS, unit, HOST_MEMORY)
         return copy

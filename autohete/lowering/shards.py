@@ -42,6 +42,8 @@ class Shards:
         return UnitSizes(
             element_bytes=profile.element_bytes,
             parameters=self.parameters(unit),
+            parameter_bytes=profile.parameter_bytes(unit),
+            trained=profile.units[unit].trained_parameters,
             kept=self._kept[unit],
             frozen_bytes=self._frozen_bytes[unit],
             gpu_updated=on_gpu,
@@ -49,6 +51,8 @@ class Shards:
             gpu_state_bytes=profile.state_bytes(unit, on_gpu),
             cpu_state_bytes=profile.state_bytes(unit, on_cpu),
             saved_bytes=profile.saved_bytes(unit, on_cpu),
+            input_bytes=profile.units[unit].input_bytes,
+            activation_bytes=profile.units[unit].activation_bytes,
         )
 
     def stage(self, unit: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.clipping import ClippingTasks, scaled_bytes
+from autohete.lowering.copies import Copies
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
@@ -12,13 +13,9 @@ from autohete.profile import Profile
 from autohete.schedule import (
     COLLECTIVE,
     CPU,
-    D2H,
     GPU,
-    H2D,
     HOST_MEMORY,
     NVME_MEMORY,
-    NVME_READ,
-    NVME_WRITE,
     BufferId,
     Kind,
     TaskId,
@@ -35,11 +32,15 @@ class Updates:
         plan: the processors that update.
         shards: what several GPUs shard.
         clipping: adds norms, and the scaling of gradients.
+        copies: adds the copies.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, clipping: ClippingTasks) -> None:
+    def __init__(
+        self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, clipping: ClippingTasks, copies: Copies
+    ) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
-        self._clipping = clipping
+        self._clipping, self._copies = clipping, copies
+        self._last = builder.passes[-1].micro_batch
         units = list(enumerate(plan.units))[::-1]
         if clipping.clips and plan.delayed:  # only delayed updates run before the last backward
             units.sort(key=lambda unit: unit[1].update_on is Processor.GPU)
@@ -62,7 +63,7 @@ class Updates:
         if norm_on is Processor.GPU:
             self._clipping.norm(unit)
         if on_cpu:
-            self._offload_gradients(unit, last, self._gradient_bytes(unit))
+            self._offload_gradients(unit, last)
         if norm_on is Processor.CPU:
             self._clipping.norm(unit)
 
@@ -81,7 +82,7 @@ class Updates:
         if self._plan.units[unit].accumulates_on_host or self._shards.stage(unit) >= 2:
             self._reduce_gradients(unit, micro_batch)
         if self._plan.units[unit].accumulates_on_host:
-            self._offload_gradients(unit, micro_batch, self._sum_bytes(unit))
+            self._offload_gradients(unit, micro_batch)
 
     def _reduce_gradients(self, unit: int, micro_batch: int) -> None:
         """Reduce the gradients over the GPUs: each gets the full sums, or those of its part."""
@@ -123,63 +124,60 @@ class Updates:
 
     def _bring_states(self, unit: int) -> None:
         """Bring the states from where they rest to where they are updated, in one hop or two."""
-        b, plan, size = self._builder, self._plan.units[unit], self._state_bytes(unit)
-        if plan.reads_states:
-            both = size + (self._gradient_bytes(unit) if plan.gradients_on_nvme else 0)
-            read = b.task(Kind.READ_STATES, unit, NVME_READ, durations.on_drives(both, write=False), unit)
+        b = self._builder
+        if home := self._copies.find(Kind.WRITE_STATES, unit):
+            read = self._copies.add(Kind.READ_STATES, unit, unit)
             b.read(read, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
-            b.make(read, self._states_on_host(unit), size)
-            if plan.gradients_on_nvme:
+            b.make(read, self._states_on_host(unit), home.size_bytes)
+            if written := self._copies.find(Kind.WRITE_GRADIENTS, unit, self._last):
                 b.read(read, Value.GRADIENTS, unit, NVME_MEMORY)
-                b.make(read, self._gradients_on_host(unit), both - size)
+                b.make(read, self._gradients_on_host(unit), written.size_bytes)
             self._in_turn(read, Kind.WRITE_STATES, self._read)
-        if plan.fetches_states:
-            fetch = b.task(Kind.FETCH_STATES, unit, H2D, durations.to_gpu(size), unit)
+        if up := self._copies.find(Kind.FETCH_STATES, unit):
+            fetch = self._copies.add(Kind.FETCH_STATES, unit, unit)
             b.read(fetch, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
-            b.make(fetch, on_gpu(Value.OPTIMIZER_STATES, unit), size)
+            b.make(fetch, on_gpu(Value.OPTIMIZER_STATES, unit), up.size_bytes)
             self._in_turn(fetch, Kind.WRITE_BACK_STATES, self._fetched)
 
     def _in_turn(self, fetch: TaskId, leave: Kind, units: list[int]) -> None:
         """Start the fetch no earlier than the unit's gradients, and after the states whose place it takes have left."""
         ahead = self._plan.units[fetch.unit].states.ahead
-        self._builder.beside(fetch, TaskId(Kind.BACKWARD, fetch.unit, self._builder.passes[-1].micro_batch), 1)
+        self._builder.beside(fetch, TaskId(Kind.BACKWARD, fetch.unit, self._last), 1)
         place = units.index(fetch.unit) - 1 - ahead
         if len(units) > ahead + 1:
             self._builder.after(fetch, TaskId(leave, units[place]), back=int(place < 0))
 
     def _bring_states_home(self, unit: int) -> None:
-        b, plan, size = self._builder, self._plan.units[unit], self._state_bytes(unit)
-        if plan.fetches_states:
-            back = b.task(Kind.WRITE_BACK_STATES, unit, D2H, durations.to_host(size), unit)
+        b = self._builder
+        if self._copies.find(Kind.WRITE_BACK_STATES, unit):
+            back = self._copies.add(Kind.WRITE_BACK_STATES, unit, unit)
             b.read(back, Value.OPTIMIZER_STATES, unit)
             b.write(back, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
             b.free(back, on_gpu(Value.OPTIMIZER_STATES, unit))
-        if plan.reads_states:
-            write = b.task(Kind.WRITE_STATES, unit, NVME_WRITE, durations.on_drives(size, write=True), unit)
+        if self._copies.find(Kind.WRITE_STATES, unit):
+            write = self._copies.add(Kind.WRITE_STATES, unit, unit)
             b.read(write, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
             b.write(write, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
             b.free(write, self._states_on_host(unit))
 
-    def _state_bytes(self, unit: int) -> int:
-        return self._profile.state_bytes(unit, self._shards.updated(unit))
-
-    def _offload_gradients(self, unit: int, micro_batch: int, size: int) -> None:
+    def _offload_gradients(self, unit: int, micro_batch: int) -> None:
         """Copy gradients to their place on the host. Those of later micro-batches go next to it, and the CPU adds them."""
         b, plan = self._builder, self._plan.units[unit]
-        seconds = durations.to_host(size, pinned=plan.gradients.pinned)
-        copy = b.task(Kind.OFFLOAD_GRADIENTS, unit, D2H, seconds, unit, micro_batch)
+        copy = self._copies.add(Kind.OFFLOAD_GRADIENTS, unit, unit, micro_batch)
         self._takes_gradients(copy)
-        if plan.gradients_on_nvme:
-            self._write_gradients(copy, size)
+        if written := self._copies.find(Kind.WRITE_GRADIENTS, unit, micro_batch):
+            self._write_gradients(copy, written.size_bytes)
             return
         if not (micro_batch and plan.accumulates_on_host):
             b.write(copy, Value.GRADIENTS, unit, HOST_MEMORY)
             return
-        arrived = self._arrived(unit, micro_batch)
-        b.make(copy, arrived, size)
+        arrived, added = self._arrived(unit, micro_batch), self._copies.find(Kind.OFFLOAD_GRADIENTS, unit, micro_batch)
+        summed = self._copies.find(Kind.OFFLOAD_GRADIENTS, unit)
+        assert added is not None, "what was copied moves"
+        assert summed is not None, "the first of several micro-batches is copied in the format of the sums"
+        b.make(copy, arrived, added.size_bytes)
         # Adding reads two values and writes one.
-        seconds = durations.cpu_kernel(3 * self._sum_bytes(unit))
-        add = b.task(Kind.ACCUMULATE, unit, CPU, seconds, unit, micro_batch)
+        add = b.task(Kind.ACCUMULATE, unit, CPU, durations.cpu_kernel(3 * summed.size_bytes), unit, micro_batch)
         b.read(add, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
         b.write(add, Value.GRADIENTS, unit, HOST_MEMORY)
         b.free(add, arrived)
@@ -188,18 +186,10 @@ class Updates:
         b, unit = self._builder, copy.unit
         arrived = self._arrived(unit, copy.micro_batch)
         b.make(copy, arrived, size)
-        write = b.task(Kind.WRITE_GRADIENTS, unit, NVME_WRITE, durations.on_drives(size, write=True), unit, copy.micro_batch)
+        write = self._copies.add(Kind.WRITE_GRADIENTS, unit, unit, copy.micro_batch)
         b.read(write, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
         b.write(write, Value.GRADIENTS, unit, NVME_MEMORY)
         b.free(write, arrived)
-
-    def _gradient_bytes(self, unit: int) -> int:
-        gradients = self._plan.units[unit].gradients
-        return gradients.bytes_of(self._shards.updated_on(unit, Processor.CPU), self._profile.element_bytes)
-
-    def _sum_bytes(self, unit: int) -> int:
-        each = self._plan.units[unit].sum_bytes
-        return self._gradient_bytes(unit) if each is None else each * self._shards.updated_on(unit, Processor.CPU)
 
     def _cpu_update(self, unit: int) -> None:
         b, plan, share = self._builder, self._plan, self._shards.share(unit, Processor.CPU)

@@ -1,16 +1,17 @@
-"""What a unit's decisions mean for its values: where they rest between uses.
+"""What a unit's decisions mean for its values: where they rest between uses, and which copies of them an iteration makes.
 
-This is the only place that reads it off a plan. A schedule lists what rests where, unit by unit and in every memory, so an
-executor knows where everything is before the first task.
+This is the only place that reads it off a plan. Lowering adds the copies as the passes need them. A schedule lists what rests
+where, unit by unit and in every memory, so an executor knows where everything is before the first task.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
-from autohete.plan import Footprint, Processor, UnitPlan
+from autohete.plan import Activations, Footprint, Processor, UnitPlan
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_MEMORY, Value
 
 
@@ -28,6 +29,46 @@ class Resting(NamedTuple):
     size_bytes: int
 
 
+class When(StrEnum):
+    """The moment of a unit's iteration at which it makes a copy."""
+
+    BEFORE_FORWARD = "before forward"
+    AFTER_FORWARD = "after forward"
+    BEFORE_BACKWARD = "before backward"
+    AFTER_BACKWARD = "after backward"
+    BEFORE_UPDATE = "before update"
+    AFTER_UPDATE = "after update"
+
+
+class Batches(StrEnum):
+    """The micro-batches of an iteration in which a copy is made. Updates follow the last one."""
+
+    ALL = "all"
+    LAST = "last"
+    OTHERS = "all but the last"
+
+
+class Move(NamedTuple):
+    """A copy of one value of a unit.
+
+    Args:
+        value: what is copied.
+        source, target: memories.
+        size_bytes: bytes copied.
+        when: the moment.
+        batches: the micro-batches with that moment in which the copy is made.
+        pinned: the host's side is pinned memory.
+    """
+
+    value: Value
+    source: str
+    target: str
+    size_bytes: int
+    when: When
+    batches: Batches = Batches.LAST
+    pinned: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
     """The sizes of a unit's values, as far as they concern one GPU and its process on the host.
@@ -35,15 +76,20 @@ class UnitSizes:
     Args:
         element_bytes: of a parameter or gradient where the GPU computes with it.
         parameters: the value that the GPU keeps: all parameters, or its part of them.
-        kept: trained parameters that the GPU holds between uses.
+        parameter_bytes: size of all parameters where the GPU computes with them.
+        trained: trained parameters.
+        kept: those of them that the GPU holds between uses.
         frozen_bytes: size of the frozen ones that it holds.
         gpu_updated, cpu_updated: parameters that each processor updates.
         gpu_state_bytes, cpu_state_bytes: size of their optimizer states.
         saved_bytes: by how much the states on the CPU are smaller than those of AdamW.
+        input_bytes, activation_bytes: of one micro-batch: the input; everything that backward needs.
     """
 
     element_bytes: int
     parameters: Value
+    parameter_bytes: int
+    trained: int
     kept: int
     frozen_bytes: int
     gpu_updated: int
@@ -51,9 +97,11 @@ class UnitSizes:
     gpu_state_bytes: int
     cpu_state_bytes: int
     saved_bytes: int
+    input_bytes: int
+    activation_bytes: int
 
 
-def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str, *, trained: bool) -> Iterator[Resting]:
+def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Iterator[Resting]:
     """Yield what rests in every memory between uses.
 
     Args:
@@ -61,7 +109,6 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str, *, tra
         sizes: the sizes of its values.
         held: what the system holds for what the CPU updates.
         pinned: the memory of pinned buffers.
-        trained: whether the unit has anything to update.
     """
     on_cpu = unit.update_on is Processor.CPU
     if not unit.parameters.leaves:
@@ -69,7 +116,7 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str, *, tra
     else:
         copy = 0 if held.one_host_copy and on_cpu else sizes.kept * held.host_parameter_bytes
         yield Resting(Value.PARAMETERS, pinned if unit.parameters.fetched.pinned else HOST_MEMORY, copy + sizes.frozen_bytes)
-    if not trained:
+    if not sizes.trained:
         return
     if on_cpu:
         elsewhere = sizes.cpu_state_bytes if unit.reads_states else 0
@@ -84,3 +131,78 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str, *, tra
         yield Resting(Value.OPTIMIZER_STATES, NVME_MEMORY, sizes.cpu_state_bytes if on_cpu else sizes.gpu_state_bytes)
     if unit.gradients_on_nvme:
         yield Resting(Value.GRADIENTS, NVME_MEMORY, unit.gradients.bytes_of(sizes.cpu_updated, sizes.element_bytes))
+
+
+def moves(unit: UnitPlan, sizes: UnitSizes, *, has_backward: bool = True) -> Iterator[Move]:
+    """Yield the copies of one iteration between the memories of a GPU and its host, and the drives.
+
+    Args:
+        unit: the decisions.
+        sizes: the sizes of its values.
+        has_backward: whether the unit has a backward. Frozen units below all trained ones have none.
+    """
+    yield from _moves_of_parameters(unit, sizes, has_backward)
+    if unit.kept.leaves and has_backward:
+        whole = unit.activations is Activations.KEEP
+        value, size = (Value.ACTIVATIONS, sizes.activation_bytes) if whole else (Value.INPUT, sizes.input_bytes)
+        yield Move(value, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_FORWARD, Batches.ALL)
+        yield Move(value, HOST_MEMORY, GPU_MEMORY, size, When.BEFORE_BACKWARD, Batches.ALL)
+    if sizes.trained:
+        yield from _moves_of_gradients(unit, sizes)
+        yield from _moves_of_states(unit, sizes)
+
+
+def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -> Iterator[Move]:
+    route, on_cpu = unit.parameters, unit.update_on is Processor.CPU
+    if route.leaves:
+        # Of parameters that the GPU updates, the host has only a copy in the format in which the GPU computes.
+        element = sizes.element_bytes
+        carried = route.fetched.bytes_of(sizes.kept, element) if on_cpu and sizes.trained else sizes.kept * element
+        fetch = Move(
+            Value.PARAMETERS,
+            HOST_MEMORY,
+            GPU_MEMORY,
+            carried + sizes.frozen_bytes,
+            When.BEFORE_FORWARD,
+            Batches.ALL,
+            route.fetched.pinned,
+        )
+        if not route.stays_after_backward:
+            yield fetch
+        if not route.stays_after_forward and has_backward:
+            yield fetch._replace(when=When.BEFORE_BACKWARD)
+    if route.moves:  # what has not changed as well
+        yield Move(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY, sizes.parameter_bytes, When.AFTER_FORWARD, Batches.ALL)
+    if not sizes.trained:
+        return
+    moved_later = route.stays_after_backward and route.moves  # after the next forward
+    if route.leaves and not on_cpu and not moved_later:
+        size = sizes.trained * sizes.element_bytes
+        yield Move(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_UPDATE)
+    if unit.refreshed:
+        size = unit.refresh.bytes_of(sizes.cpu_updated, sizes.element_bytes)
+        yield Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, size, When.AFTER_UPDATE, pinned=unit.refresh.pinned)
+
+
+def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
+    if unit.update_on is Processor.GPU:
+        return
+    size, pinned = unit.gradients.bytes_of(sizes.cpu_updated, sizes.element_bytes), unit.gradients.pinned
+    last = Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_BACKWARD, pinned=pinned)
+    if unit.accumulates_on_host:
+        summed = size if unit.sum_bytes is None else unit.sum_bytes * sizes.cpu_updated
+        yield last._replace(size_bytes=summed, batches=Batches.OTHERS)
+    yield last
+    if unit.gradients_on_nvme:
+        yield Move(Value.GRADIENTS, HOST_MEMORY, NVME_MEMORY, size, When.AFTER_BACKWARD)
+        yield Move(Value.GRADIENTS, NVME_MEMORY, HOST_MEMORY, size, When.BEFORE_UPDATE)
+
+
+def _moves_of_states(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
+    """The states of a whole unit, as one processor updates it."""
+    size = sizes.cpu_state_bytes if unit.update_on is Processor.CPU else sizes.gpu_state_bytes
+    up = [Move(Value.OPTIMIZER_STATES, NVME_MEMORY, HOST_MEMORY, size, When.BEFORE_UPDATE)] if unit.reads_states else []
+    if unit.fetches_states:
+        up.append(Move(Value.OPTIMIZER_STATES, HOST_MEMORY, GPU_MEMORY, size, When.BEFORE_UPDATE))
+    yield from up
+    yield from (move._replace(source=move.target, target=move.source, when=When.AFTER_UPDATE) for move in reversed(up))

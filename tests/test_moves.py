@@ -1,0 +1,142 @@
+"""What a unit's decisions mean: the moves and resting places that lowering and the footprint follow."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autohete.lowering import lower
+from autohete.lowering.footprint import pinned_memory
+from autohete.lowering.frozen import without_frozen
+from autohete.lowering.shards import Shards
+from autohete.plan import Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan.moves import Batches, Move, Resting, UnitSizes, When, moves, rests
+from autohete.profile import Profile
+from autohete.schedule import COPIES, GPU_MEMORY, HOST_MEMORY, NVME_MEMORY, Buffer, BufferId, Value
+from autohete.testing import strategies
+
+#: 100 trained parameters in 2 bytes, all on one GPU; states of 12 bytes each.
+SIZES = UnitSizes(
+    element_bytes=2,
+    parameters=Value.PARAMETERS,
+    parameter_bytes=200,
+    trained=100,
+    kept=100,
+    frozen_bytes=0,
+    gpu_updated=100,
+    cpu_updated=0,
+    gpu_state_bytes=1200,
+    cpu_state_bytes=0,
+    saved_bytes=0,
+    input_bytes=7,
+    activation_bytes=50,
+)
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[Profile, Plan]:
+    profile = draw(st.one_of(strategies.profiles(max_micro_batches=3), strategies.profiles_of_several_gpus()))
+    return profile, draw(strategies.plans(profile))
+
+
+def batches(move: Move, micro_batches: int) -> int:
+    """In how many micro-batches of an iteration ``move`` is made."""
+    return {Batches.ALL: micro_batches, Batches.LAST: 1, Batches.OTHERS: micro_batches - 1}[move.batches]
+
+
+@given(planned())
+def test_every_move_is_one_copy(drawn: tuple[Profile, Plan]) -> None:
+    """A schedule copies what the moves of its units state, as often and as long as they state, and nothing else."""
+    profile, plan = drawn
+    schedule, shards = lower(profile, plan), Shards(profile, plan)
+    h2d, d2h, nvme = profile.h2d_seconds, profile.d2h_seconds, profile.nvme_seconds
+    expected: Counter[tuple[int, str, str, str]] = Counter()
+    nanoseconds: Counter[tuple[int, str, str]] = Counter()
+    for i, unit in enumerate(without_frozen(profile, plan).units):
+        for move in moves(unit, shards.sizes(i), has_backward=i >= profile.first_trained):
+            times, way = batches(move, profile.workload.micro_batches), (move.source, move.target)
+            value = Value.ACTIVATIONS if move.value is Value.INPUT else move.value
+            together = move.value is Value.GRADIENTS and way == (NVME_MEMORY, HOST_MEMORY)  # in the read of the states
+            if not together:
+                expected[i, value, *way] += times
+            if way == (HOST_MEMORY, GPU_MEMORY):
+                seconds = h2d(move.size_bytes, pinned=move.pinned)
+            elif way == (GPU_MEMORY, HOST_MEMORY):
+                seconds = d2h(move.size_bytes, pinned=move.pinned)
+            else:
+                write = move.target == NVME_MEMORY
+                seconds = nvme(move.size_bytes, write=write) - (nvme(0, write=write) if together else 0)
+            nanoseconds[i, *way] += times * round(seconds * 1e9)
+    copied: Counter[tuple[int, str, str, str]] = Counter()
+    for task in schedule.tasks:
+        if copy := COPIES.get(task.id.kind):
+            copied[task.id.unit, copy.value, copy.source, copy.target] += 1
+            nanoseconds[task.id.unit, copy.source, copy.target] -= task.duration_ns
+    assert copied == +expected
+    assert all(abs(rest) <= 2 for rest in nanoseconds.values())  # one task of two moves is rounded once
+
+
+@given(planned())
+def test_what_rests_is_resident(drawn: tuple[Profile, Plan]) -> None:
+    """The resident buffers of units are what rests of each, in every memory; the others belong to no unit."""
+    profile, plan = drawn
+    shards, pinned = Shards(profile, plan), pinned_memory(profile)
+    expected = [
+        Buffer(BufferId(value, memory, i), size)
+        for i, unit in enumerate(without_frozen(profile, plan).units)
+        for value, memory, size in rests(unit, shards.sizes(i), plan.footprint, pinned)
+    ]
+    assert [buffer for buffer in lower(profile, plan).resident if buffer.id.unit is not None] == expected
+
+
+def test_parameters_that_rest_on_the_host_come_for_each_pass() -> None:
+    """They are fetched for forward and backward of each micro-batch, and copied home once after an update on the GPU."""
+    unit = UnitPlan(parameters=Route(HOST_MEMORY))
+    assert list(moves(unit, SIZES)) == [
+        Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, 200, When.BEFORE_FORWARD, Batches.ALL),
+        Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, 200, When.BEFORE_BACKWARD, Batches.ALL),
+        Move(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY, 200, When.AFTER_UPDATE),
+    ]
+    assert list(rests(unit, SIZES, Footprint(host_parameter_bytes=2), HOST_MEMORY)) == [
+        Resting(Value.PARAMETERS, HOST_MEMORY, 200),
+        Resting(Value.OPTIMIZER_STATES, GPU_MEMORY, 1200),
+    ]
+
+
+def test_what_the_cpu_updates_crosses_the_link_once_each_way() -> None:
+    """Gradients go down after the last backward, those of other micro-batches in the format of the sums; parameters come up."""
+    sizes = UnitSizes(2, Value.PARAMETERS, 200, 100, 100, 0, 0, 100, 0, 1200, 0, 7, 50)
+    unit = UnitPlan(update_on=Processor.CPU, gradients=Format(4), sum_bytes=2, refresh=Format(4, pinned=False))
+    assert list(moves(unit, sizes)) == [
+        Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, 400, When.AFTER_UPDATE, pinned=False),
+        Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, 200, When.AFTER_BACKWARD, Batches.OTHERS),
+        Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, 400, When.AFTER_BACKWARD),
+    ]
+
+
+def test_states_on_drives_pass_through_the_host() -> None:
+    """States on NVMe that the GPU updates come in two hops and return in two, and what forward keeps goes and returns."""
+    unit = UnitPlan(states=Rest(NVME_MEMORY), kept=Rest(HOST_MEMORY))
+    kept, states = list(moves(unit, SIZES))[:2], list(moves(unit, SIZES))[2:]
+    assert [(move.value, move.target, move.size_bytes) for move in kept] == [
+        (Value.ACTIVATIONS, HOST_MEMORY, 50),
+        (Value.ACTIVATIONS, GPU_MEMORY, 50),
+    ]
+    assert [(move.source, move.target) for move in states] == [
+        (NVME_MEMORY, HOST_MEMORY),
+        (HOST_MEMORY, GPU_MEMORY),
+        (GPU_MEMORY, HOST_MEMORY),
+        (HOST_MEMORY, NVME_MEMORY),
+    ]
+    assert list(rests(unit, SIZES, Footprint(), HOST_MEMORY))[1:] == [Resting(Value.OPTIMIZER_STATES, NVME_MEMORY, 1200)]
+
+
+def test_a_frozen_unit_has_parameters_alone() -> None:
+    """Without trained parameters nothing else rests or moves, and without backward parameters come for forward alone."""
+    sizes = UnitSizes(2, Value.PARAMETERS, 200, 0, 0, 200, 0, 0, 0, 0, 0, 7, 50)
+    unit = UnitPlan(parameters=Route(HOST_MEMORY))
+    assert [move.when for move in moves(unit, sizes)] == [When.BEFORE_FORWARD, When.BEFORE_BACKWARD]
+    assert [move.when for move in moves(unit, sizes, has_backward=False)] == [When.BEFORE_FORWARD]
+    assert list(rests(unit, sizes, Footprint(), HOST_MEMORY)) == [Resting(Value.PARAMETERS, HOST_MEMORY, 200)]
