@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TextIO
@@ -32,7 +33,11 @@ _stderr = pytest.StashKey[TextIO]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the process's own stderr: while a test runs, pytest captures what is written to it."""
+    """Keep the process's own stderr: while a test runs, pytest captures what is written to it.
+
+    A process in the background inherits that SIGINT is ignored, and so would the processes that tests interrupt.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     assert sys.__stderr__ is not None
     config.stash[_stderr] = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
 

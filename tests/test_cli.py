@@ -514,7 +514,9 @@ def test_interrupted_work_is_cleaned_up() -> None:
         "    finally: os.write(1, b'clean-up, ')\n"
         "run_app(App(name='x', default_command=command))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "clean-up, exit functions", "x: interrupted\n")
 
 
@@ -529,7 +531,9 @@ def test_an_interrupt_that_cannot_be_passed_on_ends_at_once(wait: str) -> None:
         "with interruptible('x'):\n" + "\n".join(f"    {line}" for line in wait.splitlines()) + "\n"
         "    print('went on', flush=True)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "x: interrupted\n")
 
 

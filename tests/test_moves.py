@@ -22,6 +22,7 @@ SIZES = UnitSizes(
     element_bytes=2,
     parameters=Value.PARAMETERS,
     parameter_bytes=200,
+    is_trained=True,
     trained=100,
     kept=100,
     frozen_bytes=0,
@@ -107,7 +108,7 @@ def test_parameters_that_rest_on_the_host_come_for_each_pass() -> None:
 
 def test_what_the_cpu_updates_crosses_the_link_once_each_way() -> None:
     """Gradients go down after the last backward, those of other micro-batches in the format of the sums; parameters come up."""
-    sizes = UnitSizes(2, Value.PARAMETERS, 200, 100, 100, 0, 0, 100, 0, 1200, 0, 7, 50)
+    sizes = UnitSizes(2, Value.PARAMETERS, 200, True, 100, 100, 0, 0, 100, 0, 1200, 0, 7, 50)
     unit = UnitPlan(update_on=Processor.CPU, gradients=Format(4), sum_bytes=2, refresh=Format(4, pinned=False))
     assert list(moves(unit, sizes)) == [
         Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, 400, When.AFTER_UPDATE, pinned=False),
@@ -135,7 +136,7 @@ def test_states_on_drives_pass_through_the_host() -> None:
 
 def test_a_frozen_unit_has_parameters_alone() -> None:
     """Without trained parameters nothing else rests or moves, and without backward parameters come for forward alone."""
-    sizes = UnitSizes(2, Value.PARAMETERS, 200, 0, 0, 200, 0, 0, 0, 0, 0, 7, 50)
+    sizes = UnitSizes(2, Value.PARAMETERS, 200, False, 0, 0, 200, 0, 0, 0, 0, 0, 7, 50)
     unit = UnitPlan(parameters=Route(HOST_MEMORY))
     assert [move.when for move in moves(unit, sizes)] == [When.BEFORE_FORWARD, When.BEFORE_BACKWARD]
     assert [move.when for move in moves(unit, sizes, has_backward=False)] == [When.BEFORE_FORWARD]

@@ -511,3 +511,14 @@ def test_a_policy_that_cannot_accumulate_says_so() -> None:
     with trainer, pytest.raises(InputError, match="use one micro-batch"):
         trainer.step(of_one_step(batches(MEDIUM, 2)))
     assert model(batches(MEDIUM, 1)[0][0]).isfinite().all()
+
+
+@pytest.mark.parametrize("policy", ["mlp_offload", "zero_infinity"])
+def test_a_policy_that_needs_drives_is_refused_without_them(policy: str) -> None:
+    """Drives have no budget to plan for again: a machine without them refuses at once, and names the table."""
+    with (
+        Trainer(model_for(MEDIUM), policy=policy, profile=profile_for(MEDIUM)) as trainer,
+        pytest.raises(InfeasibleError, match=r"rest on NVMe, but .* has none.*\[nvme\]") as refused,
+    ):
+        trainer.step(batches(MEDIUM, 1)[0])
+    assert refused.value.constraint == "nvme"

@@ -305,6 +305,8 @@ def test_cpu_updates_and_host_memory_follow_the_optimizer() -> None:
         ("zero_offload", Optimizer.MUON, "zero_offload: .* CPU, which has no kernel for muon.*adamw.*resident"),
         ("stronghold", Optimizer.ADAMW8BIT, "stronghold: .*no kernel for adamw8bit"),
         ("fsdp2_offload", Optimizer.ADAFACTOR, "fsdp2_offload: .*no kernel for adafactor"),
+        ("autohete:gpu_updates=off", Optimizer.MUON, "CPU, which has no kernel for muon"),
+        ("autohete:gpu_updates=off", Optimizer.ADAMW_PURE_BF16, "no kernel for adamw_pure_bf16"),
     ],
 )
 def test_optimizers_without_a_cpu_kernel_are_refused(policy: str, optimizer: Optimizer, message: str) -> None:
@@ -329,6 +331,14 @@ def test_autohete_plans_without_the_cpu(optimizer: Optimizer) -> None:
     found = simulate(gpt, NODE, parse_policy("autohete"))
     assert found.plan.offloaded_optimizer_units == 0
     assert found.verdict is Verdict.OK
+
+
+@pytest.mark.parametrize("optimizer", Optimizer)
+def test_an_answer_names_its_optimizer(optimizer: Optimizer) -> None:
+    """The assumptions of an answer have the optimizer that was given, not the default one."""
+    gpt = named_workload("gpt-2b", training=Training(optimizer=optimizer))
+    summary, _ = answer(analytic_profile(gpt, NODE), parse_policy("resident"))
+    assert summary.assumptions["optimizer"] == optimizer.value
 
 
 def test_fp8_halves_the_time_of_large_products() -> None:

@@ -7,7 +7,7 @@ from autohete.plan import Plan, Processor, UnitPlan
 from autohete.plan.moves import UnitSizes
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Value
-from autohete.workload.optimizers import has_cpu_kernel, updates_any_share
+from autohete.workload.optimizers import check_cpu_kernel, updates_any_share
 
 
 class Shards:
@@ -43,6 +43,7 @@ class Shards:
             element_bytes=profile.element_bytes,
             parameters=self.parameters(unit),
             parameter_bytes=profile.parameter_bytes(unit),
+            is_trained=not self.is_frozen(unit),
             trained=profile.units[unit].trained_parameters,
             kept=self._kept[unit],
             frozen_bytes=self._frozen_bytes[unit],
@@ -142,12 +143,8 @@ class Shards:
     def _check_optimizer(self) -> None:
         optimizer, plan = self._profile.workload.training.optimizer, self._plan
         units = range(len(plan.units))
-        if not has_cpu_kernel(optimizer) and any(self.updates_on(unit, Processor.CPU) for unit in units):
-            raise OptimizerError(
-                f"the plan updates parameters on the CPU, which has no kernel for {optimizer}: choose "
-                "another optimizer, such as adamw or sgd_momentum, or a policy that updates on the GPU, such as resident, "
-                "streamed_states or joint"
-            )
+        if any(self.updates_on(unit, Processor.CPU) for unit in units):
+            check_cpu_kernel(optimizer)
         if not updates_any_share(optimizer) and any(self.stage(unit) or plan.units[unit].gpu_share for unit in units):
             raise OptimizerError(
                 f"the plan updates parts of a unit by themselves, but {optimizer} needs whole matrices: "

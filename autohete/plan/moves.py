@@ -77,6 +77,7 @@ class UnitSizes:
         element_bytes: of a parameter or gradient where the GPU computes with it.
         parameters: the value that the GPU keeps: all parameters, or its part of them.
         parameter_bytes: size of all parameters where the GPU computes with them.
+        is_trained: whether it has gradients and updates; a frozen unit has not.
         trained: trained parameters.
         kept: those of them that the GPU holds between uses.
         frozen_bytes: size of the frozen ones that it holds.
@@ -89,6 +90,7 @@ class UnitSizes:
     element_bytes: int
     parameters: Value
     parameter_bytes: int
+    is_trained: bool
     trained: int
     kept: int
     frozen_bytes: int
@@ -116,7 +118,7 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Ite
     else:
         copy = 0 if held.one_host_copy and on_cpu else sizes.kept * held.host_parameter_bytes
         yield Resting(Value.PARAMETERS, pinned if unit.parameters.fetched.pinned else HOST_MEMORY, copy + sizes.frozen_bytes)
-    if not sizes.trained:
+    if not sizes.is_trained:
         return
     if on_cpu:
         elsewhere = sizes.cpu_state_bytes if unit.reads_states else 0
@@ -147,7 +149,7 @@ def moves(unit: UnitPlan, sizes: UnitSizes, *, has_backward: bool = True) -> Ite
         value, size = (Value.ACTIVATIONS, sizes.activation_bytes) if whole else (Value.INPUT, sizes.input_bytes)
         yield Move(value, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_FORWARD, Batches.ALL)
         yield Move(value, HOST_MEMORY, GPU_MEMORY, size, When.BEFORE_BACKWARD, Batches.ALL)
-    if sizes.trained:
+    if sizes.is_trained:
         yield from _moves_of_gradients(unit, sizes)
         yield from _moves_of_states(unit, sizes)
 
@@ -157,7 +159,7 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
     if route.leaves:
         # Of parameters that the GPU updates, the host has only a copy in the format in which the GPU computes.
         element = sizes.element_bytes
-        carried = route.fetched.bytes_of(sizes.kept, element) if on_cpu and sizes.trained else sizes.kept * element
+        carried = route.fetched.bytes_of(sizes.kept, element) if on_cpu and sizes.is_trained else sizes.kept * element
         fetch = Move(
             Value.PARAMETERS,
             HOST_MEMORY,
@@ -173,7 +175,7 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
             yield fetch._replace(when=When.BEFORE_BACKWARD)
     if route.moves:  # what has not changed as well
         yield Move(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY, sizes.parameter_bytes, When.AFTER_FORWARD, Batches.ALL)
-    if not sizes.trained:
+    if not sizes.is_trained:
         return
     moved_later = route.stays_after_backward and route.moves  # after the next forward
     if route.leaves and not on_cpu and not moved_later:

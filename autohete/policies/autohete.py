@@ -37,6 +37,7 @@ from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, Kind
+from autohete.workload.optimizers import check_cpu_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,10 @@ class AutoHete:
 
         Raises:
             InfeasibleError: no plan fits. States the binding memory and the smallest budget that works.
+            OptimizerError: the GPU is to update nothing, and the CPU cannot.
         """
+        if not self.gpu_updates:
+            check_cpu_kernel(profile.workload.training.optimizer)
         program = self.program(profile)
 
         def judged(counts: Counts) -> Judgement:

@@ -82,6 +82,7 @@ class States:
         self._gradients_in_slots = any(
             (buffer.id.value, buffer.id.unit) == (Value.GRADIENTS, task.id.unit)
             and not buffer.size_bytes
+            and owned[task.id.unit]  # those of a unit without trained parameters have no bytes either
             and self.kinds[task.id.unit] & _PREFETCHES
             for task in schedule.tasks
             for buffer in task.allocates

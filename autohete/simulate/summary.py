@@ -116,7 +116,7 @@ def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
     return {
         **figures,
         "blocks": described_blocks(workload),
-        "optimizer": "adamw",
+        "optimizer": str(workload.training.optimizer),
         "policy": {field.name: getattr(policy.system, field.name) for field in fields(policy.system)},
     }
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from autohete.errors import OptimizerError
 from autohete.workload.model import Product
 
 
@@ -103,6 +104,20 @@ def optimizer_label(optimizer: Optimizer) -> str:
 def has_cpu_kernel(optimizer: Optimizer) -> bool:
     """Whether the CPU can update with it."""
     return _OPTIMIZERS[optimizer].cpu_kernel
+
+
+def check_cpu_kernel(optimizer: Optimizer) -> None:
+    """Check that the CPU can update with it.
+
+    Raises:
+        OptimizerError: it cannot.
+    """
+    if not has_cpu_kernel(optimizer):
+        raise OptimizerError(
+            f"the plan updates parameters on the CPU, which has no kernel for {optimizer}: choose "
+            "another optimizer, such as adamw or sgd_momentum, or a policy that updates on the GPU, such as resident, "
+            "streamed_states or joint"
+        )
 
 
 def has_masters(optimizer: Optimizer) -> bool:
