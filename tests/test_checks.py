@@ -125,21 +125,21 @@ PLANS = [
     *map(planned_by, ["stronghold:window=1", "stronghold:window=2,checkpointing=full", "autohete"]),
     with_gradients_replacing(planned_by("zero_offload:delayed_update")),
     plan_of(UnitPlan(states=Rest(NVME_MEMORY))),
-    plan_of(UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY), gradients_on_nvme=True)),
+    plan_of(UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY), gradients=Rest(NVME_MEMORY))),
     *offloaded_in_every_way(),
     *in_segments(),
 ]
 ACCUMULATING = [
+    plan_of(UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY))),
     plan_of(UnitPlan(update_on=Processor.CPU)),
-    plan_of(UnitPlan(update_on=Processor.CPU, accumulate_on=Processor.GPU)),
     plan_of(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_backward=True, moves=True), kept=Rest(HOST_MEMORY))),
 ]
 #: Two GPUs, with one micro-batch or two.
 SEVERAL = [
     *(shared(UnitPlan(update_on=processor), stage) for processor, stage in product(Processor, range(4))),
-    shared(UnitPlan(update_on=Processor.CPU, parameters=Route(HOST_MEMORY)), 3),
+    shared(UnitPlan(update_on=Processor.CPU, parameters=Route(HOST_MEMORY), gradients=Rest(HOST_MEMORY)), 3),
     shared(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_forward=True), Processor.CPU), 3),
-    shared(UnitPlan(update_on=Processor.CPU, accumulate_on=Processor.GPU), 2),
+    shared(UnitPlan(update_on=Processor.CPU), 2),
 ]
 CLIPPING = [
     *map(

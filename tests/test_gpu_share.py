@@ -82,7 +82,7 @@ def test_both_sides_do_the_work_of_one(given: tuple[Profile, Plan]) -> None:
 
 
 def _on_gpu(unit: UnitPlan) -> UnitPlan:
-    return replace(unit, gpu_share=0.0, update_on=Processor.GPU, accumulate_on=None, sum_bytes=None)
+    return replace(unit, gpu_share=0.0, update_on=Processor.GPU, gradients=Rest(), sum_bytes=None)
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
@@ -148,15 +148,15 @@ def test_the_gradient_stays_until_both_have_taken_it() -> None:
 def test_what_cannot_be_shared_is_refused(change: dict[str, object], message: str) -> None:
     """A unit whose parameters, gradients or states are elsewhere is updated on one side."""
     with pytest.raises(InputError, match=message):
-        replace(UnitPlan(update_on=Processor.CPU, gradients=Format(4), gpu_share=0.5), **change)  # type: ignore[arg-type]
+        replace(UnitPlan(update_on=Processor.CPU, gradients=Rest(carried=Format(4)), gpu_share=0.5), **change)  # type: ignore[arg-type]
 
 
 def test_sums_on_the_host_are_not_shared() -> None:
     """With several micro-batches the gradients of a unit that both sides update are added up on the GPU."""
-    unit = UnitPlan(update_on=Processor.CPU, gpu_share=0.5)
+    unit = UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY), gpu_share=0.5)
     with pytest.raises(InputError, match="gradients of unit 0 are accumulated on the host, but the GPU updates a part"):
         lower(profile_with(10**12, 2), Plan("by hand", (unit,) * 5))
-    validate(lower(profile_with(10**12, 2), Plan("by hand", (replace(unit, accumulate_on=Processor.GPU),) * 5)))
+    validate(lower(profile_with(10**12, 2), Plan("by hand", (replace(unit, gradients=Rest()),) * 5)))
 
 
 def test_gradients_of_this_step_are_not_delayed() -> None:

@@ -23,7 +23,7 @@ from autohete.analysis.worst_case import worst_case
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import load_hardware
 from autohete.lowering import _kept, lower
-from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import GpuUpdatesAfterBackward, Rule, Slots, UpdatesAfterBackward, Window
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
@@ -256,13 +256,13 @@ def test_rules_that_clipping_makes_idle_stay() -> None:
 
 def test_norm_is_taken_where_gradients_are() -> None:
     """The GPU takes it before gradients leave, the CPU of what is accumulated on the host, or where the plan says so."""
-    on_cpu = UnitPlan(update_on=Processor.CPU)
+    on_cpu = UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY))
     for micro_batches, unit, lane in [
         (1, UnitPlan(), "gpu"),
         (1, on_cpu, "gpu"),
         (1, replace(on_cpu, norm_on=Processor.CPU), "cpu"),
         (2, on_cpu, "cpu"),
-        (2, replace(on_cpu, accumulate_on=Processor.GPU), "gpu"),
+        (2, UnitPlan(update_on=Processor.CPU), "gpu"),
     ]:
         schedule = lower(profile_with(10**12, micro_batches, clip_norm=1.0), Plan("by hand", (unit,) * 5, update_bytes=28))
         assert {task.lane for task in schedule.tasks if task.id.kind is Kind.GRADIENT_NORM} == {lane}
@@ -273,7 +273,7 @@ def test_norm_is_taken_where_gradients_are() -> None:
 
 def test_sums_have_a_size_of_their_own() -> None:
     """Every micro-batch but the last copies sums of ``sum_bytes``; what is added has that size; the last copies gradients."""
-    unit = UnitPlan(update_on=Processor.CPU, gradients=Format(8), sum_bytes=2)
+    unit = UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY, carried=Format(8)), sum_bytes=2)
     schedule = lower(profile_with(10**12, 3), Plan("by hand", (unit,) * 5, update_bytes=28))
     lasts = {(task.id.kind, task.id.micro_batch): task.duration_ns for task in schedule.tasks if task.id.unit == 1}
     assert [lasts[Kind.OFFLOAD_GRADIENTS, batch] for batch in range(3)] == [2, 2, 8]  # 4 parameters at 4 bytes a nanosecond
@@ -281,10 +281,10 @@ def test_sums_have_a_size_of_their_own() -> None:
     for sum_bytes, other in [
         (0, unit),
         (65, unit),
-        (2, replace(unit, sum_bytes=None, accumulate_on=Processor.GPU)),
+        (2, UnitPlan(update_on=Processor.CPU)),
         (2, UnitPlan()),
     ]:
-        with pytest.raises(InputError, match=f"sum_bytes is {sum_bytes}: give 1 to 64 bytes if gradients are accumulated on"):
+        with pytest.raises(InputError, match=f"sum_bytes is {sum_bytes}: give 1 to 64 bytes if the CPU accumulates gradients"):
             replace(other, sum_bytes=sum_bytes)
 
 

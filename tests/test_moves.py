@@ -109,7 +109,9 @@ def test_parameters_that_rest_on_the_host_come_for_each_pass() -> None:
 def test_what_the_cpu_updates_crosses_the_link_once_each_way() -> None:
     """Gradients go down after the last backward, those of other micro-batches in the format of the sums; parameters come up."""
     sizes = UnitSizes(2, Value.PARAMETERS, 200, True, 100, 100, 0, 0, 100, 0, 1200, 0, 7, 50)
-    unit = UnitPlan(update_on=Processor.CPU, gradients=Format(4), sum_bytes=2, refresh=Format(4, pinned=False))
+    unit = UnitPlan(
+        update_on=Processor.CPU, gradients=Rest(HOST_MEMORY, carried=Format(4)), sum_bytes=2, refresh=Format(4, pinned=False)
+    )
     assert list(moves(unit, sizes)) == [
         Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, 400, When.AFTER_UPDATE, pinned=False),
         Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, 200, When.AFTER_BACKWARD, Batches.OTHERS),

@@ -56,7 +56,7 @@ class Candidate:
             or unit.update_on is Processor.CPU
             or unit.kept.leaves
             or unit.states.leaves
-            or unit.gradients_on_nvme
+            or unit.gradients.leaves
             for unit in self.plan.units
         )
 

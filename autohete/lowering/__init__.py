@@ -260,11 +260,6 @@ def _check_accumulation(profile: Profile, plan: Plan) -> None:
                 f"gradients of unit {i} are accumulated on the host, but the GPU updates a part: accumulate on the GPU, use "
                 "one micro-batch, or leave gpu_share out"
             )
-        if unit.gradients_on_nvme and unit.accumulates_on_host:
-            raise InputError(
-                f"gradients of unit {i} wait on nvme, where nothing can be added to them: accumulate on the GPU, use one "
-                "micro-batch, or leave gradients_on_nvme out"
-            )
         if plan.in_slot(i) and not unit.accumulates_on_host:
             raise InputError(
                 f"gradients of unit {i} are to be accumulated on the GPU, but live in a slot with parameters that leave it: "

@@ -99,4 +99,8 @@ def scaled_bytes(profile: Profile, plan: Plan, unit: int, updated_on: Processor)
 def _gradient_bytes(profile: Profile, plan: Plan, unit: int, side: Processor) -> int:
     """Size of the gradients: on the GPU as computed; on the host as they arrive, without accompanying data."""
     count, element = profile.units[unit].trained_parameters, profile.element_bytes
-    return min(plan.units[unit].gradients.bytes_of(count, element), 4 * count) if side is Processor.CPU else count * element
+    return (
+        min(plan.units[unit].gradients.carried.bytes_of(count, element), 4 * count)
+        if side is Processor.CPU
+        else count * element
+    )

@@ -228,6 +228,6 @@ class Updates:
         return BufferId(Value.GRADIENTS, pinned_memory(self._profile), unit)
 
     def _arrived(self, unit: int, micro_batch: int) -> BufferId:
-        pinned = self._plan.units[unit].gradients.pinned
+        pinned = self._plan.units[unit].gradients.carried.pinned
         memory = pinned_memory(self._profile) if pinned else HOST_MEMORY
         return BufferId(Value.ARRIVED_GRADIENTS, memory, unit, None, micro_batch)

@@ -191,7 +191,7 @@ class Plan(Hashed):
         if self.delayed and any(unit.gpu_share for unit in self.units):
             raise InputError("the GPU updates with the gradients of this iteration: leave delayed or gpu_share out")
         if self.delayed and any(unit.gradients_on_nvme for unit in self.units):
-            raise InputError("gradients of a delayed update wait on the host: leave delayed or gradients_on_nvme out")
+            raise InputError("gradients of a delayed update wait on the host: let them rest there, or leave delayed out")
         _check_size("update_bytes", self.update_bytes)
         _check_size("elementwise_bytes", self.elementwise_bytes)
 

@@ -132,7 +132,7 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Ite
     if unit.reads_states:
         yield Resting(Value.OPTIMIZER_STATES, NVME_MEMORY, sizes.cpu_state_bytes if on_cpu else sizes.gpu_state_bytes)
     if unit.gradients_on_nvme:
-        yield Resting(Value.GRADIENTS, NVME_MEMORY, unit.gradients.bytes_of(sizes.cpu_updated, sizes.element_bytes))
+        yield Resting(Value.GRADIENTS, NVME_MEMORY, unit.gradients.carried.bytes_of(sizes.cpu_updated, sizes.element_bytes))
 
 
 def moves(unit: UnitPlan, sizes: UnitSizes, *, has_backward: bool = True) -> Iterator[Move]:
@@ -189,7 +189,8 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
 def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
     if unit.update_on is Processor.GPU:
         return
-    size, pinned = unit.gradients.bytes_of(sizes.cpu_updated, sizes.element_bytes), unit.gradients.pinned
+    carried = unit.gradients.carried
+    size, pinned = carried.bytes_of(sizes.cpu_updated, sizes.element_bytes), carried.pinned
     last = Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_BACKWARD, pinned=pinned)
     if unit.accumulates_on_host:
         summed = size if unit.sum_bytes is None else unit.sum_bytes * sizes.cpu_updated

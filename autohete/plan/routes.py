@@ -62,11 +62,15 @@ class Rest:
     Args:
         home: ``gpu``, ``host`` or ``nvme``. The value is sent there after a use and fetched from there for the next.
         ahead: how early it may be fetched. For what backward needs: how many GPU passes before the unit's own the fetch may
-            overlap; 0: synchronous. For optimizer states: how many other units may have theirs in flight.
+            overlap; 0: synchronous. For optimizer states: how many others, or parts of others, may be in flight.
+        carried: format of the copies to the host; of gradients only.
+        parts: the value comes, is used and goes in so many parts, one after another; of optimizer states only.
     """
 
     home: str = GPU_MEMORY
     ahead: int = 1
+    carried: Format = Format()
+    parts: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,6 +78,8 @@ class Rest:
             raise InputError(f"nothing can rest in {self.home!r}: a home is {GPU_MEMORY!r}, {HOST_MEMORY!r} or {NVME_MEMORY!r}")
         if self.ahead < 0:
             raise InputError(f"ahead is {self.ahead}: a fetch cannot be less than 0 ahead, which is synchronous")
+        if self.parts < 1:
+            raise InputError(f"parts is {self.parts}: give at least 1, which moves a value as a whole")
 
     @property
     def leaves(self) -> bool:
@@ -134,16 +140,17 @@ class UnitPlan(Hashed):
             as well.
         parameters: where they rest and how they are fetched.
         update_on: the processor that updates.
-        gradients: format of the gradient copy to the host, if the CPU updates.
+        gradients: where the gradients of several micro-batches are summed, or rest between these, and their format on the way
+            to the host. ``gpu``: they stay there until the last micro-batch has been added. ``host``: they are copied there
+            after each micro-batch; for an update on the CPU, which adds them, and for one on the GPU to come back for the
+            next backward, which adds to them. ``nvme``: complete ones wait there for an update on the CPU, and are read with
+            the states.
         refresh: format of the copy of updated parameters to a copy that stays on the GPU.
         gradients_replace_parameters: a finished gradient overwrites the 16-bit parameters on the GPU.
         kept: where the values that forward keeps rest: activations, or with recomputation the input.
         states: where the optimizer states rest. States that the CPU updates rest on the host unless this says ``nvme``.
-        accumulate_on: where the gradients of several micro-batches are accumulated. None: where they are used. On the host, the
-            gradients of each micro-batch are copied there; on the GPU, they stay until the last micro-batch has been added.
-        sum_bytes: bytes per element in which they are accumulated on the host, and copied there after each micro-batch but the
-            last. None: as in ``gradients``.
-        gradients_on_nvme: gradients for an update on the CPU wait on NVMe and are read back with the states.
+        sum_bytes: bytes per element in which the CPU accumulates gradients, and in which they are copied after each micro-batch
+            but the last. None: as in ``gradients``.
         again: for segments within segments, what each recomputation except the last keeps; the last keeps everything. The unit
             is recomputed one more time than there are entries.
         zero_stage: what several GPUs shard instead of replicating (ZeRO): from 1 on the optimizer states, from 2 on the
@@ -157,14 +164,12 @@ class UnitPlan(Hashed):
     activations: Activations = Activations.KEEP
     parameters: Route = Route()
     update_on: Processor = Processor.GPU
-    gradients: Format = Format()
+    gradients: Rest = Rest()
     refresh: Format = Format()
     gradients_replace_parameters: bool = False
     kept: Rest = Rest()
     states: Rest = Rest()
-    accumulate_on: Processor | None = None
     sum_bytes: int | None = None
-    gradients_on_nvme: bool = False
     again: tuple[Activations, ...] = ()
     zero_stage: int = 0
     norm_on: Processor | None = None
@@ -196,17 +201,16 @@ class UnitPlan(Hashed):
         if self.gradients_on_nvme and not (self.reads_states and self.update_on is Processor.CPU):
             raise InputError(
                 "gradients wait on nvme only where they come back with states that the CPU updates: let the states rest on "
-                "nvme and the CPU update, or leave gradients_on_nvme out"
+                "nvme and the CPU update, or let the gradients rest on the host"
             )
+        self._check_formats()
         if self.kept.home == NVME_MEMORY:
             raise InputError("what forward keeps cannot rest on nvme: choose the host")
         if not 0 <= self.zero_stage <= 3:
             raise InputError(f"zero_stage is {self.zero_stage}: give 0 to 3")
-        if self.update_on is Processor.GPU and self.accumulate_on is Processor.CPU:
-            raise InputError("what the GPU updates with is accumulated there: leave accumulate_on out, or update on the CPU")
         if self.sum_bytes is not None and not (self.accumulates_on_host and 1 <= self.sum_bytes <= 64):
             raise InputError(
-                f"sum_bytes is {self.sum_bytes}: give 1 to 64 bytes if gradients are accumulated on the host, or leave it out"
+                f"sum_bytes is {self.sum_bytes}: give 1 to 64 bytes if the CPU accumulates gradients, or leave it out"
             )
         if self.norm_on is Processor.CPU and (self.update_on is Processor.GPU or self.gradients_on_nvme):
             raise InputError(
@@ -217,6 +221,12 @@ class UnitPlan(Hashed):
             raise InputError(f"gpu_share is {self.gpu_share}: give 0 or more and less than 1; for all, update on the GPU")
         if self.gpu_share:
             self._check_shared_update()
+
+    def _check_formats(self) -> None:
+        if (self.kept.carried, self.states.carried) != (Format(), Format()):
+            raise InputError("activations and optimizer states are copied as they are: leave carried out")
+        if (self.kept.parts, self.gradients.parts) != (1, 1) or (self.states.parts > 1 and not self.fetches_states):
+            raise InputError("only optimizer states that are fetched to the GPU move in parts: leave parts out for others")
 
     def _check_shared_update(self) -> None:
         if self.update_on is Processor.GPU:
@@ -249,8 +259,18 @@ class UnitPlan(Hashed):
 
     @property
     def accumulates_on_host(self) -> bool:
-        """Whether the gradients of each micro-batch are copied to the host."""
-        return self.update_on is Processor.CPU and self.accumulate_on is not Processor.GPU
+        """Whether the gradients of each micro-batch are copied to the host, where the CPU adds them."""
+        return self.update_on is Processor.CPU and self.gradients.home == HOST_MEMORY
+
+    @property
+    def sums_leave(self) -> bool:
+        """Whether the sums of several micro-batches rest on the host, though the GPU adds to them and updates."""
+        return self.update_on is Processor.GPU and self.gradients.home == HOST_MEMORY
+
+    @property
+    def gradients_on_nvme(self) -> bool:
+        """Whether gradients for an update on the CPU wait on NVMe and are read back with the states."""
+        return self.gradients.home == NVME_MEMORY
 
     @property
     def refreshed(self) -> bool:

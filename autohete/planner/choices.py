@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from autohete.plan import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.workload.optimizers import has_cpu_kernel
 
 #: For each unit, the indices of its two choices in their lists.
@@ -98,13 +98,14 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         gradients: format in which their gradients are copied to the host.
     """
     last = len(profile.units) - 1
-    on_gpu = UnitPlan(gradients=gradients, refresh=upload)
-    on_cpu = replace(on_gpu, update_on=Processor.CPU)
+    summed_here, summed_away = Rest(GPU_MEMORY, carried=gradients), Rest(HOST_MEMORY, carried=gradients)
+    on_gpu = UnitPlan(gradients=summed_here, refresh=upload)
+    on_cpu = replace(on_gpu, update_on=Processor.CPU, gradients=summed_away)
     updates = [on_gpu, replace(on_gpu, states=Rest(HOST_MEMORY)), on_cpu]
     if not has_cpu_kernel(profile.workload.training.optimizer):
         updates = updates[:2]
     elif profile.workload.micro_batches > 1:  # accumulate gradients on the host, or on the GPU
-        updates.append(replace(on_cpu, accumulate_on=Processor.GPU))
+        updates.append(replace(on_cpu, gradients=summed_here))
     routes = [RESIDENT, FETCHED, STAYS_AFTER_FORWARD, STAYS_AFTER_BACKWARD]
 
     def others(unit: int) -> tuple[UnitPlan, ...]:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.planner.choices import Assignment, Choices
 from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY
 
 Numbers = NDArray[np.float64]
 
@@ -214,7 +215,7 @@ class Costs:
         """Size of the gradients copied to the CPU."""
         if not self.updated_on(unit, one, Processor.CPU):
             return 0
-        return one.gradients.bytes_of(self.trained[unit], self.profile.element_bytes)
+        return one.gradients.carried.bytes_of(self.trained[unit], self.profile.element_bytes)
 
     def sums_seconds(self, unit: int, one: UnitPlan) -> float:
         """CPU time to accumulate the gradients of the micro-batches."""
@@ -227,7 +228,7 @@ class Costs:
         """Time of one copy of its gradients."""
         size = self.gradient_bytes(unit, one)
         copied = self.updated_on(unit, one, Processor.CPU)
-        return self.profile.d2h_seconds(size, pinned=one.gradients.pinned) if copied else 0.0
+        return self.profile.d2h_seconds(size, pinned=one.gradients.carried.pinned) if copied else 0.0
 
     def home_seconds(self, unit: int, one: UnitPlan) -> float:
         """Time to copy parameters that the GPU has updated to the host."""
@@ -279,7 +280,7 @@ class Costs:
 
     def summed_bytes(self, unit: int, one: UnitPlan) -> float:
         """Gradients that stay on the GPU from the first micro-batch to the last."""
-        return self.gradients[unit] if self.micro_batches > 1 and not one.accumulates_on_host else 0.0
+        return self.gradients[unit] if self.micro_batches > 1 and one.gradients.home == GPU_MEMORY else 0.0
 
 
 class Model:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from autohete.lowering import durations
 from autohete.lowering.clipping import scaled_bytes
-from autohete.plan import Activations, Format, Plan, Processor, Route, UnitPlan
+from autohete.plan import Activations, Format, Plan, Processor, Rest, Route, UnitPlan
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.workload.optimizers import has_cpu_kernel
 
 #: Gradients that may be on the GPU while they wait for their copy, including the one being computed.
@@ -49,7 +49,7 @@ class Counts:
                     activations=Activations.RECOMPUTE if inner and unit <= self.checkpointed else Activations.KEEP,
                     parameters=Route(HOST_MEMORY, fetched=upload) if offloaded and (on_cpu or gpus == 1) else Route(),
                     update_on=Processor.CPU if on_cpu else Processor.GPU,
-                    gradients=gradients,
+                    gradients=Rest(HOST_MEMORY if on_cpu else GPU_MEMORY, carried=gradients),
                     refresh=upload,
                     zero_stage=0 if gpus == 1 else 3 if offloaded else 2,
                 )
@@ -110,7 +110,7 @@ class BlockCosts:
         self.gradient_bytes = [count * element for count in whole]
         units = list(zip(plan.units, counts, self.trained, strict=True))
         self.gradients = [
-            profile.d2h_seconds(unit.gradients.bytes_of(count, element)) * trained for unit, count, trained in units
+            profile.d2h_seconds(unit.gradients.carried.bytes_of(count, element)) * trained for unit, count, trained in units
         ]
         self.refreshes = [
             profile.h2d_seconds(unit.refresh.bytes_of(count, element)) * trained for unit, count, trained in units

@@ -75,7 +75,7 @@ class DeepOptimizerStates:
         on_gpu = [unit for unit in range(count) if (count - unit) % stride == 0]
         cpu = UnitPlan(
             update_on=Processor.CPU,
-            gradients=Format(4) if self.async_gradients else Format(pinned=not mixed),
+            gradients=Rest(HOST_MEMORY, carried=Format(4) if self.async_gradients else Format(pinned=not mixed)),
         )
         gpu = UnitPlan(states=Rest(HOST_MEMORY, ahead=0))
         units = [gpu if unit in on_gpu else cpu for unit in range(count)]

@@ -87,7 +87,9 @@ def _artifact(profile: Profile) -> Plan:
     element = profile.element_bytes
     # A block's parameters go home with its gradients; embedding and head are copied for the update.
     outer = UnitPlan(
-        update_on=Processor.CPU, gradients=Format(2 * element, pinned=False), refresh=Format(element, pinned=False)
+        update_on=Processor.CPU,
+        gradients=Rest(HOST_MEMORY, carried=Format(2 * element, pinned=False)),
+        refresh=Format(element, pinned=False),
     )
     route = replace(_one_at_a_time(pinned=False), moves=True)
     return Plan(

@@ -27,7 +27,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared
 from autohete.profile import Profile
-from autohete.schedule import NVME_MEMORY
+from autohete.schedule import HOST_MEMORY, NVME_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class MlpOffload:
     def _plan(self, profile: Profile, activations: Activations, cached: int) -> Plan:
         """The plan in which the last ``cached`` units to be updated have their states on the host."""
         element, mixed, last = profile.element_bytes, traffic.is_mixed(profile), len(profile.units) - 1
-        on_host = UnitPlan(update_on=Processor.CPU)
+        on_host = UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY))
         on_drives = replace(on_host, states=Rest(NVME_MEMORY, ahead=1))
 
         def unit(block: int) -> UnitPlan:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
@@ -91,7 +91,8 @@ class PatrickStar:
             common = UnitPlan(refresh=Format(4), gradients_replace_parameters=replaced)
             units = []
             for block in range(len(weights)):
-                unit = replace(common, update_on=Processor.GPU if block < on_gpu else Processor.CPU)
+                on_cpu = replace(common, update_on=Processor.CPU, gradients=Rest(HOST_MEMORY))
+                unit = common if block < on_gpu else on_cpu
                 if block in transformer:
                     unit = replace(unit, activations=activations, parameters=route(block, kept))
                 units.append(unit)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.policy import Judge, Verdict, better
 from autohete.plan.rules import Barrier, Window
 from autohete.policies import traffic
@@ -112,8 +112,8 @@ class StrongHold:
 def _plan(profile: Profile, activations: Activations, window: int, window_optimizer: Processor) -> Plan:
     element = profile.element_bytes
     transformer = len(profile.units) - 2
-    gradients = Format(2 * element)  # the layer's parameters are copied with its gradients
-    outer = UnitPlan(update_on=window_optimizer, gradients=gradients)
+    gradients = Rest(HOST_MEMORY, carried=Format(2 * element))  # the layer's parameters are copied with its gradients
+    outer = UnitPlan(update_on=window_optimizer, gradients=gradients if window_optimizer is Processor.CPU else Rest())
     inner = [
         UnitPlan(
             activations,

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, UnitPlan
 from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
@@ -37,7 +37,7 @@ from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import ZERO3, shared
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
-from autohete.schedule import Kind, Value
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,12 @@ class TwinFlow:
                 # In its own format, and in fp32.
                 gradients, refresh = Format(element + 4, self.pin_memory), Format(element, pinned=False)
                 share = max(on_gpu - (end - count), 0) / max(count, 1)
-                accumulate_on = Processor.GPU if share else None  # the host has no space for the GPU's part
+                summed_in = GPU_MEMORY if share else HOST_MEMORY  # the host has no space for the GPU's part
                 unit = replace(
                     unit,
                     update_on=Processor.CPU,
-                    gradients=gradients,
+                    gradients=Rest(summed_in, carried=gradients),
                     refresh=refresh,
-                    accumulate_on=accumulate_on,
                     sum_bytes=None if share else element,
                     gpu_share=share,
                 )

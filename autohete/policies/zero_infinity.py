@@ -57,10 +57,8 @@ class ZeroInfinity:
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         outer = UnitPlan(
             update_on=Processor.CPU,
-            gradients=Format(4),
+            gradients=Rest(NVME_MEMORY, carried=Format(4)),
             states=Rest(NVME_MEMORY, ahead=int(self.pipeline)),
-            accumulate_on=Processor.GPU,
-            gradients_on_nvme=True,
         )
         inner = replace(outer, activations=activations)
         if self.offload_param:

@@ -31,14 +31,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterBackward, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import ZERO2, ZERO2_TO_OWNERS, shared
 from autohete.profile import Profile
-from autohete.schedule import Kind, Value
+from autohete.schedule import HOST_MEMORY, Kind, Value
 from autohete.workload import Precision
 
 _MIB = 2**20
@@ -135,7 +135,7 @@ class ZeroOffload:
         largest_tensor = workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size)
         # Master, gradient and both moments, 4 bytes each; which of them is pinned depends on the version.
         arrays = [4] * (pinned + master) + [element] * (pinned and staged)
-        gradients = Format(element if self.paper else 4, pinned)
+        gradients = Rest(HOST_MEMORY, carried=Format(element if self.paper else 4, pinned))
         refresh = Format(
             4 if tiles or master else element,
             pinned=tiles or master or (pinned and version.upload == "staging"),

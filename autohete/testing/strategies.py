@@ -245,7 +245,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     below = max(profile.first_trained - 1, 0)  # a unit that drops its input has one below it that is recomputed
     forwards = [[Activations.KEEP]] * below + draw(_forwards(len(profile.units) - below))
     delayed = draw(st.booleans()) and not accumulates
-    gradients = Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans()))
+    gradients = Rest(carried=Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans())))
     refresh = Format(draw(st.sampled_from([2, 4])), draw(st.booleans()), draw(st.booleans()))
     fetched = Format(draw(st.sampled_from([None, 4])))
     replaced = profile.workload.precision is not Precision.FP32 and not accumulates and draw(st.booleans())
@@ -318,9 +318,8 @@ def with_shared_updates(draw: Draw, profile: Profile, plan: Plan) -> Plan:
             parameters=Route(),
             gradients_replace_parameters=False,
             states=Rest(),
-            accumulate_on=Processor.GPU,
+            gradients=replace(units[unit].gradients, home=GPU_MEMORY),
             sum_bytes=None,
-            gradients_on_nvme=False,
             norm_on=None,
         )
     return without_contradictions(profile, replace(plan, units=tuple(units), delayed=False))
@@ -384,12 +383,13 @@ def _updated(draw: Draw, unit: UnitPlan, nvme: bool, may_write: bool) -> UnitPla
     states = Rest(draw(st.sampled_from(homes)), draw(st.sampled_from([0, 1, 3])))
     if draw(st.booleans()):
         return replace(unit, states=states)
-    accumulate_on = draw(st.none() | st.sampled_from(Processor))
-    unit = replace(unit, update_on=Processor.CPU, accumulate_on=accumulate_on)
-    if accumulate_on is not Processor.GPU:
-        unit = replace(unit, sum_bytes=draw(st.sampled_from([None, 2, 8])))
+    gradients = replace(unit.gradients, home=draw(st.sampled_from([GPU_MEMORY, HOST_MEMORY])))
     if states.home == NVME_MEMORY:
-        unit = replace(unit, states=states, gradients_on_nvme=may_write and draw(st.booleans()))
+        unit = replace(unit, states=states)
+        gradients = replace(gradients, home=NVME_MEMORY) if may_write and draw(st.booleans()) else gradients
+    unit = replace(unit, update_on=Processor.CPU, gradients=gradients)
+    if unit.accumulates_on_host:
+        unit = replace(unit, sum_bytes=draw(st.sampled_from([None, 2, 8])))
     return unit if unit.gradients_on_nvme else replace(unit, norm_on=draw(st.sampled_from([None, Processor.CPU])))
 
 

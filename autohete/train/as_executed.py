@@ -22,7 +22,12 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
     """
     element = profile.element_bytes
     units = tuple(
-        replace(unit, gradients=Format(), refresh=Format(), parameters=replace(unit.parameters, fetched=Format()))
+        replace(
+            unit,
+            gradients=replace(unit.gradients, carried=Format()),
+            refresh=Format(),
+            parameters=replace(unit.parameters, fetched=Format()),
+        )
         for unit in plan.units
     )
     return replace(
