@@ -132,6 +132,7 @@ PLANS = [
 ACCUMULATING = [
     plan_of(UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY))),
     plan_of(UnitPlan(update_on=Processor.CPU)),
+    plan_of(UnitPlan(gradients=Rest(HOST_MEMORY))),
     plan_of(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_backward=True, moves=True), kept=Rest(HOST_MEMORY))),
 ]
 #: Two GPUs, with one micro-batch or two.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ SIZES = UnitSizes(
     cpu_updated=0,
     gpu_state_bytes=1200,
     cpu_state_bytes=0,
+    summed_bytes=0,
     saved_bytes=0,
     input_bytes=7,
     activation_bytes=50,
@@ -44,7 +46,8 @@ def planned(draw: st.DrawFn) -> tuple[Profile, Plan]:
 
 def batches(move: Move, micro_batches: int) -> int:
     """In how many micro-batches of an iteration ``move`` is made."""
-    return {Batches.ALL: micro_batches, Batches.LAST: 1, Batches.OTHERS: micro_batches - 1}[move.batches]
+    some = {Batches.ALL: micro_batches, Batches.LAST: 1}
+    return some.get(move.batches, micro_batches - 1)
 
 
 @given(planned())
@@ -108,7 +111,7 @@ def test_parameters_that_rest_on_the_host_come_for_each_pass() -> None:
 
 def test_what_the_cpu_updates_crosses_the_link_once_each_way() -> None:
     """Gradients go down after the last backward, those of other micro-batches in the format of the sums; parameters come up."""
-    sizes = UnitSizes(2, Value.PARAMETERS, 200, True, 100, 100, 0, 0, 100, 0, 1200, 0, 7, 50)
+    sizes = UnitSizes(2, Value.PARAMETERS, 200, True, 100, 100, 0, 0, 100, 0, 1200, 0, 0, 7, 50)
     unit = UnitPlan(
         update_on=Processor.CPU, gradients=Rest(HOST_MEMORY, carried=Format(4)), sum_bytes=2, refresh=Format(4, pinned=False)
     )
@@ -138,8 +141,19 @@ def test_states_on_drives_pass_through_the_host() -> None:
 
 def test_a_frozen_unit_has_parameters_alone() -> None:
     """Without trained parameters nothing else rests or moves, and without backward parameters come for forward alone."""
-    sizes = UnitSizes(2, Value.PARAMETERS, 200, False, 0, 0, 200, 0, 0, 0, 0, 0, 7, 50)
+    sizes = UnitSizes(2, Value.PARAMETERS, 200, False, 0, 0, 200, 0, 0, 0, 0, 0, 0, 7, 50)
     unit = UnitPlan(parameters=Route(HOST_MEMORY))
     assert [move.when for move in moves(unit, sizes)] == [When.BEFORE_FORWARD, When.BEFORE_BACKWARD]
     assert [move.when for move in moves(unit, sizes, has_backward=False)] == [When.BEFORE_FORWARD]
     assert list(rests(unit, sizes, Footprint(), HOST_MEMORY)) == [Resting(Value.PARAMETERS, HOST_MEMORY, 200)]
+
+
+def test_sums_that_rest_on_the_host_come_back_for_the_next_backward() -> None:
+    """Gradients of an update on the GPU go down after each micro-batch but the last, and come up for each but the first."""
+    unit, sizes = UnitPlan(gradients=Rest(HOST_MEMORY)), replace(SIZES, summed_bytes=200)
+    assert list(moves(unit, sizes)) == [
+        Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, 200, When.AFTER_BACKWARD, Batches.OTHERS),
+        Move(Value.GRADIENTS, HOST_MEMORY, GPU_MEMORY, 200, When.BEFORE_BACKWARD, Batches.LATER),
+    ]
+    assert Resting(Value.GRADIENTS, HOST_MEMORY, 200) in rests(unit, sizes, Footprint(), HOST_MEMORY)
+    assert not list(moves(unit, SIZES))  # one micro-batch has no sums

@@ -465,6 +465,7 @@ NEEDS: dict[Kind, UnitPlan] = {
     Kind.WRITE_BACK_FORWARD: UnitPlan(parameters=Route(HOST_MEMORY, stays_after_backward=True, moves=True)),
     Kind.WRITE_BACK_BACKWARD: _AWAY,
     Kind.OFFLOAD_GRADIENTS: UnitPlan(update_on=Processor.CPU),
+    Kind.FETCH_GRADIENTS: UnitPlan(gradients=Rest(HOST_MEMORY)),
     Kind.CPU_UPDATE: UnitPlan(update_on=Processor.CPU),
     Kind.ACCUMULATE: UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY)),
     Kind.FETCH_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
@@ -495,7 +496,7 @@ def test_a_schedule_of_several_gpus_is_refused() -> None:
 @pytest.mark.parametrize("kind", NEEDS)
 def test_every_kind_is_simulated_and_executed(kind: Kind) -> None:
     """Simulator and runtime execute tasks of every kind; if the runtime does nothing for one of them, that has consequences."""
-    micro_batches, clips = 2 if kind is Kind.ACCUMULATE else 1, kind in (Kind.GRADIENT_NORM, Kind.CLIP)
+    micro_batches, clips = 2 if kind in (Kind.ACCUMULATE, Kind.FETCH_GRADIENTS) else 1, kind in (Kind.GRADIENT_NORM, Kind.CLIP)
     workload = replace(SMALL, micro_batches=micro_batches, clip_norm=CLIP_NORM if clips else None)
     profile, inner = profile_of(workload), NEEDS[kind]
     outer = UnitPlan(update_on=inner.update_on)

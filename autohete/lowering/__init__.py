@@ -312,6 +312,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
         if task.kind is Kind.RECOMPUTE:
             compute.recompute(task)
             continue
+        updates.bring_sums(task)
         compute.backward(task)
         if task.micro_batch + 1 < micro_batches:
             updates.between(task)

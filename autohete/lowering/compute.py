@@ -199,7 +199,8 @@ class Compute:
                 b.make(task, gradients, size)
             if plan.gradients_replace_parameters:
                 b.free(task, gradients)
-        if not begins or (task.micro_batch and added_here):
+        later = not complete and plan.sums_leave  # a tied embedding's sums come for its own backward
+        if not (task.micro_batch and later) and (not begins or (task.micro_batch and added_here)):
             b.write(task, Value.GRADIENTS, unit)
         if complete and task.micro_batch and added_here:
             b.free(task, gradients)

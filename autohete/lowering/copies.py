@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder
 from autohete.lowering.durations import Duration
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, UnitPlan
-from autohete.plan.moves import Batches, Move, UnitSizes, When, moves
+from autohete.plan.moves import Move, UnitSizes, When, moves
 from autohete.profile import Profile
 from autohete.schedule import (
     D2H,
@@ -38,6 +39,7 @@ _KINDS = {
     (Value.INPUT, D2H): Kind.OFFLOAD_ACTIVATIONS,
     (Value.INPUT, H2D): Kind.FETCH_ACTIVATIONS,
     (Value.GRADIENTS, D2H): Kind.OFFLOAD_GRADIENTS,
+    (Value.GRADIENTS, H2D): Kind.FETCH_GRADIENTS,
     (Value.GRADIENTS, NVME_WRITE): Kind.WRITE_GRADIENTS,
     (Value.GRADIENTS, NVME_READ): Kind.READ_STATES,  # in one task
     (Value.OPTIMIZER_STATES, NVME_READ): Kind.READ_STATES,
@@ -52,7 +54,7 @@ _KINDS_OF_PARAMETERS = {
     (When.AFTER_UPDATE, D2H): Kind.WRITE_BACK_BACKWARD,
     (When.AFTER_UPDATE, H2D): Kind.REFRESH,
 }
-_Key = tuple[Kind, bool]
+_Key = tuple[Kind, bool, bool]
 
 
 class Copies:
@@ -72,11 +74,11 @@ class Copies:
 
     def find(self, kind: Kind, unit: int, micro_batch: int = 0) -> Move | None:
         """Return the move that a copy of ``kind`` makes; None if the unit has no such copy in this micro-batch."""
-        return self._moves[unit].get((kind, micro_batch == self._last))
+        return self._moves[unit].get((kind, not micro_batch, micro_batch == self._last))
 
     def add(self, kind: Kind, unit: int, priority: int, micro_batch: int = 0) -> TaskId:
         """Add the copy of ``kind``, which the unit makes, as a task on the lane between its memories."""
-        move = self._moves[unit][kind, micro_batch == self._last]
+        move = self._moves[unit][kind, not micro_batch, micro_batch == self._last]
         return self._builder.task(kind, unit, lane_of(move), seconds_of(move), priority, micro_batch)
 
 
@@ -103,13 +105,15 @@ def seconds_of(move: Move) -> Duration:
 
 @lru_cache(maxsize=2**10)  # most units of a plan are alike
 def _by_kind(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -> dict[_Key, Move]:
-    """The moves of a unit by the kind of their tasks, and whether they are for the last micro-batch. Updates have none."""
+    """The moves of a unit by the kind of their tasks, and whether they are for the first and for the last micro-batch. Updates
+    have none.
+    """
     result: dict[_Key, Move] = {}
     for move in moves(unit, sizes, has_backward=has_backward):
-        for last in (True, False):
-            key = kind_of(move), last
+        for first, last in product((True, False), repeat=2):
+            key = kind_of(move), first, last
             at_update = move.when in (When.BEFORE_UPDATE, When.AFTER_UPDATE)
-            if at_update or move.batches is not (Batches.OTHERS if last else Batches.LAST):
+            if at_update or move.batches.includes(first=first, last=last):
                 before = result[key].size_bytes if key in result else 0
                 result[key] = move._replace(size_bytes=before + move.size_bytes)
     return result

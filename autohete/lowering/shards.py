@@ -51,6 +51,7 @@ class Shards:
             cpu_updated=on_cpu,
             gpu_state_bytes=profile.state_bytes(unit, on_gpu),
             cpu_state_bytes=profile.state_bytes(unit, on_cpu),
+            summed_bytes=profile.units[unit].trained_parameters * profile.element_bytes * (profile.workload.micro_batches > 1),
             saved_bytes=profile.saved_bytes(unit, on_cpu),
             input_bytes=profile.units[unit].input_bytes,
             activation_bytes=profile.units[unit].activation_bytes,
@@ -133,6 +134,11 @@ class Shards:
                 raise InputError(
                     f"parameters of unit {unit} rest on the host in parts: update them on the CPU, and let them neither move "
                     "nor stay on the GPU after backward"
+                )
+            if stage >= 2 and plan.sums_leave and self._profile.workload.micro_batches > 1:
+                raise InputError(
+                    f"gradients of unit {unit} rest on the host between micro-batches, but each GPU keeps a part of them: let "
+                    "them rest on the GPU, or give the unit zero_stage 0 or 1"
                 )
             if stage >= 2 and self._plan.gradients_in_parameters(unit):
                 raise InputError(

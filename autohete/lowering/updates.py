@@ -8,7 +8,7 @@ from autohete.lowering.clipping import ClippingTasks, scaled_bytes
 from autohete.lowering.copies import Copies
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
-from autohete.plan import Plan, Processor
+from autohete.plan import Plan, Processor, UnitPlan
 from autohete.profile import Profile
 from autohete.schedule import (
     COLLECTIVE,
@@ -81,8 +81,20 @@ class Updates:
             return
         if self._plan.units[unit].accumulates_on_host or self._shards.stage(unit) >= 2:
             self._reduce_gradients(unit, micro_batch)
-        if self._plan.units[unit].accumulates_on_host:
+        if self._copies.find(Kind.OFFLOAD_GRADIENTS, unit, micro_batch):
             self._offload_gradients(unit, micro_batch)
+
+    def bring_sums(self, backward: TaskId) -> None:
+        """Fetch the sums of earlier micro-batches, to which ``backward`` adds, if they rest on the host."""
+        unit, micro_batch = backward.unit, backward.micro_batch
+        move = None if self._shards.is_frozen(unit) else self._copies.find(Kind.FETCH_GRADIENTS, unit, micro_batch)
+        if move is None:
+            return
+        b = self._builder
+        fetch = self._copies.add(Kind.FETCH_GRADIENTS, unit, b.backward_priority(unit), micro_batch)
+        b.read(fetch, Value.GRADIENTS, unit, HOST_MEMORY)
+        b.make(fetch, sums_of(self._plan.units[unit], unit, micro_batch), move.size_bytes)
+        b.beside(fetch, backward, self._plan.units[unit].gradients.ahead)
 
     def _reduce_gradients(self, unit: int, micro_batch: int) -> None:
         """Reduce the gradients over the GPUs: each gets the full sums, or those of its part."""
@@ -215,10 +227,14 @@ class Updates:
         b.read(task, value, task.unit)
         if self._plan.gradients_in_parameters(task.unit):
             b.read(task, Value.PARAMETERS, task.unit)
-        is_last = task.kind is Kind.GPU_UPDATE or not self._shards.updates_on(task.unit, Processor.GPU)
-        if is_last and not unit.gradients_replace_parameters:
-            made_by = task.micro_batch if unit.accumulates_on_host else 0
-            b.free(task, on_gpu(value, task.unit, made_by))
+        is_last = task.kind is Kind.GPU_UPDATE or unit.sums_leave or not self._shards.updates_on(task.unit, Processor.GPU)
+        if not is_last or unit.gradients_replace_parameters:
+            return
+        if unit.sums_leave:
+            micro_batch = self._last if task.kind is Kind.GPU_UPDATE else task.micro_batch
+            b.free(task, sums_of(unit, task.unit, micro_batch))
+        else:
+            b.free(task, on_gpu(value, task.unit, task.micro_batch if unit.accumulates_on_host else 0))
 
     def _states_on_host(self, unit: int) -> BufferId:
         return BufferId(Value.OPTIMIZER_STATES, pinned_memory(self._profile), unit)
@@ -231,3 +247,10 @@ class Updates:
         pinned = self._plan.units[unit].gradients.carried.pinned
         memory = pinned_memory(self._profile) if pinned else HOST_MEMORY
         return BufferId(Value.ARRIVED_GRADIENTS, memory, unit, None, micro_batch)
+
+
+def sums_of(plan: UnitPlan, unit: int, micro_batch: int) -> BufferId:
+    """The buffer of the unit's gradients on the GPU, summed up to this micro-batch."""
+    if not plan.sums_leave or not micro_batch:
+        return on_gpu(Value.GRADIENTS, unit)
+    return on_gpu(Value.GRADIENTS, unit, micro_batch, Kind.BACKWARD)

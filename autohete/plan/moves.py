@@ -46,6 +46,11 @@ class Batches(StrEnum):
     ALL = "all"
     LAST = "last"
     OTHERS = "all but the last"
+    LATER = "all but the first"
+
+    def includes(self, *, first: bool, last: bool) -> bool:
+        """Whether a micro-batch is one of them."""
+        return {Batches.LAST: last, Batches.OTHERS: not last, Batches.LATER: not first}.get(self, True)
 
 
 class Move(NamedTuple):
@@ -83,6 +88,7 @@ class UnitSizes:
         frozen_bytes: size of the frozen ones that it holds.
         gpu_updated, cpu_updated: parameters that each processor updates.
         gpu_state_bytes, cpu_state_bytes: size of their optimizer states.
+        summed_bytes: size of the sums of several micro-batches on the GPU; 0 with one.
         saved_bytes: by how much the states on the CPU are smaller than those of AdamW.
         input_bytes, activation_bytes: of one micro-batch: the input; everything that backward needs.
     """
@@ -98,6 +104,7 @@ class UnitSizes:
     cpu_updated: int
     gpu_state_bytes: int
     cpu_state_bytes: int
+    summed_bytes: int
     saved_bytes: int
     input_bytes: int
     activation_bytes: int
@@ -131,6 +138,8 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Ite
         yield Resting(Value.OPTIMIZER_STATES, pinned, sizes.gpu_state_bytes)
     if unit.reads_states:
         yield Resting(Value.OPTIMIZER_STATES, NVME_MEMORY, sizes.cpu_state_bytes if on_cpu else sizes.gpu_state_bytes)
+    if unit.sums_leave and sizes.summed_bytes:
+        yield Resting(Value.GRADIENTS, pinned, sizes.summed_bytes)
     if unit.gradients_on_nvme:
         yield Resting(Value.GRADIENTS, NVME_MEMORY, unit.gradients.carried.bytes_of(sizes.cpu_updated, sizes.element_bytes))
 
@@ -187,6 +196,10 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
 
 
 def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
+    if unit.sums_leave and sizes.summed_bytes:
+        size = sizes.summed_bytes
+        yield Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_BACKWARD, Batches.OTHERS)
+        yield Move(Value.GRADIENTS, HOST_MEMORY, GPU_MEMORY, size, When.BEFORE_BACKWARD, Batches.LATER)
     if unit.update_on is Processor.GPU:
         return
     carried = unit.gradients.carried

@@ -49,6 +49,7 @@ LOOKS: dict[Kind, Look] = {
     Kind.WRITE_BACK_FORWARD: Look(GREEN, "\\\\\\\\\\\\"),
     Kind.WRITE_BACK_BACKWARD: Look(GREEN, "xxxxxx"),
     Kind.OFFLOAD_GRADIENTS: Look(BLUE),
+    Kind.FETCH_GRADIENTS: Look(BLUE, "\\\\\\\\\\\\"),
     Kind.CPU_UPDATE: Look(GREY),
     Kind.FETCH_STATES: Look(GREY, "......"),
     Kind.WRITE_BACK_STATES: Look(GREY, "//////"),

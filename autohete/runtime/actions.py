@@ -132,4 +132,5 @@ def _room(task: Task) -> _Room:
 
     ended = units(Value.GRADIENTS, task.frees) if task.id.kind is Kind.BACKWARD else ()
     replaces, adds = ((), ended) if task.id.micro_batch else (ended, ())
-    return units(Value.GRADIENTS, task.allocates), replaces, adds, units(Value.PARAMETERS, task.frees)
+    made = units(Value.GRADIENTS, task.allocates) if task.id.kind is Kind.BACKWARD else ()
+    return made, replaces, adds, units(Value.PARAMETERS, task.frees)

@@ -19,7 +19,7 @@ from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.nonfinite import UpdateGate
 from autohete.runtime.optimizer import Adam, AdamStates, ElementRange, parts_of, state_bytes
 from autohete.runtime.state_files import Files
-from autohete.runtime.units import Memories, UnitSide, UnitTensors
+from autohete.runtime.units import Memories, Sums, UnitSide, UnitTensors
 from autohete.schedule import (
     COPIES,
     CPU,
@@ -228,7 +228,7 @@ class States:
                 for tensor in states.tensors:
                     claim(tensor, "optimizer_states")
         there = flat[unit.cut :]
-        if Kind.CPU_UPDATE in kinds:
+        if kinds & {Kind.CPU_UPDATE, Kind.FETCH_GRADIENTS}:
             unit.host.places = _split(memories.on_host(len(there), unit.dtype, "gradients"), unit)
         if kinds & {Kind.CPU_UPDATE, *_PREFETCHES}:
             unit.host.parameters = memories.on_host(len(there), unit.dtype, "parameters").copy_(there)
@@ -350,7 +350,7 @@ class States:
         unit = self.units[i]
         side = unit.device
         if side.gradients:  # those of the previous micro-batch
-            side.sums = side.gradients, side.reserved
+            side.sums = Sums(side.gradients, side.reserved)
         side.gradients = [None] * len(unit.parameters)
         if self._gradients_in_slots and self.kinds[i] & _PREFETCHES:
             assert side.parameters is not None
@@ -400,10 +400,13 @@ class States:
         """Add the finished gradients of a micro-batch to the sums of the previous ones, in the same order as PyTorch."""
         side = self.units[i].device
         assert side.sums is not None
-        sums, reserved = side.sums
-        _add(sums, side.gradients)
+        sums = side.sums
+        for place, gradient in enumerate(side.gradients):
+            if gradient is not None and sums.places and sums.gradients[place] is None:
+                sums.gradients[place], side.gradients[place] = sums.places[place].copy_(gradient), None
+        _add(sums.gradients, side.gradients)
         self.memories.current.alive += [side.gradients, side.reserved]
-        side.gradients, side.reserved, side.sums = sums, reserved, None
+        side.gradients, side.reserved, side.sums = sums.gradients, sums.reserved, None
 
     def add_arrived(self, i: int) -> None:
         """The same on the host, for gradients that have arrived there."""
@@ -510,6 +513,16 @@ class States:
         self.memories.current.alive.append(optimizer.tensors)
         optimizer.use(resting)
 
+    def _fetch_sums(self, i: int) -> None:
+        """Copy the sums of the previous micro-batches to new memory on the device, for a backward to add to them."""
+        unit = self.units[i]
+        places = unit.views(self.memories.on_device(unit.elements, unit.dtype, "gradients"))
+        copied = [
+            None if held is None else place.copy_(held.view(place.shape), non_blocking=True)
+            for place, held in zip(places, unit.host.gradients, strict=True)
+        ]
+        unit.device.sums = Sums(copied, places=places)
+
     def _write_gradients(self, i: int) -> None:
         """Write the gradients from their places on the host to a file. An update needs them read back."""
         side = self.units[i].host
@@ -537,6 +550,9 @@ class States:
         """
         if target == NVME_MEMORY:
             self._write_gradients(i)
+            return
+        if target == GPU_MEMORY:
+            self._fetch_sums(i)
             return
         unit, micro_batch = self.units[i], self.memories.current.micro_batch
         there, here = unit.side(source), unit.side(target)

@@ -117,6 +117,21 @@ class Memories:
 
 
 @dataclass(slots=True)
+class Sums:
+    """Gradients of a unit, summed over micro-batches.
+
+    Attributes:
+        gradients: one per parameter, None if it has none yet.
+        reserved: counts them if they are where autograd has allocated them.
+        places: memory for them if they have been fetched.
+    """
+
+    gradients: list[Tensor | None]
+    reserved: Reservation | None = None
+    places: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class UnitSide:
     """A block's states on the device or on the host.
 
@@ -128,7 +143,7 @@ class UnitSide:
         places: destinations to which gradients, or their copied parts, are copied; empty if they stay in the tensors that
             autograd has allocated.
         reserved: counts the gradients that stay there, as long as it lives.
-        sums: gradients of the previous micro-batches and their reservation, while those of another are computed.
+        sums: gradients of the previous micro-batches, while those of another are computed.
         arrived: by micro-batch, gradients on the host that have not been added yet.
         written: destinations of gradients in a file, if they wait on a drive, and which of them wait there.
         optimizer: moments, step counts, master weights.
@@ -141,7 +156,7 @@ class UnitSide:
     iteration: int = -1
     places: list[Tensor] = field(default_factory=list)
     reserved: Reservation | None = None
-    sums: tuple[list[Tensor | None], Reservation | None] | None = None
+    sums: Sums | None = None
     arrived: dict[int, list[Tensor | None]] = field(default_factory=dict)
     written: list[Tensor] = field(default_factory=list)
     unread: list[bool] = field(default_factory=list)

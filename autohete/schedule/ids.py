@@ -43,6 +43,7 @@ class Kind(StrEnum):
     WRITE_BACK_FORWARD = "WF"
     WRITE_BACK_BACKWARD = "WB"
     OFFLOAD_GRADIENTS = "G"
+    FETCH_GRADIENTS = "GF"
     CPU_UPDATE = "U"
     FETCH_STATES = "SF"
     WRITE_BACK_STATES = "SB"
@@ -74,6 +75,7 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.WRITE_BACK_FORWARD: "write-back of parameters after forward",
     Kind.WRITE_BACK_BACKWARD: "write-back of parameters after their update",
     Kind.OFFLOAD_GRADIENTS: "offload of gradients",
+    Kind.FETCH_GRADIENTS: "fetch of summed gradients",
     Kind.CPU_UPDATE: "CPU update",
     Kind.FETCH_STATES: "fetch of optimizer states",
     Kind.WRITE_BACK_STATES: "write-back of optimizer states",
@@ -195,6 +197,7 @@ COPIES = {
     Kind.WRITE_BACK_FORWARD: Copy(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY),
     Kind.WRITE_BACK_BACKWARD: Copy(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY),
     Kind.OFFLOAD_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY),
+    Kind.FETCH_GRADIENTS: Copy(Value.GRADIENTS, HOST_MEMORY, GPU_MEMORY),
     Kind.OFFLOAD_ACTIVATIONS: Copy(Value.ACTIVATIONS, GPU_MEMORY, HOST_MEMORY),
     Kind.FETCH_ACTIVATIONS: Copy(Value.ACTIVATIONS, HOST_MEMORY, GPU_MEMORY),
     Kind.FETCH_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, GPU_MEMORY),

@@ -228,6 +228,7 @@ _OF_TRAINED = (
     Kind.GPU_UPDATE,
     Kind.CPU_UPDATE,
     Kind.OFFLOAD_GRADIENTS,
+    Kind.FETCH_GRADIENTS,
     Kind.REDUCE_GRADIENTS,
     Kind.ACCUMULATE,
     Kind.GRADIENT_NORM,
@@ -294,6 +295,13 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
         if decisions.update_on is Processor.GPU:
             update = TaskId(Kind.GPU_UPDATE, unit)
             faults += chain_faults(paths, (backward, 0), (update, 0))
+            if decisions.sums_leave:
+                carried = [
+                    ((task, 0), (task._replace(kind=Kind.OFFLOAD_GRADIENTS), 0), (then._replace(kind=Kind.FETCH_GRADIENTS), 0))
+                    for task, then in itertools.pairwise(backwards)
+                ]
+                faults += chain_faults(paths, *itertools.chain.from_iterable(carried), (backward, 0), (update, 0))
+                faults += chain_faults(paths, *((task, 0) for task in backwards), (backwards[0], 1))
             faults += [fault for reduce in reduced.values() for fault in chain_faults(paths, (reduce, 0), (update, 0))]
             faults += _state_faults(paths, decisions, update)
             continue
@@ -477,6 +485,7 @@ def trace_faults(trace: Trace) -> list[str]:
 
 
 _PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
+_OF_ALL_GRADIENTS = (Kind.GRADIENT_NORM, Kind.GPU_UPDATE)
 _AFTER_BACKWARD = (Kind.GPU_UPDATE, Kind.WRITE_BACK_BACKWARD, Kind.REFRESH)
 _PARAMETERS_IN_BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD, *_AFTER_BACKWARD)
 #: Kinds of task that use a value on the GPU, of the same unit; where it is there for one kind of task only, with that.
@@ -489,6 +498,13 @@ _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
     (Value.LOGITS_GRADIENT, None): (Kind.BACKWARD,),
     (Value.INPUT_GRADIENT, None): (Kind.BACKWARD,),
     (Value.GRADIENTS, None): (
+        Kind.BACKWARD,
+        Kind.REDUCE_GRADIENTS,
+        Kind.GRADIENT_NORM,
+        Kind.GPU_UPDATE,
+        Kind.OFFLOAD_GRADIENTS,
+    ),
+    (Value.GRADIENTS, Kind.BACKWARD): (
         Kind.BACKWARD,
         Kind.REDUCE_GRADIENTS,
         Kind.GRADIENT_NORM,
@@ -516,7 +532,7 @@ _HOST_USERS: dict[Value, tuple[Kind, ...]] = {
 
 def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> Iterator[Instance]:
     """The tasks that use a buffer between ``begin``, which allocates it, and ``end``, and how many iterations later."""
-    value, unit = buffer.value, buffer.unit
+    value, unit, last = buffer.value, buffer.unit, max(task.micro_batch for task in tasks)
     kinds = _USERS.get((value, buffer.use), ())
     if unit is None or buffer.memory != GPU_MEMORY:
         kinds = _HOST_USERS.get(value, ())
@@ -531,14 +547,17 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
             kinds = (*kinds, Kind.REDUCE_GRADIENTS)  # each micro-batch's are reduced, not the sum of all
     elif value is Value.GRADIENTS and end.kind is Kind.REDUCE_GRADIENTS:
         kinds = (Kind.BACKWARD, end.kind)  # the update takes the shard
+    elif value is Value.GRADIENTS and end.kind is Kind.OFFLOAD_GRADIENTS and buffer.micro_batch != last:
+        kinds = tuple(kind for kind in kinds if kind not in _OF_ALL_GRADIENTS)  # those of the last micro-batch complete them
     elif value is Value.PARAMETERS and begin.kind in (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD):
         kinds = tuple(kind for kind in kinds if kind not in _AFTER_BACKWARD)  # the update changes the shard
-    last = max(task.micro_batch for task in tasks)
     for kind in kinds:
         micro_batch, later = buffer.micro_batch, 0
         if begin.kind is Kind.PREFETCH_BACKWARD and kind in (Kind.FORWARD, Kind.WRITE_BACK_FORWARD):
             # What is fetched for backward and kept is there for the next forward.
             micro_batch, later = (0, 1) if micro_batch == last else (micro_batch + 1, 0)
+        elif value is Value.GRADIENTS and kind in _OF_ALL_GRADIENTS:
+            micro_batch = 0
         elif value is Value.PARAMETERS and kind in _AFTER_BACKWARD:
             if micro_batch != last:
                 continue  # updates follow the last micro-batch

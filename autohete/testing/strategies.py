@@ -235,7 +235,7 @@ def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
     if route.home == HOST_MEMORY:
         whole = unit.update_on is Processor.GPU or route.moves or route.stays_after_backward or tied
         return draw(st.sampled_from([0] if whole or unit.gradients_replace_parameters else [0, 3]))
-    return draw(st.integers(0, 1 if unit.gradients_replace_parameters else 2 if tied else 3))
+    return draw(st.integers(0, 1 if unit.gradients_replace_parameters or unit.sums_leave else 2 if tied else 3))
 
 
 @st.composite
@@ -382,7 +382,8 @@ def _updated(draw: Draw, unit: UnitPlan, nvme: bool, may_write: bool) -> UnitPla
     homes = [GPU_MEMORY, HOST_MEMORY, *([NVME_MEMORY] if nvme else [])]
     states = Rest(draw(st.sampled_from(homes)), draw(st.sampled_from([0, 1, 3])))
     if draw(st.booleans()):
-        return replace(unit, states=states)
+        sums = draw(st.sampled_from([GPU_MEMORY, HOST_MEMORY]))
+        return replace(unit, states=states, gradients=replace(unit.gradients, home=sums, ahead=draw(st.integers(0, 3))))
     gradients = replace(unit.gradients, home=draw(st.sampled_from([GPU_MEMORY, HOST_MEMORY])))
     if states.home == NVME_MEMORY:
         unit = replace(unit, states=states)
