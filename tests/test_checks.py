@@ -125,6 +125,7 @@ PLANS = [
     *map(planned_by, ["stronghold:window=1", "stronghold:window=2,checkpointing=full", "autohete"]),
     with_gradients_replacing(planned_by("zero_offload:delayed_update")),
     plan_of(UnitPlan(states=Rest(NVME_MEMORY))),
+    plan_of(UnitPlan(states=Rest(HOST_MEMORY, parts=2))),
     plan_of(UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY), gradients=Rest(NVME_MEMORY))),
     *offloaded_in_every_way(),
     *in_segments(),

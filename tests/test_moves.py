@@ -157,3 +157,14 @@ def test_sums_that_rest_on_the_host_come_back_for_the_next_backward() -> None:
     ]
     assert Resting(Value.GRADIENTS, HOST_MEMORY, 200) in rests(unit, sizes, Footprint(), HOST_MEMORY)
     assert not list(moves(unit, SIZES))  # one micro-batch has no sums
+
+
+def test_states_move_in_parts() -> None:
+    """Parts are cut at multiples of 64 elements, each comes before its update and goes after it, and together they are all."""
+    unit = UnitPlan(states=Rest(HOST_MEMORY, parts=2))
+    assert list(moves(unit, SIZES)) == [
+        Move(Value.OPTIMIZER_STATES, HOST_MEMORY, GPU_MEMORY, 768, When.BEFORE_UPDATE),
+        Move(Value.OPTIMIZER_STATES, GPU_MEMORY, HOST_MEMORY, 768, When.AFTER_UPDATE),
+        Move(Value.OPTIMIZER_STATES, HOST_MEMORY, GPU_MEMORY, 432, When.BEFORE_UPDATE, part=1),
+        Move(Value.OPTIMIZER_STATES, GPU_MEMORY, HOST_MEMORY, 432, When.AFTER_UPDATE, part=1),
+    ]

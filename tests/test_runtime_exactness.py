@@ -214,6 +214,22 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
     assert check_trace(trace) == []
 
 
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize(("tied", "home", "clip_norm"), [(True, HOST_MEMORY, CLIP_NORM), (False, NVME_MEMORY, None)])
+def test_sums_away_and_states_in_parts_train_to_the_bit(
+    precision: Precision, tied: bool, home: str, clip_norm: float | None
+) -> None:
+    """Sums that rest on the host between micro-batches, and states that come and go in parts, give plain PyTorch's bits."""
+    workload = replace(SMALL, precision=precision, tied_embeddings=tied, micro_batches=3, clip_norm=clip_norm)
+    unit = UnitPlan(gradients=Rest(HOST_MEMORY), states=Rest(home, parts=3), parameters=Route(HOST_MEMORY))
+    first = replace(unit, parameters=Route()) if tied else unit
+    schedule = lower(profile_of(workload), Plan("by hand", (first, *[unit] * (SMALL.transformer_blocks + 1))))
+    assert {task.id.again for task in schedule.tasks if task.id.kind is Kind.GPU_UPDATE} == {0, 1, 2}
+    outcome, trace = train_by_schedule(workload, STEPS, validate(schedule), slowed(0, 0.0005))
+    assert outcome == plainly(workload)
+    assert check_trace(trace) == []
+
+
 @settings(max_examples=30)
 @given(st.data())
 def test_updates_on_both_sides_train_to_the_bit(data: st.DataObject) -> None:

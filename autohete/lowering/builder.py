@@ -27,7 +27,7 @@ from autohete.schedule import (
     Value,
 )
 
-#: Where a value is: the value, its unit, the memory and the micro-batch.
+#: Where a value is: the value, its unit, the memory, and the micro-batch or the part.
 Place = tuple[Value, int | None, str, int]
 
 #: An access of a task (its index among the drafts) to a place: whether it writes, and whether it starts afresh in newly
@@ -75,16 +75,18 @@ def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | Non
     return BufferId(value, GPU_MEMORY, unit, use, micro_batch, again)
 
 
-def _place(value: Value, unit: int | None, memory: str, micro_batch: int) -> Place:
+def _place(value: Value, unit: int | None, memory: str, micro_batch: int, part: int) -> Place:
     if memory == PINNED_MEMORY:  # readers of a value on the host need not know whether it is pinned
         memory = HOST_MEMORY
+    if value is Value.OPTIMIZER_STATES:
+        return value, unit, memory, part
     return value, unit, memory, micro_batch if micro_batch and value in _OF_MICRO_BATCHES else 0
 
 
 @lru_cache(_IDS)
 def _place_of(buffer: BufferId) -> Place:
     """The place of a buffer. For a value that micro-batches share, their buffers only distinguish successive memory."""
-    return _place(buffer.value, buffer.unit, buffer.memory, buffer.micro_batch)
+    return _place(buffer.value, buffer.unit, buffer.memory, buffer.micro_batch, buffer.again)
 
 
 @dataclass(slots=True)
@@ -216,11 +218,11 @@ class Builder:
 
     def read(self, task: TaskId, value: Value, unit: int, memory: str = GPU_MEMORY) -> None:
         """``task`` reads the value as left by the tasks declared before it, or else by the previous iteration."""
-        self._accesses[_place(value, unit, memory, task.micro_batch)].append((self._index[task], False, False))
+        self._accesses[_place(value, unit, memory, task.micro_batch, task.again)].append((self._index[task], False, False))
 
     def write(self, task: TaskId, value: Value, unit: int, memory: str = GPU_MEMORY) -> None:
         """``task`` changes the value in place, after all readers of the old one."""
-        self._accesses[_place(value, unit, memory, task.micro_batch)].append((self._index[task], True, False))
+        self._accesses[_place(value, unit, memory, task.micro_batch, task.again)].append((self._index[task], True, False))
 
     def make(self, task: TaskId, buffer: BufferId, size_bytes: int) -> None:
         """``task`` makes the value afresh, in memory that it allocates."""

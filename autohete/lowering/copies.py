@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import product
 
 from autohete.lowering import durations
-from autohete.lowering.builder import Builder
+from autohete.lowering.builder import Builder, task_id
 from autohete.lowering.durations import Duration
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, UnitPlan
@@ -54,7 +54,7 @@ _KINDS_OF_PARAMETERS = {
     (When.AFTER_UPDATE, D2H): Kind.WRITE_BACK_BACKWARD,
     (When.AFTER_UPDATE, H2D): Kind.REFRESH,
 }
-_Key = tuple[Kind, bool, bool]
+_Key = tuple[Kind, bool, bool, int]
 
 
 class Copies:
@@ -72,14 +72,15 @@ class Copies:
         self._last = builder.passes[-1].micro_batch
         self._moves = [_by_kind(unit, shards.sizes(i), i >= profile.first_trained) for i, unit in enumerate(plan.units)]
 
-    def find(self, kind: Kind, unit: int, micro_batch: int = 0) -> Move | None:
+    def find(self, kind: Kind, unit: int, micro_batch: int = 0, part: int = 0) -> Move | None:
         """Return the move that a copy of ``kind`` makes; None if the unit has no such copy in this micro-batch."""
-        return self._moves[unit].get((kind, not micro_batch, micro_batch == self._last))
+        return self._moves[unit].get((kind, not micro_batch, micro_batch == self._last, part))
 
-    def add(self, kind: Kind, unit: int, priority: int, micro_batch: int = 0) -> TaskId:
+    def add(self, kind: Kind, unit: int, priority: int, micro_batch: int = 0, part: int = 0) -> TaskId:
         """Add the copy of ``kind``, which the unit makes, as a task on the lane between its memories."""
-        move = self._moves[unit][kind, not micro_batch, micro_batch == self._last]
-        return self._builder.task(kind, unit, lane_of(move), seconds_of(move), priority, micro_batch)
+        move = self._moves[unit][kind, not micro_batch, micro_batch == self._last, part]
+        task = task_id(kind, unit, micro_batch, again=part)
+        return self._builder.add(task, lane_of(move), seconds_of(move), priority)
 
 
 def lane_of(move: Move) -> str:
@@ -105,13 +106,13 @@ def seconds_of(move: Move) -> Duration:
 
 @lru_cache(maxsize=2**10)  # most units of a plan are alike
 def _by_kind(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -> dict[_Key, Move]:
-    """The moves of a unit by the kind of their tasks, and whether they are for the first and for the last micro-batch. Updates
-    have none.
+    """The moves of a unit by the kind of their tasks, whether they are for the first and for the last micro-batch, and part.
+    Updates have no micro-batch.
     """
     result: dict[_Key, Move] = {}
     for move in moves(unit, sizes, has_backward=has_backward):
         for first, last in product((True, False), repeat=2):
-            key = kind_of(move), first, last
+            key = kind_of(move), first, last, move.part
             at_update = move.when in (When.BEFORE_UPDATE, When.AFTER_UPDATE)
             if at_update or move.batches.includes(first=first, last=last):
                 before = result[key].size_bytes if key in result else 0

@@ -151,10 +151,12 @@ class Shards:
         units = range(len(plan.units))
         if any(self.updates_on(unit, Processor.CPU) for unit in units):
             check_cpu_kernel(optimizer)
-        if not updates_any_share(optimizer) and any(self.stage(unit) or plan.units[unit].gpu_share for unit in units):
+        if not updates_any_share(optimizer) and any(
+            self.stage(unit) or plan.units[unit].gpu_share or plan.units[unit].states.parts > 1 for unit in units
+        ):
             raise OptimizerError(
                 f"the plan updates parts of a unit by themselves, but {optimizer} needs whole matrices: "
-                "choose another optimizer, such as adamw, or leave zero_stage and gpu_share at 0"
+                "choose another optimizer, such as adamw, or leave zero_stage and gpu_share at 0 and parts at 1"
             )
 
 

@@ -6,6 +6,7 @@ from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.clipping import ClippingTasks, scaled_bytes
 from autohete.lowering.copies import Copies
+from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor, UnitPlan
@@ -21,6 +22,7 @@ from autohete.schedule import (
     TaskId,
     Value,
 )
+from autohete.schedule.parts import part_ranges
 
 
 class Updates:
@@ -44,9 +46,9 @@ class Updates:
         units = list(enumerate(plan.units))[::-1]
         if clipping.clips and plan.delayed:  # only delayed updates run before the last backward
             units.sort(key=lambda unit: unit[1].update_on is Processor.GPU)
-        #: Units whose states are fetched to the GPU, and units whose states are read from NVMe, in update order.
-        self._fetched = [i for i, unit in units if unit.fetches_states]
-        self._read = [i for i, unit in units if unit.reads_states]
+        #: Parts of units whose states are fetched to the GPU, and those whose states are read from NVMe, in update order.
+        self._fetched = [part for i, unit in units if unit.fetches_states for part in self._parts(i)]
+        self._read = [part for i, unit in units if unit.reads_states for part in self._parts(i)]
 
     def after_backward(self, backward: TaskId) -> None:
         """Send complete gradients to where they are used, and compute their norm on the way.
@@ -120,11 +122,25 @@ class Updates:
             b.make(reduce, on_gpu(Value.GRADIENT_SHARD, unit, micro_batch), self._shards.updated(unit) * element)
 
     def _gpu_update(self, unit: int) -> None:
-        b, share = self._builder, self._shards.share(unit, Processor.GPU)
-        self._bring_states(unit)
+        count = self._shards.updated_on(unit, Processor.GPU)
+        whole, parts = self._shards.share(unit, Processor.GPU), self._parts(unit)
         scaled = scaled_bytes(self._profile, self._plan, unit, Processor.GPU)
-        update = b.task(Kind.GPU_UPDATE, unit, GPU, durations.gpu_update(unit, scaled, share))
-        self._takes_gradients(update)
+        for (_, part), elements in zip(parts, part_ranges(count, self._plan.units[unit].states.parts), strict=True):
+            share = whole if len(parts) == 1 else whole * len(elements) / count
+            self._update_part(unit, part, durations.gpu_update(unit, scaled, share), is_last=part == len(parts) - 1)
+
+    def _parts(self, unit: int) -> list[tuple[int, int]]:
+        """The unit's index with that of each part of its states."""
+        plan = self._plan.units[unit]
+        side = Processor.CPU if plan.update_on is Processor.CPU and not plan.gpu_share else Processor.GPU
+        return [(unit, i) for i, _ in enumerate(part_ranges(self._shards.updated_on(unit, side), plan.states.parts))]
+
+    def _update_part(self, unit: int, part: int, seconds: Duration, *, is_last: bool) -> None:
+        """Update a part of the unit on the GPU, between the copies of its states."""
+        b = self._builder
+        self._bring_states(unit, part)
+        update = b.add(task_id(Kind.GPU_UPDATE, unit, again=part), GPU, seconds)
+        self._takes_gradients(update, is_last=is_last)
         self._clipping.scale(update)
         b.write(update, self._shards.parameters(unit), unit)
         # A partial update needs no less workspace if the kernel works in pieces.
@@ -132,51 +148,53 @@ class Updates:
         b.workspace(update, workspace)
         if self._plan.units[unit].fetches_states:
             b.write(update, Value.OPTIMIZER_STATES, unit)
-        self._bring_states_home(unit)
+        self._bring_states_home(unit, part)
 
-    def _bring_states(self, unit: int) -> None:
+    def _bring_states(self, unit: int, part: int = 0) -> None:
         """Bring the states from where they rest to where they are updated, in one hop or two."""
         b = self._builder
-        if home := self._copies.find(Kind.WRITE_STATES, unit):
-            read = self._copies.add(Kind.READ_STATES, unit, unit)
+        if home := self._copies.find(Kind.WRITE_STATES, unit, part=part):
+            read = self._copies.add(Kind.READ_STATES, unit, unit, part=part)
             b.read(read, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
-            b.make(read, self._states_on_host(unit), home.size_bytes)
+            b.make(read, self._states_on_host(unit, part), home.size_bytes)
             if written := self._copies.find(Kind.WRITE_GRADIENTS, unit, self._last):
                 b.read(read, Value.GRADIENTS, unit, NVME_MEMORY)
                 b.make(read, self._gradients_on_host(unit), written.size_bytes)
             self._in_turn(read, Kind.WRITE_STATES, self._read)
-        if up := self._copies.find(Kind.FETCH_STATES, unit):
-            fetch = self._copies.add(Kind.FETCH_STATES, unit, unit)
+        if up := self._copies.find(Kind.FETCH_STATES, unit, part=part):
+            fetch = self._copies.add(Kind.FETCH_STATES, unit, unit, part=part)
             b.read(fetch, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
-            b.make(fetch, on_gpu(Value.OPTIMIZER_STATES, unit), up.size_bytes)
+            b.make(fetch, on_gpu(Value.OPTIMIZER_STATES, unit, again=part), up.size_bytes)
             self._in_turn(fetch, Kind.WRITE_BACK_STATES, self._fetched)
 
-    def _in_turn(self, fetch: TaskId, leave: Kind, units: list[int]) -> None:
+    def _in_turn(self, fetch: TaskId, leave: Kind, parts: list[tuple[int, int]]) -> None:
         """Start the fetch no earlier than the unit's gradients, and after the states whose place it takes have left."""
         ahead = self._plan.units[fetch.unit].states.ahead
         self._builder.beside(fetch, TaskId(Kind.BACKWARD, fetch.unit, self._last), 1)
-        place = units.index(fetch.unit) - 1 - ahead
-        if len(units) > ahead + 1:
-            self._builder.after(fetch, TaskId(leave, units[place]), back=int(place < 0))
+        place = parts.index((fetch.unit, fetch.again)) - 1 - ahead
+        if len(parts) > ahead + 1:
+            left, part = parts[place]
+            self._builder.after(fetch, TaskId(leave, left, again=part), back=int(place < 0))
 
-    def _bring_states_home(self, unit: int) -> None:
+    def _bring_states_home(self, unit: int, part: int = 0) -> None:
         b = self._builder
-        if self._copies.find(Kind.WRITE_BACK_STATES, unit):
-            back = self._copies.add(Kind.WRITE_BACK_STATES, unit, unit)
+        if self._copies.find(Kind.WRITE_BACK_STATES, unit, part=part):
+            back = self._copies.add(Kind.WRITE_BACK_STATES, unit, unit, part=part)
             b.read(back, Value.OPTIMIZER_STATES, unit)
             b.write(back, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
-            b.free(back, on_gpu(Value.OPTIMIZER_STATES, unit))
-        if self._copies.find(Kind.WRITE_STATES, unit):
-            write = self._copies.add(Kind.WRITE_STATES, unit, unit)
+            b.free(back, on_gpu(Value.OPTIMIZER_STATES, unit, again=part))
+        if self._copies.find(Kind.WRITE_STATES, unit, part=part):
+            write = self._copies.add(Kind.WRITE_STATES, unit, unit, part=part)
             b.read(write, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
             b.write(write, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
-            b.free(write, self._states_on_host(unit))
+            b.free(write, self._states_on_host(unit, part))
 
     def _offload_gradients(self, unit: int, micro_batch: int) -> None:
         """Copy gradients to their place on the host. Those of later micro-batches go next to it, and the CPU adds them."""
         b, plan = self._builder, self._plan.units[unit]
         copy = self._copies.add(Kind.OFFLOAD_GRADIENTS, unit, unit, micro_batch)
-        self._takes_gradients(copy)
+        # With a shared update, the part on the GPU is the last reader.
+        self._takes_gradients(copy, is_last=plan.sums_leave or not self._shards.updates_on(unit, Processor.GPU))
         if written := self._copies.find(Kind.WRITE_GRADIENTS, unit, micro_batch):
             self._write_gradients(copy, written.size_bytes)
             return
@@ -218,16 +236,15 @@ class Updates:
             b.free(update, self._gradients_on_host(unit))
         self._bring_states_home(unit)
 
-    def _takes_gradients(self, task: TaskId) -> None:
-        """``task`` reads the unit's gradients on the GPU, possibly in the memory of its parameters. The last reader frees them;
-        with a shared update, that is the update on the GPU.
+    def _takes_gradients(self, task: TaskId, *, is_last: bool) -> None:
+        """``task`` reads the unit's gradients on the GPU, possibly in the memory of its parameters; the last reader frees
+        them.
         """
         b, unit = self._builder, self._plan.units[task.unit]
         value = self._shards.gradients(task.unit)
         b.read(task, value, task.unit)
         if self._plan.gradients_in_parameters(task.unit):
             b.read(task, Value.PARAMETERS, task.unit)
-        is_last = task.kind is Kind.GPU_UPDATE or unit.sums_leave or not self._shards.updates_on(task.unit, Processor.GPU)
         if not is_last or unit.gradients_replace_parameters:
             return
         if unit.sums_leave:
@@ -236,8 +253,8 @@ class Updates:
         else:
             b.free(task, on_gpu(value, task.unit, task.micro_batch if unit.accumulates_on_host else 0))
 
-    def _states_on_host(self, unit: int) -> BufferId:
-        return BufferId(Value.OPTIMIZER_STATES, pinned_memory(self._profile), unit)
+    def _states_on_host(self, unit: int, part: int) -> BufferId:
+        return BufferId(Value.OPTIMIZER_STATES, pinned_memory(self._profile), unit, again=part)
 
     def _gradients_on_host(self, unit: int) -> BufferId:
         """The gradients that were read together with the states."""

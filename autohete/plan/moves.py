@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from autohete.plan import Activations, Footprint, Processor, UnitPlan
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_MEMORY, Value
+from autohete.schedule.parts import part_ranges
 
 
 class Resting(NamedTuple):
@@ -63,6 +64,7 @@ class Move(NamedTuple):
         when: the moment.
         batches: the micro-batches with that moment in which the copy is made.
         pinned: the host's side is pinned memory.
+        part: index of the part of the value.
     """
 
     value: Value
@@ -72,6 +74,7 @@ class Move(NamedTuple):
     when: When
     batches: Batches = Batches.LAST
     pinned: bool = True
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +218,14 @@ def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
 
 
 def _moves_of_states(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
-    """The states of a whole unit, as one processor updates it."""
-    size = sizes.cpu_state_bytes if unit.update_on is Processor.CPU else sizes.gpu_state_bytes
-    up = [Move(Value.OPTIMIZER_STATES, NVME_MEMORY, HOST_MEMORY, size, When.BEFORE_UPDATE)] if unit.reads_states else []
-    if unit.fetches_states:
-        up.append(Move(Value.OPTIMIZER_STATES, HOST_MEMORY, GPU_MEMORY, size, When.BEFORE_UPDATE))
-    yield from up
-    yield from (move._replace(source=move.target, target=move.source, when=When.AFTER_UPDATE) for move in reversed(up))
+    """The states of a whole unit, as one processor updates it, part by part."""
+    on_cpu = unit.update_on is Processor.CPU
+    total, count = (sizes.cpu_state_bytes, sizes.cpu_updated) if on_cpu else (sizes.gpu_state_bytes, sizes.gpu_updated)
+    for part, elements in enumerate(part_ranges(count, unit.states.parts)):
+        size = total * elements.stop // max(count, 1) - total * elements.start // max(count, 1)
+        move = Move(Value.OPTIMIZER_STATES, NVME_MEMORY, HOST_MEMORY, size, When.BEFORE_UPDATE, part=part)
+        up = [move] if unit.reads_states else []
+        if unit.fetches_states:
+            up.append(move._replace(source=HOST_MEMORY, target=GPU_MEMORY))
+        yield from up
+        yield from (move._replace(source=move.target, target=move.source, when=When.AFTER_UPDATE) for move in reversed(up))

@@ -73,7 +73,7 @@ class Actions:
     def _act(self, task: Task, iteration: int) -> None:
         current, states = self._memories.current, self._states
         current.task, current.iteration, current.alive = task.id.at(iteration), iteration, []
-        current.micro_batch = task.id.micro_batch
+        current.micro_batch, current.part = task.id.micro_batch, task.id.again
         makes, replaces, adds, releases = self._rooms[task.id]
         count = self._memories.count
         ledger = None if count is None else count.storages_of(task, iteration)

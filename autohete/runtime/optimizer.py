@@ -178,6 +178,11 @@ class AdamStates:
         self._scratch_elements = 0 if self.master is None else min(self._piece, parameters.numel())
 
     @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return self.moments.shape[1]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """The tensors that occupy memory."""
         return [self.moments] if self.master is None else [self.moments, self.master]

@@ -19,7 +19,7 @@ from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.nonfinite import UpdateGate
 from autohete.runtime.optimizer import Adam, AdamStates, ElementRange, parts_of, state_bytes
 from autohete.runtime.state_files import Files
-from autohete.runtime.units import Memories, Sums, UnitSide, UnitTensors
+from autohete.runtime.units import Memories, MovingStates, Sums, UnitSide, UnitTensors
 from autohete.schedule import (
     COPIES,
     CPU,
@@ -33,6 +33,7 @@ from autohete.schedule import (
     Value,
 )
 from autohete.schedule.order import delayed_units
+from autohete.schedule.parts import part_ranges
 
 #: Keys in a saved state for a parameter's values, and for the gradient that a delayed update has not applied yet.
 VALUES, GRADIENT = "values", "gradient"
@@ -92,6 +93,11 @@ class States:
         self._norm_on_host = {task.id.unit for task in norms if task.lane == CPU}
         #: The memories on the way of each block's optimizer states, from where they rest to where they are updated.
         self._state_ways = [_way_of_states(kinds) for kinds in self.kinds]
+        #: The number of parts in which they move.
+        self._part_counts = [1] * len(owned)
+        for task in schedule.tasks:
+            if task.id.kind is Kind.GPU_UPDATE:
+                self._part_counts[task.id.unit] = max(self._part_counts[task.id.unit], task.id.again + 1)
         self._files = Files()
         self.units = [UnitTensors(parameters, memories.torch_device) for parameters in owned]
         for i, unit in enumerate(self.units):
@@ -145,8 +151,8 @@ class States:
         """Copy a parameter's values and optimizer states, in its shape; also the gradient, if its update is delayed."""
         unit = self.units[i]
         found: dict[str, Any] = {VALUES: self.values(i, place)}
-        for side in self._updating_sides(i):
-            for name, value in _optimizer(side).saved(place).items():
+        for states in self._parts(i):
+            for name, value in states.optimizer.saved(place).items():
                 found[name] = torch.cat([found[name], value]) if name in found and isinstance(value, Tensor) else value
         gradient = unit.host.gradients[place] if self.delays(i) and unit.host.gradients else None
         if gradient is not None:
@@ -156,8 +162,8 @@ class States:
     def load(self, i: int, place: int, saved: dict[str, Any]) -> None:
         """Load the result of :meth:`saved`."""
         unit = self.units[i]
-        for side in self._updating_sides(i):
-            _optimizer(side).load(place, saved)
+        for states in self._parts(i):
+            states.optimizer.load(place, saved)
         for flat, begin in self._copies(i):
             there, part = unit.overlap(flat, begin, place)
             there.copy_(saved[VALUES].reshape(-1)[part])
@@ -218,12 +224,15 @@ class States:
         for side in self._updating_sides(i):
             begin, end = (unit.cut, unit.elements) if side is unit.host else (0, unit.cut or unit.elements)
             home = HOST_MEMORY if unit.cut and side is unit.host else self._state_ways[i][0]
-            part = flat[begin:end]
-            states = AdamStates(self.adam, part.to(memories.torch_device) if home == GPU_MEMORY else part, unit.sizes, begin)
-            side.optimizer = states
-            if home == NVME_MEMORY:
-                states.use([self._files.holding(tensor) for tensor in states.tensors])
-            else:
+            for elements in part_ranges(end - begin, self._part_counts[i]):
+                first = begin + elements.start
+                part = flat[first : begin + elements.stop]
+                part = part.to(memories.torch_device) if home == GPU_MEMORY else part
+                states = AdamStates(self.adam, part, unit.sizes, first)
+                side.states.append(MovingStates(states, first))
+                if home == NVME_MEMORY:
+                    states.use([self._files.holding(tensor) for tensor in states.tensors])
+                    continue
                 claim = memories.claim if home == GPU_MEMORY else memories.claim_host
                 for tensor in states.tensors:
                     claim(tensor, "optimizer_states")
@@ -276,15 +285,23 @@ class States:
         Master weights, if there are any: a gradient may have overwritten the parameters.
         """
         unit = self.units[i]
-        found = []
+        newest = []
         for side in self._updating_sides(i):
-            optimizer, begin = _optimizer(side), unit.cut if side is unit.host else 0
             # The updating side is current; what it updates on the device may have been written back and released.
-            here = unit.host.parameters if side.parameters is None else side.parameters
-            flat = here if optimizer.master is None else optimizer.master
-            assert flat is not None
-            found.append((flat[: len(optimizer.moments[0])], begin))
-        return found
+            here, base = (side.parameters, unit.cut if side is unit.host else 0)
+            if here is None:
+                here, base = unit.host.parameters, unit.cut
+            for part in side.states:
+                if part.optimizer.master is not None:
+                    newest.append((part.optimizer.master, part.begin))
+                else:
+                    assert here is not None
+                    newest.append((here[part.begin - base :][: part.optimizer.elements], part.begin))
+        return newest
+
+    def _parts(self, i: int) -> list[MovingStates]:
+        """The optimizer states of block ``i``, in the order of its elements."""
+        return [part for side in self._updating_sides(i) for part in side.states]
 
     def _copies(self, i: int) -> list[tuple[Tensor, int]]:
         """The flat parameters of block ``i`` in all memories, each with the index of its first element."""
@@ -444,12 +461,13 @@ class States:
         self.clipping.combine(self.memories.current.iteration)
 
     def gpu_update(self, i: int) -> None:
-        """Run AdamW on the device's states."""
-        side = self.units[i].device
-        parts = _optimizer(side).parts
+        """Run AdamW on a part of the device's states, or on all of them."""
+        side, part = self.units[i].device, self.memories.current.part
+        parts = side.states[part].optimizer.parts
         here = [None if gradient is None else part.of(gradient) for part, gradient in zip(parts, side.gradients, strict=True)]
         self._update(i, side, here, self.memories.claim)
-        self._drop_gradients(side)
+        if part + 1 == len(side.states):
+            self._drop_gradients(side)
 
     def cpu_update(self, i: int) -> None:
         """Run AdamW on the host's states, and write the new parameters to the host's copy."""
@@ -459,14 +477,16 @@ class States:
     def _update(
         self, i: int, side: UnitSide, gradients: Sequence[Tensor | None], claim: Callable[[Tensor, str], Tensor]
     ) -> None:
-        optimizer, parameters = _optimizer(side), side.parameters
+        part, parameters = side.states[self.memories.current.part], side.parameters
+        optimizer = part.optimizer
         assert parameters is not None
-        if len(side.resting) < len(self._state_ways[i]) - 1:
+        if len(part.resting) < len(self._state_ways[i]) - 1:
             raise ScheduleError(f"{self.memories.current.task} updates with states that the schedule has not fetched before it")
         optimizer.adam = self.adam_at.get(self.memories.current.iteration, self.adam)
         if all(gradient is None for gradient in gradients):  # a delayed update in the first iteration, or a skipped one
             return
-        mine = parameters[: optimizer.moments.shape[1]]
+        begin = part.begin - (self.units[i].cut if side is self.units[i].host else 0)
+        mine = parameters[begin : begin + optimizer.elements]
         if self.gate.admits(side.iteration, i):
             scratch = claim(optimizer.scratch(), "workspace")
             optimizer.update(mine, gradients, scratch, self.clipping.coefficient(side.iteration))
@@ -495,8 +515,8 @@ class States:
             ScheduleError: they are not in ``source``.
         """
         (side,) = self._updating_sides(i)
-        optimizer = _optimizer(side)
-        way, place = self._state_ways[i], len(side.resting)
+        part = side.states[self.memories.current.part]
+        optimizer, way, place = part.optimizer, self._state_ways[i], len(part.resting)
         if way[place] != source:
             raise ScheduleError(
                 f"{self.memories.current.task} copies states from {source}, but they are in {way[place]} memory"
@@ -504,10 +524,10 @@ class States:
         if source == NVME_MEMORY and Kind.WRITE_GRADIENTS in self.kinds[i]:
             self._read_gradients(i)
         if target in way[place:]:
-            side.resting.append(optimizer.tensors)
+            part.resting.append(optimizer.tensors)
             optimizer.use([self._copied(tensor, target) for tensor in optimizer.tensors])
             return
-        resting = side.resting.pop()
+        resting = part.resting.pop()
         for there, here in zip(optimizer.tensors, resting, strict=True):
             here.copy_(there, non_blocking=True)
         self.memories.current.alive.append(optimizer.tensors)
@@ -571,11 +591,6 @@ class States:
         here.iteration = there.iteration
         if not unit.cut:  # otherwise the update on the device uses them, too
             self._drop_gradients(there)
-
-
-def _optimizer(side: UnitSide) -> AdamStates:
-    assert side.optimizer is not None
-    return side.optimizer
 
 
 def _parts_on_host(unit: UnitTensors) -> list[ElementRange]:

@@ -26,12 +26,12 @@ class Current(threading.local):
 
     Attributes:
         task: name of the instance, such as ``F3@1``; empty before the first.
-        iteration, micro_batch: those of the task.
+        iteration, micro_batch, part: those of the task.
         alive: what must live until the work of the task is done.
     """
 
     def __init__(self) -> None:
-        self.task, self.iteration, self.micro_batch = "", 0, 0
+        self.task, self.iteration, self.micro_batch, self.part = "", 0, 0, 0
         self.alive: list[object] = []
 
 
@@ -117,6 +117,21 @@ class Memories:
 
 
 @dataclass(slots=True)
+class MovingStates:
+    """Optimizer states that move together.
+
+    Attributes:
+        optimizer: the states.
+        begin: index in the unit of their first element.
+        resting: their tensors where they rest, and those of each hop, while copies of them are elsewhere.
+    """
+
+    optimizer: AdamStates
+    begin: int
+    resting: list[list[Tensor]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Sums:
     """Gradients of a unit, summed over micro-batches.
 
@@ -146,8 +161,7 @@ class UnitSide:
         sums: gradients of the previous micro-batches, while those of another are computed.
         arrived: by micro-batch, gradients on the host that have not been added yet.
         written: destinations of gradients in a file, if they wait on a drive, and which of them wait there.
-        optimizer: moments, step counts, master weights.
-        resting: the optimizer's tensors where they rest, and those of each hop, while copies of them are elsewhere.
+        states: moments, step counts, master weights, in the parts in which they move.
     """
 
     parameters: Tensor | None = None
@@ -160,8 +174,7 @@ class UnitSide:
     arrived: dict[int, list[Tensor | None]] = field(default_factory=dict)
     written: list[Tensor] = field(default_factory=list)
     unread: list[bool] = field(default_factory=list)
-    optimizer: AdamStates | None = None
-    resting: list[list[Tensor]] = field(default_factory=list)
+    states: list[MovingStates] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -111,7 +111,7 @@ class TaskId(_TaskId):
         kind: what the task does.
         unit: index of the part of the model.
         micro_batch, rank: index of the micro-batch and of the GPU, from 0.
-        again: index among several recomputations of a unit, from 0: ``R3a1`` is the second.
+        again: index among several recomputations of a unit, or among the parts of its update, from 0: ``R3a1`` is the second.
     """
 
     __slots__ = ()
@@ -227,7 +227,7 @@ class BufferId(_BufferId):
         unit: index of the unit. None: the whole model.
         use: the kind of task that uses it, if a value exists more than once in an iteration: ``parameters_B.3``.
         micro_batch: index of the micro-batch.
-        again: index of the recomputation that uses it.
+        again: index of the recomputation that uses it, or of the part of the value.
         rank: index of the GPU, or of its process on the host: ``activations.3r2:gpu.2``.
     """
 

@@ -165,7 +165,7 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         route = decisions.parameters
         leaves = route.home == HOST_MEMORY
         forward, backward = TaskId(Kind.FORWARD, unit), TaskId(Kind.BACKWARD, unit, end)
-        update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, unit)
+        update = TaskId(Kind.CPU_UPDATE, unit) if on_cpu else _update_parts(paths, unit)[-1]
         refresh = TaskId(Kind.REFRESH, unit)
         moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, unit), TaskId(Kind.WRITE_BACK_BACKWARD, unit)
         fetches = {
@@ -293,8 +293,8 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             reduced = {task: task._replace(kind=Kind.REDUCE_GRADIENTS) for task in (backwards if each else backwards[-1:])}
             faults += [fault for task, reduce in reduced.items() for fault in chain_faults(paths, (task, 0), (reduce, 0))]
         if decisions.update_on is Processor.GPU:
-            update = TaskId(Kind.GPU_UPDATE, unit)
-            faults += chain_faults(paths, (backward, 0), (update, 0))
+            update, *others = _update_parts(paths, unit)
+            faults += chain_faults(paths, (backward, 0), *((part, 0) for part in (update, *others)))
             if decisions.sums_leave:
                 carried = [
                     ((task, 0), (task._replace(kind=Kind.OFFLOAD_GRADIENTS), 0), (then._replace(kind=Kind.FETCH_GRADIENTS), 0))
@@ -303,7 +303,7 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
                 faults += chain_faults(paths, *itertools.chain.from_iterable(carried), (backward, 0), (update, 0))
                 faults += chain_faults(paths, *((task, 0) for task in backwards), (backwards[0], 1))
             faults += [fault for reduce in reduced.values() for fault in chain_faults(paths, (reduce, 0), (update, 0))]
-            faults += _state_faults(paths, decisions, update)
+            faults += [fault for part in (update, *others) for fault in _state_faults(paths, decisions, part)]
             continue
         update = TaskId(Kind.CPU_UPDATE, unit)
         faults += _state_faults(paths, decisions, update)
@@ -367,12 +367,21 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             faults += chain_faults(paths, (clip, 0), (also, 0), (clip, 1))
         stale = int(on_cpu and plan.delayed)
         faults += chain_faults(paths, *((task, 0) for task in complete), (norm, 0), (clip, 0), (update, stale))
+        if not on_cpu:
+            faults += chain_faults(paths, (_update_parts(paths, unit)[-1], 0), (clip, 1))
         for overwriter in overwrites:
             faults += chain_faults(paths, (norm, 0), overwriter)
         # Nor do the next norm and the next coefficient replace these before they have been used.
         faults += chain_faults(paths, (clip, 0), (norm, 1))
         faults += chain_faults(paths, (update, stale), (clip, 1))
     return faults
+
+
+def _update_parts(paths: Paths, unit: int) -> list[TaskId]:
+    """The parts of the unit's update on the GPU, in order."""
+    whole = TaskId(Kind.GPU_UPDATE, unit)
+    parts = itertools.takewhile(paths.tasks.__contains__, (whole._replace(again=part) for part in itertools.count()))
+    return list(parts) or [whole]
 
 
 def _state_faults(paths: Paths, decisions: UnitPlan, update: TaskId) -> list[str]:
@@ -564,8 +573,12 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
             micro_batch = 0
         # The gradient of a unit's input is for the unit below.
         user = TaskId(kind, (unit or 0) - (value is Value.INPUT_GRADIENT), micro_batch)
+        if value is Value.OPTIMIZER_STATES:
+            user = user._replace(again=buffer.again)
         if user in tasks:
             yield user, later
+        if kind is Kind.GPU_UPDATE and value is not Value.OPTIMIZER_STATES:
+            yield from ((part, later) for part in tasks if part[:3] == user[:3] and part.again)
 
 
 def _users_of_input(buffer: BufferId, begin: TaskId, end: TaskId, place: dict[TaskId, int]) -> Iterator[Instance]:

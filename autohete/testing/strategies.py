@@ -383,6 +383,8 @@ def _updated(draw: Draw, unit: UnitPlan, nvme: bool, may_write: bool) -> UnitPla
     states = Rest(draw(st.sampled_from(homes)), draw(st.sampled_from([0, 1, 3])))
     if draw(st.booleans()):
         sums = draw(st.sampled_from([GPU_MEMORY, HOST_MEMORY]))
+        if states.leaves:
+            states = replace(states, parts=draw(st.sampled_from([1, 1, 2, 3])))
         return replace(unit, states=states, gradients=replace(unit.gradients, home=sums, ahead=draw(st.integers(0, 3))))
     gradients = replace(unit.gradients, home=draw(st.sampled_from([GPU_MEMORY, HOST_MEMORY])))
     if states.home == NVME_MEMORY:
