@@ -168,13 +168,14 @@ class _MemoryWaits:
     def __init__(self, schedule: Schedule, guide: Guide) -> None:
         self.schedule, self.guide = schedule, guide
         edges = order(schedule)
-        self.topological = topological(len(schedule.tasks), edges)
         self.before: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
+        self.after: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
         for u, v, back in edges:
             self.before[v].append((u, back))
+            self.after[u].append((v, back))
         self.start, self.end = event_order(schedule, guide.start, guide.end)
         self.added: list[tuple[int, int, int]] = []
-        self.ended = self._ended()
+        self.ended = self._ended(topological(len(schedule.tasks), edges))
 
     def add(self) -> Schedule:
         """Return the schedule with the waits that every memory needs, as far as the guide has them."""
@@ -183,34 +184,43 @@ class _MemoryWaits:
         return self._made()
 
     def _add(self, found: Lives, capacity: int) -> None:
-        rows = self.guide.rows
+        rows, starts = self.guide.rows, self.start[:, found.allocates]
         allocating = sorted(dict.fromkeys(found.allocates), key=lambda a: int(self.start[rows[0], a]))
         for a in allocating:
-            before = len(self.added)
-            while self._surely(found, a) > capacity:
+            while self._surely(found, a, starts) > capacity:
                 wait = self._best(found, a)
                 if wait is None:
                     break
                 f, back = wait
                 self.added.append((f, a, back))
                 self.before[a].append(wait)
-                for level in range(back, _DEPTH):
-                    self.ended[level][a] |= self.ended[level - back][f] | 1 << f
-            if len(self.added) > before:
-                self.topological = topological(
-                    len(self.before), [(u, v, b) for v, edges in enumerate(self.before) for u, b in edges]
-                )
-                self.ended = self._ended()
+                self.after[f].append((a, back))
+                self._learn([(a, level, self.ended[level - back][f] | 1 << f) for level in range(back, _DEPTH)])
 
-    def _surely(self, found: Lives, a: int) -> int:
-        """Upper bound of the bytes held while ``a`` is the last in the guide's order to have allocated."""
+    def _learn(self, news: list[tuple[int, int, int]]) -> None:
+        """Enter what has ended at the start of tasks, given as (task, level, bits), and at those of all tasks that wait for
+        them.
+        """
+        while news:
+            task, level, bits = news.pop()
+            gained = bits & ~self.ended[level][task]
+            if gained:
+                self.ended[level][task] |= gained
+                news += ((v, level + back, gained) for v, back in self.after[task] if level + back < _DEPTH)
+
+    def _surely(self, found: Lives, a: int, starts: NDArray[np.int64]) -> int:
+        """Upper bound of the bytes held while ``a`` is the last in the guide's order to have allocated.
+
+        Args:
+            found: the lives in one memory.
+            a: a task that allocates.
+            starts: when each life begins, of shape (iterations, lives).
+        """
         late = self._late(a)[found.frees]
-        return max(self._bytes(found, a, row, np.maximum(row + 1 - late, 0) * (late < _DEPTH)) for row in self.guide.rows)
-
-    def _bytes(self, found: Lives, a: int, row: int, freed: NDArray[np.int64]) -> int:
-        """Bytes that ``a`` of iteration ``row`` and all allocations before it in the guide have made and that are not freed."""
-        made = (self.start[:, found.allocates] <= self.start[row, a]).sum(axis=0) + found.backs
-        return int((np.maximum(made - freed, 0) * found.sizes).sum()) + sum(size for _, size in found.resident)
+        begun = [starts <= self.start[row, a] for row in self.guide.rows]
+        freed = [np.maximum(row + 1 - late, 0) * (late < _DEPTH) for row in self.guide.rows]
+        held = (np.maximum(some.sum(axis=0) + found.backs - gone, 0) for some, gone in zip(begun, freed, strict=True))
+        return max(int(count @ found.sizes) for count in held) + sum(size for _, size in found.resident)
 
     def _late(self, a: int) -> NDArray[np.int64]:
         """For each task, the age in iterations of its last instance that has ended, under any timing, when ``a`` starts."""
@@ -223,24 +233,29 @@ class _MemoryWaits:
 
     def _best(self, found: Lives, a: int) -> tuple[int, int] | None:
         """Among the frees that ``a`` could wait for and does not, the one with the most slack."""
-        guide, late = self.guide, self._late(a)
-        best: tuple[int, int, int] | None = None
-        for f in dict.fromkeys(found.frees):
-            for back in range(min(2, int(late[f]))):
-                if all(self.end[row - back, f] < self.start[row, a] for row in guide.rows):
-                    slack = min(int(guide.start[row, a] - guide.end[row - back, f]) for row in guide.rows)
-                    if best is None or slack > best[0]:
-                        best = slack, f, back
-                    break
-        return None if best is None else best[1:]
+        guide, rows = self.guide, np.array(self.guide.rows)
+        frees = np.array(list(dict.fromkeys(found.frees)), int)
+        late, slack, backs = self._late(a)[frees], np.full(len(frees), -1, np.int64), np.zeros(len(frees), int)
+        for back in (1, 0):  # the wait for the later instance, if there is one, replaces the other
+            ended = (self.end[rows - back][:, frees] < self.start[rows, a][:, None]).all(axis=0) & (late > back)
+            least = (guide.start[rows, a][:, None] - guide.end[rows - back][:, frees]).min(axis=0)
+            slack[ended], backs[ended] = least[ended], back
+        if not len(frees) or slack.max() < 0:
+            return None
+        best = int(slack.argmax())
+        return int(frees[best]), int(backs[best])
 
-    def _ended(self) -> list[list[int]]:
-        """Per level and task, a bit for each task whose instance ``level`` iterations earlier has ended at its start."""
+    def _ended(self, in_order: list[int]) -> list[list[int]]:
+        """Per level and task, a bit for each task whose instance ``level`` iterations earlier has ended at its start.
+
+        Args:
+            in_order: the tasks, each after those that it waits for.
+        """
         levels: list[list[int]] = []
         for level in range(_DEPTH):
             sets = list(levels[-1]) if levels else [0] * len(self.before)
             levels.append(sets)
-            for task in self.topological:
+            for task in in_order:
                 for u, back in self.before[task]:
                     if back <= level:
                         sets[task] |= levels[level - back][u] | 1 << u
