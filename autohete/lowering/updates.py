@@ -247,7 +247,7 @@ class Updates:
             b.read(task, Value.PARAMETERS, task.unit)
         if not is_last or unit.gradients_replace_parameters:
             return
-        if unit.sums_leave:
+        if unit.sums_leave and self._last:
             micro_batch = self._last if task.kind is Kind.GPU_UPDATE else task.micro_batch
             b.free(task, sums_of(unit, task.unit, micro_batch))
         else:

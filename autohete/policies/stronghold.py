@@ -112,8 +112,9 @@ class StrongHold:
 def _plan(profile: Profile, activations: Activations, window: int, window_optimizer: Processor) -> Plan:
     element = profile.element_bytes
     transformer = len(profile.units) - 2
-    gradients = Rest(HOST_MEMORY, carried=Format(2 * element))  # the layer's parameters are copied with its gradients
-    outer = UnitPlan(update_on=window_optimizer, gradients=gradients if window_optimizer is Processor.CPU else Rest())
+    carried = Format(2 * element)  # the layer's parameters are copied with its gradients
+    gradients = {Processor.CPU: Rest(HOST_MEMORY, carried=carried), Processor.GPU: Rest(carried=carried)}
+    outer = UnitPlan(update_on=window_optimizer, gradients=gradients[window_optimizer])
     inner = [
         UnitPlan(
             activations,
@@ -126,8 +127,8 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
                 # "When backward of block i begins": a recomputed block has two passes in backward.
                 ahead_in_backward=window * (1 if activations is Activations.KEEP else 2),
             ),
-            window_optimizer if unit <= window else Processor.CPU,
-            gradients,
+            update_on := window_optimizer if unit <= window else Processor.CPU,
+            gradients[update_on],
         )
         for unit in range(1, transformer + 1)
     ]
