@@ -187,14 +187,18 @@ class Compute:
             self._gradients_of(task, unit, begins, complete)
 
     def _gradients_of(self, task: TaskId, unit: int, begins: bool, complete: bool) -> None:
-        """Make or accumulate gradients: those of the first micro-batch stay, or on the GPU the others are added to them."""
+        """Make or accumulate gradients: those of the first micro-batch stay, or on the GPU the others are added to them.
+
+        A backward adds the gradient of each parameter as soon as it has it, except for a matrix that two units share.
+        """
         b, plan, gradients = self._builder, self._plan.units[unit], on_gpu(Value.GRADIENTS, unit, task.micro_batch)
         added_here = not plan.accumulates_on_host and self._shards.stage(unit) < 2
         if begins:
             count = self._profile.units[unit].trained_parameters
             size = 0 if self._plan.in_slot(unit) else count * self._profile.element_bytes
             if task.micro_batch and added_here:
-                b.allocate(task, gradients, size)
+                at_once = self._profile.units[unit].added_elements * self._profile.element_bytes if complete else size
+                b.allocate(task, gradients, at_once)
             else:
                 b.make(task, gradients, size)
             if plan.gradients_replace_parameters:

@@ -91,6 +91,8 @@ def _stages(profile: Profile) -> list[Stage]:
         output = loss.logits_bytes if unit == last else units[unit + 1].input_bytes
         made, backward = gradients[unit], times.backward_workspace_bytes
         left = 0 if accumulates else made
+        if accumulates:  # to gradients that are there, one parameter after another
+            made = times.added_elements * profile.element_bytes
         if profile.workload.tied_embeddings and unit == 0:
             made = left = 0  # exists from the head's backward on
         if unit == last:

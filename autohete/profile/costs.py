@@ -55,6 +55,7 @@ class UnitProfile(Hashed):
         frozen_parameters: those of ``parameters`` that are not trained: they have no gradients, states or updates.
         frozen_bytes: size of these, if they are not in the format the GPU computes with (quantised).
         state_bytes: size of its optimizer states, with master weights. None: those of AdamW.
+        largest_parameter: number of elements of its largest trained parameter. None: not known, taken as all of them.
         shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
     """
 
@@ -75,6 +76,7 @@ class UnitProfile(Hashed):
     frozen_bytes: int | None = None
     state_bytes: int | None = None
     shorter_recompute_seconds: float | None = None
+    largest_parameter: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -106,6 +108,12 @@ class UnitProfile(Hashed):
     def trained_parameters(self) -> int:
         """Parameters that are trained."""
         return self.parameters - self.frozen_parameters
+
+    @property
+    def added_elements(self) -> int:
+        """Elements of the gradients that exist at a time while a backward adds each to its sum: those of one parameter."""
+        whole = self.trained_parameters
+        return whole if self.largest_parameter is None else min(self.largest_parameter, whole)
 
     @property
     def is_frozen(self) -> bool:

@@ -247,6 +247,7 @@ class _Roofline:
             frozen_bytes=w.frozen_bytes(unit),
             state_bytes=None if w.training.optimizer is Optimizer.ADAMW else states,
             shorter_recompute_seconds=shorter,
+            largest_parameter=max((matrix.parameters for matrix in w.trained_matrices(unit)), default=None),
         )
 
     def _shorter_recompute_seconds(self, unit: int, part: Part, scores: int) -> float | None:

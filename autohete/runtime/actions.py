@@ -133,4 +133,7 @@ def _room(task: Task) -> _Room:
     ended = units(Value.GRADIENTS, task.frees) if task.id.kind is Kind.BACKWARD else ()
     replaces, adds = ((), ended) if task.id.micro_batch else (ended, ())
     made = units(Value.GRADIENTS, task.allocates) if task.id.kind is Kind.BACKWARD else ()
+    if task.id.micro_batch:  # what is freed at once is added, one parameter after another, to gradients that are there
+        at_once = set(made) & set(ended)
+        made, adds = (tuple(unit for unit in some if unit not in at_once) for some in (made, adds))
     return made, replaces, adds, units(Value.PARAMETERS, task.frees)

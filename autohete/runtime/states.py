@@ -541,7 +541,10 @@ class States:
             None if held is None else place.copy_(held.view(place.shape), non_blocking=True)
             for place, held in zip(places, unit.host.gradients, strict=True)
         ]
-        unit.device.sums = Sums(copied, places=places)
+        if unit.device.gradients:  # of a matrix that two blocks share, the other block's gradient is there
+            unit.device.sums = Sums(copied, places=places)
+        else:
+            unit.device.gradients, unit.device.places = copied, places
 
     def _write_gradients(self, i: int) -> None:
         """Write the gradients from their places on the host to a file. An update needs them read back."""

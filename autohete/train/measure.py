@@ -274,6 +274,7 @@ def _measure_all(
                 measured_checkpointed_workspace_bytes=max(0, alone.peak - alone.brought - alone.handed_on),
                 # One that keeps more than all that backward needs saves nothing.
                 selective=selected if selected is not None and selected.kept_bytes <= kept + twice - given else None,
+                largest_parameter=max((parameter.numel() for parameter in partition.owned[i]), default=None),
             )
         )
     found = passes[TaskId(Kind.LOSS, last)]
