@@ -147,6 +147,21 @@ def test_no_assignment_goes_below_its_rows(seed: int) -> None:
         assert found.host_peak_bytes >= model.host_bytes.of(assignment)[0]
 
 
+@pytest.mark.parametrize("seed", range(200) if WIDE else (6, 7, 29))
+def test_clipped_updates_run_beside_the_copies_of_lower_units(seed: int) -> None:
+    """With clipping the GPU updates after the last backward, which may hide what the first units wait for: rows allow it."""
+    drawn = drawn_profile(seed, 2 + seed % 4)
+    family = family_of(replace(drawn, workload=replace(drawn.workload, clip_norm=1.0)))
+    model, units = family.relaxation().model, len(drawn.units)
+    on_cpu = [
+        next(i for i, one in enumerate(some) if one.update_on is Processor.CPU and not one.parameters.leaves)
+        for some in family.choices.others
+    ]
+    for first in range(1, units):
+        assignment = tuple((0, on_cpu[unit] if unit < first else 0) for unit in range(units))
+        assert family.judged(assignment).seconds >= model.seconds.of(assignment).max()
+
+
 @given(strategies.profiles(max_micro_batches=2))
 @settings(max_examples=300 if WIDE else 10)
 def test_never_slower_than_any_shipped_system(profile: Profile) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +15,25 @@ from autohete.lowering.frozen import without_frozen
 from autohete.lowering.shards import Shards
 from autohete.plan import Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.moves import Batches, Move, Resting, UnitSizes, When, moves, rests
+from autohete.planner.unit_costs import Costs, UnitCosts
 from autohete.profile import Profile
-from autohete.schedule import COPIES, GPU_MEMORY, HOST_MEMORY, NVME_MEMORY, Buffer, BufferId, Value
+from autohete.schedule import (
+    COPIES,
+    CPU,
+    D2H,
+    GPU,
+    GPU_MEMORY,
+    H2D,
+    HOST_MEMORY,
+    NVME_MEMORY,
+    NVME_READ,
+    NVME_WRITE,
+    PINNED_MEMORY,
+    Buffer,
+    BufferId,
+    Kind,
+    Value,
+)
 from autohete.testing import strategies
 
 #: 100 trained parameters in 2 bytes, all on one GPU; states of 12 bytes each.
@@ -93,6 +111,48 @@ def test_what_rests_is_resident(drawn: tuple[Profile, Plan]) -> None:
         for value, memory, size in rests(unit, shards.sizes(i), plan.footprint, pinned)
     ]
     assert [buffer for buffer in lower(profile, plan).resident if buffer.id.unit is not None] == expected
+
+
+def costs_of(profile: Profile, plan: Plan) -> list[UnitCosts]:
+    """What the decisions for each unit come to by themselves, whatever the plan that stands for the policy decides."""
+    costs = Costs(profile, replace(plan, units=(UnitPlan(),) * len(plan.units), rules=(), slots=None))
+    return [costs.of(i, unit) for i, unit in enumerate(without_frozen(profile, plan).units)]
+
+
+@given(planned())
+def test_planners_count_the_seconds_that_are_lowered(drawn: tuple[Profile, Plan]) -> None:
+    """A unit's costs are its seconds on every lane of the schedule: its copies, its updates, and sums of gradients."""
+    profile, plan = drawn
+    schedule = lower(profile, plan)
+    lowered: Counter[tuple[int, str]] = Counter()
+    tasks: Counter[tuple[int, str]] = Counter()
+    for task in schedule.tasks:
+        if task.id.kind in COPIES or task.id.kind in (Kind.CPU_UPDATE, Kind.GPU_UPDATE, Kind.ACCUMULATE):
+            lowered[task.id.unit, task.lane] += task.duration_ns
+            tasks[task.id.unit, task.lane] += 1
+    for i, cost in enumerate(costs_of(profile, plan)):
+        counted = {lane: cost.seconds(lane) for lane in (H2D, D2H, NVME_READ, NVME_WRITE)}
+        counted |= {CPU: cost.cpu_update + cost.sums, GPU: cost.gpu_update}
+        for lane, seconds in counted.items():  # each task is rounded to nanoseconds
+            assert seconds * 1e9 == pytest.approx(lowered[i, lane], abs=0.5 * tasks[i, lane] + 1e-3, rel=1e-12), (i, lane)
+
+
+@given(planned())
+def test_planners_count_the_bytes_that_rest(drawn: tuple[Profile, Plan]) -> None:
+    """What rests of all units is what is resident, but for slots and other buffers of the system."""
+    profile, plan = drawn
+    plan = replace(plan, footprint=replace(plan.footprint, host_pinned_together=False))
+    found = costs_of(profile, plan)
+    resident: Counter[str] = Counter()
+    for buffer in lower(profile, plan).resident:
+        if buffer.id.value not in (Value.POLICY_BUFFERS, Value.PARAMETER_SLOTS):
+            resident[buffer.memory] += buffer.size_bytes
+    counted = {memory: sum(one.resting_bytes(memory) for one in found) for memory in (GPU_MEMORY, NVME_MEMORY)}
+    counted[HOST_MEMORY] = sum(one.host_bytes for one in found)
+    resident[HOST_MEMORY] += resident[PINNED_MEMORY]
+    assert counted == {memory: resident[memory] for memory in counted}
+    if profile.hardware.host.pinned_bytes is not None:
+        assert sum(one.pinned_bytes for one in found) == resident[PINNED_MEMORY]
 
 
 def test_parameters_that_rest_on_the_host_come_for_each_pass() -> None:

@@ -339,7 +339,8 @@ def test_states_on_drives_need_drives() -> None:
 @settings(max_examples=30)
 def test_what_surely_exceeds_the_gpu_does_not_fit(data: st.DataObject) -> None:
     """A plan is not too large for a GPU as large as its simulated peak, and too large for one smaller than what rests there."""
-    profile = data.draw(strategies.profiles(max_micro_batches=2))
+    several = strategies.profiles_of_several_gpus(max_micro_batches=2)
+    profile = data.draw(st.one_of(strategies.profiles(max_micro_batches=2), several))
     plan = data.draw(strategies.plans(profile))
     try:
         found = simulate_plan(profile, plan)
@@ -348,7 +349,7 @@ def test_what_surely_exceeds_the_gpu_does_not_fit(data: st.DataObject) -> None:
     reserved = profile.hardware.gpu.reserved_bytes
     assert not surely_exceeds_gpu(_with_gpu(profile, found.gpu.peak_bytes + reserved), plan)
     resting = sum(buffer.size_bytes for buffer in found.schedule.resident if buffer.memory == GPU_MEMORY)
-    if resting > 1 and not any(unit.gpu_share for unit in plan.units):
+    if resting > 1:
         assert surely_exceeds_gpu(_with_gpu(profile, resting - 1 + reserved), plan)
 
 

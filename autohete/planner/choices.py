@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autohete.plan import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
-from autohete.workload.optimizers import has_cpu_kernel
+from autohete.workload.optimizers import has_cpu_kernel, updates_any_share
 
 #: For each unit, the indices of its two choices in their lists.
 Assignment = tuple[tuple[int, int], ...]
@@ -85,8 +85,13 @@ def _places(unit: UnitPlan) -> tuple[object, ...]:
 
 def _rest_without_distances(unit: UnitPlan) -> UnitPlan:
     route = replace(unit.parameters, ahead_in_forward=1, ahead_in_backward=1)
-    states = replace(unit.states, ahead=1)
+    states = replace(unit.states, ahead=1, parts=1)
     return replace(unit, activations=Activations.KEEP, kept=Rest(), parameters=route, states=states)
+
+
+def _largest_block(profile: Profile) -> int:
+    """The largest number of trained parameters of a unit between embedding and head."""
+    return max(1, *(unit.trained_parameters for unit in profile.units[1:-1]))
 
 
 def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
@@ -100,12 +105,12 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
     last = len(profile.units) - 1
     summed_here, summed_away = Rest(GPU_MEMORY, carried=gradients), Rest(HOST_MEMORY, carried=gradients)
     on_gpu = UnitPlan(gradients=summed_here, refresh=upload)
-    on_cpu = replace(on_gpu, update_on=Processor.CPU, gradients=summed_away)
-    updates = [on_gpu, replace(on_gpu, states=Rest(HOST_MEMORY)), on_cpu]
-    if not has_cpu_kernel(profile.workload.training.optimizer):
-        updates = updates[:2]
-    elif profile.workload.micro_batches > 1:  # accumulate gradients on the host, or on the GPU
-        updates.append(replace(on_cpu, gradients=summed_here))
+    on_cpu = replace(on_gpu, update_on=Processor.CPU)
+    several, optimizer, largest = (
+        profile.workload.micro_batches > 1,
+        profile.workload.training.optimizer,
+        _largest_block(profile),
+    )
     routes = [RESIDENT, FETCHED, STAYS_AFTER_FORWARD, STAYS_AFTER_BACKWARD]
 
     def others(unit: int) -> tuple[UnitPlan, ...]:
@@ -113,6 +118,13 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         if profile.units[unit].is_frozen:  # nothing to update; and without backward, nothing to stay for
             where = routes[:1] if shared else routes if unit >= profile.first_trained else routes[:2]
             return tuple(replace(on_gpu, parameters=route) for route in where)
+        # Of a unit larger than the blocks, such as the head of a large vocabulary, no more states are there than of a block.
+        parts = -(-profile.units[unit].trained_parameters // largest) if updates_any_share(optimizer) else 1
+        states = (Rest(), Rest(HOST_MEMORY, parts=parts))
+        sums = (summed_here, summed_away) if several else (summed_here,)
+        updates = [replace(on_gpu, states=where, gradients=summed) for summed in sums for where in states]
+        if has_cpu_kernel(optimizer):
+            updates += (replace(on_cpu, gradients=summed) for summed in (summed_away, summed_here)[: len(sums)])
         return tuple(
             replace(update, parameters=replace(route, fetched=upload) if route.leaves else route)
             for route in (routes[:1] if shared else routes)

@@ -17,7 +17,7 @@ from autohete.errors import check_fields, check_member
 from autohete.hardware import Hardware
 from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.plan_bounds import CountChoices, Numbers, TimeBounds, all_choices, below
-from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
+from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts, OnHost
 
 #: Among plans that the bounds cannot distinguish, one that moves and computes less is better in practice.
 _LOAD_WEIGHT = 5e-4
@@ -144,24 +144,18 @@ class Program:
 
     def host_bytes(self, x: CountChoices) -> Numbers:
         """Host memory of each choice."""
-        return self._on_host(x, self.costs.host_updated, self.costs.host_offloaded)
+        return self._on_host(x, self.costs.host)
 
     def pinned_bytes(self, x: CountChoices) -> Numbers:
         """Pinned host memory of each choice."""
-        return self._on_host(x, self.costs.pinned_updated, self.costs.pinned_offloaded)
+        return self._on_host(x, self.costs.pinned)
 
-    def _on_host(self, x: CountChoices, updated_bytes: list[int], offloaded_bytes: list[int]) -> Numbers:
-        costs, n = self.costs, self.costs.count
-        updated, offloaded = below(updated_bytes), below(offloaded_bytes)
-        first, begin, end = n - x.cpu_updated, np.asarray(1), x.offloaded + 1
-        if costs.shared:  # several GPUs keep in parts what they update
-            begin = np.maximum(first, 1)
-        if costs.one_host_copy:
-            end = np.maximum(np.minimum(end, first), 1)
-        found = updated[-1] - updated[first] + np.maximum(offloaded[end] - offloaded[begin], 0)
-        frozen = below(costs.frozen_bytes)  # the CPU does not update these
-        found = found + frozen[x.offloaded + 1] - frozen[1]
-        return np.asarray(found, float)
+    def _on_host(self, x: CountChoices, size: OnHost) -> Numbers:
+        updated, offloaded, both = below(size.updated), below(size.offloaded), below(size.both)
+        first, end = self.costs.count - x.cpu_updated, x.offloaded + 1
+        start = np.minimum(np.maximum(first, 1), end)  # of the offloaded blocks that the CPU updates
+        found = updated[-1] - updated[first] - (updated[end] - updated[start])
+        return np.asarray(found + offloaded[start] - offloaded[1] + both[end] - both[start], float)
 
     def gpu_bytes(self, x: CountChoices) -> Numbers:
         """GPU memory of each choice at the loss or at a backward, whichever is higher. Includes pending bytes if asked for."""

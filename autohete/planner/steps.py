@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autohete.lowering import durations
-from autohete.lowering.clipping import scaled_bytes
 from autohete.plan import Activations, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan.moves import When
+from autohete.planner.unit_costs import Costs, UnitCosts
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY
+from autohete.schedule import D2H, GPU_MEMORY, H2D, HOST_MEMORY, Value
 from autohete.workload.optimizers import has_cpu_kernel
 
 #: Gradients that may be on the GPU while they wait for their copy, including the one being computed.
@@ -42,19 +42,33 @@ class Counts:
         """
         plans = []
         for unit in range(total):
-            inner, on_cpu = 0 < unit < total - 1, unit >= total - self.cpu_updated
-            offloaded = inner and unit <= self.offloaded
-            plans.append(
-                UnitPlan(
-                    activations=Activations.RECOMPUTE if inner and unit <= self.checkpointed else Activations.KEEP,
-                    parameters=Route(HOST_MEMORY, fetched=upload) if offloaded and (on_cpu or gpus == 1) else Route(),
-                    update_on=Processor.CPU if on_cpu else Processor.GPU,
-                    gradients=Rest(HOST_MEMORY if on_cpu else GPU_MEMORY, carried=gradients),
-                    refresh=upload,
-                    zero_stage=0 if gpus == 1 else 3 if offloaded else 2,
-                )
+            inner = 0 < unit < total - 1
+            planned = _planned(
+                gradients, upload, gpus, offloaded=inner and unit <= self.offloaded, on_cpu=unit >= total - self.cpu_updated
             )
+            recomputed = inner and unit <= self.checkpointed
+            plans.append(replace(planned, activations=Activations.RECOMPUTE) if recomputed else planned)
         return tuple(plans)
+
+
+def _planned(gradients: Format, upload: Format, gpus: int, *, offloaded: bool, on_cpu: bool) -> UnitPlan:
+    """Where the parameters of a unit rest, and who updates them."""
+    return UnitPlan(
+        parameters=Route(HOST_MEMORY, fetched=upload) if offloaded and (on_cpu or gpus == 1) else Route(),
+        update_on=Processor.CPU if on_cpu else Processor.GPU,
+        gradients=Rest(HOST_MEMORY if on_cpu else GPU_MEMORY, carried=gradients),
+        refresh=upload,
+        zero_stage=0 if gpus == 1 else 3 if offloaded else 2,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """Bytes on the host of each block that the CPU updates, of each that is offloaded, and of each that is both."""
+
+    updated: list[int]
+    offloaded: list[int]
+    both: list[int]
 
 
 class BlockCosts:
@@ -72,72 +86,44 @@ class BlockCosts:
         weights, gradient_bytes, states, input, activations, workspace: bytes on the GPU.
         kept: bytes on the GPU of offloaded parameters that it updates.
         trained: whether a block has trained parameters; ``first_trained``: those below have no backward.
-        host_updated, host_offloaded: host memory of what the CPU updates, and of offloaded parameters.
-        pinned_updated, pinned_offloaded: the pinned part of it.
+        host, pinned: bytes on the host, and the pinned part of it.
     """
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
-        blocks = profile.units
-        hardware = profile.hardware
-        self.shared = hardware.gpus > 1
-        whole = [block.trained_parameters for block in blocks]
-        #: What one GPU, or its part of the host, copies and updates.
-        counts = [hardware.part_of(count) for count in whole]
+        blocks, costs, hardware = profile.units, Costs(profile, plan), profile.hardware
         self.count, self.first_trained = len(blocks), profile.first_trained
         self.trained = [not block.is_frozen for block in blocks]
+        self.shared = hardware.gpus > 1
+        copied = plan.units[0].gradients.carried, plan.units[0].refresh, hardware.gpus
+
+        def decided(*, offloaded: bool, on_cpu: bool) -> list[UnitCosts]:
+            planned = _planned(*copied, offloaded=offloaded, on_cpu=on_cpu)
+            return [costs.of(unit, planned) for unit in range(self.count)]
+
+        here, on_cpu = decided(offloaded=False, on_cpu=False), decided(offloaded=False, on_cpu=True)
+        away, away_on_cpu = decided(offloaded=True, on_cpu=False), decided(offloaded=True, on_cpu=True)
         reached = [i >= self.first_trained for i in range(self.count)]
         self.forward = [block.forward_seconds for block in blocks]
         self.backward = [block.backward_seconds * there for block, there in zip(blocks, reached, strict=True)]
         self.recompute = [block.recompute_seconds * there for block, there in zip(blocks, reached, strict=True)]
-        shares = [count / max(all_, 1) if self.shared else float(all_ > 0) for count, all_ in zip(counts, whole, strict=True)]
-        self.gpu_update = [
-            durations.gpu_update(i, scaled_bytes(profile, plan, i, Processor.GPU), shares[i])(profile)
-            for i in range(self.count)
-        ]
-        self.cpu_update = [
-            durations.cpu_update(
-                i,
-                plan.update_bytes,
-                plan.elementwise_bytes,
-                scaled_bytes(profile, plan, i, Processor.CPU),
-                shares[i],
-            )(profile)
-            for i in range(self.count)
-        ]
+        self.gpu_update, self.cpu_update = [one.gpu_update for one in here], [one.cpu_update for one in on_cpu]
         self.updates_last = profile.workload.clips
+        self.gradients = [one.seconds(D2H) for one in on_cpu]
+        self.refreshes = [one.seconds(H2D) for one in on_cpu]
+        self.parameters = [one.seconds_at(H2D, When.BEFORE_FORWARD) for one in away_on_cpu]
+        self.fetches = [one.seconds_at(H2D, When.BEFORE_FORWARD) for one in away]
+        self.write_backs = [one.seconds(D2H) for one in away]
         self.weights = [profile.parameter_bytes(i) for i in range(self.count)]
-        element, held = profile.element_bytes, plan.footprint
-        self.gradient_bytes = [count * element for count in whole]
-        units = list(zip(plan.units, counts, self.trained, strict=True))
-        self.gradients = [
-            profile.d2h_seconds(unit.gradients.carried.bytes_of(count, element)) * trained for unit, count, trained in units
-        ]
-        self.refreshes = [
-            profile.h2d_seconds(unit.refresh.bytes_of(count, element)) * trained for unit, count, trained in units
-        ]
-        self.parameters = [
-            profile.h2d_seconds(unit.refresh.bytes_of(count, element) + hardware.part_of(profile.frozen_bytes(i)))
-            for i, (unit, count, _) in enumerate(units)
-        ]
-        self.fetches = [0.0 if self.shared else profile.h2d_seconds(size) for size in self.weights]
-        self.write_backs = [0.0 if self.shared else seconds for seconds in self.gradients]
-        self.kept = [count * element if self.shared else 0 for count in counts]
-        self.states = [profile.state_bytes(i, count) for i, count in enumerate(counts)]
+        self.gradient_bytes = [block.trained_parameters * profile.element_bytes for block in blocks]
+        self.states = [one.resting_bytes(GPU_MEMORY, Value.OPTIMIZER_STATES) for one in here]
+        self.kept = [one.resting_bytes(GPU_MEMORY, Value.PARAMETER_SHARD) for one in away]
         #: Whether the CPU can update at all.
         self.updates_on_cpu = has_cpu_kernel(profile.workload.training.optimizer)
         self.input = [block.input_bytes for block in blocks]
         self.activations = [block.activation_bytes * there for block, there in zip(blocks, reached, strict=True)]
         self.workspace = [block.backward_workspace_bytes * there for block, there in zip(blocks, reached, strict=True)]
-        pinned = profile.hardware.host.pinned
-        self.pinned_updated = [sum(pinned(count * size) for size in held.host_pinned_bytes) for count in counts]
-        self.host_updated = [
-            max(count * held.host_optimizer_bytes - profile.saved_bytes(i), 0) + size
-            for i, (count, size) in enumerate(zip(counts, self.pinned_updated, strict=True))
-        ]
-        self.frozen_bytes = [profile.frozen_bytes(i) for i in range(self.count)]
-        self.host_offloaded = self.pinned_offloaded = [count * held.host_parameter_bytes for count in counts]
-        #: Offloaded parameters that the CPU updates are counted as part of what it updates.
-        self.one_host_copy = held.one_host_copy
+        self.host = OnHost(*([one.host_bytes for one in some] for some in (on_cpu, away, away_on_cpu)))
+        self.pinned = OnHost(*([one.pinned_bytes for one in some] for some in (on_cpu, away, away_on_cpu)))
         self.loss = profile.loss
         #: The gradient of a tied embedding exists from the head's backward on.
         self.long_gradient = self.gradient_bytes[0] if profile.workload.tied_embeddings else 0

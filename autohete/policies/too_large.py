@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from autohete.plan import Activations, Plan
-from autohete.planner.choices import Choices
-from autohete.planner.rows import Costs
+from autohete.lowering.footprint import resident_buffers
+from autohete.lowering.frozen import without_frozen
+from autohete.lowering.shards import Shards
+from autohete.plan import Plan
+from autohete.planner.rows import here_bytes
 from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY
 
 
 def surely_exceeds_gpu(profile: Profile, plan: Plan) -> bool:
     """Whether the GPU memory at the loss, independent of timing, exceeds the capacity: resident bytes and what forward keeps.
 
-    If True, a simulation has the verdict ``GPU_OUT_OF_MEMORY``. If False (always with several GPUs), it may have any verdict.
+    If True, a simulation has the verdict ``GPU_OUT_OF_MEMORY``. If False, it may have any verdict.
     """
-    if profile.hardware.gpus > 1:
-        return False
-    costs = Costs(profile, plan, Choices((), ()))
-    needed, leaving = float(plan.footprint.gpu_buffer_bytes), 0.0
-    for i, unit in enumerate(plan.units):
-        leaving = max(leaving, costs.leaving_bytes(i, unit))
-        needed += costs.resident_bytes(i, unit)
-        if unit.activations is not Activations.DROP:
-            needed += costs.here_bytes(i, unit)
-    if plan.slots is not None:
-        needed += plan.slots.count * leaving * (2 if plan.slots.with_gradients else 1)
+    plan = without_frozen(profile, plan)
+    resident = resident_buffers(profile, plan, Shards(profile, plan))
+    needed = sum(buffer.size_bytes for buffer in resident if buffer.memory == GPU_MEMORY)
+    needed += sum(here_bytes(profile, i, unit) for i, unit in enumerate(plan.units))
     return needed > profile.hardware.gpu_capacity_bytes

@@ -1,0 +1,153 @@
+"""What the decisions for a unit come to: seconds as sums over its copies, and bytes as sums over what rests of it.
+
+Copies and resting places are those that lowering and the footprint read (``autohete/plan/moves.py``), so a planner that adds
+these numbers up need not know which decisions there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autohete.lowering import durations
+from autohete.lowering.clipping import scaled_bytes
+from autohete.lowering.copies import kind_of, lane_of, seconds_of
+from autohete.lowering.shards import Shards
+from autohete.plan import Activations, Plan, Processor, Rest, UnitPlan
+from autohete.plan.moves import Batches, Move, Resting, UnitSizes, When, moves, rests
+from autohete.profile import Profile
+from autohete.schedule import HOST_MEMORY, PINNED_MEMORY, Kind, Value
+
+
+class UnitCopy(NamedTuple):
+    """A copy that a unit makes.
+
+    Args:
+        move: what is copied.
+        lane: where it runs.
+        seconds: how long one takes, undisturbed.
+        times: how often an iteration makes it.
+    """
+
+    move: Move
+    lane: str
+    seconds: float
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCosts:
+    """What decisions for a unit come to, for one GPU and its process on the host.
+
+    Args:
+        copies: the copies of an iteration.
+        resting: what rests in every memory. What is pinned is in pinned memory, whether or not that has a limit.
+        gpu_update, cpu_update: seconds of the update on each processor; 0 if it has none.
+        sums: seconds in which the CPU adds up the gradients of an iteration's micro-batches.
+    """
+
+    copies: tuple[UnitCopy, ...]
+    resting: tuple[Resting, ...]
+    gpu_update: float
+    cpu_update: float
+    sums: float
+
+    def seconds(self, lane: str) -> float:
+        """The time of its copies on ``lane`` in an iteration."""
+        return sum(copy.seconds * copy.times for copy in self.copies if copy.lane == lane)
+
+    def at(self, lane: str, when: When, *values: Value) -> list[UnitCopy]:
+        """Its copies on ``lane`` at a moment of the last micro-batch; of all values if none is given."""
+        return [
+            copy
+            for copy in self.copies
+            if copy.lane == lane
+            and copy.move.when is when
+            and copy.move.batches is not Batches.OTHERS
+            and (not values or copy.move.value in values)
+        ]
+
+    def seconds_at(self, lane: str, when: When, *values: Value) -> float:
+        """The time of these copies."""
+        return sum(copy.seconds for copy in self.at(lane, when, *values))
+
+    def resting_bytes(self, memory: str, *values: Value) -> int:
+        """Size of what rests in ``memory``; of all values if none is given."""
+        return sum(one.size_bytes for one in self.resting if one.memory == memory and (not values or one.value in values))
+
+    @property
+    def sums_on_host(self) -> bool:
+        """Whether the host accumulates the gradients of several micro-batches."""
+        return any(copy.move.value is Value.GRADIENTS and copy.move.batches is Batches.OTHERS for copy in self.copies)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Size of what rests in pinned memory."""
+        return self.resting_bytes(PINNED_MEMORY)
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of what rests on the host, pinned or not."""
+        return self.resting_bytes(HOST_MEMORY) + self.pinned_bytes
+
+
+class Costs:
+    """The costs of any decisions for any unit. Decisions on what a frozen unit does not have are to be left out.
+
+    Args:
+        profile: times and sizes.
+        plan: any plan of the policy; defines its updates and its footprint.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self.profile, self._plan = profile, plan
+        places: dict[object, int] = {}
+        #: For each unit, the first one that is like it: a profile says nothing else of a unit.
+        self.alike = [places.setdefault((one, i >= profile.first_trained), i) for i, one in enumerate(profile.units)]
+        self._known: dict[tuple[int, UnitPlan], UnitCosts] = {}
+        self._everywhere: dict[UnitPlan, tuple[Plan, Shards]] = {}
+
+    def of(self, unit: int, one: UnitPlan) -> UnitCosts:
+        """The costs of the decisions ``one`` for a unit."""
+        key = self.alike[unit], one
+        if key not in self._known:
+            self._known[key] = self._of(*key)
+        return self._known[key]
+
+    def _of(self, unit: int, one: UnitPlan) -> UnitCosts:
+        profile, held, (plan, shards) = self.profile, self._plan.footprint, self._planned_everywhere(one)
+        sizes = shards.sizes(unit)
+        copies = tuple(self._copies(unit, one, sizes))
+        arrays = (profile.hardware.host.pinned(sizes.cpu_updated * size) for size in held.host_pinned_bytes)
+        added = [copy for copy in copies if copy.move.value is Value.GRADIENTS and copy.move.batches is Batches.OTHERS]
+        added = added if one.accumulates_on_host else []  # otherwise they come back, and the GPU adds
+        traffic = plan.update_bytes, plan.elementwise_bytes
+        gpu, cpu = ((scaled_bytes(profile, plan, unit, side), shards.share(unit, side)) for side in Processor)
+        return UnitCosts(
+            copies,
+            (*rests(one, sizes, held, PINNED_MEMORY), Resting(Value.PINNED_STATES, PINNED_MEMORY, sum(arrays))),
+            gpu_update=durations.gpu_update(unit, *gpu)(profile) * shards.updates_on(unit, Processor.GPU),
+            cpu_update=durations.cpu_update(unit, *traffic, *cpu)(profile) * shards.updates_on(unit, Processor.CPU),
+            # Adding reads two values and writes one.
+            sums=sum(copy.times * profile.elementwise_seconds(3 * copy.move.size_bytes) for copy in added),
+        )
+
+    def _planned_everywhere(self, one: UnitPlan) -> tuple[Plan, Shards]:
+        """The plan that decides the same for every unit. What forward keeps is no matter of sizes, and not free everywhere."""
+        if one not in self._everywhere:
+            units = (replace(one, activations=Activations.KEEP, again=(), kept=Rest()),) * len(self.profile.units)
+            plan = replace(self._plan, units=units)
+            self._everywhere[one] = plan, Shards(self.profile, plan)
+        return self._everywhere[one]
+
+    def _copies(self, unit: int, one: UnitPlan, sizes: UnitSizes) -> Iterator[UnitCopy]:
+        batches = self.profile.workload.micro_batches
+        times = {Batches.ALL: batches, Batches.LAST: 1, Batches.OTHERS: batches - 1, Batches.LATER: batches - 1}
+        tasks: dict[tuple[Kind, When, Batches, int], Move] = {}
+        for move in moves(one, sizes, has_backward=unit >= self.profile.first_trained):
+            key = kind_of(move), move.when, move.batches, move.part
+            before = tasks[key].size_bytes if key in tasks else 0
+            tasks[key] = move._replace(size_bytes=before + move.size_bytes)
+        for move in tasks.values():
+            yield UnitCopy(move, lane_of(move), seconds_of(move)(self.profile), times[move.batches])
