@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Protocol
 
 from autohete.errors import InputError, RuleError, check_fields
@@ -234,6 +235,25 @@ class GpuUpdatesAfterBackward(Rule):
         """See :class:`Rule`."""
         for task in (*tasks.of(Kind.READ_STATES), *tasks.of(Kind.FETCH_STATES), *tasks.of(Kind.GPU_UPDATE)):
             tasks.after(task, tasks.passes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUpdatesAfterRecompute(Rule):
+    """GPU updates wait for the recomputation that follows their backward, if there is one. Until then a backward needs the
+    memory; from then on the states of the update may come.
+    """
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        last = tasks.passes[-1].micro_batch
+        follows: dict[int, TaskId] = {}
+        for before, task in pairwise(task for task in tasks.passes if task.micro_batch == last):
+            if before.kind is Kind.BACKWARD:
+                unit = before.unit
+            if task.kind is Kind.RECOMPUTE and before.kind in (Kind.BACKWARD, Kind.RECOMPUTE):
+                follows[unit] = task
+        for update in tasks.of(Kind.GPU_UPDATE):
+            tasks.after(update, follows.get(update.unit))
 
 
 @dataclass(frozen=True, slots=True)

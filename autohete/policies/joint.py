@@ -27,17 +27,18 @@ from autohete import policies
 from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering import lower
-from autohete.plan import Activations, Format, Plan, Processor, UnitPlan, without_refused_rules
+from autohete.plan import Activations, Format, Plan, Processor, Rest, UnitPlan, without_refused_rules
 from autohete.plan.policy import Judge, Judgement, Verdict
-from autohete.plan.rules import ByPriority, Rule, Slots
+from autohete.plan.rules import ByPriority, GpuUpdatesAfterRecompute, Rule, Slots
 from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.choices import Assignment, Choices, all_choices
 from autohete.planner.joint_search import JointSearch
 from autohete.planner.relaxation import Relaxation, as_assignment
-from autohete.planner.rows import Costs, Model
+from autohete.planner.rows import Model
 from autohete.planner.search import infeasible
 from autohete.planner.steps import GRADIENT_SLOTS, Counts
 from autohete.planner.tuning import tune_prefetches
+from autohete.planner.unit_costs import Costs
 from autohete.policies.autohete import AutoHete
 from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile, analytic_profile
@@ -48,6 +49,10 @@ from autohete.workload import Units
 _STATES_ON_GPU = ("resident", "offload_activations", "capuchin", "sqrt_checkpoint", "rotor")
 #: To find the plan with the least memory: how many fitting plans to start with, and how many to try around the best of them.
 _CORNERS, _MEASUREMENTS = 6, 24
+#: Up to this many units, plans that need waits for memory are tried where others fit: finding the waits takes long.
+_FEW_UNITS = 64
+#: How many of the last blocks keep their activations at most where that is tried one by one.
+_KEPT_LAST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +106,10 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
         search.go_on()
         if search.best is not None:
             candidates += part.plans(search.best.assignment)
+    if len(family.profile.units) <= _FEW_UNITS and (waiting := family.waiting(relaxed)) is not None:
+        candidates.append(waiting)
     if not candidates:
-        return family.frugal(relaxed)
+        return family.polished(family.frugal(relaxed))
     found = min(candidates, key=lambda plan: judge(plan).seconds)
     proven = [judge(plan).seconds for plan in candidates]
     return replace(found, bound_seconds=min([*proven, *([] if bound is None else [bound])]))
@@ -172,7 +179,7 @@ class PlanFamily:
 
     def relaxation(self) -> Relaxation:
         """The relaxed problem for the search."""
-        model = Model(Costs(self.profile, self._template, self.choices))
+        model = Model(Costs(self.profile, self._template), self.choices)
         return Relaxation(self.choices, model, Budgets.of(self.profile.hardware))
 
     def judged(self, assignment: Assignment) -> Judgement:
@@ -193,19 +200,37 @@ class PlanFamily:
     def plans(self, assignment: Assignment) -> tuple[Plan, Plan]:
         """The plan of ``assignment``, and a variant with fewer rules or other distances if that is faster."""
         plan = self._tuned(assignment)[0]
-        return plan, self._polished(plan)
+        return plan, self.polished(plan)
 
-    def _polished(self, best: Plan) -> Plan:
-        for change in (_without_slots, _without_priority, _states_later, _states_earlier, _activations_earlier):
+    def waiting(self, relaxed: Relaxation) -> Plan | None:
+        """The plan that would be best if copies waited for memory at no cost, with the waits that make it fit; None if they
+        do not, or if it fits without any.
+        """
+        assignment = replace(relaxed, pending=False).assignment()
+        if assignment is None or self._judge(self._untuned(assignment)).verdict is Verdict.OK:
+            return None
+        plan = replace(self._lowered(assignment)[0], memory_waits=True)
+        return self.polished(plan) if self._judge(plan).verdict is Verdict.OK else None
+
+    def polished(self, best: Plan) -> Plan:
+        """The best of ``best`` and of its neighbours with fewer rules, other distances, or parts of their own. Of a few units,
+        a neighbour may need waits for memory.
+        """
+        for change in _NEIGHBOURS:
             changed = change(best)
-            if changed == best:
+            if changed == best or self.choices.assignment(changed.units) is None:
                 continue
-            try:
-                found = self._judge(changed)
-            except RuleError:
-                continue
-            if found.verdict is Verdict.OK and found.seconds < self._judge(best).seconds:
-                best = changed
+            waiting = () if len(best.units) > _FEW_UNITS or best.memory_waits else (replace(changed, memory_waits=True),)
+            for plan in (changed, *waiting):
+                try:
+                    found = self._judge(plan)
+                except RuleError:
+                    break
+                if found.seconds >= self._judge(best).seconds:  # waits only take longer
+                    break
+                if found.verdict is Verdict.OK:
+                    best = plan
+                    break
         return best
 
     def frugal(self, relaxed: Relaxation) -> Plan:
@@ -271,7 +296,7 @@ class PlanFamily:
     def _untuned(self, assignment: Assignment) -> Plan:
         """The plan without tuned prefetches: each fetch overlaps the pass before its own."""
         units, rules = self.choices.units(assignment), list[Rule]()
-        if sum(unit.update_on is Processor.CPU for unit in units) > GRADIENT_SLOTS:
+        if sum(unit.update_on is Processor.CPU or unit.sums_leave for unit in units) > GRADIENT_SLOTS:
             rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS))
         if any(unit.parameters.leaves or unit.states.leaves or unit.kept.leaves for unit in units) or rules:
             rules.append(ByPriority())
@@ -317,6 +342,10 @@ def _without_priority(plan: Plan) -> Plan:
     return replace(plan, rules=tuple(rule for rule in plan.rules if not isinstance(rule, ByPriority)))
 
 
+def _with_priority(plan: Plan) -> Plan:
+    return plan if ByPriority() in plan.rules else replace(plan, rules=(*plan.rules, ByPriority()))
+
+
 def _states_later(plan: Plan) -> Plan:
     return _with_states_ahead(plan, 0)
 
@@ -330,6 +359,39 @@ def _with_states_ahead(plan: Plan, ahead: int) -> Plan:
     return replace(plan, units=tuple(units))
 
 
+def _updates_later(plan: Plan) -> Plan:
+    """Let updates on the GPU wait for the recomputation that follows, and their states come in halves: backward has the memory
+    for one half at most, a recomputation for more.
+    """
+    if not any(unit.fetches_states for unit in plan.units) or not plan.checkpointed_units:
+        return plan
+    units = (
+        replace(unit, states=replace(unit.states, parts=2 * unit.states.parts, ahead=2)) if unit.fetches_states else unit
+        for unit in plan.units
+    )
+    return replace(plan, units=tuple(units), rules=(GpuUpdatesAfterRecompute(), *plan.rules))
+
+
+def _outer_units_stay(plan: Plan) -> Plan:
+    """Fetch the embedding once for backward and the next forward, and the head once for forward and backward."""
+    first, *inner, last = plan.units
+    if first.parameters.leaves:
+        first = replace(first, parameters=replace(first.parameters, stays_after_forward=False, stays_after_backward=True))
+    if last.parameters.leaves:
+        last = replace(last, parameters=replace(last.parameters, stays_after_forward=True, stays_after_backward=False))
+    return replace(plan, units=(first, *inner, last))
+
+
+def _last_kept(plan: Plan) -> Plan:
+    """Keep the activations of the last unit that does not: its backward follows soon."""
+    places = [place for place, unit in enumerate(plan.units) if unit.activations is not Activations.KEEP or unit.kept.leaves]
+    if not places:
+        return plan
+    units = list(plan.units)
+    units[places[-1]] = replace(units[places[-1]], activations=Activations.KEEP, kept=Rest(), again=())
+    return replace(plan, units=tuple(units))
+
+
 def _activations_earlier(plan: Plan) -> Plan:
     units = (
         replace(unit, kept=replace(unit.kept, ahead=unit.kept.ahead + 2)) if unit.kept.leaves else unit for unit in plan.units
@@ -337,4 +399,16 @@ def _activations_earlier(plan: Plan) -> Plan:
     return replace(plan, units=tuple(units))
 
 
+#: The changes in the order in which they are tried.
+_NEIGHBOURS = (
+    _without_slots,
+    _without_priority,
+    _states_later,
+    _states_earlier,
+    _activations_earlier,
+    _updates_later,
+    _outer_units_stay,
+    *[_last_kept] * _KEPT_LAST,
+    _with_priority,
+)
 SYSTEM = Joint
