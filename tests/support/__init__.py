@@ -1,1 +1,1 @@
-"""What several tests share: reference training, orders of a schedule, plans."""
+"""What several tests share: models and their training, plans, schedules and their orders, the command line."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -153,3 +154,8 @@ def slowed(seed: int, most_seconds: float) -> Callable[[Action], Action]:
         return perform
 
     return around
+
+
+def lanes_alive() -> list[str]:
+    """Names of lane threads that have not ended."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("autohete-")]

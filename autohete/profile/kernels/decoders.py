@@ -1,8 +1,9 @@
 """What the GPU runs for any :class:`~autohete.workload.model.Block`: operations put together from what it consists of.
 
 Two implementations. ``transformers`` 5.23 launches a kernel per operation; its rows were counted by running its modules
-(``tests/test_decoder_kernels.py``). The fused one is Megatron Core with Transformer Engine, and flash-linear-attention: one
-kernel for a norm, a rotation or an activation. Its rows follow from what these kernels must read and write; they were not run.
+(``tests/models/test_decoder_kernels.py``). The fused one is Megatron Core with Transformer Engine, and flash-linear-attention:
+one kernel for a norm, a rotation or an activation. Its rows follow from what these kernels must read and write; they were not
+run.
 
 Units are those of :mod:`autohete.profile.kernels.gpt2`: a tensor of ``w`` elements per token counts ``w / hidden_size``.
 """

@@ -1,6 +1,6 @@
 """The GPU kernels of one transformer block: tables of operations, one for each implementation of a GPT-2-like block.
 
-Counted in the source (file and line in each row) and checked by running the real modules (``tests/test_kernels.py``).
+Counted in the source (file and line in each row) and checked by running the real modules (``tests/models/test_kernels.py``).
 An element access is one read or one write of a tensor of ``tokens x hidden`` elements in the type that the GPU computes
 with; a score pass is one of ``batch x heads x sequence x sequence`` elements. Matrix products are timed separately; their bias
 gradients are counted in their rows.

@@ -1,0 +1,472 @@
+"""The answer of ``autohete plan``: each statement against a simulation of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.answers import GIB, LARGE, MIB, NODE, QUICK, SYSTEM, TIGHT, TINY, WORKLOAD, answer, profile_at, site
+from support.command import SMALL, autohete, refused
+
+from autohete.answer import Answer, Candidate, Gain, Sampling, Site, find_answer
+from autohete.answer.draws import draw, open_figures
+from autohete.answer.policies import default_policies, ranked
+from autohete.errors import InfeasibleError, InputError
+from autohete.hardware import load_hardware
+from autohete.plan.policy import Verdict
+from autohete.policies import POLICIES, parse_policy
+from autohete.profile import Profile, analytic_profile
+from autohete.quantities import format_count, parse_count
+from autohete.report.answer_json import answer_json
+from autohete.report.answer_text import answer_text
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY
+from autohete.simulate import Simulation, simulate_plan, simulate_policy
+from autohete.simulate.largest import GrowingFigure, largest, misfit
+from autohete.simulate.summary import answer_or_refusal
+from autohete.workload.training import Lora, Training
+
+
+def simulated(profile: Profile, policies: Sequence[str] = QUICK) -> dict[str, Simulation]:
+    """What can be planned and fits, by policy."""
+    found = {}
+    for name in policies:
+        try:
+            simulation = simulate_policy(profile, parse_policy(name))
+        except (InfeasibleError, InputError):
+            continue
+        if simulation.verdict is Verdict.OK:
+            found[name] = simulation
+    return found
+
+
+def said(found: Answer) -> str:
+    """The text on one line."""
+    return " ".join(answer_text(found).split())
+
+
+def gain_of(found: Answer, start: str) -> Gain:
+    """The gain from the purchase whose name begins with ``start``."""
+    return next(gain for gain in (*found.gains, *found.free) if gain.change.name.startswith(start))
+
+
+# --- which plan ---------------------------------------------------------------------------------------------------
+
+
+def test_the_best_policy_is_the_fastest_that_fits() -> None:
+    """Ranked as simulations of their own say, with their times and the time for all tokens."""
+    found, alone = answer(), simulated(profile_at(site(gpu_memory=TIGHT)))
+    times = {each.name: each.seconds for each in found.candidates if each.fits}
+    assert times == {name: simulation.iteration_seconds for name, simulation in alone.items()}
+    assert len(times) > 1
+    assert found.best is not None
+    assert list(times.values()) == sorted(times.values())
+    assert found.best.seconds == min(times.values())
+    assert found.next_best is not None
+    assert found.training_seconds == pytest.approx(10**9 / alone[found.best.name].tokens_per_second)
+
+
+def test_budgets_are_the_peaks_of_the_plan() -> None:
+    """Used and available bytes of all three memories are those of the plan by itself; the system's part is left free."""
+    found = answer()
+    assert found.best is not None
+    profile = profile_at(site(gpu_memory=TIGHT))
+    alone = simulated(profile)[found.best.name]
+    gpu, pinned, host = found.budgets
+    assert (gpu.used_bytes, host.used_bytes) == (alone.gpu.peak_bytes, alone.host.peak_bytes)
+    assert gpu.available_bytes == alone.gpu.capacity_bytes == gpu.total_bytes - GIB
+    assert host.available_bytes == alone.host.capacity_bytes == host.total_bytes - SYSTEM
+    limit = replace(profile.hardware.host, pinned_bytes=profile.hardware.host.memory_bytes)
+    limited = replace(profile, hardware=replace(profile.hardware, host=limit))
+    again = simulate_plan(limited, alone.plan)
+    assert again.pinned is not None
+    assert pinned.used_bytes == again.pinned.peak_bytes
+    assert pinned.used_bytes is not None
+    assert 0 < pinned.used_bytes <= alone.host.peak_bytes
+    assert not pinned.limited
+
+
+def test_a_limit_of_pinned_memory_is_its_budget() -> None:
+    """A limit that was given is what is available, and more of it is a purchase."""
+    found = answer(policies=("autohete",), host_pinned_memory="2GiB")
+    assert (found.budgets[1].available_bytes, found.budgets[1].limited) == (2 * GIB, True)
+    assert gain_of(found, "twice the pinned memory").change.moved == {"host.pinned_memory": f"{4 * GIB}B"}
+
+
+def test_what_stays_on_the_gpu_is_recommended_where_offloading_does_not_pay() -> None:
+    """With a large GPU the answer says not to offload; with a tight one that offloading is needed."""
+    large, tight = answer(LARGE), answer()
+    assert large.do_not_offload
+    assert large.best is not None
+    assert large.best.name == "resident"
+    assert "Do not offload: everything fits on the GPU" in answer_text(large)
+    assert not tight.do_not_offload
+    assert "Offloading is needed" in answer_text(tight)
+    assert not simulated(profile_at(site(gpu_memory=TIGHT)), ["resident"])
+
+
+def test_noise_is_no_reason_to_offload() -> None:
+    """Less than 1 % faster is not worth moving anything; more is."""
+
+    def candidate(name: str, policy: str, seconds: float) -> Candidate:
+        summary, simulation = answer_or_refusal(profile_at(site(gpu_memory=LARGE)), parse_policy(policy))
+        assert simulation is not None
+        return Candidate(replace(summary, policy=name, iteration_seconds=seconds), simulation.plan)
+
+    for seconds, first in ((0.995, "stays"), (0.98, "moves")):
+        order = ranked([candidate("moves", "zero_offload", seconds), candidate("stays", "resident", 1.0)])
+        assert order[0].name == first
+
+
+def test_equal_plans_are_one() -> None:
+    """A policy that arrives at another's plan is no next best."""
+    found = answer(LARGE, policies=("resident", "resident:checkpointing=none", "zero_offload"))
+    first, second = (each for each in found.candidates if each.name.startswith("resident"))
+    assert second.same_plan_as == first.name
+    assert found.next_best is not None
+    assert found.next_best.name == "zero_offload"
+    assert f"same plan as {first.name}" in answer_text(found)
+
+
+def test_a_policy_that_refuses_is_a_row() -> None:
+    """In the answer and in a comparison; only where all refuse the question is refused."""
+    clipped = replace(WORKLOAD, clip_norm=1.0)
+    found = answer(LARGE, policies=("resident", "stronghold"), workload=clipped)
+    refusing = found.candidates[-1]
+    assert (refusing.name, refusing.summary.verdict) == ("stronghold", Verdict.INVALID)
+    assert "cannot plan this:\n  stronghold cannot clip" in answer_text(found)
+    with pytest.raises(InputError, match="clip"):
+        answer(LARGE, policies=("stronghold",), workload=clipped)
+    asked = ["simulate", *SMALL, "--micro-batches", "2", "--json", "--policy", "patrickstar"]
+    rows = json.loads(autohete(*asked, "--policy", "resident").stdout)
+    assert [row["verdict"] for row in rows] == ["invalid", "ok"]
+    assert "cannot accumulate" in rows[0]["explanation"]
+    assert "cannot accumulate" in refused(*asked)
+
+
+# --- what other hardware would bring ------------------------------------------------------------------------------
+
+#: The start of a purchase's name, and the figures that it changes.
+PURCHASES = {
+    "8.0 GiB more GPU memory": {"gpu.memory": f"{1700 * MIB + 8 * GIB}B"},
+    "twice the host memory": {"host.memory": "256GiB"},
+    "the next generation of the link": {"links.h2d.bandwidth": "51GB/s", "links.d2h.bandwidth": "52.8GB/s"},
+    "25 % more DRAM": {"host.memory_bandwidth": "104GB/s"},
+    "20 CPU cores instead of 16": {"cpu.cores": "20", "cpu.update_bandwidth": "56.25GB/s"},
+}
+
+
+@pytest.mark.parametrize("name", PURCHASES)
+def test_a_purchase_brings_what_planning_anew_brings(name: str) -> None:
+    """The best and the next best policies, planned for the changed hardware, or the old plan there: the fastest is reported."""
+    found = answer()
+    assert found.best is not None
+    assert found.next_best is not None
+    there = profile_at(site(gpu_memory=TIGHT), moved=PURCHASES[name])
+    times = [s.iteration_seconds for s in simulated(there, [found.best.name, found.next_best.name]).values()]
+    assert found.best.plan is not None
+    times.append(simulate_plan(there, found.best.plan).iteration_seconds)
+    gain = gain_of(found, name)
+    assert gain.iteration_seconds == pytest.approx(min(times), rel=1e-6)
+    assert gain.saved_seconds == pytest.approx(min(each.seconds for each in found.candidates) - min(times), abs=1e-6)
+    assert (f"{gain.change.name}: buys nothing" in said(found)) is not gain.helps
+
+
+def test_memory_binds_where_more_of_it_helps() -> None:
+    """On a tight GPU more of its memory saves time; where all stays on the GPU no memory would."""
+    assert answer().binds == (GPU_MEMORY,)
+    assert gain_of(answer(), "8.0 GiB more GPU memory").helps
+    assert answer(LARGE).binds == ()
+    assert "binds: no memory" in answer_text(answer(LARGE))
+    assert not any(gain.helps for gain in answer(LARGE).gains)
+
+
+def test_one_more_gpu_is_bought_by_tokens() -> None:
+    """Each GPU has its own batch, so its gain is in time for a token; without an interconnect it is not simulated."""
+    where = Site("a100-40gb-epyc7713", {})
+    found = find_answer(analytic_profile(WORKLOAD, where.whole()), where, policies=("resident",), sampling=Sampling(0))
+    gain = gain_of(found, "2 GPUs instead of 1")
+    hardware = load_hardware("a100-40gb-epyc7713").shared_by(2)
+    alone = simulated(analytic_profile(WORKLOAD, hardware), default_policies(2))
+    assert gain.tokens_per_second == pytest.approx(max(s.tokens_per_second for s in alone.values()), rel=1e-6)
+    assert "one more GPU: not simulated" in said(answer())
+
+
+def test_chunked_loss_is_free() -> None:
+    """A wide vocabulary makes it worth a line that says what it brings; once it is on there is none."""
+    wide = replace(WORKLOAD, vocabulary_size=64_000)
+    asked = ("resident",)
+    found = answer("6GiB", policies=asked, workload=wide)
+    gain = gain_of(found, "--chunked-loss")
+    there = profile_at(site(gpu_memory="6GiB"), replace(wide, chunked_loss=True))
+    assert gain.iteration_seconds == simulated(there, asked)["resident"].iteration_seconds
+    assert answer("6GiB", policies=asked, workload=replace(wide, chunked_loss=True)).free == ()
+
+
+# --- where nothing fits -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["resident", "zero_offload", "autohete"])
+def test_the_least_memory_is_enough_and_less_is_not(policy: str) -> None:
+    """With exactly the memory that the answer names the policy fits; with 1 MiB less it does not."""
+    found = answer(TINY, policies=(policy,))
+    assert found.best is None
+    need = next(need for need in found.needs if need.grows == (GPU_MEMORY,))
+    enough = simulated(profile_at(site(gpu_memory=f"{need.gpu_bytes}B")), [policy])
+    assert enough[policy].iteration_seconds == pytest.approx(need.iteration_seconds)
+    assert not simulated(profile_at(site(gpu_memory=f"{need.gpu_bytes - MIB}B")), [policy])
+    assert "DOES NOT FIT" in answer_text(found)
+    assert found.binds == (GPU_MEMORY,)
+
+
+def test_if_no_memory_alone_is_enough_both_are_named() -> None:
+    """A host and a GPU that are both too small: the answer names a size for each, and both together work."""
+    found = answer(TINY, policies=("zero_offload",), host_memory="4100MiB")
+    (need,) = found.needs
+    assert need.grows == (GPU_MEMORY, HOST_MEMORY)
+    both = {"gpu.memory": f"{need.gpu_bytes}B", "host.memory": f"{need.host_bytes}B"}
+    small = site(gpu_memory=TINY, host_memory="4100MiB")
+    assert simulated(profile_at(small, moved=both), ["zero_offload"])
+    for key, size in both.items():
+        assert not simulated(profile_at(small, moved={key: size}), ["zero_offload"])
+
+
+def test_what_does_not_fit_is_told_the_largest_batch() -> None:
+    """Where nothing fits the answer says which batch would; faster links, which do not change that, are not simulated."""
+    found = answer("2000MiB", policies=("resident",))
+    assert found.best is None
+    (grown,) = found.largest
+    assert (
+        grown.value
+        == largest(
+            WORKLOAD, profile_at(site(gpu_memory="2000MiB")).hardware, parse_policy("resident"), GrowingFigure.BATCH
+        ).value
+    )
+    assert {gain.change.memory for gain in found.gains} == {GPU_MEMORY, HOST_MEMORY}
+
+
+def test_no_policy_fits_a_larger_batch_than_the_largest() -> None:
+    """Where the fastest policy is not the one that fits most, either: one that stays on the GPU has less room."""
+    found = answer("3GiB", sizes=(GrowingFigure.BATCH,))
+    hardware = profile_at(site(gpu_memory="3GiB")).hardware
+    each = {name: largest(WORKLOAD, hardware, parse_policy(name), GrowingFigure.BATCH).value for name in QUICK}
+    assert found.best is not None
+    assert each[found.best.name] < found.largest[0].value == max(each.values())
+
+
+def test_what_does_not_fit_is_told_what_adapters_take() -> None:
+    """Where all parameters do not fit, adapters are simulated as if they were asked for; where they fit, or are, nothing is."""
+    found = answer("2000MiB", policies=("resident",))
+    assert [gain.change.name.partition(" (")[0] for gain in found.adapters] == ["--lora 16", "--lora 16 --qlora"]
+    for gain, quantised in zip(found.adapters, (False, True), strict=True):
+        workload = replace(WORKLOAD, training=Training(Lora(16, quantised=quantised)))
+        assert gain.change.workload == workload
+        there = analytic_profile(workload, profile_at(site(gpu_memory="2000MiB")).hardware)
+        asked = simulate_policy(there, parse_policy("resident"))
+        assert gain.verdict is asked.verdict
+        assert gain.iteration_seconds == (asked.iteration_seconds if asked.verdict is Verdict.OK else None)
+        assert gain.change.name in said(found)
+    assert answer(LARGE).adapters == ()
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_the_page_holds_in_a_narrow_terminal(columns: int) -> None:
+    """Lines wrap to the terminal, and no word is lost; the page is never wider than 80 columns."""
+    narrow, usual = answer_text(answer(), columns), answer_text(answer())
+    assert max(map(len, narrow.splitlines())) <= min(columns, 80)
+    assert narrow.split() == usual.split()
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "zero_offload:delayed_update"])
+@pytest.mark.parametrize("gpu_memory", ["1150MiB", "1400MiB", TIGHT, LARGE])
+def test_a_search_that_ends_early_says_the_same(name: str, gpu_memory: str) -> None:
+    """Whether a policy fits does not depend on whether it looks for the fastest plan."""
+    profile = profile_at(site(gpu_memory=gpu_memory, host_memory="12GiB"))
+    try:
+        found = simulate_policy(profile, parse_policy(name)).verdict is Verdict.OK
+    except InfeasibleError:
+        found = False
+    assert (misfit(profile, parse_policy(name)) == "") is found
+
+
+# --- draws --------------------------------------------------------------------------------------------------------
+
+
+def test_draws_lie_in_their_ranges_around_the_value() -> None:
+    """Half of the draws of a figure lie below its value; none outside of its range; a seed gives the same again."""
+    figures = open_figures(NODE, [])
+    found = draw(figures, Sampling(16, seed=3))
+    assert found == draw(figures, Sampling(16, seed=3)) != draw(figures, Sampling(16, seed=4))
+    for figure in figures:
+        values = np.array([float(one[figure.key].removesuffix(figure.unit)) for one in found])
+        assert (values >= figure.low * (1 - 1e-6)).all()
+        assert (values <= figure.high * (1 + 1e-6)).all()
+        if figure.low < figure.value < figure.high:
+            assert (values < figure.value).sum() == 8
+
+
+def test_what_was_given_is_not_drawn() -> None:
+    """Nor what is in proportion to it, what the reader knows, and what only several GPUs have."""
+    everything = {figure.key for figure in open_figures(NODE, [])}
+    others = {figure.key for figure in open_figures(NODE, ["links.h2d.bandwidth", "gpu.gemm_efficiency"])}
+    link = {"links.h2d.bandwidth", "links.h2d.duplex_bandwidth", "links.h2d.pageable_bandwidth"}
+    assert everything - others == {*link, "gpu.gemm_efficiency"}
+    assert not everything & {"host.memory", "cpu.cores"}
+    one, two = (open_figures("a100-40gb-epyc7713", [], gpus) for gpus in (1, 2))
+    assert {figure.key for figure in two} > {figure.key for figure in one}
+
+
+def test_counts_are_not_drawn(tmp_path: Path) -> None:
+    """A file may give ranges of counts; between two of their values there is nothing to draw, and every draw can be loaded."""
+    text = f'base = "{NODE}"\n'
+    for key in ("gpu.multiprocessors", "cpu.cores", "host.memory_domains"):
+        text += f'[{key}]\nvalue = 2\nrange = [1, 9]\nsource = "two machines"\ndate = 2026-11-22\n'
+    (tmp_path / "node.toml").write_text(text)
+    figures = open_figures(str(tmp_path / "node.toml"), [])
+    assert {figure.key for figure in figures} == {figure.key for figure in open_figures(NODE, [])}
+    for moved in draw(figures, Sampling(4)):
+        load_hardware(tmp_path / "node.toml", moved)
+
+
+def test_the_interval_is_that_of_the_plan_at_each_draw() -> None:
+    """5 to 95 % of simulations of the recommended plan, one by one; and how often it fits."""
+    found = answer("3GiB", policies=("resident", "zero_offload"), draws=8)
+    assert found.interval is not None
+    assert found.simulation is not None
+    where = site(gpu_memory="3GiB")
+    times, fitting = [], 0
+    for moved in draw(open_figures(NODE, where.given), Sampling(8)):
+        again = simulate_plan(profile_at(replace(where, given={**where.given, **moved})), found.simulation.plan)
+        times.append(again.iteration_seconds)
+        fitting += again.verdict is Verdict.OK
+    assert (found.interval.low_seconds, found.interval.high_seconds) == pytest.approx(np.quantile(times, [0.05, 0.95]))
+    assert found.interval.fitting == fitting < 8
+    assert found.interval.short == {GPU_MEMORY: 8 - fitting}
+    assert found.interval.low_seconds <= found.simulation.iteration_seconds <= found.interval.high_seconds
+    assert answer().interval is None
+
+
+# --- what is printed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu_memory", [LARGE, TIGHT, TINY])
+def test_the_page_holds_at_80_columns(gpu_memory: str) -> None:
+    """No line is longer, or ends in a blank, whether it fits or not."""
+    lines = answer_text(answer(gpu_memory, draws=4, sizes=(GrowingFigure.BATCH,))).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_everything_printed_is_in_the_json() -> None:
+    """Times, sizes and purchases of the page are numbers there."""
+    found = answer(sizes=(GrowingFigure.BATCH,), draws=4)
+    data = json.loads(json.dumps(answer_json(found)))
+    assert found.best is not None
+    assert data["policy"] == found.best.name
+    assert data["best"]["iteration_seconds"] == found.best.seconds
+    assert [one["change"]["name"] for one in data["purchases"]] == [gain.change.name for gain in found.gains]
+    assert data["largest"] == [{"figure": "batch_size", "value": found.largest[0].value, "limit": found.largest[0].limit}]
+    assert data["interval"]["sampling"] == {"draws": 4, "seed": 0}
+    assert {each["policy"] for each in data["policies"]} == set(QUICK)
+    nothing = json.loads(json.dumps(answer_json(answer(TINY))))
+    assert (nothing["fits"], nothing["policy"], nothing["best"]) == (False, None, None)
+    assert nothing["needs"]
+
+
+def test_what_was_not_given_is_said() -> None:
+    """Batch, sequence, kernels, optimizer, precision and what the system keeps are in the answer unless they were given."""
+    names = {
+        "batch_size": "batch size 4",
+        "sequence_length": "sequence length 512",
+        "micro_batches": "micro batches 1",
+        "kernels": "kernels fused",
+        "optimizer": "optimizer adamw",
+        "precision": "precision bf16",
+        "chunked_loss": "chunked loss off",
+        "hardware": f"hardware {NODE}",
+        "gpu_memory": "GPU memory 1.7 GiB",
+        "host_memory": "host memory 128.0 GiB",
+        "system_memory": "4.0 GiB of host memory left to the system",
+        "tokens": "1B tokens",
+    }
+    nothing, everything = answer(), replace(answer(), given=tuple(names))
+    assumed, others = (
+        text[text.index("assumed, not given: ") : text.index("model: ")] for text in map(said, (nothing, everything))
+    )
+    assert [text for text in names.values() if text not in assumed] == []
+    assert [text for text in names.values() if text in others] == []
+    assert answer_json(everything)["assumptions"].keys().isdisjoint(names)
+
+
+def test_the_same_question_has_the_same_answer(tmp_path: Path) -> None:
+    """Byte for byte, on one core and on two, as text, as JSON and as a page; what was given is not assumed."""
+    tiny = ["--hidden", "256", "--blocks", "2", "--heads", "4", "--vocabulary", "1000", "--precision", "fp16"]
+    asked = ["plan", *tiny, "--hardware", NODE, "--draws", "2", "--tokens", "300M"]
+    files = [str(tmp_path / name) for name in ("1.json", "1.html", "2.html")]
+    first = autohete(*asked, "--jobs", "1", "--json", files[0], "--html", files[1])
+    second = autohete(*asked, "--jobs", "2", "--json", "--html", files[2])
+    assert (first.stderr, second.stderr) == ("", "")
+    assert Path(files[0]).read_text() == second.stdout
+    assert Path(files[1]).read_bytes() == Path(files[2]).read_bytes()
+    shown = " ".join(first.stdout.split())
+    assert "300M tokens take" in shown
+    assumed = shown[shown.index("assumed, not given: ") :]
+    assert "batch size 8" in assumed
+    assert not re.search("precision|300M|hardware", assumed)
+
+
+def test_a_measured_profile_has_an_answer_without_other_hardware() -> None:
+    """Its policies, budgets and least memory; nothing is drawn, bought or made larger, since times were measured."""
+    for gpu_memory, fits in ((TIGHT, True), (TINY, False)):
+        profile = profile_at(site(gpu_memory=gpu_memory), less=0)
+        found, usual = find_answer(profile, None, policies=QUICK), answer(gpu_memory)
+        assert [each.name for each in found.candidates] == [each.name for each in usual.candidates]
+        assert (found.best is not None) is fits
+        assert (found.budgets, found.needs) == (usual.budgets, usual.needs)
+        assert (found.gains, found.free, found.largest, found.interval) == ((), (), (), None)
+        assert "what one purchase would bring" not in said(found)
+
+
+def test_the_plan_of_one_policy_is_drawn_and_written(tmp_path: Path) -> None:
+    """As a picture, as a schedule and as JSON, beside the page, which is printed."""
+    names = ["plan.png", "plan.txt", "plan.json"]
+    picture, schedule, data = (tmp_path / name for name in names)
+    asked = ["plan", *SMALL, "--policy", "zero_offload"]
+    done = autohete(*asked, "--gantt", str(picture), "--schedule", str(schedule), "--json", str(data))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert schedule.read_text().startswith("autohete-schedule")
+    assert data.read_text() == autohete(*asked, "--json").stdout
+    assert "zero_offload, plan" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+@given(st.integers(1, 9999), st.sampled_from([0, 3, 6, 9, 12]))
+def test_a_count_is_read_as_it_is_written(digits: int, zeros: int) -> None:
+    """Any number of four digits and its zeros."""
+    assert parse_count(format_count(digits * 10**zeros)) == digits * 10**zeros
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "many"], "write it such as 1B, 300M or 50k"),
+        (["--tokens", "0"], "is not between 1 and"),
+        (["--draws", "-1"], "draws is -1: give at least 0"),
+        (["--draws", "5000"], "at most 1,000"),
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--system-memory", "4"], "has no unit"),
+        (["--system-memory", "500GiB"], "leave nothing of 128.0 GiB"),
+        (["--html", "no/such/x.html"], "cannot be written"),
+        (["--policy", "resident", "--html", "x.html"], "leave out --policy"),
+    ],
+)
+def test_bad_questions_are_refused(arguments: list[str], message: str) -> None:
+    """In one line that says what to give."""
+    assert message in refused("plan", *SMALL, "--hardware", NODE, *arguments)

@@ -1,0 +1,255 @@
+"""The experiments run, and write what they promise."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autohete.errors import InputError
+from autohete.report.style import luminance
+from autohete.schedule import Kind
+from autohete.workload import WORKLOADS
+from experiments import comparison, fig_throughput, intervals, published, safety
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run an experiment from another folder, as a person might."""
+    command = [sys.executable, str(ROOT / "experiments" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def figure_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder that the figure's command wrote, and what it printed."""
+    folder = tmp_path_factory.mktemp("figure")
+    done = run("fig_throughput.py", "--out", "figures", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "figures", done.stdout
+
+
+def test_the_throughput_figure_is_written_whole(figure_run: tuple[Path, str]) -> None:
+    """The figure's command writes PNG, PDF and CSV files and prints the comparison with the paper."""
+    out, printed = figure_run
+    assert sorted(path.name for path in out.iterdir()) == [
+        "fig_throughput.csv",
+        "fig_throughput.pdf",
+        "fig_throughput.png",
+        "fig_throughput_bounds.csv",
+        "fig_throughput_ratios.csv",
+        "fig_throughput_variants.csv",
+    ]
+    rows = list(csv.DictReader((out / "fig_throughput.csv").read_text().splitlines()))
+    assert ",".join(rows[0]) == (
+        "gpus,model,parameters,policy,verdict,iteration_seconds,samples_per_second,tflops_per_gpu,"
+        "gpu_peak_bytes,host_peak_bytes,plan,clock,kernels"
+    )
+    assert len(rows) == len(WORKLOADS) * len(comparison.POLICIES)
+    for row in rows:
+        fits = row["verdict"] == "ok"
+        assert bool(row["samples_per_second"]) == fits
+        if fits:
+            assert float(row["samples_per_second"]) * float(row["iteration_seconds"]) == pytest.approx(8, rel=1e-4)
+    for version in comparison.ZERO_OFFLOAD:
+        limit = [
+            row["verdict"]
+            for row in rows
+            if row["policy"] == version and row["model"] in (comparison.ZERO_OFFLOAD_LIMIT, "gpt-15b")
+        ]
+        assert limit == ["ok", "gpu-out-of-memory"]
+    ratios = list(csv.DictReader((out / "fig_throughput_ratios.csv").read_text().splitlines()))
+    assert [":deepspeed=".join(filter(None, (row["over"], row["version"]))) for row in ratios] == list(comparison.PUBLISHED)
+    for row in ratios:
+        assert float(row["low"]) <= float(row["figures_low"]) <= float(row["figures_high"]) <= float(row["high"])
+        within = float(row["low"]) <= float(row["paper"]) <= float(row["high"])
+        assert row["inside"] == ("yes" if within else "no")
+        assert row["over"] in printed
+
+
+@pytest.mark.parametrize("part", ["", "_ratios", "_variants", "_bounds"])
+def test_the_committed_figure_is_this_one(part: str, figure_run: tuple[Path, str]) -> None:
+    """What paper_figs says of the throughput comparison is what the code says now, to the last digit."""
+    name = f"fig_throughput{part}.csv"
+    assert (figure_run[0] / name).read_text() == (ROOT / "paper_figs" / name).read_text()
+
+
+def test_a_quantile_of_weighted_draws() -> None:
+    """Draws without weight count for nothing, and the ends are those of the others."""
+    values, weights = np.arange(200.0), np.repeat([0.0, 1.0], 100)
+    low, high = intervals.quantiles(values, weights)
+    assert (low, high) == pytest.approx((104, 194), abs=1)
+
+
+def test_the_prior_has_its_medians_and_ends() -> None:
+    """The middle of the unit cube is the node as it is, and its corners are the ends of the published ranges."""
+    known = intervals.prior()
+    middle, lowest, highest = (known.at(np.full((1, len(known.figures)), x))[0] for x in (0.5, 0.0, 1.0))
+    for i, figure in enumerate(known.figures):
+        assert np.exp([lowest[i], middle[i], highest[i]]) == pytest.approx([figure.low, figure.value, figure.high])
+
+
+def test_the_response_surface_returns_what_it_was_fitted_to() -> None:
+    """A smooth function of some figures is found again from few points, and noise shows as error."""
+    rng = np.random.default_rng(3)
+    points = rng.uniform(-1, 1, (60, 8))
+    smooth = 2 + 0.3 * points[:, 0] - 0.1 * points[:, 1] ** 2
+    surface = intervals.fit(points, np.column_stack([smooth, smooth + rng.normal(0, 0.2, 60)]))
+    assert np.abs(surface(points)[:, 0] - smooth).max() < 0.02
+    assert surface.error[0] < 0.02
+    assert 0.15 < surface.error[1] < 0.35
+
+
+def test_intervals_of_other_inputs_are_refused(tmp_path: Path) -> None:
+    """Intervals that were made with other figures or rows are one line that says how to make them anew."""
+    written = (ROOT / "paper_figs" / "fig_throughput_intervals.csv").read_text()
+    other = tmp_path / "intervals.csv"
+    other.write_text(written.replace(intervals.digest(), "0123456789abcdef"))
+    with pytest.raises(InputError, match="make intervals"):
+        intervals.read(other)
+    with pytest.raises(InputError, match="make intervals"):
+        intervals.read(tmp_path / "none.csv")
+
+
+def test_intervals_of_a_known_dependence() -> None:
+    """Where rates are powers of one figure, the intervals of rates and ratios are those that its range gives."""
+    known, rng = intervals.prior(), np.random.default_rng(5)
+    points = intervals.hypercube(known, 80, seed=2)
+    column = [figure.key for figure in known.figures].index("gpu.gemm_efficiency")
+    power = {policy: 1.0 if policy == comparison.AUTOHETE else 0.5 for policy in comparison.POLICIES}
+    rates = np.column_stack([np.exp(points[:, column] * power[p]) for _ in comparison.MODELS for p in comparison.POLICIES])
+    rates *= np.exp(rng.normal(0, 1e-4, rates.shape))
+    flat = intervals.Evidence((), sigma=0.2, iteration_sigma=0.1)
+    found, effective = intervals.intervals(known, points, rates, np.zeros((80, 1)), flat, seed=3)
+    assert effective == 20_000  # no weight differs
+    low, high = (known.at(np.full((1, len(known.figures)), x))[0, column] for x in (0.05, 0.95))
+    for interval in found:
+        share = power[interval.policy] if interval.model else 1 - power[interval.policy]
+        assert np.log([interval.figures_low, interval.figures_high]) == pytest.approx([low * share, high * share], abs=0.01)
+        width = 0.1 * (1 if interval.model else np.sqrt(2)) * 1.645
+        if interval.model or interval.policy != comparison.NO_PRIORITY:
+            assert np.log(interval.high / interval.low) == pytest.approx(np.hypot(2 * width, (high - low) * share), rel=0.1)
+        else:
+            assert (interval.low, interval.high) == (interval.figures_low, interval.figures_high)
+
+
+LARGER = "8B, 72 x 3072", "13B, 40 x 5120", "20B, 64 x 4096 with 256 heads"
+WAITS, ASYNCHRONOUSLY, ON_GPU = (
+    "gradients flushed while backward waits",
+    "gradients flushed asynchronously",
+    "every second sub-group updated on the GPU",
+)
+LLAMA, NVME = "LLaMA-7B on 8 A800, DeepSpeed with and without offload", "MLP-Offload, optimizer states on NVMe"
+STAGE_3 = "ZeRO-3 with NVMe"
+#: What is off by more than a quarter, or on the other side of a limit; docs/results.md says why.
+DISAGREE = {
+    *(("Deep Optimizer States", f"four GPUs, {model}: {ASYNCHRONOUSLY}", "backward") for model in LARGER[:2]),
+    ("Deep Optimizer States", f"four GPUs, {ASYNCHRONOUSLY}", "backward"),
+    ("Deep Optimizer States", f"four GPUs, {ON_GPU}", "backward"),
+    ("AutoHete, memory limits", "ZeRO-Offload, gpt-4b, batch 8, 16GiB", "fits"),
+    ("Deep Optimizer States", "gradients flushed asynchronously", "backward"),
+    ("DeepSpeed tutorial, 10B", "ZeRO-Offload", "forward"),
+    ("RoundPipe, baselines on 8 A800", "FSDP, qwen3-32b, 1 x 2", "iteration"),
+    ("RoundPipe, layers", "gpt-oss-20b", "block_backward"),
+    ("PatrickStar, 20B", "PatrickStar", "gradient_copies"),
+    (LLAMA, "ZeRO-2, optimizer on the CPU, 8 x 1", "iteration"),
+    *((LLAMA, f"ZeRO-3, {row}", "iteration") for row in ("none recomputed, 4 x 2", "optimizer on the CPU, 4 x 2")),
+    *((LLAMA, "ZeRO-3, optimizer and parameters on the CPU, 2 x 4", figure) for figure in ("iteration", "gpu_peak")),
+    *((LLAMA, "ZeRO-3, 2 x 8", figure) for figure in ("iteration", "gpu_peak")),
+    *((NVME, f"{STAGE_3}, {size}", "backward") for size in ("40B", "52B", "70B")),
+    *((NVME, f"MLP-Offload, {size}", "backward") for size in ("52B", "70B", "100B")),
+    *((NVME, "MLP-Offload, 52B", figure) for figure in ("step", "iteration")),
+    ("ZeRO-Offload with bound cores, two A100-40GB", "bound", "iteration"),
+    ("RoundPipe, baselines on 8 A800", "FSDP, qwen3-32b, one sequence", "longest_sequence"),
+}
+
+
+def test_published_measurements_are_met_but_for_those_explained() -> None:
+    """Each phase that others measured is met within a quarter and each limit, but for a few.
+
+    The goal of 25 % at worst is missed: a 7B model whose settings are not all published is predicted 18 to 57 % too fast.
+    """
+    checks = published.checks()
+    assert {(c.source, c.row, c.phase) for c in checks if not c.is_close} == DISAGREE
+    iterations, phases, peaks, longest = published.scores(checks)
+    assert iterations.mean_error <= 0.10
+    assert iterations.worst_error <= 0.57
+    assert phases.mean_error <= 0.15
+    assert peaks.mean_error <= 0.11
+    assert longest.mean_error <= 0.09
+    exact = {c.row for c in checks if c.phase == published.LONGEST and c.predicted == c.measured}
+    systems = {"ZeRO-2, qwen3-1.7b", "ZeRO-2, llama-3.1-8b", "ZeRO-3 with offload, gpt-oss-20b"}
+    assert exact == {f"{system}, one sequence" for system in systems}
+
+
+def test_phases_are_the_work_of_their_tasks() -> None:
+    """Where nothing overlaps, each phase takes what its tasks take, and the step what CPU and upload take."""
+    tutorial = next(source for source in published.sources() if source.title.startswith("DeepSpeed tutorial"))
+    blocking = tutorial.rows[0].model_copy(update={"policy": "zero_offload:checkpointing=full,deepspeed=2026"})
+    found = tutorial.simulate(blocking)
+    seconds = {kind: sum(task.duration_ns for task in found.schedule.tasks if task.id.kind is kind) * 1e-9 for kind in Kind}
+    seen = published.phases(found)
+    assert seen["forward"] == pytest.approx(seconds[Kind.FORWARD] + seconds[Kind.LOSS], rel=1e-3)
+    backward = seconds[Kind.BACKWARD] + seconds[Kind.RECOMPUTE] + seconds[Kind.OFFLOAD_GRADIENTS]
+    assert seen["backward"] == pytest.approx(backward, rel=1e-3)
+    assert seen["step"] == pytest.approx(seconds[Kind.CPU_UPDATE] + seconds[Kind.REFRESH], rel=1e-3)
+    assert seen["unscale"] == pytest.approx(found.profile.workload.parameters * 8 / 72.6e9)
+
+
+@pytest.mark.parametrize("script", ["fig_throughput.py", "published.py", "intervals.py"])
+def test_an_unwritable_folder_is_refused_before_the_work(script: str, tmp_path: Path) -> None:
+    """An output folder that cannot be made is one line and exit code 2, at once."""
+    (tmp_path / "file").write_text("")
+    done = run(script, "--out", str(tmp_path / "file" / "below"), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot be created" in done.stderr
+    assert done.stdout == ""
+
+
+def test_fidelity_compares_every_setting_it_is_asked_for(tmp_path: Path) -> None:
+    """The comparison of simulator and runtime writes a row per setting, with equal memory and times of one order."""
+    done = run("fidelity.py", "--out", str(tmp_path), "--paced", "2", "--native", "1", "--seed", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "fidelity.csv").read_text().splitlines()))
+    assert [row["clock"] for row in rows] == ["emulated", "emulated", "measured-cpu"]
+    for row in rows:
+        assert int(row["predicted_peak_bytes"]) == pytest.approx(int(row["measured_peak_bytes"]), rel=0.03)
+        # A shared machine may stall; that the order and the waits are right shows within far less.
+        assert float(row["measured_seconds"]) == pytest.approx(float(row["predicted_seconds"]), rel=0.5)
+    assert {path.name for path in tmp_path.iterdir()} == {"fidelity.csv", "fidelity_lanes.csv", "fidelity.png", "fidelity.pdf"}
+
+
+def test_policies_differ_in_grey() -> None:
+    """Bars that stand side by side differ in lightness or hatch, for readers without colour."""
+    looks = [fig_throughput.LOOKS[policy] for policy in comparison.POLICIES]
+    for one, other in zip(looks, looks[1:], strict=False):
+        assert abs(luminance(one.colour) - luminance(other.colour)) > 0.1 or one.hatch != other.hatch
+
+
+def test_without_a_gpu_there_is_nothing_to_check(tmp_path: Path) -> None:
+    """Where there is no GPU, its check says so in one line, succeeds and writes nothing."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run("gpu_check.py", "--out", str(tmp_path / "folder"), cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
+    assert "no GPU" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_waits_make_every_plan_of_the_figure_safe() -> None:
+    """In the committed file each plan that fits is safe with its waits at a cost of at most 2 %, and a row is made anew."""
+    rows = list(csv.DictReader((ROOT / "paper_figs" / "safety.csv").read_text().splitlines()))
+    for row in rows:
+        unsafe = int(row["gpu_worst_bytes"]) > int(row["gpu_capacity_bytes"])
+        assert (int(row["waits"]) > 0) == unsafe
+        assert float(row["cost_percent"]) <= 2
+    (row,) = (row for row in rows if (row["model"], row["policy"]) == ("gpt-6b", comparison.AUTOHETE))
+    job = comparison.Job("gpt-6b", comparison.AUTOHETE)
+    assert {name: str(value) for name, value in safety.row(job, job.run()).items()} == row

@@ -1,0 +1,314 @@
+"""The figures of the evaluation: each script runs on a small grid, and the committed files are what the code says now."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+from pathlib import Path
+from statistics import mean
+from types import ModuleType
+
+import pytest
+import torch
+
+from autohete.errors import InputError
+from autohete.report.gantt import stacked_figure
+from autohete.report.style import luminance
+from autohete.report.tables import table
+from experiments import (
+    fig_ablation,
+    fig_batch_size,
+    fig_checkpoint_granularity,
+    fig_hypothetical,
+    fig_max_model,
+    fig_memory_budget,
+    fig_sequence_length,
+    fig_systems,
+    fig_throughput_multi_gpu,
+    fig_timeline,
+    gpu_check,
+    shared,
+)
+
+ROOT = Path(__file__).parents[2]
+WRITTEN = ROOT / "paper_figs"
+
+#: A small part of each script's grid, and the columns that distinguish its rows.
+SMALL: list[tuple[ModuleType, dict[str, object], tuple[str, ...]]] = [
+    (fig_throughput_multi_gpu, {"models": ("gpt-6b",), "batches": (2,), "samples": 1}, fig_throughput_multi_gpu.NAMES),
+    (fig_ablation, {"models": ("gpt-4b",)}, fig_ablation.NAMES),
+    (fig_batch_size, {"models": ("gpt-4b",), "batches": (8, 32)}, fig_batch_size.NAMES),
+    (fig_memory_budget, {"models": ("gpt-4b",), "budgets": (8, 12)}, fig_memory_budget.NAMES),
+    (fig_sequence_length, {"lengths": (512, 2048)}, fig_sequence_length.NAMES),
+    (
+        fig_checkpoint_granularity,
+        {"models": ("gpt-4b",), "segments": (5,), "budgets": (72, 96)},
+        fig_checkpoint_granularity.NAMES,
+    ),
+    (fig_hypothetical, {"links": (25,), "cpus": (35, 69)}, fig_hypothetical.NAMES),
+    (fig_systems, {"machines": ("rtx4090-workstation",), "models": ("llama-3.2-3b",)}, fig_systems.NAMES),
+]
+IDS = [module.__name__.rpartition(".")[2] for module, *_ in SMALL]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+@pytest.mark.parametrize(("module", "part", "names"), SMALL, ids=IDS)
+def test_a_part_of_the_figure_is_as_committed(
+    module: ModuleType, part: dict[str, object], names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script writes PNG, PDF and CSV, prints at most 80 columns, and its rows are rows of the committed file."""
+    name = module.__name__.rpartition(".")[2]
+    module.main(out=tmp_path, jobs=1, **part)
+    assert {path.name for path in tmp_path.iterdir()} >= {f"{name}.{suffix}" for suffix in ("png", "pdf", "csv")}
+    printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("written")]
+    assert printed
+    assert max(map(len, printed)) <= 80
+    found, committed = rows(tmp_path / f"{name}.csv"), rows(WRITTEN / f"{name}.csv")
+    assert tuple(found[0]) == (*names, *shared.RESULTS)
+    for row in found:
+        assert row in committed
+        assert bool(row["iteration_seconds"]) == (row["verdict"] == "ok")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_a_table_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tables of experiments leave columns out where the terminal is narrow, and are 80 columns wide at most."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = table("speed of many policies on a machine", ["", *map("policy {}".format, range(9))], left=1)
+    shown.add_row("llama-3.1-8b on rtx4090-workstation", *(f"{n * 1e6:,.0f}" for n in range(9)))
+    shared.print_table(shown)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= min(columns, 80)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run the checks")
+def test_what_gpu_check_says_is_wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines fit the terminal."""
+    monkeypatch.setenv("COLUMNS", "40")
+    gpu_check.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) > 1
+    assert max(map(len, printed)) <= 40
+
+
+def test_the_largest_model_is_as_committed(tmp_path: Path) -> None:
+    """A search for the largest model finds what the committed file says, and one more block does not fit."""
+    fig_max_model.main(out=tmp_path, jobs=1, gpu=(16,), host=(64,))
+    found, committed = rows(tmp_path / "fig_max_model.csv"), rows(WRITTEN / "fig_max_model.csv")
+    assert len(found) == 2 * len(fig_max_model.POLICIES)
+    for row in found:
+        assert row in committed
+        assert row["limit"].endswith("out-of-memory")
+
+
+def test_the_timeline_is_as_committed(tmp_path: Path) -> None:
+    """The work of all lanes is as committed, the picture has the same bytes twice, and idle and busy time fill an iteration."""
+    pictures = []
+    for _ in range(2):
+        fig_timeline.main(out=tmp_path)
+        pictures.append([(tmp_path / f"fig_timeline.{suffix}").read_bytes() for suffix in ("png", "pdf")])
+    assert pictures[0] == pictures[1]
+    found = rows(tmp_path / "fig_timeline.csv")
+    assert found == rows(WRITTEN / "fig_timeline.csv")
+    for policy in fig_timeline.POLICIES:
+        of = [row for row in found if row["policy"] == policy]
+        spent = sum(float(row["seconds"]) for row in of if row["what"] == "idle" or row["name"] == "gpu")
+        assert spent == pytest.approx(float(of[0]["iteration_seconds"]), rel=1e-3)
+
+
+def test_no_runs_make_no_figure() -> None:
+    """A figure of no runs is refused."""
+    with pytest.raises(InputError, match="0 runs to draw"):
+        stacked_figure([], 0, "nothing")
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "experiments").glob("fig_*.py")))
+def test_every_figure_is_committed(script: str) -> None:
+    """Each script has its files in paper_figs, simulated ones say so in every row, and it says what would refute it."""
+    assert all((WRITTEN / f"{script}.{suffix}").is_file() for suffix in ("png", "pdf", "csv"))
+    assert {row["clock"] for row in rows(WRITTEN / f"{script}.csv")} == {"simulated"}
+    source = (ROOT / "experiments" / f"{script}.py").read_text()
+    assert "What would refute it" in source
+    assert f"python experiments/{script}.py" in source
+
+
+def test_systems_differ_in_more_than_colour() -> None:
+    """Lines have different markers; systems that look alike in grey have another marker, for readers without colour."""
+    looks = list(shared.LOOKS.values())
+    for i, one in enumerate(looks):
+        for other in looks[i + 1 :]:
+            if abs(luminance(one.colour) - luminance(other.colour)) < 0.1 and one.colour != other.colour:
+                assert one.marker != other.marker
+
+
+@pytest.mark.parametrize("module", [module for module, *_ in SMALL], ids=IDS)
+def test_every_script_takes_the_same_options(module: ModuleType) -> None:
+    """Each script has --out and --jobs."""
+    assert {"out", "jobs"} <= set(inspect.signature(module.main).parameters)
+
+
+def test_tokens_that_a_length_does_not_divide() -> None:
+    """A length that does not divide the tokens of an iteration is refused with the lengths."""
+    with pytest.raises(InputError, match="1000"):
+        fig_sequence_length.grid("gpt-6b", [1000])
+
+
+# --- the page of results
+
+
+def said() -> str:
+    """The page of results on one line."""
+    return " ".join((ROOT / "docs" / "results.md").read_text().split())
+
+
+def value(row: dict[str, str], column: str) -> float:
+    """A number of a row; NaN if it does not train."""
+    return float(row[column] or "nan")
+
+
+def pick(script: str, column: str, **where: str) -> float:
+    """The number in a column of the one row that has these values."""
+    (row,) = (row for row in rows(WRITTEN / f"{script}.csv") if where.items() <= row.items())
+    return value(row, column)
+
+
+def test_the_page_says_how_busy_the_gpu_is() -> None:
+    """The busy shares of the four systems are those of the file."""
+    found = rows(WRITTEN / "fig_timeline.csv")
+    busy = [100 * value(row, "seconds") / value(row, "iteration_seconds") for row in found if row["name"] == "gpu"]
+    zero, patrickstar, stronghold, autohete = (f"{share:.0f} %" for share in busy)
+    assert f"{zero} of the time under ZeRO-Offload, {patrickstar} under PatrickStar, {stronghold} under StrongHold" in said()
+    assert f"and {autohete} under AutoHete" in said()
+
+
+def test_the_page_says_which_models_are_the_largest() -> None:
+    """The largest models are those of the file, and the host is what limits them with a larger GPU."""
+
+    def billions(policy: str, gib: str) -> str:
+        return f"{pick('fig_max_model', 'parameters', memory='gpu', gib=gib, policy=policy) / 1e9:.1f}B"
+
+    small = {policy: billions(policy, "16") for policy in fig_max_model.POLICIES}
+    assert f"ZeRO-Offload trains {small['zero_offload']} parameters, StrongHold {small['stronghold']}" in said()
+    assert f"AutoHete {small['autohete']} and PatrickStar {small['patrickstar']}." in said()
+    limited = ("stronghold", "autohete", "patrickstar")
+    stronghold, autohete, patrickstar = (billions(policy, "40") for policy in limited)
+    assert f"the last three to {stronghold}, {autohete} and {patrickstar}" in said()
+    found = [row for row in rows(WRITTEN / "fig_max_model.csv") if (row["memory"], row["gib"]) == ("gpu", "40")]
+    assert {row["limit"] for row in found if row["policy"] in limited} == {"host-out-of-memory"}
+
+
+def test_the_page_says_what_memory_and_batch_do() -> None:
+    """Shares and ratios by memory and by batch are those of the files."""
+    script, model = "fig_memory_budget", "gpt-4b"
+    tight, ample = (pick(script, "tflops_per_gpu", model=model, gpu_memory_gib=gib, policy="autohete") for gib in ("10", "40"))
+    assert f"at {100 * tight / ample:.0f} % of its throughput with 40 GiB" in said()
+    smallest = [row for row in rows(WRITTEN / f"{script}.csv") if row["gpu_memory_gib"] == "8" and row["verdict"] == "ok"]
+    assert {(row["model"], row["policy"]) for row in smallest} == {("gpt-4b", "joint"), ("gpt-6b", "joint")}
+    zero = [row for row in rows(WRITTEN / f"{script}.csv") if row["policy"] == "zero_offload" and row["verdict"] == "ok"]
+    least = {name: min(int(r["gpu_memory_gib"]) for r in zero if r["model"] == name) for name in ("gpt-4b", "gpt-6b")}
+    assert f"{least['gpt-4b']} GiB for 4.4B and {least['gpt-6b']} GiB for 6.3B" in said()
+    ratios = [
+        pick("fig_batch_size", "tokens_per_second", model=model, batch_size=batch, policy="autohete")
+        / pick("fig_batch_size", "tokens_per_second", model=model, batch_size=batch, policy="zero_offload")
+        for batch in ("1", "32")
+    ]
+    assert f"{ratios[0]:.1f} times as fast as ZeRO-Offload at a batch of 1, and {ratios[1]:.1f} times as fast at 32" in said()
+
+
+def test_the_page_says_what_lengths_and_recomputation_do() -> None:
+    """Rates by length and costs of recomputation are those of the files."""
+
+    def work(policy: str, length: str) -> str:
+        return f"{pick('fig_sequence_length', 'tflops_per_gpu', sequence_length=length, policy=policy):.0f}"
+
+    assert f"AutoHete does {work('autohete', '512')} TFLOP/s with sequences of 512 tokens and" in said()
+    assert f"and {work('autohete', '32768')} with one of 32,768" in said()
+    assert (
+        f"which the longer passes hide, and does {work('joint', '32768')}. ZeRO-Offload goes from {work('zero_offload', '512')}"
+        in said()
+    )
+    assert f"to {work('zero_offload', '32768')}." in said()
+
+    def plan(checkpointing: str) -> tuple[float, float]:
+        where = {"model": "gpt-2b", "policy": f"resident:checkpointing={checkpointing}"}
+        script = "fig_checkpoint_granularity"
+        return pick(script, "iteration_seconds", **where), pick(script, "gpu_peak_bytes", **where) / 2**30
+
+    (none, most), (full, least), (selective, some) = map(plan, ("none", "full", "selective"))
+    assert f"takes {100 * (full / none - 1):.0f} % more time and needs {least:.0f} GiB instead of {most:.0f} GiB" in said()
+    assert f"{100 * (selective / none - 1):.0f} % more time, {some:.0f} GiB." in said()
+
+
+def test_the_page_says_which_system_is_the_fastest() -> None:
+    """Where each system is the fastest, and by how much, is what the files say."""
+
+    def ranked(script: str, *keys: str) -> list[list[tuple[float, str]]]:
+        points: dict[tuple[str, ...], list[tuple[float, str]]] = {}
+        for row in rows(WRITTEN / f"{script}.csv"):
+            points.setdefault(tuple(row[key] for key in keys), []).append((float(row["tokens_per_second"] or 0), row["policy"]))
+        return [sorted(point, reverse=True) for point in points.values()]
+
+    built = ranked("fig_hypothetical", *fig_hypothetical.NAMES)
+    wins = [point[0][1] for point in built]
+    assert f"at {wins.count('autohete')} of {len(wins)} pairs" in said()
+    streamed = [point for point in built if point[0][1] == "streamed_states:weights"]
+    assert len(streamed) + wins.count("autohete") == len(wins)
+    assert f"At the other {len(streamed)}," in said()
+    assert f"by up to {100 * (max(point[0][0] / point[1][0] for point in streamed) - 1):.0f} %" in said()
+    systems = ranked("fig_systems", *fig_systems.NAMES)
+    fits = [point for point in systems if point[0][0]]
+    assert f"in {len(fits)} of {len(systems)} cases" in said()
+    assert all({point[0][1], point[1][1]} == {"joint", "autohete"} for point in fits)
+    gains = [point[0][0] / point[1][0] - 1 for point in fits]
+    assert sum(gain == 0 for gain in gains) == 1
+    assert f"at most {100 * max(gains):.0f} % faster" in said()
+
+
+def test_the_page_says_what_four_gpus_do() -> None:
+    """Speed-ups on four GPUs are those of the file, with their intervals."""
+    script = "fig_throughput_multi_gpu_ratios"
+    names = ("zero_offload", "patrickstar", "stronghold")
+
+    def ratio(over: str, batch: str, column: str) -> str:
+        return f"{pick(script, column, over=over, batch_per_gpu=batch):.2f}"
+
+    for over in names:
+        low, high = ratio(over, "2", "average_low"), ratio(over, "2", "average_high")
+        assert f"{low} to {high})" in said()
+        assert f"{ratio(over, '2', 'average')} times as fast as" in said()
+    largest, with_8 = ([ratio(over, *where) for over in names] for where in (("2", "maximum"), ("8", "average")))
+    assert f"at most {largest[0]}, {largest[1]} and {largest[2]}." in said()
+    assert f"the averages are {with_8[0]}, {with_8[1]} and {with_8[2]}." in said()
+    replicated = {"over": "stronghold:replicated", "batch_per_gpu": "2"}
+    assert pick(script, "models", **replicated) == 3
+    assert f"AutoHete is {pick(script, 'average', **replicated):.1f} times as fast" in said()
+    found = [row for row in rows(WRITTEN / "fig_throughput_multi_gpu.csv") if row["batch_per_gpu"] == "2"]
+    rates = {(row["model"], row["policy"]): value(row, "tokens_per_second") for row in found}
+    best = max(rate / rates[model, "autohete"] for (model, policy), rate in rates.items() if policy.startswith("resident"))
+    assert f"at least {100 * (1 - best):.0f} % slower than AutoHete" in said()
+
+
+def test_the_page_says_what_each_technique_adds() -> None:
+    """Losses without each technique are those of the file."""
+    rates: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows(WRITTEN / "fig_ablation.csv"):
+        rates.setdefault((row["gpus"], row["policy"]), {})[row["model"]] = value(row, "tokens_per_second")
+
+    def lost(flag: str, gpus: str = "1") -> list[float]:
+        full, less = rates[gpus, "autohete"], rates[gpus, f"autohete:{flag}=off"]
+        return [100 * (1 - less[model] / full[model]) for model in full if less[model] == less[model]]
+
+    assert len(rates["1", "autohete"]) == 6
+    offload = lost("parameter_offload")
+    assert len(offload) == 4
+    assert f"loses {mean(lost('gpu_updates')):.0f} % on average if the CPU updates everything" in said()
+    assert f"{mean(lost('across_iterations')):.0f} % without overlap of iterations, {mean(offload):.1f} % without" in said()
+    assert f"{mean(lost('priority')):.1f} % without priority, {mean(lost('some_checkpointed')):.1f} % if all" in said()
+    assert max(lost("prefetch_tuning") + lost("prefetch_tuning", "4")) < 0.2
+    priority = lost("priority", "4")
+    assert f"cost {mean(lost('gpu_updates', '4')):.0f} %, and priority adds {mean(priority):.1f} %" in said()
+    assert f"one model is {-min(priority):.1f} % faster without it" in said()
+    assert sum(loss < -0.1 for loss in priority) == 1

@@ -1,0 +1,42 @@
+"""The files around the code agree with each other: version, change log, hooks, hosted CI."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import autohete
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_version_is_said_in_one_place() -> None:
+    """The package says its version; pyproject.toml reads it there."""
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in document["project"]["dynamic"]
+    assert document["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "autohete.__version__"}
+
+
+def test_the_change_log_begins_with_this_version() -> None:
+    """The newest entry of the change log is that of the package's version."""
+    newest = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest == autohete.__version__
+
+
+def test_the_hooks_run_what_make_lint_runs() -> None:
+    """The commands of the pre-commit hooks are those of ``make lint``, in its order."""
+    (recipe,) = re.findall(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert re.findall(r"^ +entry: (.*)$", hooks, re.MULTILINE) == commands
+
+
+def test_the_hosted_ci_runs_the_local_one() -> None:
+    """The workflow's one command is ``.ci/run``, which can be executed, on the oldest Python that the package takes."""
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r"^ +- run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert f'python-version: "{oldest}"' in workflow

@@ -1,0 +1,389 @@
+"""The README and docs/ are right: commands and examples run, links lead somewhere, numbers are those written."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, median
+
+import pytest
+
+from autohete.cli.app import app
+from autohete.policies import POLICIES, parse_policy
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+RESULTS = ROOT / "docs" / "results.md"
+TRAINING = ROOT / "docs" / "training.md"
+POLICY_PAGE = ROOT / "docs" / "policies.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
+
+#: What a reader follows step by step: everything in their code blocks is looked at.
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+#: These name files and targets, too.
+DOCUMENTS = [*PAGES, BENCHMARKS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+#: What each Python example prints, as a regular expression, in the order of the pages.
+PRINTS = {
+    README: [r"zero_offload +ok .* s  .* GiB  .*\nautohete +ok .* s  .* GiB  .*\n"],
+    TRAINING: [r"loss \d\.\d\d, device peak \d+\.\d MiB\n"],
+}
+#: What the files of the page on policies print.
+FILES_PRINT = {"my_policy.py": r"", "train.py": r"plan \S+ \S+ \S+ of 6, loss \d\.\d\d\n"}
+
+
+def name(page: Path) -> str:
+    """A page as it is called in the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def text(page: Path) -> str:
+    """A page without its line ends, in which a sentence is found however it wraps."""
+    return " ".join(page.read_text().split())
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of ``page`` in ``language``."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def scenarios() -> list[str]:
+    """Each shell block of the pages with an ``autohete`` command, once."""
+    found = [
+        block
+        for page in PAGES
+        if page != POLICY_PAGE  # runs as a whole
+        for block in blocks(page, "sh")
+        if re.search(r"^autohete ", block, re.MULTILINE)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def table(page: Path, head: str) -> list[list[str]]:
+    """The cells of the one table whose head begins with the cell ``head``."""
+    (found,) = re.findall(rf"^\| {re.escape(head)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines()]
+
+
+def written(file: str) -> list[dict[str, str]]:
+    """The rows of a committed file."""
+    return list(csv.DictReader((ROOT / "paper_figs" / file).read_text().splitlines()))
+
+
+def run(*command: str, cwd: Path) -> str:
+    """The output of a command that must succeed without a warning."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False, timeout=300)
+    assert done.returncode == 0, (command, done.stderr)
+    assert done.stderr == "", command
+    return done.stdout
+
+
+# --- what can be run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", scenarios(), ids=lambda block: block.splitlines()[0])
+def test_every_command_works(block: str, tmp_path: Path) -> None:
+    """The command lines of a block run as they stand, one after another, and each writes the files that it names."""
+    there: set[str] = set()
+    for command in block.splitlines():
+        words = shlex.split(command)
+        assert words[0] == "autohete", command
+        assert run(sys.executable, "-m", *words, cwd=tmp_path)
+        there |= {word for word in words if re.fullmatch(r"\w+\.(csv|html|json|png)", word)}
+        assert {path.name for path in tmp_path.iterdir()} == there, command
+
+
+def test_the_page_on_policies_works(tmp_path: Path) -> None:
+    """Its files are written and run, and its commands, one after another in one folder."""
+    ran = []
+    for language, code in re.findall(r"^```(sh|python)\n(.*?)^```", POLICY_PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        if language == "sh":
+            for command in code.splitlines():
+                assert "my_policy:Spill" in run(sys.executable, "-m", *shlex.split(command), cwd=tmp_path)
+            continue
+        file = code.splitlines()[0].removeprefix("# ")
+        (tmp_path / file).write_text(code)
+        if file.startswith("test_"):
+            assert "1 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, cwd=tmp_path)
+        else:
+            assert re.fullmatch(FILES_PRINT[file], run(sys.executable, file, cwd=tmp_path)), file
+        ran.append(file)
+    assert ran == ["my_policy.py", "test_my_policy.py", "train.py"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != POLICY_PAGE], ids=name)
+def test_every_python_example_works(page: Path, tmp_path: Path) -> None:
+    """The Python of a page runs as it stands and prints what it promises."""
+    for code, printed in zip(blocks(page, "python"), PRINTS.get(page, []), strict=True):
+        assert re.fullmatch(printed, run(sys.executable, "-c", code, cwd=tmp_path))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_command_hides_in_another_block(page: Path) -> None:
+    """Code is in blocks that the tests look at: shell with autohete and make only, Python, what a program prints, hardware."""
+    fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)
+    assert set(fences[::2]) <= {"sh", "python", "text", "toml"}  # test_hardware_bases.py and test_sweep.py read the last
+    assert set(fences[1::2]) <= {""}
+    assert all(re.match(r"(autohete|make) ", line) for block in blocks(page, "sh") for line in block.splitlines())
+    assert not re.search(r"^\W*(autohete|make|python) ", "".join(blocks(page, "text")), re.MULTILINE)
+
+
+def test_every_command_is_shown() -> None:
+    """The pages show each command of the program at work, and name no other."""
+    known = {command for command in app if not command.startswith("-")}
+    assert {line.split()[1] for block in scenarios() for line in block.splitlines()} == known
+    assert {word for page in DOCUMENTS for word in re.findall(r"`autohete (\w+)", page.read_text())} <= known
+
+
+# --- what is named ------------------------------------------------------------------------------------------------
+
+
+def test_the_make_targets_exist() -> None:
+    """No document names a make target that the Makefile does not have; the README has the two commands."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {page: set(re.findall(r"\bmake ([\w-]+)", page.read_text())) - {"in", "a"} for page in DOCUMENTS}
+    assert set().union(*named.values()) <= targets
+    assert {"figure", "test"} <= named[README]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name)
+def test_the_links_lead_somewhere(page: Path) -> None:
+    """Every picture, file and heading that a document links to is in the repository."""
+    for link in re.findall(r"\]\((.*?)\)", page.read_text()):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.is_file(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, link
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name)
+def test_the_files_exist(page: Path) -> None:
+    """Every file or folder of the repository that a document names in code is there."""
+    folders = "autohete|benchmarks|docs|experiments|paper_figs|tests"
+    named = re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./*-]*|test_\w+\.py)", page.read_text())
+    for path in set(named) - set(re.findall(r"^# (test_\w+\.py)$", page.read_text(), re.MULTILINE)):  # what a page writes
+        assert list(ROOT.glob(f"tests/*/{path}" if path.startswith("test_") else path.rstrip("/."))), path
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    """The README links to every page in docs/, and they are the pages that these tests know."""
+    linked = {ROOT / path for path in re.findall(r"\]\((docs/.*?\.md)", README.read_text())}
+    assert linked == set(PAGES) - {README} >= {RESULTS, TRAINING}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name)
+def test_every_policy_named_with_flags_can_be_read(page: Path) -> None:
+    """Each policy with flags in a document, such as ``stronghold:window=8``, is one that the command line takes."""
+    for policy in re.findall(rf"\b(?:{'|'.join(POLICIES)}):[\w=.,]*\w", page.read_text()):
+        parse_policy(policy)
+
+
+def test_the_readme_is_short() -> None:
+    """The README has at most 120 lines of at most 128 characters."""
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 120
+    assert [line for line in lines if len(line) > 128] == []
+
+
+# --- numbers ------------------------------------------------------------------------------------------------------
+
+
+def published_errors() -> tuple[list[float], list[float], list[bool]]:
+    """Of the rows that calibrate nothing, errors of iterations and phases in percent; and of all limits, which are right."""
+    rows = written("published.csv")
+    timed = [row for row in rows if row["unit"] == "s" and not row["calibrates"]]
+    iterations, phases = (
+        [abs(float(row["difference_percent"])) for row in timed if (row["phase"] == "iteration") == wanted]
+        for wanted in (True, False)
+    )
+    return iterations, phases, [row["measured"] == row["predicted"] for row in rows if row["unit"] == "fits"]
+
+
+def fidelity_errors(clock: str) -> list[float]:
+    """Errors of the iteration times by one clock, in percent."""
+    return [abs(float(row["error_percent"])) for row in written("fidelity.csv") if row["clock"] == clock]
+
+
+def late_plans() -> tuple[int, int]:
+    """How many plans fit, and how many of these do not when copies are late."""
+    rows = written("safety.csv")
+    unsafe = [
+        row
+        for row in rows
+        if any(int(row[f"{memory}_worst_bytes"]) > int(row[f"{memory}_capacity_bytes"]) for memory in ("gpu", "host"))
+    ]
+    return len(rows), len(unsafe)
+
+
+def executor_costs(what: str) -> list[float]:
+    """The row ``what`` of the benchmark's table of CPU time, without its goal."""
+    (line,) = (line for line in BENCHMARKS.read_text().splitlines() if line.startswith(f"| {what}"))
+    return [float(number) for number in re.findall(r"\+([\d.]+) %", line)]
+
+
+def test_the_headline_results_are_those_written() -> None:
+    """Each number in the README's table of results is that of a committed file."""
+    ratios = written("fig_throughput_ratios.csv")
+    average = {(row["over"], row["version"]): f"{float(row['average']):.2f}" for row in ratios}
+    paper = {row["over"]: f"{float(row['paper']):.2f}" for row in ratios}
+    versions = ["0.4.3", "0.8.3", "2026"]
+    iterations, _, verdicts = published_errors()
+    paced, native = fidelity_errors("emulated"), fidelity_errors("measured-cpu")
+    plans, late = late_plans()
+    gains = [float(row["gain"]) for row in written("joint.csv")]
+    costs = executor_costs("executor |")
+    simulated = "Simulator against runtime,"
+    expected = [
+        (
+            f"Average speed-up over ZeRO-Offload, DeepSpeed {' / '.join(versions)}",
+            f"{' / '.join(average['zero_offload', version] for version in versions)} (paper: {paper['zero_offload']})",
+        ),
+        ("Average speed-up over PatrickStar", f"{average['patrickstar', '']} (paper: {paper['patrickstar']})"),
+        ("Average speed-up over StrongHold", f"{average['stronghold', '']} (paper: {paper['stronghold']})"),
+        (
+            "Average gain from priority scheduling",
+            f"{average['autohete:priority=off', '']} (paper: {paper['autohete:priority=off']}; not reproduced)",
+        ),
+        (
+            "Gain of deciding unit by unit (`joint`) over AutoHete",
+            f"{100 * median(gains):.0f} % faster in the median, at most {100 * max(gains):.0f} %",
+        ),
+        (
+            f"Iteration times measured by others, {len(iterations)} rows",
+            f"off by {mean(iterations):.1f} % on average, {max(iterations):.1f} % at worst",
+        ),
+        ("Memory limits measured by others", f"{sum(verdicts)} of {len(verdicts)} verdicts right"),
+        (
+            f"{simulated} paced, {len(paced)} settings",
+            f"off by {mean(paced):.2f} % on average, {max(paced):.1f} % at worst",
+        ),
+        (
+            f"{simulated} native, {len(native)} settings",
+            f"off by {mean(native):.1f} % on average, {max(native):.0f} % at worst (goal: 8 %)",
+        ),
+        ("Plans that need extra waits to fit under any timing", f"{late} of {plans}, at no cost in simulated time"),
+        ("CPU time of the executor over a plain PyTorch loop", f"{min(costs)} to {max(costs)} % more (goal: 3 %)"),
+    ]
+    shown = table(README, "Question")
+    assert [(question, result) for question, result, _ in shown] == expected
+    assert all(re.fullmatch(r"`make [\w-]+`", command) for _, _, command in shown)
+
+
+def test_the_figures_of_the_comparison_are_those_written() -> None:
+    """Each number of the table of speed-ups is that of the committed file."""
+    rows = written("fig_throughput_ratios.csv")
+    for (_, *cells), row in zip(table(RESULTS, "AutoHete over"), rows, strict=True):
+        expected = []
+        for number, prefix in (("average", ""), ("maximum", "maximum_")):
+            ratio, paper = float(row[number]), float(row[f"{prefix}paper"])
+            expected += [
+                f"{ratio:.2f} ({100 * (ratio / paper - 1):+.0f} %)",
+                f"{float(row[f'{prefix}low']):.2f} to {float(row[f'{prefix}high']):.2f}",
+                f"{paper:.2f}",
+            ]
+        assert cells == expected
+
+
+def test_only_deepspeed_0_4_3_is_said_to_lie_inside_the_intervals() -> None:
+    """Of ZeRO-Offload's versions, 0.4.3 alone has both published ratios inside the intervals of the node's figures."""
+    rows = [row for row in written("fig_throughput_ratios.csv") if row["over"] == "zero_offload"]
+
+    def inside(row: dict[str, str], of: str) -> bool:
+        low, paper, high = (float(row[f"{of}{end}"]) for end in ("figures_low", "paper", "figures_high"))
+        return low <= paper <= high
+
+    assert [row["version"] for row in rows if inside(row, "") and inside(row, "maximum_")] == ["0.4.3"]
+    assert "With DeepSpeed 0.4.3, whose gradient copies overlap backward, both published ratios lie inside" in text(RESULTS)
+
+
+def test_the_variant_of_autohete_is_the_one_written() -> None:
+    """The ratios of the variant that uploads the fp32 master are those of the committed file."""
+    rows = written("fig_throughput_variants.csv")
+    average = {row["over"]: f"{float(row['average']):.2f}" for row in rows if row["autohete"] == "fp32_upload"}
+    zero, patrickstar = average["zero_offload:deepspeed=0.4.3"], average["patrickstar"]
+    said = text(RESULTS)
+    assert f"it would be {average['autohete:priority=off']}, but the other ratios would be {zero} (DeepSpeed 0.4.3)," in said
+    assert f"{patrickstar} (PatrickStar) and {average['stronghold']} (StrongHold)" in said
+
+
+def test_what_the_published_ratios_would_need_is_what_is_written() -> None:
+    """The bounds on the published ratios are those of the committed file."""
+    _, before, now, _, gain = written("fig_throughput_bounds.csv")
+    assert "DeepSpeed 0.8.3" in before["claim"]
+    assert "DeepSpeed 2026" in now["claim"]
+    assert "priority gain" in gain["claim"]
+    (low, high), (now_low, now_high) = (
+        (int(x) for x in re.findall(r"^(\d+) to (\d+) GB/s", row["needed"])[0]) for row in (before, now)
+    )
+    (process,), (dram,) = re.findall(r"^\d+", now["measured_elsewhere"]), re.findall(r"\d+", now["possible"])
+    said = text(RESULTS)
+    assert f"would require {low} to {high} GB/s of CPU Adam (0.8.3), or {now_low} to {now_high} GB/s (2026)" in said
+    assert f"One process reached {process} GB/s elsewhere, and the DRAM peaks at {dram} GB/s" in said
+    assert f"outside the schedule's lower bound vanished, the gain would be {gain['possible'].split()[0]}." in said
+
+
+def test_the_scores_of_published_rows_are_those_written() -> None:
+    """The errors over published rows are those of the committed file."""
+    iterations, phases, verdicts = published_errors()
+    said = text(RESULTS)
+    assert f"off by {mean(iterations):.1f} % on average and {max(iterations):.1f} % at worst ({len(iterations)} rows)" in said
+    assert f"phases by {mean(phases):.1f} % on average ({len(phases)} rows)" in said
+    assert f"{sum(verdicts)} of {len(verdicts)} memory verdicts are right" in said
+
+
+def test_the_rows_that_disagree_are_those_written() -> None:
+    """The rows listed as off by more than a quarter, and the wrong verdict, are those of the committed file."""
+    rows = written("published.csv")
+    apart = [float(row["difference_percent"]) for row in rows if row["unit"] == "s"]
+    expected = sorted(f"{error:+.0f} %" for error in apart if abs(error) > 25)
+    assert sorted(error for _, errors, _ in table(RESULTS, "Row") for error in errors.split(", ")) == expected
+    wrong = {row["row"]: row["remark"].split() for row in rows if row["unit"] == "fits" and row["measured"] != row["predicted"]}
+    assert set(wrong) == {"ZeRO-Offload, gpt-4b, batch 8, 16GiB"}
+    _, needed, *_ = wrong["ZeRO-Offload, gpt-4b, batch 8, 16GiB"]
+    assert f"measured to train 4B within 16 GiB; the prediction is that it needs {needed} GiB" in text(RESULTS)
+
+
+def test_the_errors_of_the_simulator_are_those_written() -> None:
+    """The table of simulator against runtime has the numbers of the committed file."""
+    paced, native = fidelity_errors("emulated"), fidelity_errors("measured-cpu")
+    head = f"{len(paced) + len(native)} settings, drawn at random"
+    assert [row[:3] for row in table(RESULTS, head)] == [
+        [f"*paced*, {len(paced)}: do order and waiting agree?", f"{mean(paced):.2f} %", f"{max(paced):.1f} %"],
+        [f"*native*, {len(native)}: is the model of time right?", f"{mean(native):.1f} %", f"{max(native):.0f} %"],
+    ]
+
+
+def test_the_cost_of_waits_is_the_one_written() -> None:
+    """How many plans need waits for memory, and that these cost nothing, is what the committed file says."""
+    plans, late = late_plans()
+    assert f"Of the {plans} plans of the published comparison that fit, {late} would not fit if" in text(RESULTS)
+    assert {float(row["cost_percent"]) for row in written("safety.csv")} == {0.0}
+
+
+def test_the_cost_of_the_executor_is_the_one_measured() -> None:
+    """The page of results has the executor's cost as the benchmark's tables do."""
+    plain, counted = executor_costs("executor |"), executor_costs("executor, memory counted by the schedule's sizes")
+    assert len(plain) == len(counted) == 4
+    (line,) = (line for line in BENCHMARKS.read_text().splitlines() if line.startswith("| plain loop (CPU time of a step)"))
+    steps = [int(number) / 1000 for number in re.findall(r"(\d+) ms", line)]
+    said = text(RESULTS)
+    assert f"takes {min(plain)} to {max(plain)} % more CPU time than an ordinary PyTorch loop (goal: 3 %)" in said
+    assert f"it takes {min(counted)} to {max(counted)} % more (goal: 8 %)" in said
+    assert f"takes {min(steps):.2f} to {max(steps):.2f} s (" in said
+
+
+def test_the_quality_of_plans_is_the_one_measured() -> None:
+    """The page of results has the planner's distance from the best known plans as the benchmark does."""
+    ((fit, apart),) = re.findall(r"(\d+) fit; the plan was at most ([\d.]+) % slower", text(BENCHMARKS))
+    assert f"In {fit} settings of 20 to 96 blocks" in text(RESULTS)
+    assert f"found nothing more than {apart} % faster" in text(RESULTS)

@@ -1,0 +1,270 @@
+"""Checkpointing of chains: the dynamic program of ``rotor`` against exhaustive enumeration, and the plans that say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.paper import profile_with
+
+from autohete.errors import InputError
+from autohete.lowering import lower
+from autohete.plan import Activations, Plan, Rest, UnitPlan
+from autohete.plan.policy import Verdict
+from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.policies import parse_policy
+from autohete.profile import LossProfile, Profile, UnitProfile
+from autohete.schedule import GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, parse_schedule, validate
+from autohete.simulate import judge_for, simulate_plan
+from autohete.workload import Workload
+
+KEEP, SELECTIVE, RECOMPUTE, DROP = Activations
+#: What each forward of each unit keeps.
+Forwards = tuple[tuple[Activations, ...], ...]
+
+
+# --- all ways -----------------------------------------------------------------------------------------------------
+
+
+def sweeps(units: int, first: int = 0) -> Iterator[tuple[Activations, ...]]:
+    """What so many units may keep that are computed one after another, the first of which has its input."""
+    for kept in [KEEP, RECOMPUTE, DROP]:
+        if units and not (first == 0 and kept is DROP):
+            for rest in sweeps(units - 1, first + 1):
+                if not (kept is KEEP and rest[:1] == (DROP,)):
+                    yield (kept, *rest)
+    if not units:
+        yield ()
+
+
+def all_ways(forwards: Forwards, top: int) -> Iterator[Forwards]:
+    """All ways to go on with backward of the units up to ``top``, after such forwards."""
+    if top < 0:
+        yield forwards
+    elif forwards[top][-1] is KEEP:
+        yield from all_ways(forwards, top - 1)
+    else:
+        start = max(unit for unit in range(top + 1) if forwards[unit][-1] is RECOMPUTE)
+        for kept in sweeps(top - start + 1):
+            if kept[-1] is KEEP:
+                again = (*[()] * start, *((one,) for one in kept), *[()] * (len(forwards) - top - 1))
+                yield from all_ways(tuple(a + b for a, b in zip(forwards, again, strict=True)), top - 1)
+
+
+def plan_of(inner: Forwards) -> Plan:
+    units = [UnitPlan(kept[0], again=kept[1:-1]) for kept in inner]
+    return Plan("by hand", (UnitPlan(), *units, UnitPlan()), rules=(GpuUpdatesAfterBackward(),))
+
+
+def all_plans(blocks: int) -> list[Plan]:
+    """Every plan in which nothing leaves the GPU."""
+    return [plan_of(way) for first in sweeps(blocks) for way in all_ways(tuple((kept,) for kept in first), blocks - 1)]
+
+
+def peak_and_time(schedule: Schedule) -> tuple[int, int]:
+    """Bytes and nanoseconds of an iteration in which one thing happens after another."""
+    assert {task.lane for task in schedule.tasks} == {GPU}
+    used = peak = sum(buffer.size_bytes for buffer in schedule.resident if buffer.memory == GPU_MEMORY)
+    sizes = {buffer.id: buffer.size_bytes for task in schedule.tasks for buffer in task.allocates}
+    for task in schedule.tasks:
+        used += sum(buffer.size_bytes for buffer in task.allocates)
+        peak = max(peak, used)
+        used -= sum(sizes[free.id] for free in task.frees)
+    return peak, sum(task.duration_ns for task in schedule.tasks)
+
+
+PLANS = {blocks: all_plans(blocks) for blocks in (1, 2, 3)}
+
+
+@st.composite
+def chains(draw: st.DrawFn, least: int, most: int) -> Profile:
+    """Profiles of different units with small numbers."""
+    small, profile = st.integers(0, 20), profile_with(10**9, draw(st.sampled_from([1, 2])))
+    workload = replace(profile.workload, transformer_blocks=draw(st.integers(least, most)), tied_embeddings=draw(st.booleans()))
+    alike = draw(st.booleans())
+
+    def block(unit: int) -> UnitProfile:
+        given = draw(small)
+        return UnitProfile(
+            workload.role(unit),
+            draw(st.integers(1, 5)),
+            draw(small) * 1e-9,
+            draw(small) * 1e-9,
+            draw(small) * 1e-9,
+            input_bytes=given,
+            activation_bytes=given + draw(small),
+            forward_workspace_bytes=draw(small),
+            backward_workspace_bytes=draw(small),
+            gpu_update_workspace_bytes=draw(small),
+            measured_checkpointed_workspace_bytes=draw(st.none() | small),
+        )
+
+    units = [block(unit) for unit in range(workload.unit_count)]
+    if alike:
+        units[1:-1] = [units[1]] * (len(units) - 2)
+    loss = LossProfile(1e-9, draw(small), draw(small), draw(st.booleans()))
+    return replace(profile, workload=workload, units=tuple(units), loss=loss)
+
+
+def with_memory(profile: Profile, gpu_bytes: int) -> Profile:
+    return replace(profile, hardware=profile_with(gpu_bytes, 1).hardware)
+
+
+def test_there_are_as_many_ways_as_counted_by_hand() -> None:
+    """One block keeps or not; of two, the upper may be computed again from the lower, whose own second forward may keep all."""
+    assert len(PLANS[1]) == 2
+    # KK KR RK RR, and RD, in whose recomputation the lower keeps all or is computed once more.
+    assert len(PLANS[2]) == 6
+    assert len(set(PLANS[3])) == len(PLANS[3]) > 20
+
+
+@settings(max_examples=30)
+@given(chains(1, 3))
+def test_rotor_is_the_quickest_plan_that_fits(profile: Profile) -> None:
+    """Under every budget that makes a difference, and one byte less: the best of all plans; else one that takes least."""
+    found = [peak_and_time(lower(profile, plan)) for plan in PLANS[profile.workload.transformer_blocks]]
+    least = min(peak for peak, _ in found)
+    for budget in sorted({peak - less for peak, _ in found for less in (0, 1)}):
+        asked = with_memory(profile, budget)
+        plan = parse_policy("rotor").plan(asked, judge_for(asked))
+        peak, time = peak_and_time(lower(asked, plan))
+        assert peak <= max(budget, least)
+        if budget < least:
+            continue
+        assert time == min(time for peak, time in found if peak <= budget)
+        assert plan.bound_seconds is not None
+        assert round(plan.bound_seconds * 1e9) == time
+
+
+@settings(max_examples=25)
+@given(chains(4, 12), st.integers(0, 3))
+def test_rotor_is_never_slower_than_fixed_segments(profile: Profile, choice: int) -> None:
+    """Where checkpointing of every block, or in segments, fits, rotor fits and takes no longer."""
+    policy = ["resident:checkpointing=full", "resident", "sqrt_checkpoint", "sqrt_checkpoint:keep_last"][choice]
+    peak, time = peak_and_time(lower(profile, parse_policy(policy).plan(profile, judge_for(profile))))
+    tight = with_memory(profile, peak)
+    found, once = (parse_policy(name).plan(tight, judge_for(tight)) for name in ("rotor", "rotor:nested=off"))
+    assert peak_and_time(lower(tight, found))[0] <= peak
+    assert peak_and_time(lower(tight, found))[1] <= peak_and_time(lower(tight, once))[1] <= time
+    assert all(len(unit.forwards) <= 2 for unit in once.units)
+
+
+def test_a_chain_of_unlike_units_is_searched_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With too few ways kept the plan still fits, in the least memory too, and is not called the quickest."""
+    monkeypatch.setattr("autohete.planner.chain._MOST_WAYS", 2)
+    profile = deep(10**9)
+    blocks = [replace(block, activation_bytes=200 + 7 * unit**2) for unit, block in enumerate(profile.units)]
+    least, found = least_bytes("rotor", replace(deep(1), units=tuple(blocks))), {}
+    for budget in (least, least + 700, 10**9):
+        asked = replace(deep(budget), units=tuple(blocks))
+        plan = parse_policy("rotor").plan(asked, judge_for(asked))
+        found[budget] = peak, _ = peak_and_time(lower(asked, plan))
+        assert plan.bound_seconds is None
+        assert peak <= budget
+    assert found[least][0] == least
+    assert found[10**9][1] == min(time for _, time in found.values())
+
+
+def least_bytes(policy: str, profile: Profile) -> int:
+    """What a plan takes that does not fit."""
+    return peak_and_time(lower(profile, parse_policy(policy).plan(profile, judge_for(profile))))[0]
+
+
+def deep(gpu_bytes: int) -> Profile:
+    """Twelve blocks whose inputs take as much as what they keep beside, and no gradients to speak of."""
+    profile = profile_with(gpu_bytes, 1)
+    inner = replace(profile.units[1], input_bytes=100, activation_bytes=200, parameters=1)
+    blocks = (profile.units[0], *[inner] * 12, replace(profile.units[-1], input_bytes=100, activation_bytes=110))
+    return replace(profile, workload=replace(profile.workload, transformer_blocks=12), units=blocks)
+
+
+def test_the_tightest_memory_takes_segments_within_segments() -> None:
+    """Units are recomputed several times where that alone fits, and the simulation says the same peak and time."""
+    profile = deep(10**9)
+    least = least_bytes("rotor", deep(1))
+    assert least < least_bytes("rotor:nested=off", deep(1))
+    assert simulate_plan(profile, parse_policy("sqrt_checkpoint").plan(profile, judge_for(profile))).gpu.peak_bytes > least
+    tight = deep(least)
+    found = simulate_plan(tight, parse_policy("rotor").plan(tight, judge_for(tight)))
+    assert max(len(unit.forwards) for unit in found.plan.units) > 3
+    assert found.verdict is Verdict.OK
+    assert found.gpu.peak_bytes == least
+    assert round(found.iteration_seconds * 1e9, 6) == peak_and_time(found.schedule)[1]
+
+
+# --- plans --------------------------------------------------------------------------------------------------------
+
+
+def test_segments_within_segments_as_text() -> None:
+    """The passes of a plan are those that its forwards say, and the text of its schedule can be read back."""
+    schedule = validate(
+        lower(profile_with(10**9, 1), plan_of(((RECOMPUTE, RECOMPUTE, KEEP), (DROP, DROP, KEEP), (DROP, KEEP))))
+    )
+    assert " ".join(str(task.id) for task in schedule.tasks if task.id.kind is not Kind.GPU_UPDATE) == (
+        "F0 F1 F2 F3 F4 L4 B4 R1 R2 R3 B3 R1a1 R2a1 B2 B1 B0"
+    )
+    assert parse_schedule(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        ([UnitPlan(DROP)], r"unit 1 drops its input, but unit 0, which would make it again, keeps its activations"),
+        ([UnitPlan(KEEP), UnitPlan(DROP)], r"unit 2 drops its input, but unit 1"),
+        ([UnitPlan(SELECTIVE), UnitPlan(DROP)], r"unit 1, which would make .* is not recomputed as a whole"),
+        ([UnitPlan(RECOMPUTE, again=(RECOMPUTE,))], r"again says recompute: it has more entries than units above need"),
+        (
+            [UnitPlan(RECOMPUTE, again=(RECOMPUTE,)), UnitPlan(DROP, again=(DROP,))],
+            r"unit 2 is recomputed right before its backward, which needs all, but again says drop",
+        ),
+        (
+            [UnitPlan(RECOMPUTE), UnitPlan(DROP, again=(DROP,)), UnitPlan(DROP)],
+            r"unit 2 drops its input, but unit 1, which would make it again",
+        ),
+    ],
+)
+def test_what_nothing_makes_again_is_refused(units: list[UnitPlan], message: str) -> None:
+    """A plan whose recomputations do not add up names the unit and what to change."""
+    with pytest.raises(InputError, match=message):
+        Plan("by hand", (UnitPlan(), *units, UnitPlan()))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"activations": KEEP, "again": (DROP,)}, "leave again out"),
+        ({"activations": DROP, "again": (KEEP,)}, "leave keep out of again"),
+        ({"activations": RECOMPUTE, "again": (DROP,)}, "let again drop none after it"),
+        ({"activations": DROP, "again": ("drop",)}, "^again is 'drop': give Activations.KEEP"),
+        ({"activations": DROP, "kept": Rest(HOST_MEMORY)}, "leave kept out, or keep its input"),
+        ({"activations": SELECTIVE, "kept": Rest(HOST_MEMORY)}, "rests on the GPU: leave kept out"),
+        ({"activations": SELECTIVE, "again": (RECOMPUTE,)}, "all that its one recomputation needs: leave again out"),
+        ({"activations": DROP, "again": (SELECTIVE,)}, "only a forward is selective"),
+    ],
+)
+def test_what_a_unit_cannot_keep_is_refused(given: dict[str, object], message: str) -> None:
+    """What a unit's forwards keep is checked before any plan."""
+    with pytest.raises(InputError, match=message):
+        UnitPlan(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("", [RECOMPUTE, DROP, RECOMPUTE, DROP, RECOMPUTE, DROP, DROP]),
+        (":keep_last", [RECOMPUTE, DROP, RECOMPUTE, DROP, KEEP, KEEP, KEEP]),
+        (":segments=1", [RECOMPUTE, *[DROP] * 6]),
+        (":segments=99", [RECOMPUTE] * 7),
+    ],
+)
+def test_segments_of_a_square_root(flags: str, kept: list[Activations]) -> None:
+    """Seven blocks in three segments of two, of which the last has the rest; and in other numbers of them."""
+    profile = profile_with(10**9, 1)
+    workload: Workload = replace(profile.workload, transformer_blocks=7)
+    blocks = (profile.units[0], *[profile.units[1]] * 7, profile.units[-1])
+    profile = replace(profile, workload=workload, units=blocks)
+    plan = parse_policy(f"sqrt_checkpoint{flags}").plan(profile, judge_for(profile))
+    assert [unit.activations for unit in plan.units[1:-1]] == kept

@@ -1,0 +1,107 @@
+"""Arguments of a Trainer are checked when they are given, with what to give instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.reference import model_for
+from support.small import SMALL
+from torch import nn
+
+from autohete import Trainer
+from autohete.errors import InputError
+from autohete.runtime.optimizer import Adam
+from autohete.train.trainer import Mode, NonFinite
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "adam as an optimizer class": ({"adam": torch.optim.AdamW}, r"adam is the class AdamW: .*Adam\(lr="),
+    "adam as an optimizer": (
+        {"adam": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)},
+        "adam is of type SGD: .*AdamW is",
+    ),
+    "adam as a dict": ({"adam": {"lr": 1e-3}}, "adam is of type dict"),
+    "policy as a class": ({"policy": Adam}, "policy is the class Adam: give a name such as 'autohete'"),
+    "no policy": ({"policy": None}, "policy is None"),
+    "a policy without plan": ({"policy": 3}, "policy is 3"),
+    "a loss that is a string": ({"loss": "cross_entropy"}, "loss is 'cross_entropy': give a function"),
+    "no loss": ({"loss": None}, "loss is None"),
+    "blocks as a module": ({"blocks": nn.ModuleList()}, "blocks is of type ModuleList: give the name"),
+    "device as torch.device": ({"device": torch.device("cuda")}, r"device is device\(type='cuda'\): give the text"),
+    "hardware as a name": ({"hardware": "v100"}, r"hardware is 'v100': give a Hardware, such as load_hardware"),
+    "profile as a path": (
+        {"profile": Path("profile.json")},
+        r"profile is of type \w*Path: give a Profile, such as read_profile",
+    ),
+    "a share as a number": ({"gpu_memory": 0.5}, "gpu_memory is 0.5: write a share as text, such as '50%'"),
+    "memory as a switch": ({"gpu_memory": True}, "a memory of True is not a size"),
+    "memory that is no number": ({"gpu_memory": float("nan")}, "a memory of nan is not a size"),
+    "memory of fractions": ({"host_memory": 1.5e9}, "a memory of 1500000000.0 is not a size"),
+    "mode as text": ({"mode": "paced"}, r"mode is 'paced': give Mode\.NATIVE or Mode\.PACED"),
+    "stop as text": ({"on_nonfinite": "stop"}, r"on_nonfinite is 'stop': give NonFinite\.STOP or NonFinite\.SKIP"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_of_other_types_are_refused(case: str) -> None:
+    """One line names the argument, what was given, and what to give."""
+    arguments, message = REFUSED[case]
+    with pytest.raises(InputError, match=message):
+        Trainer(model_for(SMALL), **arguments)
+
+
+def test_models_that_cannot_be_trained_are_refused() -> None:
+    """What is no module, has no parameters, or has only frozen ones."""
+    frozen = model_for(SMALL).requires_grad_(False)
+    for model, message in (
+        (model_for, "the model is of type function: give an nn.Module"),
+        (nn.Linear, "the model is the class Linear"),
+        (nn.ModuleList([nn.ReLU()]), "has no parameters that need gradients"),
+        (frozen, "GPT has no parameters that need gradients"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Trainer(model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": "1e-3"},
+        {"lr": torch.tensor(1e-3)},
+        {"lr": -1e-3},
+        {"lr": float("nan")},
+        {"lr": float("inf")},
+        {"lr": True},
+        {"eps": -1e-8},
+        {"eps": None},
+        {"weight_decay": -0.1},
+        {"betas": 0.9},
+        {"betas": (0.9,)},
+        {"betas": (0.9, 1.0)},
+        {"betas": (-0.1, 0.9)},
+        {"betas": [0.9, 0.95]},
+        {"betas": ("0.9", "0.95")},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    """Settings that ``torch.optim.AdamW`` would refuse, or misread, are refused with their name and what to give."""
+    ((name, _),) = settings.items()
+    with pytest.raises(InputError, match=rf"^{name} is .*: give .*such as Adam\({name}="):
+        Adam(**settings)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Adam(lr=0),
+        lambda: Adam(lr=1, betas=(0, 0), eps=0, weight_decay=0),
+        lambda: Trainer(model_for(SMALL), gpu_memory="1GiB", host_memory=2**30, on_nonfinite=NonFinite.SKIP, mode=Mode.NATIVE),
+    ],
+)
+def test_settings_at_the_ends_of_their_ranges_are_taken(make: Callable[[], object]) -> None:
+    """Zeros are allowed where ``torch.optim.AdamW`` allows them."""
+    assert make() is not None

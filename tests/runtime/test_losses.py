@@ -1,0 +1,133 @@
+"""A loss of the logits trains; one that uses anything else is refused before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.modules import VOCABULARY, Layer, Net, batches
+from torch import Tensor, nn
+
+from autohete.errors import InputError
+from autohete.hardware import load_hardware
+from autohete.runtime.batch import Loss
+from autohete.runtime.losses import next_token_loss
+from autohete.train.trainer import Trainer
+
+
+class Balanced(Net):
+    """Its blocks keep a loss of their own."""
+
+    class layer(Layer):
+        """As an attribute."""
+
+        aux: Tensor
+
+        def forward(self, x: Tensor) -> Any:
+            self.aux = x.square().mean() + self.gain.sum()
+            return super().forward(x)
+
+
+COLLECTED: list[Tensor] = []
+
+
+class Collecting(Net):
+    """Its blocks put a loss of their own into a list that is none of the model's."""
+
+    class layer(Layer):
+        """As some routers do."""
+
+        def forward(self, x: Tensor) -> Any:
+            COLLECTED.append(self.up(x).mean())
+            return super().forward(x)
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 5))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(logits, targets) * self.weight.mean()
+
+
+def of_attributes(model: Any) -> Loss:
+    """Adds what the blocks keep."""
+    return lambda logits, targets: next_token_loss(logits, targets) + sum(block.aux for block in model.blocks)
+
+
+def of_list(model: Any) -> Loss:
+    """Adds what was collected."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        collected = torch.stack(COLLECTED).mean()
+        COLLECTED.clear()
+        return next_token_loss(logits, targets) + collected
+
+    return loss
+
+
+def with_penalty(model: Any) -> Loss:
+    """Adds the square of a weight."""
+    return lambda logits, targets: next_token_loss(logits, targets) + model.out.weight.square().mean()
+
+
+Make = Callable[[Any], Any]
+
+
+@pytest.mark.parametrize("policy", ["resident", "resident:checkpointing=full", "stronghold:window=1"])
+@pytest.mark.parametrize(
+    ("make", "loss_of", "message"),
+    [
+        (Balanced, of_attributes, r"uses more than the logits \(blocks\.0\.gain, blocks\.1\.gain, blocks\.2\.gain"),
+        (Collecting, of_list, r"uses more than the logits \(blocks\.0\.up\.bias, blocks\.0\.up\.weight"),
+        (Net, lambda model: Weighted(), r"uses more than the logits \(a tensor \(3, 5\)\)"),
+        (Net, with_penalty, r"uses more than the logits \(out\.weight\)"),
+        (
+            Net,
+            lambda model: lambda logits, targets: next_token_loss(logits, targets).item(),
+            "returns float: return one tensor",
+        ),
+        (Net, lambda model: lambda logits, targets: (logits.sum(), 1), "returns tuple: return one tensor"),
+        (
+            Net,
+            lambda model: lambda logits, targets: logits.mean(-1),
+            r"returns \(1, 8\) of torch\.float32: return one real number",
+        ),
+        (Net, lambda model: lambda logits, targets: logits.argmax(), r"returns \(\) of torch\.int64: return one real"),
+        (Net, lambda model: lambda logits, targets: logits.sum().to(torch.complex64), "one real number"),
+        (Net, lambda model: lambda logits, targets: logits.detach().sum(), "does not depend on the logits"),
+        (Net, lambda model: lambda logits, targets: torch.zeros(()), "does not depend on the logits"),
+        (Net, lambda model: lambda logits, targets: logits["x"].sum(), r"fails on the first batch \(ids \(2, 8\) of torch"),
+        (Net, lambda model: nn.CrossEntropyLoss(), r"fails on the first batch"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_with_is_refused(
+    make: Callable[[], Net], loss_of: Make, message: str, policy: str
+) -> None:
+    """By the first step, whatever would be recomputed; the model and the random state are as before."""
+    COLLECTED.clear()
+    model = make()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with Trainer(model, loss=loss_of(model), policy=policy, hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+        with pytest.raises(InputError, match=message):
+            trainer.step(batches()[0])
+        assert trainer.prediction is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_loss_may_use_other_tensors() -> None:
+    """Weights of classes, whatever needs no gradient, and another type are the loss's own affair."""
+    weights = torch.rand(VOCABULARY)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), weights).double()[None]
+
+    with Trainer(Net(), loss=loss, hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+        assert torch.isfinite(torch.tensor([trainer.step(batch) for batch in batches()])).all()

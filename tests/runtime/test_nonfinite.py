@@ -1,0 +1,274 @@
+"""Gradients that are not finite are noticed before they change anything, and what has been changed is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from support.edges import reaches
+from support.measured import MEDIUM
+from support.plans import with_gradients_replacing
+from support.reference import batches, model_for
+from support.small import CLIP_NORM, POLICIES, profile_of
+from torch import Tensor, nn
+
+from autohete.errors import NonFiniteGradientError
+from autohete.execution.trace import Clock
+from autohete.lowering import lower
+from autohete.plan import Plan
+from autohete.policies import parse_policy
+from autohete.runtime.batch import Batch
+from autohete.runtime.lanes import LaneThreads
+from autohete.runtime.losses import next_token_loss
+from autohete.runtime.nonfinite import UpdateGate, first_not_finite, updates_wait_for_backward
+from autohete.runtime.optimizer import Adam
+from autohete.runtime.partition import partition
+from autohete.runtime.takeover import Takeover
+from autohete.schedule import Kind, Schedule, TaskId
+from autohete.simulate import judge_for
+from autohete.testing.strategies import plans
+from autohete.train.gpt import GPT
+from autohete.workload import Precision, Workload
+
+STEPS, BAD_STEP, BAD_BLOCK = 4, 2, 3
+#: The first token of a batch whose backward explodes.
+_BAD_TOKEN = 7
+
+
+class _Exploding(torch.autograd.Function):
+    """Hands its input on; the gradient of it is infinite if it is to explode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, explodes: bool) -> Tensor:
+        ctx.explodes = explodes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * (math.inf if ctx.explodes else 1.0), None
+
+
+class _ExplodingBlock(nn.Module):
+    """A block whose own gradients are not finite in the backward of a bad batch, though its output is."""
+
+    def __init__(self, inner: nn.Module, explodes: Callable[[], bool]) -> None:
+        super().__init__()
+        self.inner, self._explodes = inner, explodes
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Exploding.apply(self.inner(x), self._explodes())  # type: ignore[no-untyped-call]
+        return result
+
+
+class _ExplodingGPT(nn.Module):
+    """The reference GPT with one such block."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.gpt: GPT = model_for(workload)
+        self._bad = False
+        blocks: list[nn.Module] = list(self.gpt.blocks)
+        blocks[BAD_BLOCK - 1] = _ExplodingBlock(blocks[BAD_BLOCK - 1], lambda: self._bad)
+        self.gpt.blocks = nn.ModuleList(_Alike(block) for block in blocks)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids (batch, sequence) to logits."""
+        self._bad = int(ids[0, 0]) == _BAD_TOKEN
+        logits: Tensor = self.gpt(ids)
+        return logits
+
+
+class _Alike(nn.Module):
+    """Makes modules of one type, as a block list has them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+def data(workload: Workload) -> list[tuple[Tensor, Tensor]]:
+    """Batches, of which one explodes in backward."""
+    made = [(ids.clone(), targets) for ids, targets in batches(workload, STEPS)]
+    for step, (ids, _) in enumerate(made):
+        ids[0, 0] = _BAD_TOKEN if step == BAD_STEP else _BAD_TOKEN + 1
+    return made
+
+
+@cache
+def plainly(precision: Precision, steps: int, clip_norm: float | None = None) -> list[Tensor]:
+    """Parameters in block order after plain training that skips a step with infinite gradients, as GradScaler does."""
+    model, adam = _ExplodingGPT(replace(MEDIUM, precision=precision)), Adam()
+    parameters = [parameter for owned in partition(model).owned for parameter in owned]
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    optimizer = torch.optim.AdamW(
+        masters, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
+    )
+    torch.manual_seed(2)
+    for ids, targets in data(MEDIUM)[:steps]:
+        gradients = torch.autograd.grad(next_token_loss(model(ids), targets), parameters)
+        if all(torch.isfinite(gradient).all() for gradient in gradients):
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = gradient.float()
+            if clip_norm is not None:
+                places = {id(parameter): place for place, parameter in enumerate(parameters)}
+                nn.utils.clip_grad_norm_([masters[places[id(parameter)]] for parameter in model.parameters()], clip_norm)
+            optimizer.step()
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.data.copy_(master.detach())
+    return [master.detach() for master in masters]
+
+
+def planned(policy: str, precision: Precision) -> tuple[Plan, Schedule]:
+    """A policy's plan and schedule for the model."""
+    profile = profile_of(replace(MEDIUM, precision=precision))
+    plan = parse_policy(policy).plan(profile, judge_for(profile))
+    return plan, lower(profile, plan)
+
+
+def train(training: Takeover, schedule: Schedule, steps: int) -> None:
+    """So many steps."""
+    torch.manual_seed(2)
+    with LaneThreads(schedule, training.actions.perform, Clock.MEASURED_CPU) as lanes:
+        for step, (ids, targets) in enumerate(data(MEDIUM)[:steps]):
+            training.passes.give(step, Batch(ids, targets))
+            lanes.admit()
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_infinite_gradients_change_no_block_that_has_them(policy: str, precision: Precision) -> None:
+    """The error names step, block and parameter, and the blocks that were updated before; all others are as before."""
+    _, schedule = planned(policy, precision)
+    model = _ExplodingGPT(replace(MEDIUM, precision=precision))
+    training = Takeover(partition(model), schedule, next_token_loss, poison=True)
+    try:
+        with pytest.raises(NonFiniteGradientError) as caught:
+            train(training, schedule, STEPS)
+        found = training.parameters()
+        counts = [
+            max((max(part.optimizer._steps, default=0) for part in side.states), default=0)
+            for b in training.states.units
+            for side in (b.device, b.host)
+            if side.states
+        ]
+    finally:
+        training.close()
+    error = caught.value
+    assert (error.step, error.block) == (BAD_STEP, BAD_BLOCK)
+    assert error.parameter.startswith(f"gpt.blocks.{BAD_BLOCK - 1}.inner.inner.")
+    assert str(error).startswith(
+        f"B{BAD_BLOCK}@{BAD_STEP}: the gradient of {error.parameter} (block {BAD_BLOCK}) is not finite"
+    )
+    assert all(block > BAD_BLOCK for block in error.updated)
+    assert not (error.updated and updates_wait_for_backward(schedule))
+    told = "have been updated by this step before" if error.updated else "No parameter has been changed by this step"
+    assert told in str(error)
+    before = plainly(precision, BAD_STEP)
+    place = 0
+    for block, owned in enumerate(partition(model).owned):
+        same = [torch.equal(a, b) for a, b in zip(found[place:], before[place:], strict=True)][: len(owned)]
+        assert any(same) is all(same) is (block not in error.updated)
+        assert counts[block] == BAD_STEP + (block in error.updated)
+        place += len(owned)
+    assert error.updated or not policy.startswith("autohete")  # its device updates each block right after its backward
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("policy", [*POLICIES, "patrickstar:chunk_size=1"])
+def test_a_step_is_skipped_as_a_whole_or_not_at_all(policy: str, precision: Precision) -> None:
+    """Where all updates wait for the backward the step changes nothing and training goes on; elsewhere it stops."""
+    plan, schedule = planned(policy, precision)
+    replacing = not precision.element_bytes > 2
+    if replacing and plan.slots is None:  # also with gradients in the place of the parameters
+        schedule = lower(profile_of(replace(MEDIUM, precision=precision)), with_gradients_replacing(plan))
+    model = _ExplodingGPT(replace(MEDIUM, precision=precision))
+    training = Takeover(partition(model), schedule, next_token_loss, skip_nonfinite=True, poison=True)
+    try:
+        if not updates_wait_for_backward(schedule):
+            with pytest.raises(NonFiniteGradientError):
+                train(training, schedule, STEPS)
+            return
+        train(training, schedule, STEPS)
+        assert list(training.passes.skipped) == [BAD_STEP]
+        assert f"(block {BAD_BLOCK})" in training.passes.skipped[BAD_STEP]
+        assert all(torch.equal(a, b) for a, b in zip(training.parameters(), plainly(precision, STEPS), strict=True))
+    finally:
+        training.close()
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("policy", ["autohete", "zero_offload"])
+def test_a_step_that_is_clipped_can_be_skipped(policy: str, precision: Precision) -> None:
+    """Clipped updates wait for the whole backward under any policy; the steps after the skipped one are clipped as before."""
+    workload = replace(MEDIUM, precision=precision, clip_norm=CLIP_NORM)
+    profile = profile_of(workload)
+    schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
+    assert updates_wait_for_backward(schedule)
+    model = _ExplodingGPT(workload)
+    training = Takeover(partition(model), schedule, next_token_loss, clip_norm=CLIP_NORM, skip_nonfinite=True, poison=True)
+    try:
+        train(training, schedule, STEPS)
+        assert list(training.passes.skipped) == [BAD_STEP]
+        expected = plainly(precision, STEPS, CLIP_NORM)
+        assert all(torch.equal(a, b) for a, b in zip(training.parameters(), expected, strict=True))
+    finally:
+        training.close()
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_waiting_for_backward_is_seen_in_the_edges(drawn: st.DataObject) -> None:
+    """A schedule's updates wait for the backward whose gradients they take if there is a path from each of its backwards."""
+    profile = profile_of(replace(MEDIUM, transformer_blocks=2))
+    plan = drawn.draw(plans(profile))
+    schedule = lower(profile, plan)
+    blocks = range(len(plan.units))
+    expected = all(
+        reaches(schedule, TaskId(Kind.BACKWARD, block), task.id, int(plan.delayed and task.id.kind is Kind.CPU_UPDATE))
+        for task in schedule.tasks
+        if task.id.kind in (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
+        for block in blocks
+    )
+    event(f"they wait: {expected}")
+    assert updates_wait_for_backward(schedule) is expected
+
+
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.data(),
+)
+def test_the_first_that_is_not_finite_is_found(sizes: list[int], dtype: torch.dtype, drawn: st.DataObject) -> None:
+    """A NaN or an infinity of either sign is found wherever it is; the largest finite numbers are none."""
+    tensors = [torch.full((size,), torch.finfo(dtype).max, dtype=dtype) for size in sizes]
+    assert first_not_finite(tensors) is None
+    places = [place for place, size in enumerate(sizes) if size]
+    if places:
+        bad = drawn.draw(st.sets(st.sampled_from(places), min_size=1))
+        for place in bad:
+            value = drawn.draw(st.sampled_from([math.inf, -math.inf, math.nan]))
+            tensors[place][drawn.draw(st.integers(0, sizes[place] - 1))] = value
+        assert first_not_finite(tensors) == min(bad)
+
+
+def test_the_gate_tells_what_has_begun() -> None:
+    """Once shut, a gate admits no update of that iteration, tells those it has admitted, and admits the next iteration's."""
+    gate = UpdateGate()
+    assert gate.admits(0, 3)
+    assert gate.admits(0, 2)
+    assert gate.shut(0, "there") == (2, 3)
+    assert not gate.admits(0, 1)
+    assert gate.admits(1, 1)
+    assert gate.skipped == {0: "there"}
