@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.command import ENVIRONMENT, SMALL, autohete, refused
+from support.command import ENVIRONMENT, SMALL, autohete, process, refused
 
 KEYS = {
     "verdict",
@@ -146,8 +146,8 @@ def test_attention_and_mlp_are_planned_apart() -> None:
 
 
 def test_same_input_same_output() -> None:
-    """Two runs print byte-identical JSON and write byte-identical timelines."""
-    runs = [autohete("simulate", *SMALL, "--policy", "autohete", "--json", "--trace", "/dev/stderr") for _ in range(2)]
+    """Two processes print byte-identical JSON and write byte-identical timelines."""
+    runs = [process("simulate", *SMALL, "--policy", "autohete", "--json", "--trace", "/dev/stderr") for _ in range(2)]
     assert runs[0].stdout == runs[1].stdout
     assert runs[0].stderr == runs[1].stderr
     assert len(runs[0].stderr) > 1000
@@ -225,6 +225,18 @@ def test_a_refusal_leaves_an_existing_file_alone(tmp_path: Path) -> None:
 def test_unknown_commands_are_refused() -> None:
     """A command that does not exist is refused in one line."""
     assert "simulte" in refused("simulte")
+
+
+def test_a_process_refuses_in_the_same_words() -> None:
+    """The program of a process of its own answers, refuses and ends as the command line does within this one."""
+    for arguments in (
+        ["simulate"],
+        ["presets", "gpt-10b"],
+        ["simulate", *SMALL, "--policy", "resident"],
+        ["train", "--steps=0"],
+    ):
+        apart, here = process(*arguments), autohete(*arguments)
+        assert (apart.returncode, apart.stdout, apart.stderr) == (here.returncode, here.stdout, here.stderr)
 
 
 SHAPED = [*SMALL, "--precision", "fp16", "--set", "gpu.memory_efficiency=0.7", "--host-memory", "64GiB"]

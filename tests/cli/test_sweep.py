@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as settings_
 from hypothesis import strategies as st
-from support.command import ENVIRONMENT, SMALL, autohete, refused
+from support.command import ENVIRONMENT, SMALL, autohete, process, refused
 
 from autohete.cli import axes as cli_axes
 from autohete.cli.axes import all_axes, diagonal, expand, parse_over, read_grid, settings
@@ -204,7 +204,7 @@ def test_processes_change_only_the_order(tmp_path: Path) -> None:
     for jobs in ("1", "2"):
         out = tmp_path / f"{jobs}.csv"
         over = ["--over", "batch-size=1..3:1", "--over", "policy=resident,autohete"]
-        done = autohete("sweep", *SMALL[:-2], *over, "--out", str(out), "--jobs", jobs)
+        done = process("sweep", *SMALL[:-2], *over, "--out", str(out), "--jobs", jobs)
         assert (done.returncode, done.stderr) == (0, "")
         header, *lines = out.read_text().splitlines()
         texts.append([header, *sorted(lines)])
@@ -295,7 +295,7 @@ def test_an_interrupted_sweep_is_continued(jobs: str, tmp_path: Path) -> None:
     data = out.read_bytes()
     assert data.endswith(b"\n")
     assert 3 <= data.count(b"\n") < 501
-    done = autohete(*command, "--resume")
+    done = process(*command, "--resume")
     assert done.returncode == 0, done.stderr
     assert out.read_bytes().startswith(data)
     assert sorted(int(row["batch-size"]) for row in rows(out)) == list(range(1, 501))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command import SMALL, autohete, refused
+from support.command import SMALL, process, refused
 
 from autohete.cli.question import Question, Shape
 from autohete.cli.sweep import sweep
@@ -90,7 +90,7 @@ def test_a_cluster_answers_the_same(tmp_path: Path) -> None:
     texts = []
     for name, more in (("here", ["--jobs", "1"]), ("there", ["--cluster", "local", "--jobs", "2"])):
         out = tmp_path / f"{name}.csv"
-        done = autohete("sweep", *SMALL[:-2], "--over", "batch-size=1..12:1", "--out", str(out), "--policy", "resident", *more)
+        done = process("sweep", *SMALL[:-2], "--over", "batch-size=1..12:1", "--out", str(out), "--policy", "resident", *more)
         assert done.returncode == 0, done.stderr
         header, *lines = out.read_text().splitlines()
         texts.append([header, *sorted(lines)])
