@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import pkgutil
 import types
 import typing
@@ -24,7 +25,7 @@ from autohete.train.gpt import GPT
 from autohete.train.trainer import Trainer
 
 #: Made by the package alone, from members.
-RESULTS = {"Gain", "Recomputation", "Summary"}
+RESULTS = {"Gain", "Move", "Recomputation", "Resting", "Summary", "UnitSizes"}
 
 
 def is_named_tuple(value: type) -> bool:
@@ -92,10 +93,6 @@ def refusal(cls: type, **given: object) -> str:
     return ""
 
 
-def name_of(case: object) -> str | None:
-    return case.__name__ if isinstance(case, type) else None
-
-
 CHECKED = public_data()
 #: What a policy, or a person, decides.
 DECISIONS = [
@@ -120,38 +117,42 @@ def test_the_walk_finds_what_there_is() -> None:
         "UnitPlan.activations",
         "Workload.precision",
     }
+    decided = {f"{cls.__name__}.{field}" for cls, field, _ in fields_of(DECISIONS, int)}  # a switch is an int, too
+    assert decided >= {"Route.stays_after_forward", "Window.size", "StrongHold.window", "ZeroOffload.delayed_update"}
 
 
-@pytest.mark.parametrize(("cls", "field", "enum"), fields_of(CHECKED, StrEnum), ids=name_of)
-def test_a_plain_string_is_no_member(cls: type, field: str, enum: type[StrEnum]) -> None:
+def test_a_plain_string_is_no_member() -> None:
     """A string that equals a member is refused with field, value and members; the member is not."""
-    member = next(iter(enum))
-    with pytest.raises(InputError, match=f"{field} is '{member.value}'") as caught:
-        construct(cls, **{field: member.value})
-    assert all(choice.name in str(caught.value) or choice.value in str(caught.value) for choice in enum)
-    assert f"{field} is" not in refusal(cls, **{field: member})
+    misread = []
+    for cls, field, enum in fields_of(CHECKED, StrEnum):
+        member = next(iter(enum))
+        said = refusal(cls, **{field: member.value})
+        named = all(choice.name in said or choice.value in said for choice in enum)
+        if f"{field} is '{member.value}'" not in said or not named or f"{field} is" in refusal(cls, **{field: member}):
+            misread.append((cls.__name__, field, said))
+    assert misread == []
 
 
-@pytest.mark.parametrize(("cls", "field", "_"), fields_of(DECISIONS, bool), ids=name_of)
-@pytest.mark.parametrize("value", ["off", 0, None])
-def test_what_is_merely_true_is_no_switch(cls: type, field: str, _: type, value: object) -> None:
+def test_what_is_merely_true_is_no_switch() -> None:
     """A switch takes True or False, and None where that is its default: the string "off" would mean on."""
-    optional = isinstance(typing.get_type_hints(cls)[field], types.UnionType)
-    if value is None and optional:
-        construct(cls, **{field: value})
-        return
-    with pytest.raises(
-        InputError, match=f"^{field} is {value!r}: give {'True, False or None' if optional else 'True or False'}$"
-    ):
-        construct(cls, **{field: value})
+    misread = []
+    for (cls, field, _), value in itertools.product(fields_of(DECISIONS, bool), ("off", 0, None)):
+        optional = isinstance(typing.get_type_hints(cls)[field], types.UnionType)
+        allowed = "True, False or None" if optional else "True or False"
+        wanted = "" if value is None and optional else f"{field} is {value!r}: give {allowed}"
+        if (said := refusal(cls, **{field: value})) != wanted:
+            misread.append((cls.__name__, field, value, said))
+    assert misread == []
 
 
-@pytest.mark.parametrize(("cls", "field", "_"), [case for case in fields_of(DECISIONS, int) if case[2] is int], ids=name_of)
-@pytest.mark.parametrize("value", ["2", 2.5, True])
-def test_a_count_is_a_whole_number(cls: type, field: str, _: type, value: object) -> None:
+def test_a_count_is_a_whole_number() -> None:
     """A count takes an int: True would mean 1."""
-    with pytest.raises(InputError, match=f"^{field} is {value!r}: give a whole number"):
-        construct(cls, **{field: value})
+    misread = []
+    for (cls, field, kind), value in itertools.product(fields_of(DECISIONS, int), ("2", 2.5, True)):
+        said = refusal(cls, **{field: value})
+        if kind is int and not said.startswith(f"{field} is {value!r}: give a whole number"):
+            misread.append((cls.__name__, field, value, said))
+    assert misread == []
 
 
 def test_the_message_says_what_to_write() -> None:
