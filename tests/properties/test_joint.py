@@ -162,6 +162,20 @@ def test_clipped_updates_run_beside_the_copies_of_lower_units(seed: int) -> None
         assert family.judged(assignment).seconds >= model.seconds.of(assignment).max()
 
 
+def test_sums_on_the_host_take_the_time_that_the_rows_say() -> None:
+    """Where the CPU adds up many gradients and all else is quick, the iteration is the work of its row; no row is longer."""
+    quick = {"links.h2d.bandwidth": "400GB/s", "links.d2h.bandwidth": "400GB/s", "cpu.update_bandwidth": "10GB/s"}
+    workload = Workload("sums", 2048, 4, 8, vocabulary_size=1000, sequence_length=16, batch_size=1, micro_batches=16)
+    family = family_of(analytic_profile(workload, load_hardware(NODE, quick)))
+    added = [
+        next(i for i, one in enumerate(others) if one.update_on is Processor.CPU and one.accumulates_on_host)
+        for others in family.choices.others
+    ]
+    assignment = tuple((0, i) for i in added)
+    seconds, rows = family.judged(assignment).seconds, family.relaxation().model.seconds.of(assignment)
+    assert rows.max() <= seconds <= 1.1 * rows.max()
+
+
 @given(strategies.profiles(max_micro_batches=2))
 @settings(max_examples=300 if WIDE else 10)
 def test_never_slower_than_any_shipped_system(profile: Profile) -> None:

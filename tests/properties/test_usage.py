@@ -58,6 +58,14 @@ def test_a_cycle_that_spans_two_iterations_counts_half() -> None:
     assert round(bounds.seconds * 1e9) == 60
 
 
+def test_the_first_iteration_ends_where_the_second_begins() -> None:
+    """Of several iterations the first lasts until the next one starts; a single one lasts until the run ends."""
+    two_lanes = schedule("task F0 gpu 30\ntask U0 cpu 100 after=F0\n")
+    once, twice = (SimExecutor().run(two_lanes, iterations) for iterations in (1, 2))
+    assert round(once.first_iteration_seconds() * 1e9) == round(once.makespan_seconds * 1e9) == 130
+    assert round(twice.first_iteration_seconds() * 1e9) == 30
+
+
 @given(schedules(sharing=False))
 def test_fifo_schedules_run_at_their_bound(found: Schedule) -> None:
     """Bounds never exceed the steady period; where no lane chooses, the period is the bound."""

@@ -341,6 +341,20 @@ def test_paced_tasks_end_no_earlier_than_planned() -> None:
     assert check_trace(lanes.trace()) == []
 
 
+def test_a_paced_task_that_takes_too_long_is_told_with_how_much() -> None:
+    """Work that outlasts the duration of its task is in ``late`` by the time that it took beyond that."""
+    slow = parse_schedule("autohete-schedule 2\nlane gpu fifo\ntask F0 gpu 20000000\n")
+
+    def work(task: Task, iteration: int) -> None:
+        time.sleep(0.06 if iteration == 1 else 0)
+
+    with LaneThreads(slow, work, Clock.EMULATED, paced=True) as lanes:
+        for _ in range(3):
+            lanes.admit()
+    assert lanes.late["F0@1"] >= 40_000_000
+    assert all(nanoseconds > 0 for nanoseconds in lanes.late.values())
+
+
 def test_the_executor_trains() -> None:
     """Behind the seam of both executors stands the same training, to the bit."""
     profile = profile_of(SMALL)

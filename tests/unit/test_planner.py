@@ -151,6 +151,20 @@ def check_bounds(case: Case, seed: int) -> None:
     assert np.array([found.host_peak_bytes for found in judged]) == pytest.approx(program.host_bytes(choices))
 
 
+@pytest.mark.parametrize(("seed", "middle"), [(378, 3), *((seed, 1 + seed % 2) for seed in range(100 if WIDE else 4))])
+def test_no_choice_goes_below_its_bounds_where_a_block_is_frozen(seed: int, middle: int) -> None:
+    """Nor where a block between trained ones is frozen: gradients of other blocks take its places, and wait less for a copy."""
+    case = draw(seed)
+    units = list(case.profile.units)
+    units[middle] = replace(units[middle], frozen_parameters=units[middle].parameters)
+    profile = replace(case.profile, units=tuple(units))
+    program, judge = replace(case.policy.program(profile), pending=False), judge_for(profile)
+    choices = all_choices(len(units))
+    choices = choices.take(np.array(random.Random(seed).sample(range(len(choices)), 40 if seed < 100 else 120)))
+    simulated = np.array([judge(case.policy.plan_for(profile, choices[i])).seconds for i in range(len(choices))])
+    assert (simulated >= program.times.seconds(choices)).all()
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_prefetch_tuning_never_exceeds_memory(seed: int) -> None:
     """Tuning moves prefetches only where they surely fit: a plan that fits without it fits with it."""

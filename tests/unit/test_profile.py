@@ -46,6 +46,23 @@ def test_forward_of_the_calibration_run() -> None:
     assert forward == pytest.approx(0.63, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("kernels", "forward", "backward", "scores"),
+    [
+        (Kernels.FUSED, 1, 4.5, 0),
+        (Kernels.FUSED_SOFTMAX, 1, 4.5, 1),
+        (Kernels.EAGER, 2, 7.5, 1),
+        (Kernels.EAGER_FLASH, 2, 7.5, 0),
+    ],
+)
+def test_a_block_needs_workspace_for_some_hidden_tensors(kernels: Kernels, forward: int, backward: float, scores: int) -> None:
+    """Beside its output, and in backward beside two gradients, some tensors of hidden states and some of scores."""
+    b, s, h, a = 4, 512, 1024, 16
+    block = analytic_profile(Workload("x", h, 2, a, 1000, s, b, kernels=kernels), A100).units[1]
+    assert block.forward_workspace_bytes == forward * 2 * b * s * h
+    assert block.backward_workspace_bytes == backward * 2 * b * s * h + scores * 2 * b * a * s * s
+
+
 def test_activations_follow_korthikanti() -> None:
     """A 16-bit block of fused kernels keeps 34 b s h + 5 b s^2 a bytes; FlashAttention keeps its output for the scores."""
     workload = Workload("x", 1024, 2, 16, sequence_length=512, batch_size=4)

@@ -22,7 +22,7 @@ from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import rounded_when_pinned
-from autohete.schedule import GPU_MEMORY, NVME_READ, NVME_WRITE, Kind, TaskId, parse_schedule
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_READ, NVME_WRITE, Kind, TaskId, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
 from autohete.simulate.summary import answer
@@ -227,6 +227,43 @@ def test_async_moves_of_patrickstar_hide_behind_a_pass() -> None:
     )
     assert moved.iteration_seconds < 0.99 * plain.iteration_seconds
     assert work(moved, Kind.PREFETCH_FORWARD) == work(plain, Kind.PREFETCH_FORWARD) > 0
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_patrickstar_on_several_gpus_keeps_the_first_chunks_and_fetches_the_others(gpus: int) -> None:
+    """From two GPUs on, parameters are sharded; blocks that do not fit are fetched anew for each pass, and none moves out."""
+    node = load_hardware("a100-40gb-epyc7713")
+    kept = []
+    for gpu_memory in (6, 8, 10, 12, 16):
+        tight = replace(node, gpu=replace(node.gpu, memory_bytes=gpu_memory * 2**30)).shared_by(gpus)
+        profile = analytic_profile(profile_of().workload, tight)
+        plan = parse_policy("patrickstar:checkpointing=full,chunk_size=64").plan(profile, judge_for(profile))
+        homes = [unit.parameters.home for unit in plan.units]
+        kept.append(homes.count(GPU_MEMORY))
+        assert homes == [GPU_MEMORY] * (kept[-1] - 1) + [HOST_MEMORY] * (len(homes) - kept[-1]) + [GPU_MEMORY]
+        assert not any(unit.parameters.moves or unit.parameters.stays_after_forward for unit in plan.units)
+        assert all(unit.zero_stage == 3 for unit in plan.units[1:-1])
+    assert kept == sorted(kept)
+    assert (kept[0], kept[-1]) == (2, len(homes))
+    assert set(kept) - {2, len(homes)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "least", "most"),
+    [
+        ("patrickstar:chunk_size", 1, 4096),
+        ("patrickstar:gpu_share", 1, 100),
+        ("zero3_offload:bucket_size", 1, 100_000),
+        ("zero_offload:bucket_size", 1, 100_000),
+    ],
+)
+def test_the_ends_of_a_range_belong_to_it(flag: str, least: int, most: int) -> None:
+    """A flag takes the smallest and the largest value that its refusal names, and no other beyond them."""
+    for value in (least, most):
+        parse_policy(f"{flag}={value}")
+    for value in (least - 1, most + 1):
+        with pytest.raises(InputError, match=f"{flag}={value} must be between {least} and {most} "):
+            parse_policy(f"{flag}={value}")
 
 
 def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
