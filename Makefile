@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= paper_figs
 BIN := $(VENV)/bin
 
-.PHONY: figure figures intervals timeline published safety joint train fidelity gpu-check test wide lint benchmark benchmark-runtime clean
+.PHONY: figure figures intervals timeline published safety joint train fidelity gpu-check test check wide lint benchmark benchmark-runtime clean
 
 figure: $(VENV)/simulator
 	$(BIN)/python experiments/fig_throughput.py --out $(OUT)
@@ -37,10 +37,13 @@ fidelity: $(VENV)/dev
 	$(BIN)/python experiments/fidelity.py --out $(OUT)
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=15
+
+check: lint
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 wide: $(VENV)/dev
-	AUTOHETE_HYPOTHESIS=wide $(BIN)/python -m pytest -n auto
+	AUTOHETE_HYPOTHESIS=wide $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
