@@ -134,6 +134,7 @@ def test_equal_plans_are_one() -> None:
     assert f"same plan as {first.name}" in answer_text(found)
 
 
+@pytest.mark.slow
 def test_a_policy_that_refuses_is_a_row() -> None:
     """In the answer and in a comparison; only where all refuse the question is refused."""
     clipped = replace(WORKLOAD, clip_norm=1.0)
@@ -187,6 +188,7 @@ def test_memory_binds_where_more_of_it_helps() -> None:
     assert not any(gain.helps for gain in answer(LARGE).gains)
 
 
+@pytest.mark.slow
 def test_one_more_gpu_is_bought_by_tokens() -> None:
     """Each GPU has its own batch, so its gain is in time for a token; without an interconnect it is not simulated."""
     where = Site("a100-40gb-epyc7713", {})
@@ -355,6 +357,7 @@ def test_the_interval_is_that_of_the_plan_at_each_draw() -> None:
 # --- what is printed ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu_memory", [LARGE, TIGHT, TINY])
 def test_the_page_holds_at_80_columns(gpu_memory: str) -> None:
     """No line is longer, or ends in a blank, whether it fits or not."""
@@ -363,6 +366,7 @@ def test_the_page_holds_at_80_columns(gpu_memory: str) -> None:
     assert [line for line in lines if line != line.rstrip()] == []
 
 
+@pytest.mark.slow
 def test_everything_printed_is_in_the_json() -> None:
     """Times, sizes and purchases of the page are numbers there."""
     found = answer(sizes=(GrowingFigure.BATCH,), draws=4)
@@ -404,6 +408,7 @@ def test_what_was_not_given_is_said() -> None:
     assert answer_json(everything)["assumptions"].keys().isdisjoint(names)
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer(tmp_path: Path) -> None:
     """Byte for byte, on one core and on two, as text, as JSON and as a page; what was given is not assumed."""
     tiny = ["--hidden", "256", "--blocks", "2", "--heads", "4", "--vocabulary", "1000", "--precision", "fp16"]
@@ -421,6 +426,7 @@ def test_the_same_question_has_the_same_answer(tmp_path: Path) -> None:
     assert not re.search("precision|300M|hardware", assumed)
 
 
+@pytest.mark.slow
 def test_a_measured_profile_has_an_answer_without_other_hardware() -> None:
     """Its policies, budgets and least memory; nothing is drawn, bought or made larger, since times were measured."""
     for gpu_memory, fits in ((TIGHT, True), (TINY, False)):
@@ -433,6 +439,7 @@ def test_a_measured_profile_has_an_answer_without_other_hardware() -> None:
         assert "what one purchase would bring" not in said(found)
 
 
+@pytest.mark.slow
 def test_the_plan_of_one_policy_is_drawn_and_written(tmp_path: Path) -> None:
     """As a picture, as a schedule and as JSON, beside the page, which is printed."""
     names = ["plan.png", "plan.txt", "plan.json"]

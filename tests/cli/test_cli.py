@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.command import ENVIRONMENT, SMALL, autohete, process, refused
+from support.command import ENVIRONMENT, SMALL, autohete, in_a_process, refused
 
 KEYS = {
     "verdict",
@@ -51,6 +51,7 @@ def test_clipping_is_an_assumption_and_takes_time() -> None:
     assert "clip_norm is -1.0: give a finite number above 0" in refused("simulate", *SMALL, "--clip-norm", "-1.0")
 
 
+@pytest.mark.slow
 def test_the_default_comparison_leaves_out_what_cannot_accumulate() -> None:
     """With several micro-batches all that is compared answers; PatrickStar by name is refused with a way out."""
     answers = json.loads(autohete("simulate", *SMALL, "--micro-batches", "2", "--json").stdout)
@@ -131,6 +132,7 @@ def test_options_change_a_named_workload() -> None:
     assert slow["iteration_seconds"] > one["iteration_seconds"]
 
 
+@pytest.mark.slow
 def test_attention_and_mlp_are_planned_apart() -> None:
     """With --units sublayer a plan decides for two units in each block, and tables say so."""
     options = ["--workload", "gpt-4b", "--units", "sublayer", "--policy", "autohete"]
@@ -145,9 +147,10 @@ def test_attention_and_mlp_are_planned_apart() -> None:
     assert re.search(r"^[\d to]+, mlp ", planned, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_same_input_same_output() -> None:
     """Two processes print byte-identical JSON and write byte-identical timelines."""
-    runs = [process("simulate", *SMALL, "--policy", "autohete", "--json", "--trace", "/dev/stderr") for _ in range(2)]
+    runs = [in_a_process("simulate", *SMALL, "--policy", "autohete", "--json", "--trace", "/dev/stderr") for _ in range(2)]
     assert runs[0].stdout == runs[1].stdout
     assert runs[0].stderr == runs[1].stderr
     assert len(runs[0].stderr) > 1000
@@ -227,6 +230,7 @@ def test_unknown_commands_are_refused() -> None:
     assert "simulte" in refused("simulte")
 
 
+@pytest.mark.slow
 def test_a_process_refuses_in_the_same_words() -> None:
     """The program of a process of its own answers, refuses and ends as the command line does within this one."""
     for arguments in (
@@ -235,7 +239,7 @@ def test_a_process_refuses_in_the_same_words() -> None:
         ["simulate", *SMALL, "--policy", "resident"],
         ["train", "--steps=0"],
     ):
-        apart, here = process(*arguments), autohete(*arguments)
+        apart, here = in_a_process(*arguments), autohete(*arguments)
         assert (apart.returncode, apart.stdout, apart.stderr) == (here.returncode, here.stdout, here.stderr)
 
 
@@ -373,6 +377,7 @@ def test_help_needs_no_heavy_import(command: list[str], option: str) -> None:
     assert option in done.stdout
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_in_one_line() -> None:
     """Output that cannot be written is told in one line."""
     command = f"{sys.executable} -m autohete presets > /dev/full"
@@ -392,6 +397,7 @@ WRITERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("reader", ["head -1", "true"])
 @pytest.mark.parametrize("arguments", WRITERS, ids=" ".join)
@@ -416,6 +422,7 @@ def test_a_closed_pipe_is_no_error_of_an_experiment() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_refusal_nobody_reads_is_still_one() -> None:
     """A refusal has exit code 2 where its line cannot be written."""
     command = f"{sys.executable} -m autohete simulate 2>/dev/full"
@@ -443,6 +450,7 @@ def interrupted_at(module: str, *command: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", ["cyclopts", "autohete.cli.app", "rich.console", "numpy", "scipy.sparse", "autohete.policies"]
 )
@@ -452,6 +460,7 @@ def test_an_interrupt_while_importing_is_one_line(module: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "autohete: interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "module"),
     [
@@ -530,6 +539,7 @@ def test_an_interrupt_that_cannot_be_passed_on_ends_at_once(wait: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "x: interrupted\n")
 
 
+@pytest.mark.slow
 def test_an_ignored_interrupt_stays_ignored() -> None:
     """A job in the background, which ignores interrupts, is not interrupted."""
     command = f"trap '' INT; {sys.executable} -m autohete presets & sleep 0.3; kill -INT $!; wait $!"
@@ -541,6 +551,7 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
 # --- width --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_a_terminal_of_80_columns_gets_tables_of_80(command: str) -> None:
     """On a terminal no line is wider than it."""
@@ -559,6 +570,7 @@ def test_a_terminal_of_80_columns_gets_tables_of_80(command: str) -> None:
     assert 70 < max(map(len, lines)) <= 80
 
 
+@pytest.mark.slow
 def test_the_same_shape_has_one_answer() -> None:
     """A preset and its shape by numbers are the same question, and the answer says what was assumed."""
     shape = ("--hidden", "5120", "--blocks", "32", "--heads", "40")

@@ -58,6 +58,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_training_ends_with_its_losses_and_its_prediction(training: tuple[str, Path]) -> None:
     """The end tells the losses, predicted beside measured, and one iteration as a picture of its lanes."""
     said, _ = training
@@ -71,6 +72,7 @@ def test_a_training_ends_with_its_losses_and_its_prediction(training: tuple[str,
     assert {"F", "L", "B"} <= set(gpu)
 
 
+@pytest.mark.slow
 def test_a_training_of_sublayers_learns_the_same(training: tuple[str, Path]) -> None:
     """``--units sublayer`` plans attention and MLP apart, measured as they are, and changes no loss."""
     said = trains({**TINY, "--gpu-memory": "60%", "--units": "sublayer"})
@@ -79,6 +81,7 @@ def test_a_training_of_sublayers_learns_the_same(training: tuple[str, Path]) -> 
     assert losses(said) == losses(training[0])
 
 
+@pytest.mark.slow
 def test_a_training_clips(training: tuple[str, Path]) -> None:
     """``--clip-norm`` changes what is learned, but not the first loss."""
     plain, clipped = losses(training[0]), losses(trains({**TINY, "--gpu-memory": "60%", "--clip-norm": "0.001"}))
@@ -96,6 +99,7 @@ def test_a_training_writes_what_it_is_asked_for(training: tuple[str, Path]) -> N
     assert {"a", "b"} <= json.loads(compared.stdout).keys()
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_is_named_and_works(training: tuple[str, Path]) -> None:
     """A budget that is too small is refused with the smallest that works; with that, the same seed gives the same losses."""
     options = {**TINY, "--policy": "stronghold:window=1"}
@@ -105,6 +109,7 @@ def test_the_smallest_budget_is_named_and_works(training: tuple[str, Path]) -> N
     assert losses(trains({**options, "--gpu-memory": f"{found[1]}B"})) == losses(training[0])
 
 
+@pytest.mark.slow
 def test_the_smallest_pinned_memory_is_named_and_works(training: tuple[str, Path]) -> None:
     """So is a limit of pinned memory, to which the plan keeps."""
     options = {**TINY, "--policy": "streamed_states", "--gpu-memory": "100%"}
@@ -114,6 +119,7 @@ def test_the_smallest_pinned_memory_is_named_and_works(training: tuple[str, Path
     assert losses(trains({**options, "--pinned-memory": f"{found[1]}B"})) == losses(training[0])
 
 
+@pytest.mark.slow
 def test_a_paced_training_keeps_the_pace_of_the_hardware() -> None:
     """Paced, it says how much slower than the hardware it goes, and never runs ahead of the simulation."""
     said = trains({**TINY, "--mode": "paced", "--gpu-memory": "100%", "--policy": "resident", "--steps": "2"})
@@ -176,6 +182,7 @@ def test_a_gpu_that_is_not_there_is_refused(command: list[str], tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_profile_stands_for_workload_and_hardware(profile: str) -> None:
     """A measured profile is simulated, planned and trained with; a workload or a hardware beside it is refused."""
     simulated = autohete("simulate", "--profile", profile, "--policy", "resident", "--json")
@@ -193,12 +200,14 @@ def test_a_profile_stands_for_workload_and_hardware(profile: str) -> None:
             assert "a profile includes its workload and hardware" in refused(command, "--profile", profile, *extra)
 
 
+@pytest.mark.slow
 def test_a_profile_of_another_training_is_refused(profile: str) -> None:
     """A profile of another shape or batch is refused with what differs."""
     wider = {**MODEL, "--hidden": "64", "--batch-size": "3", "--profile": profile}
     assert "hidden_size 32, not 64; batch_size 2, not 3" in refused("train", *words(wider))
 
 
+@pytest.mark.slow
 def test_a_damaged_profile_is_refused(profile: str, tmp_path: Path) -> None:
     """What is no profile, or not a whole one, is refused in one line by whoever reads it."""
     document = json.loads(Path(profile).read_text())
@@ -235,6 +244,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(arguments: list[str], me
     assert message in refused("profile", *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="no tokenizers here")
 def test_a_tokenizer_can_be_trained(tmp_path: Path) -> None:
     """With a vocabulary size a tokenizer is trained on the text first; the text is then fewer tokens."""

@@ -79,6 +79,7 @@ def pairs_of(comparison: Comparison) -> list[dict[str, Any]]:
 # --- traces are read back -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(schedules(), st.integers(1, 5), st.sampled_from(Clock), st.integers(0, 10**17), st.data())
 def test_what_is_written_is_read(schedule: Schedule, iterations: int, clock: Clock, begin: int, data: st.DataObject) -> None:
     """A trace read from its file has the same times to the nanosecond, the same schedule and the same clock."""
@@ -197,6 +198,7 @@ def test_a_damaged_trace_is_refused(tmp_path: Path, damage: Callable[[dict[str, 
 # --- what a comparison says ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(schedules(), schedules(sharing=True), st.integers(1, 8))
 def test_a_trace_does_not_differ_from_itself(plain: Schedule, shared: Schedule, iterations: int) -> None:
     """Compared with itself a trace, whatever it is and however short, has no difference and no swapped pair."""
@@ -208,6 +210,7 @@ def test_a_trace_does_not_differ_from_itself(plain: Schedule, shared: Schedule, 
         assert all((lane.swapped, lane.swaps) == (0, ()) for lane in found.lanes)
 
 
+@pytest.mark.slow
 @given(schedules(), st.integers(1, 8))
 def test_twice_as_long_is_a_hundred_percent(schedule: Schedule, iterations: int) -> None:
     """With all durations doubled, every time is doubled, no byte more is needed and nothing runs in another order."""
@@ -220,6 +223,7 @@ def test_twice_as_long_is_a_hundred_percent(schedule: Schedule, iterations: int)
     assert all(lane.swapped == 0 for lane in found.lanes)
 
 
+@pytest.mark.slow
 @given(schedules(), st.data())
 def test_a_comparison_can_be_turned_round(schedule: Schedule, data: st.DataObject) -> None:
     """B against A is the negative of A against B, number by number."""
@@ -255,6 +259,7 @@ def test_a_slowed_kind_comes_first(kind: Kind) -> None:
     assert found.tasks[0].mean_seconds.difference == pytest.approx(2e-9 * max(durations))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_kinds_make_lanes_and_lanes_and_waits_make_the_iteration(policy: str) -> None:
     """On each side the kinds of a lane add up to its work, and the GPU's work and waits to the iteration."""
@@ -324,6 +329,7 @@ def test_order_across_iterations_is_named_with_the_iteration() -> None:
     assert (swap.first, swap.then) == ("U1", "U0@+1")
 
 
+@pytest.mark.slow
 @given(schedules(), st.data())
 def test_fifo_lanes_never_swap(schedule: Schedule, data: st.DataObject) -> None:
     """However long tasks take, fifo lanes keep their order, also where windows have different lengths."""
@@ -334,6 +340,7 @@ def test_fifo_lanes_never_swap(schedule: Schedule, data: st.DataObject) -> None:
     assert all(lane.swapped == 0 for lane in compare(a, b).lanes)
 
 
+@pytest.mark.slow
 @given(schedules())
 def test_tasks_are_found_by_name(schedule: Schedule) -> None:
     """A trace whose schedule lists the same tasks in another order, but for that of each lane, does not differ."""
@@ -460,6 +467,7 @@ def rows_of(figure: Figure) -> list[str]:
     return [axes.get_title("left") for axes in figure.axes]
 
 
+@pytest.mark.slow
 def test_two_rows_share_a_time_axis(tmp_path: Path) -> None:
     """Both rows have the length of the longer iteration, all lanes, and their clock; the shorter one's end is marked."""
     s = simulated("autohete")
@@ -520,6 +528,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     return named[0], named[1], named[2]
 
 
+@pytest.mark.slow
 def test_two_files_are_compared(files: tuple[str, str, str], tmp_path: Path) -> None:
     """Two trace files give tables that begin with both, and a picture where one is asked for."""
     picture = tmp_path / "two.png"

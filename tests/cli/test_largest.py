@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.command import autohete, refused
@@ -24,6 +25,7 @@ SMALL = Workload(
 )
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(GrowingFigure),
     st.sampled_from(["resident", "zero_offload", "stronghold:window=1"]),

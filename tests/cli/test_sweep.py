@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as settings_
 from hypothesis import strategies as st
-from support.command import ENVIRONMENT, SMALL, autohete, process, refused
+from support.command import ENVIRONMENT, SMALL, autohete, in_a_process, refused
 
 from autohete.cli import axes as cli_axes
 from autohete.cli.axes import all_axes, diagonal, expand, parse_over, read_grid, settings
@@ -198,13 +198,14 @@ def test_invalid_settings_say_why_and_stop_no_other(tmp_path: Path) -> None:
     assert not (tmp_path / "none.csv").exists()
 
 
+@pytest.mark.slow
 def test_processes_change_only_the_order(tmp_path: Path) -> None:
     """Two processes write the rows that one writes."""
     texts = []
     for jobs in ("1", "2"):
         out = tmp_path / f"{jobs}.csv"
         over = ["--over", "batch-size=1..3:1", "--over", "policy=resident,autohete"]
-        done = process("sweep", *SMALL[:-2], *over, "--out", str(out), "--jobs", jobs)
+        done = in_a_process("sweep", *SMALL[:-2], *over, "--out", str(out), "--jobs", jobs)
         assert (done.returncode, done.stderr) == (0, "")
         header, *lines = out.read_text().splitlines()
         texts.append([header, *sorted(lines)])
@@ -274,6 +275,7 @@ def test_only_the_same_sweep_is_continued(tmp_path: Path) -> None:
         assert out.read_bytes() == bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_an_interrupted_sweep_is_continued(jobs: str, tmp_path: Path) -> None:
     """Ctrl-C leaves one line, exit code 130, no process, and a file with whole rows that --resume completes."""
@@ -295,12 +297,13 @@ def test_an_interrupted_sweep_is_continued(jobs: str, tmp_path: Path) -> None:
     data = out.read_bytes()
     assert data.endswith(b"\n")
     assert 3 <= data.count(b"\n") < 501
-    done = process(*command, "--resume")
+    done = in_a_process(*command, "--resume")
     assert done.returncode == 0, done.stderr
     assert out.read_bytes().startswith(data)
     assert sorted(int(row["batch-size"]) for row in rows(out)) == list(range(1, 501))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_reader_that_stops_ends_a_sweep(jobs: str) -> None:
     """A closed pipe ends a sweep with exit code 0 and without a word, also while workers answer."""
@@ -319,6 +322,7 @@ def test_rows_go_to_a_device_as_well(capsys: pytest.CaptureFixture[str]) -> None
         sweep(out="/dev/full", question=QUESTION, jobs=1)
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_killed_sweep(tmp_path: Path) -> None:
     """Workers end when the process that started them is gone, so that a second interrupt or SIGKILL leaves none."""
     out = tmp_path / "out.csv"

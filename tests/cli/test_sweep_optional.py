@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command import SMALL, process, refused
+from support.command import SMALL, in_a_process, refused
 
 from autohete.cli.question import Question, Shape
 from autohete.cli.sweep import sweep
@@ -84,13 +84,16 @@ def test_a_parquet_file_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyP
         run(out, "batch-size=1", resume=True)
 
 
+@pytest.mark.slow
 @needs_dask
 def test_a_cluster_answers_the_same(tmp_path: Path) -> None:
     """The workers of a local cluster write the rows that this process writes; a wrong address is refused, without a file."""
     texts = []
     for name, more in (("here", ["--jobs", "1"]), ("there", ["--cluster", "local", "--jobs", "2"])):
         out = tmp_path / f"{name}.csv"
-        done = process("sweep", *SMALL[:-2], "--over", "batch-size=1..12:1", "--out", str(out), "--policy", "resident", *more)
+        done = in_a_process(
+            "sweep", *SMALL[:-2], "--over", "batch-size=1..12:1", "--out", str(out), "--policy", "resident", *more
+        )
         assert done.returncode == 0, done.stderr
         header, *lines = out.read_text().splitlines()
         texts.append([header, *sorted(lines)])

@@ -36,6 +36,7 @@ def figure_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "figures", done.stdout
 
 
+@pytest.mark.slow
 def test_the_throughput_figure_is_written_whole(figure_run: tuple[Path, str]) -> None:
     """The figure's command writes PNG, PDF and CSV files and prints the comparison with the paper."""
     out, printed = figure_run
@@ -118,6 +119,7 @@ def test_intervals_of_other_inputs_are_refused(tmp_path: Path) -> None:
         intervals.read(tmp_path / "none.csv")
 
 
+@pytest.mark.slow
 def test_intervals_of_a_known_dependence() -> None:
     """Where rates are powers of one figure, the intervals of rates and ratios are those that its range gives."""
     known, rng = intervals.prior(), np.random.default_rng(5)
@@ -171,6 +173,7 @@ DISAGREE = {
 }
 
 
+@pytest.mark.slow
 def test_published_measurements_are_met_but_for_those_explained() -> None:
     """Each phase that others measured is met within a quarter and each limit, but for a few.
 
@@ -203,6 +206,7 @@ def test_phases_are_the_work_of_their_tasks() -> None:
     assert seen["unscale"] == pytest.approx(found.profile.workload.parameters * 8 / 72.6e9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [fig_throughput, published, intervals], ids=lambda module: module.__name__)
 def test_an_unwritable_folder_is_refused_before_the_work(script: ModuleType, tmp_path: Path) -> None:
     """An output folder that cannot be made is refused at once."""
@@ -223,6 +227,7 @@ def test_a_refusal_of_an_experiment_is_one_line(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_fidelity_compares_every_setting_it_is_asked_for(tmp_path: Path) -> None:
     """The comparison of simulator and runtime writes a row per setting, with equal memory and times of one order."""
     done = run("fidelity.py", "--out", str(tmp_path), "--paced", "1", "--native", "1", "--seed", "1", cwd=tmp_path)
@@ -243,6 +248,7 @@ def test_policies_differ_in_grey() -> None:
         assert abs(luminance(one.colour) - luminance(other.colour)) > 0.1 or one.hatch != other.hatch
 
 
+@pytest.mark.slow
 def test_without_a_gpu_there_is_nothing_to_check(tmp_path: Path) -> None:
     """Where there is no GPU, its check says so in one line, succeeds and writes nothing."""
     torch = pytest.importorskip("torch")
@@ -254,6 +260,7 @@ def test_without_a_gpu_there_is_nothing_to_check(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_waits_make_every_plan_of_the_figure_safe() -> None:
     """In the committed file each plan that fits is safe with its waits at a cost of at most 2 %, and a row is made anew."""
     rows = list(csv.DictReader((ROOT / "paper_figs" / "safety.csv").read_text().splitlines()))

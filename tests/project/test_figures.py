@@ -56,6 +56,7 @@ def rows(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "part", "names"), SMALL, ids=IDS)
 def test_a_part_of_the_figure_is_as_committed(
     module: ModuleType, part: dict[str, object], names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -94,6 +95,7 @@ def test_what_gpu_check_says_is_wrapped(monkeypatch: pytest.MonkeyPatch, capsys:
     assert max(map(len, printed)) <= 40
 
 
+@pytest.mark.slow
 def test_the_largest_model_is_as_committed(tmp_path: Path) -> None:
     """A search for the largest model finds what the committed file says, and one more block does not fit."""
     fig_max_model.main(out=tmp_path, jobs=1, gpu=(16,), host=(64,))
@@ -104,6 +106,7 @@ def test_the_largest_model_is_as_committed(tmp_path: Path) -> None:
         assert row["limit"].endswith("out-of-memory")
 
 
+@pytest.mark.slow
 def test_the_timeline_is_as_committed(tmp_path: Path) -> None:
     """The work of all lanes is as committed, the picture has the same bytes twice, and idle and busy time fill an iteration."""
     pictures = []

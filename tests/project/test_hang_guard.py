@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HANGING = """
 import threading
 
@@ -20,6 +22,7 @@ def test_that_hangs():
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_ends_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
     """The guard of the test run ends a test that waits for ever, and shows where each of its threads is."""
     (tmp_path / "test_hanging.py").write_text(HANGING)

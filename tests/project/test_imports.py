@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import autohete
 
 SOURCE = Path(autohete.__file__).parent
@@ -121,6 +123,7 @@ def python(code: str, hash_seed: str = "0") -> str:
     return subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_simulation_does_not_load_torch() -> None:
     """Importing the package, the simulator, the pipeline and the policies loads no torch."""
     loaded = python("import sys, autohete, autohete.sim, autohete.simulate, autohete.policies; print('torch' in sys.modules)")

@@ -87,6 +87,7 @@ def run(*command: str, cwd: Path) -> str:
 # --- what can be run ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", scenarios(), ids=lambda block: block.splitlines()[0])
 def test_every_command_works(block: str, tmp_path: Path) -> None:
     """The command lines of a block run as they stand, one after another, and each writes the files that it names."""
@@ -99,6 +100,7 @@ def test_every_command_works(block: str, tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.iterdir()} == there, command
 
 
+@pytest.mark.slow
 def test_the_page_on_policies_works(tmp_path: Path) -> None:
     """Its files are written and run, and its commands, one after another in one folder."""
     ran = []
@@ -117,6 +119,7 @@ def test_the_page_on_policies_works(tmp_path: Path) -> None:
     assert ran == ["my_policy.py", "test_my_policy.py", "train.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page != POLICY_PAGE], ids=name)
 def test_every_python_example_works(page: Path, tmp_path: Path) -> None:
     """The Python of a page runs as it stands and prints what it promises."""

@@ -159,6 +159,7 @@ def with_fewer_rules(draw: st.DrawFn) -> tuple[Profile, Plan, Plan]:
     return profile, plan, strategies.without_contradictions(profile, fewer)
 
 
+@pytest.mark.slow
 @given(with_fewer_rules())
 def test_any_subset_of_rules_trains_the_same(drawn: tuple[Profile, Plan, Plan]) -> None:
     """What data need does not depend on rules: the schedule is valid, and nothing is read before it is there."""
@@ -169,6 +170,7 @@ def test_any_subset_of_rules_trains_the_same(drawn: tuple[Profile, Plan, Plan]) 
     assert checks.activation_faults(profile, plan, schedule) == []
 
 
+@pytest.mark.slow
 @given(with_fewer_rules())
 def test_a_rule_never_makes_a_schedule_faster(drawn: tuple[Profile, Plan, Plan]) -> None:
     """Where tasks keep their order and durations and share nothing, each starts no later without a rule than with it."""
@@ -191,6 +193,7 @@ def test_a_rule_never_makes_a_schedule_faster(drawn: tuple[Profile, Plan, Plan])
     )
 
 
+@pytest.mark.slow
 @given(with_fewer_rules(), st.integers(0, 5))
 def test_a_rule_given_twice_is_harmless_and_named(drawn: tuple[Profile, Plan, Plan], place: int) -> None:
     """A rule that the plan already has changes nothing, and is among its idle rules, however the rules are ordered."""
@@ -201,6 +204,7 @@ def test_a_rule_given_twice_is_harmless_and_named(drawn: tuple[Profile, Plan, Pl
         assert plan.rules[place] in idle_rules(profile, again)
 
 
+@pytest.mark.slow
 @given(with_fewer_rules())
 def test_rules_change_no_duration(drawn: tuple[Profile, Plan, Plan]) -> None:
     """Any subset of a plan's rules leaves its tasks, their lanes and their durations as they are, and what lanes share."""

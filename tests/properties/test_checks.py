@@ -191,12 +191,14 @@ def without_edge(schedule: Schedule, task: TaskId, edge: Edge) -> Schedule:
 # --- silent -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(strategies.profiles().flatmap(lambda profile: strategies.plans(profile).map(lambda plan: (profile, plan))))
 def test_every_plan_keeps_every_promise(case: tuple[Profile, Plan]) -> None:
     """No check finds anything in the schedule of any plan, nor in its execution."""
     assert checks.plan_faults(*case) == []
 
 
+@pytest.mark.slow
 @given(strategies.schedules())
 def test_memory_of_any_schedule_balances(schedule: Schedule) -> None:
     """Buffers of names that mean nothing are checked for who allocates and who frees them."""
@@ -217,6 +219,7 @@ def test_the_plans_use_every_kind_of_task() -> None:
     assert {task.id.kind for profile, plan in CASES for task in lower(profile, plan).tasks} == set(Kind)
 
 
+@pytest.mark.slow
 def test_a_missing_wait_is_noticed() -> None:
     """Every wait between tasks of one block, and between passes, is noticed when it is missing and nothing else implies it.
 
@@ -239,6 +242,7 @@ def test_a_missing_wait_is_noticed() -> None:
     assert removed > 1000
 
 
+@pytest.mark.slow
 def test_a_missing_task_is_noticed() -> None:
     """Whichever task is left out, and every wait for it, the checks name it or what lacks it."""
     unnoticed = set()
@@ -295,6 +299,7 @@ def freed_by(schedule: Schedule, buffer: BufferId, task: TaskId) -> Schedule:
     return replace(schedule, tasks=tuple(t._replace(frees=frees(t)) for t in schedule.tasks))
 
 
+@pytest.mark.slow
 def test_a_free_that_comes_early_is_noticed() -> None:
     """A buffer that is freed by the very task that allocates it, before others use it, is noticed."""
     for profile, plan in CASES:
@@ -380,6 +385,7 @@ def example_in(docstring: str) -> str:
     return textwrap.dedent("\n".join(line for line in code.splitlines() if not line or line.startswith("    ")))
 
 
+@pytest.mark.slow
 def test_the_example_works() -> None:
     """The example of how to test a policy of one's own runs as it stands; it fails for a policy with a block too many."""
     assert autohete.testing.__doc__ is not None

@@ -44,6 +44,7 @@ def on_gpu(schedule: Schedule) -> dict[int | None, int]:
     return {b.id.unit: b.size_bytes for b in there}
 
 
+@pytest.mark.slow
 @given(shared())
 def test_every_promise_is_kept(given: tuple[Profile, Plan]) -> None:
     """Both sides' updates take finished gradients and are seen by the next forward, and memory balances."""
@@ -54,6 +55,7 @@ def test_every_promise_is_kept(given: tuple[Profile, Plan]) -> None:
     assert plan_faults(profile, plan) == []
 
 
+@pytest.mark.slow
 @given(shared())
 def test_a_share_of_nothing_is_no_share(given: tuple[Profile, Plan]) -> None:
     """Where the share is less than an element, the schedule is that of an update on the CPU, to the letter."""
@@ -62,6 +64,7 @@ def test_a_share_of_nothing_is_no_share(given: tuple[Profile, Plan]) -> None:
     assert str(lower(profile, plan)) == str(lower(profile, with_share(plan, 0.0)))
 
 
+@pytest.mark.slow
 @given(shared())
 def test_both_sides_do_the_work_of_one(given: tuple[Profile, Plan]) -> None:
     """States, gradients and the time of updates are divided between the sides, and nothing of them is lost."""

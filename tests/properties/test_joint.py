@@ -109,6 +109,7 @@ def every_assignment(choices: Choices) -> list[Assignment]:
 SMALL = [(seed, blocks, most) for seed in range(300 if WIDE else 4) for blocks, most in ((1, 3), (2, 1))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "blocks", "most"), SMALL)
 def test_the_search_is_within_a_percent_of_the_best_of_all(seed: int, blocks: int, most: int) -> None:
     """On a small random case the search alone is at most 1 % slower than the best assignment, which the bound is not above."""
@@ -176,6 +177,7 @@ def test_sums_on_the_host_take_the_time_that_the_rows_say() -> None:
     assert rows.max() <= seconds <= 1.1 * rows.max()
 
 
+@pytest.mark.slow
 @given(strategies.profiles(max_micro_batches=2))
 @settings(max_examples=300 if WIDE else 10)
 def test_never_slower_than_any_shipped_system(profile: Profile) -> None:

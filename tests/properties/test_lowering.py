@@ -66,6 +66,7 @@ def plan_of(inner: UnitPlan, *rules: Rule) -> Plan:
     return Plan("by hand", (outer, inner, inner, inner, inner, outer), rules, update_bytes=28)
 
 
+@pytest.mark.slow
 @given(planned())
 def test_every_plan_becomes_a_valid_schedule(case: tuple[Profile, Plan]) -> None:
     """Every plan's schedule can be executed for ever."""
@@ -73,6 +74,7 @@ def test_every_plan_becomes_a_valid_schedule(case: tuple[Profile, Plan]) -> None
     validate(lower(profile, plan))
 
 
+@pytest.mark.slow
 @given(planned_twice())
 def test_one_lowering_serves_all_rates(case: tuple[Profile, Profile, Plan]) -> None:
     """A plan lowered for other hardware before is the same as one lowered afresh, and keeps every promise."""
@@ -89,6 +91,7 @@ def test_one_lowering_serves_all_rates(case: tuple[Profile, Profile, Plan]) -> N
         assert worst_case(schedule, memory.name) == worst_case(afresh, memory.name)
 
 
+@pytest.mark.slow
 @given(planned())
 def test_forward_sees_the_update_before(case: tuple[Profile, Plan]) -> None:
     """From every update a path of edges leads to the next forward of its block, through the copies that carry it."""
@@ -103,6 +106,7 @@ def test_backward_fetch_waits_for_the_write_back_of_the_update() -> None:
     assert parameter_faults(profile, plan, lower(profile, plan)) == []
 
 
+@pytest.mark.slow
 @given(planned())
 def test_update_takes_finished_gradients(case: tuple[Profile, Plan]) -> None:
     """Gradients are copied after their backward and taken after their copy; delayed ones are not overwritten unread."""
@@ -204,6 +208,7 @@ def planned_by(profile: Profile, policy: NamedPolicy) -> Plan | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @given(data=st.data())
 @fewer
@@ -222,6 +227,7 @@ def test_every_policy_plans(name: str, data: st.DataObject) -> None:
         assert simulate_plan(profile, plan).verdict is Verdict.OK, "what is searched for fits"
 
 
+@pytest.mark.slow
 @given(strategies.profiles(), strategies.policies())
 @fewer
 def test_same_input_same_plan(profile: Profile, policy: NamedPolicy) -> None:
@@ -333,6 +339,7 @@ for name in sorted(POLICIES):
 """
 
 
+@pytest.mark.slow
 def test_schedules_do_not_depend_on_the_hash_seed() -> None:
     """Plans and printed schedules of all policies are byte-identical in processes with different hash seeds."""
     printed = set()

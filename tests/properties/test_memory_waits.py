@@ -64,6 +64,7 @@ def overtakes(trace: Trace) -> bool:
     return bool((first_freed <= last_allocated).any())
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_plan_that_fits_is_made_safe_for_nothing(data: st.DataObject) -> None:
     """Whatever a plan decides: in as much memory as its trace holds, added waits alone make it fit, and its period stays."""
@@ -85,6 +86,7 @@ def test_a_plan_that_fits_is_made_safe_for_nothing(data: st.DataObject) -> None:
         assert repeated.period_seconds == steady.period_seconds
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(0, 2**32))
 def test_nothing_that_lasts_longer_or_shorter_exceeds_a_capacity(data: st.DataObject, seed: int) -> None:
     """A schedule that was made safe stays within its memories whatever its tasks last, and in whatever order they end."""
@@ -99,6 +101,7 @@ def test_nothing_that_lasts_longer_or_shorter_exceeds_a_capacity(data: st.DataOb
         assert max(occupancy(other, memory.name).peak_bytes, peaks[memory.name]) <= memory.capacity_bytes
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_the_least_memory_is_enough(data: st.DataObject) -> None:
     """With the least that is named, waits make any plan fit, whatever trace they are looked for in.
@@ -146,6 +149,7 @@ def test_a_schedule_that_cannot_be_made_safe_is_not() -> None:
     assert with_memory_waits(schedule, SimExecutor().run(schedule, 4)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["autohete", "autohete:priority=off", "zero_offload:paper,tile_overlap"])
 def test_a_plan_of_real_size_needs_few_waits(policy: str) -> None:
     """At 50 blocks at most three waits a block make it fit under any timing, and cost nothing."""

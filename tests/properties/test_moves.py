@@ -68,6 +68,7 @@ def batches(move: Move, micro_batches: int) -> int:
     return some.get(move.batches, micro_batches - 1)
 
 
+@pytest.mark.slow
 @given(planned())
 def test_every_move_is_one_copy(drawn: tuple[Profile, Plan]) -> None:
     """A schedule copies what the moves of its units state, as often and as long as they state, and nothing else."""
@@ -100,6 +101,7 @@ def test_every_move_is_one_copy(drawn: tuple[Profile, Plan]) -> None:
     assert all(abs(rest) <= 2 for rest in nanoseconds.values())  # one task of two moves is rounded once
 
 
+@pytest.mark.slow
 @given(planned())
 def test_what_rests_is_resident(drawn: tuple[Profile, Plan]) -> None:
     """The resident buffers of units are what rests of each, in every memory; the others belong to no unit."""

@@ -73,6 +73,7 @@ def counted(trace: Trace, memory: str, instant: int) -> int:
     return used
 
 
+@pytest.mark.slow
 @given(traces())
 def test_occupancy_is_never_negative(trace: Trace) -> None:
     """No instant has less than the resident bytes in use, and instants are in order."""
@@ -84,6 +85,7 @@ def test_occupancy_is_never_negative(trace: Trace) -> None:
         assert (np.diff(found.times_ns) > 0).all()
 
 
+@pytest.mark.slow
 @given(traces(), st.data())
 def test_occupancy_counts_every_buffer(trace: Trace, data: st.DataObject) -> None:
     """At any instant the bytes in use are those of the buffers born and not yet gone."""
@@ -94,6 +96,7 @@ def test_occupancy_counts_every_buffer(trace: Trace, data: st.DataObject) -> Non
             assert at(found, moment) == counted(trace, memory, moment)
 
 
+@pytest.mark.slow
 @given(traces(), st.data())
 def test_traces_of_one_order_have_one_peak(trace: Trace, data: st.DataObject) -> None:
     """However long tasks last: where starts and ends come in the same order, the peaks are equal to the byte."""
@@ -109,6 +112,7 @@ def test_traces_of_one_order_have_one_peak(trace: Trace, data: st.DataObject) ->
         assert occupancy(other, memory.name).peak_bytes == occupancy(trace, memory.name).peak_bytes
 
 
+@pytest.mark.slow
 @given(traces())
 def test_no_execution_avoids_what_is_unavoidable(trace: Trace) -> None:
     """Whatever the timing, the peak is at least that; where all tasks are on one fifo lane, it is that."""

@@ -117,6 +117,7 @@ def test_no_cycle_of_waits_is_longer_than_the_critical_one(found: Schedule) -> N
     assert period_bounds(found).cycle_seconds == float(longest) * 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("workload", ["gpt-2b", "gpt-10b"])
 def test_bounds_hold_for_every_policy(policy: str, workload: str) -> None:
@@ -128,6 +129,7 @@ def test_bounds_hold_for_every_policy(policy: str, workload: str) -> None:
     assert found.iteration_seconds <= serial * 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_busy_and_idle_make_the_whole_iteration(policy: str) -> None:
     """The GPU's busy time and its idle time by cause add up to the iteration; shares stay between 0 and 1."""
@@ -155,6 +157,7 @@ def test_overlap_is_what_the_gpu_hides() -> None:
     assert usage(trace, steady).lanes["h2d"].overlap_share == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_first_iterations_and_drain_are_apart() -> None:
     """A barrier-free first iteration is shorter than a steady one, and after the last one the CPU has work left."""
     summary = summarize(example("autohete"), parse_policy("autohete"))

@@ -55,6 +55,7 @@ def losses_of(given: list[object]) -> list[float]:
         return [*(trainer.step(batch) for batch in given), trainer.evaluate(given)]
 
 
+@pytest.mark.slow
 def test_all_forms_of_a_batch_train_to_the_same_bits() -> None:
     """Pairs, lists, dicts and other mappings; what a forward has a default for may be given or not."""
     expected = losses_of([(ids, targets) for ids, targets in batches()])

@@ -120,6 +120,7 @@ def test_what_may_not_be_read_is_not_left_out(tmp_path: Path) -> None:
 # --- tokens -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_bytes_give_the_text_back(text: str) -> None:
     """Decoding the bytes of any text gives the text; ids are the UTF-8 bytes, int64."""
@@ -175,6 +176,7 @@ def test_a_short_text_trains_what_there_is() -> None:
     assert train_tokenizer("ab", 1000).vocabulary_size == 257
 
 
+@pytest.mark.slow
 def test_training_a_tokenizer_is_deterministic(trained: Tokenizer) -> None:
     """The same text gives the same tokens in another process, with other hash seeds and without threads."""
     code = (

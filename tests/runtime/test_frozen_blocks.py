@@ -80,6 +80,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", BUDGETS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_frozen_block_trains_as_in_plain_pytorch(policy: str, frozen: str) -> None:

@@ -211,6 +211,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "memory"), [("resident:checkpointing=full", None), ("autohete", "60%")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_batches_train_as_with_the_models_own_loss(family: str, policy: str, memory: str | None) -> None:
@@ -231,6 +232,7 @@ def test_masks_that_differ_between_blocks_are_planned() -> None:
     assert_same(train_named(make(), padded_batches(), "autohete", "60%"), train_as_they_do(make(), padded_batches()))
 
 
+@pytest.mark.slow
 def test_routers_that_want_a_loss_of_their_own_are_refused() -> None:
     """With labels it would be a part of the loss; with targets it is nobody's."""
     model = built("Mixtral/ForCausalLM", **EXPERTS, output_router_logits=True)

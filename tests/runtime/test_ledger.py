@@ -241,6 +241,7 @@ def test_the_counted_peak_is_that_of_the_trace(policy: str) -> None:
     assert executor.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.data())
 def test_the_counted_peak_of_any_plan_is_that_of_its_trace(data: st.DataObject) -> None:
@@ -357,6 +358,7 @@ def run(training: Takeover, schedule: Schedule, first: int, steps: int) -> None:
             training.actions.perform(task, iteration)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counting", list(Counting))
 @pytest.mark.parametrize("policy", ["resident", "stronghold:window=1", "patrickstar:chunk_size=1"])
 def test_evaluation_is_within_the_budget(policy: str, counting: Counting) -> None:
@@ -503,6 +505,7 @@ def test_pinned_memory_is_counted_as_pytorch_pins_it() -> None:
     assert (ledger.used_bytes, pinned.used_bytes) == (0, 0)
 
 
+@pytest.mark.slow
 def test_memory_is_the_same_after_many_steps() -> None:
     """What lives on the device after 3 and after 30 iterations is the same: nothing leaks."""
     used = []
@@ -547,6 +550,7 @@ print(resident_bytes() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only GNU's malloc is told to keep memory")
 def test_freed_memory_is_kept() -> None:
     """What a tensor freed in a thread stays with the process, for the next tensor."""

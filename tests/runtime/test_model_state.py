@@ -182,6 +182,7 @@ class PartlyRecomputed(Net):
             return checkpoint(super().forward, x, use_reentrant=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "memory"), POLICIES)
 @pytest.mark.parametrize("model", [DrawingEverywhere, NoisyGradients, PartlyRecomputed])
 def test_all_global_generators_give_what_they_would_give(model: type[Net], policy: str, memory: str | None) -> None:
@@ -284,6 +285,7 @@ class FrozenStatistics(Normed):
 CHANGING = [Normed, Codebook, Spectral, SpectralByHook, FrozenStatistics]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "memory"), POLICIES)
 @pytest.mark.parametrize("model", CHANGING)
 def test_buffers_that_change_are_those_of_plain_training(model: type[Net], policy: str, memory: str | None) -> None:
@@ -344,6 +346,7 @@ def test_what_changes_outside_of_the_blocks_changes_once_a_step(policy: str, mem
     assert torch.equal(trained.average, plain.average)
 
 
+@pytest.mark.slow
 def test_preparing_leaves_the_model_as_it_was() -> None:
     """Neither a look at a model nor measuring it leaves anything behind."""
     for make in (*CHANGING, Restless, DrawingEverywhere):

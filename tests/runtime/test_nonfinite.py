@@ -145,6 +145,7 @@ def train(training: Takeover, schedule: Schedule, steps: int) -> None:
             lanes.admit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_infinite_gradients_change_no_block_that_has_them(policy: str, precision: Precision) -> None:
@@ -185,6 +186,7 @@ def test_infinite_gradients_change_no_block_that_has_them(policy: str, precision
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("policy", [*POLICIES, "patrickstar:chunk_size=1"])
 def test_a_step_is_skipped_as_a_whole_or_not_at_all(policy: str, precision: Precision) -> None:
@@ -227,6 +229,7 @@ def test_a_step_that_is_clipped_can_be_skipped(policy: str, precision: Precision
         training.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_waiting_for_backward_is_seen_in_the_edges(drawn: st.DataObject) -> None:

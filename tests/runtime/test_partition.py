@@ -521,6 +521,7 @@ def unusual_parameter() -> Net:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "message"),

@@ -28,6 +28,8 @@ from autohete.train.as_executed import as_executed
 from autohete.train.trainer import measured_profile_on
 from autohete.workload import Precision
 
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 2
 
 
@@ -96,6 +98,7 @@ def test_segments_within_segments_need_what_their_schedule_says() -> None:
         assert (task, said, said_left) == (task, needed, left)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.data())
 def test_no_task_of_any_plan_needs_more(data: st.DataObject) -> None:

@@ -64,6 +64,7 @@ def in_pairs(policies: list[str]) -> list[tuple[str, Precision, bool]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "precision", "tied"), in_pairs(POLICIES))
 def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied: bool) -> None:
     """Losses and final parameters are bit-identical to plain PyTorch, dropout on."""
@@ -134,6 +135,7 @@ def test_what_cannot_be_selected_is_refused() -> None:
         lower(measured, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
@@ -162,6 +164,7 @@ def test_every_policy_clips_to_the_bit(policy: str, precision: Precision) -> Non
     assert check_trace(trace) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
@@ -200,6 +203,7 @@ def test_sums_away_and_states_in_parts_train_to_the_bit(
     assert check_trace(trace) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.data())
 def test_updates_on_both_sides_train_to_the_bit(data: st.DataObject) -> None:
@@ -335,6 +339,7 @@ def slow_kind(kind: Kind) -> Callable[[Action], Action]:
     return around
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_delays_never_change_the_bits(seed: int) -> None:
     """Random delays before every task change the order of what is free to vary, and no bit of the result."""
@@ -366,6 +371,7 @@ def data_edges(schedule: Schedule) -> list[tuple[TaskId, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", EVERYTHING_MOVES)
 def test_a_missing_wait_is_noticed(policy: str) -> None:
     """Removing any one wait that carries data changes the bits or fails, when one of its ends, or what is before it, is slow.

@@ -22,6 +22,8 @@ from autohete.simulate import simulate_plan, simulate_safely
 from autohete.train.as_executed import as_executed, everything_resident
 from autohete.workload import Precision, Workload
 
+pytestmark = pytest.mark.slow
+
 POLICIES = [
     "autohete",
     "autohete:priority=off",

@@ -32,6 +32,8 @@ from autohete.train.machine import versions
 from autohete.train.trainer import Mode, NonFinite
 from autohete.workload import BlockRole, Precision, Units
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 

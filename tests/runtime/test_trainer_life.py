@@ -40,6 +40,8 @@ from autohete.schedule import Kind, Task
 from autohete.train.trainer import measured_profile_on
 from autohete.train.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
 #: Each with a budget that makes it move what it can.

@@ -23,6 +23,8 @@ from autohete.runtime.optimizer import Adam
 from autohete.train.gpt import seeded_gpt
 from autohete.workload import Precision
 
+pytestmark = pytest.mark.slow
+
 SMALL = replace(MEDIUM, transformer_blocks=2, precision=Precision.BF16)
 SHARED = "twin_flow:ratio=50,sub_group_size=1000,bucket_size=1"
 POLICIES = ["resident", "zero_offload:paper,tile_overlap", "stronghold:window=1", "autohete:priority=off", SHARED]

@@ -36,6 +36,8 @@ from autohete.testing.strategies import plans, without_contradictions
 from autohete.train.gpt import GPT
 from autohete.workload import Precision, Workload
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 SMALL = replace(MEDIUM, transformer_blocks=2)
 #: Between them: everything resident; parameters offloaded, in slots, updated on either side; gradients in their place.

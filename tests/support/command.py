@@ -20,7 +20,7 @@ SMALL = ["--hidden", "256", "--blocks", "4", "--heads", "4", "--vocabulary", "10
 ENVIRONMENT = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
-def process(*arguments: str) -> CompletedProcess[str]:
+def in_a_process(*arguments: str) -> CompletedProcess[str]:
     """Run ``python -m autohete`` and capture what it says."""
     command = [sys.executable, "-W", "error", "-m", "autohete", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=120)

@@ -62,7 +62,7 @@ def pytest_testnodedown(node: object) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Stop, and hand over what has been seen or say what has not."""
     sys.settrace(None)
-    threading.settrace(None)  # type: ignore[arg-type]
+    threading.settrace(None)
     if (output := getattr(session.config, "workeroutput", None)) is not None:
         output["touched"] = sorted(_touched())
     elif left := sorted(str(Path(file).relative_to(PACKAGE)) for file in _with_functions() - _touched()):

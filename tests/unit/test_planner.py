@@ -101,6 +101,7 @@ def best_of_all(case: Case, judge: Judge) -> float | None:
     return min((found.seconds for found in judged if found.verdict is Verdict.OK), default=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "clip_norm"), CASES)
 def test_the_plan_is_within_a_percent_of_the_best_of_all(seed: int, clip_norm: float | None) -> None:
     """On a small random case the plan is at most 1 % slower than the best of all plans, which its bound is not above."""
@@ -120,12 +121,14 @@ def test_the_plan_is_within_a_percent_of_the_best_of_all(seed: int, clip_norm: f
     assert 0 < plan.bound_seconds <= best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "clip_norm", "gpus"), [*((*case, 1) for case in CASES), *((*case, 3) for case in CASES[::4])])
 def test_no_choice_goes_below_its_bounds(seed: int, clip_norm: float | None, gpus: int) -> None:
     """No simulated iteration is shorter, and no peak lower, than the relaxed program says of that choice."""
     check_bounds(draw(seed, clip_norm, gpus), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 3])
 @pytest.mark.parametrize("seed", range(100 if WIDE else 4))
 def test_no_choice_with_frozen_parameters_goes_below_its_bounds(seed: int, gpus: int) -> None:
@@ -151,6 +154,7 @@ def check_bounds(case: Case, seed: int) -> None:
     assert np.array([found.host_peak_bytes for found in judged]) == pytest.approx(program.host_bytes(choices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "middle"), [(378, 3), *((seed, 1 + seed % 2) for seed in range(100 if WIDE else 4))])
 def test_no_choice_goes_below_its_bounds_where_a_block_is_frozen(seed: int, middle: int) -> None:
     """Nor where a block between trained ones is frozen: gradients of other blocks take its places, and wait less for a copy."""
@@ -165,6 +169,7 @@ def test_no_choice_goes_below_its_bounds_where_a_block_is_frozen(seed: int, midd
     assert (simulated >= program.times.seconds(choices)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_prefetch_tuning_never_exceeds_memory(seed: int) -> None:
     """Tuning moves prefetches only where they surely fit: a plan that fits without it fits with it."""
@@ -219,6 +224,7 @@ def test_an_infeasible_budget_names_the_smallest_that_works(key: str, size: str,
         plan_with(int(caught.value.needed_bytes * 0.98) + reserved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt-2b", "gpt-8b", "gpt-22b"])
 def test_the_plan_is_never_slower_than_what_it_contains(name: str) -> None:
     """The planner beats the corners of its own space: everything recomputed, offloaded and updated on the CPU among them."""
