@@ -253,6 +253,7 @@ def test_what_does_not_fit_is_told_the_largest_batch() -> None:
     assert {gain.change.memory for gain in found.gains} == {GPU_MEMORY, HOST_MEMORY}
 
 
+@pytest.mark.slow
 def test_no_policy_fits_a_larger_batch_than_the_largest() -> None:
     """Where the fastest policy is not the one that fits most, either: one that stays on the GPU has less room."""
     found = answer("3GiB", sizes=(GrowingFigure.BATCH,))
@@ -285,6 +286,7 @@ def test_the_page_holds_in_a_narrow_terminal(columns: int) -> None:
     assert narrow.split() == usual.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*POLICIES, "zero_offload:delayed_update"])
 @pytest.mark.parametrize("gpu_memory", ["1150MiB", "1400MiB", TIGHT, LARGE])
 def test_a_search_that_ends_early_says_the_same(name: str, gpu_memory: str) -> None:

@@ -240,6 +240,7 @@ def test_a_comparison_can_be_turned_round(schedule: Schedule, data: st.DataObjec
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD, Kind.CPU_UPDATE, Kind.OFFLOAD_GRADIENTS, Kind.PREFETCH_BACKWARD])
 def test_a_slowed_kind_comes_first(kind: Kind) -> None:
     """Where one kind alone is slowed, it comes first, with its excess exactly, and no other kind's time differs."""
@@ -417,6 +418,7 @@ def shown(comparison: Comparison, width: int = 100) -> str:
     return stream.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tables_fit_a_hundred_columns(policy: str) -> None:
     """On 100 columns no line is longer, no cell is cut off, and every kind, lane and memory is there."""

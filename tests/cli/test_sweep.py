@@ -216,6 +216,7 @@ def test_processes_change_only_the_order(tmp_path: Path) -> None:
 # --- resume -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cut_file_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut at any byte, in the header or the last rows, the file becomes whole again, and only what is missing is answered."""
     whole, cut = tmp_path / "whole.csv", tmp_path / "cut.csv"

@@ -544,6 +544,7 @@ def test_few_tokens_take_the_launches_of_their_kernels(kernels: Kernels) -> None
     assert profile.loss.seconds == table.head.kernels * launch
 
 
+@pytest.mark.slow
 @given(strategies.workloads(), strategies.hardware(), st.sampled_from([0.0, 1e-5]), st.integers(1, 300), st.integers(1, 300))
 def test_more_tokens_never_take_less_time(workload: Workload, node: Hardware, launch: float, batch: int, sequence: int) -> None:
     """A larger batch or a longer sequence makes no pass and no loss quicker."""

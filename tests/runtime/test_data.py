@@ -149,6 +149,7 @@ def trained() -> Tokenizer:
     return train_tokenizer(read_text(__file__), 400)
 
 
+@pytest.mark.slow
 @given(text=st.text())
 def test_trained_tokens_give_the_text_back(trained: Tokenizer, text: str) -> None:
     """Decoding what a trained tokenizer encoded gives the text, also text unlike that which it was trained on."""

@@ -76,6 +76,7 @@ def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied:
     assert check_trace(trace) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*POLICIES, "l2l:paper,host_stash", "rotor", "capuchin"])
 def test_attention_and_mlp_by_themselves_train_to_the_bit(policy: str) -> None:
     """Where attention and MLP are units of their own, with their own decisions, training has the bits of whole blocks."""

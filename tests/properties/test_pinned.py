@@ -59,6 +59,7 @@ def unlimited(schedule: Schedule) -> Schedule:
     )
 
 
+@pytest.mark.slow
 @given(planned())
 def test_a_limit_changes_only_where_buffers_are(given: tuple[Profile, Plan]) -> None:
     """A schedule with a limit is the one without, but for where buffers are: no time and no byte depend on it."""
@@ -68,6 +69,7 @@ def test_a_limit_changes_only_where_buffers_are(given: tuple[Profile, Plan]) -> 
     assert str(unlimited(with_limit)) == str(without)
 
 
+@pytest.mark.slow
 @given(planned())
 def test_the_pinned_peak_is_a_part_of_the_hosts(given: tuple[Profile, Plan]) -> None:
     """Pinned memory never holds more than the host's, which holds as much with a limit as without."""
@@ -77,6 +79,7 @@ def test_the_pinned_peak_is_a_part_of_the_hosts(given: tuple[Profile, Plan]) -> 
     assert found.pinned.peak_bytes <= found.host.peak_bytes == simulate_plan(profile, plan).host.peak_bytes
 
 
+@pytest.mark.slow
 @given(planned(), st.integers(-2, 2))
 def test_what_fits_fits_with_more(given: tuple[Profile, Plan], more: int) -> None:
     """The peak is the least limit with which a plan fits; below it the verdict names pinned memory, unless another is short."""
@@ -106,6 +109,7 @@ def test_the_smallest_limit_is_named(policy: str) -> None:
         simulate_safely(profile_with(gpu_bytes, 1, pinned_bytes=needed - 1), parse_policy(policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["autohete", "joint"])
 def test_planners_keep_to_the_limit(policy: str) -> None:
     """A planner finds a plan within any limit with which it has one, and none is faster for a lower limit."""
