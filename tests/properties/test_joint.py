@@ -208,6 +208,7 @@ def planned(profile: Profile, judge: Judge) -> Plan | None:
         return None
 
 
+@pytest.mark.slow
 def test_it_gains_over_three_integers() -> None:
     """The largest model trains at least 20 % faster than with AutoHete on the published node: states stream to the GPU."""
     workload = replace(named_workload("gpt-22b"), precision=Precision.FP16, kernels=Kernels.EAGER)
@@ -218,6 +219,7 @@ def test_it_gains_over_three_integers() -> None:
     assert any(unit.fetches_states for unit in plan.units)
 
 
+@pytest.mark.slow
 def test_doing_nothing_is_a_plan() -> None:
     """On a GPU that has room for everything no iteration is longer than where all stays there, and nothing is recomputed."""
     profile = analytic_profile(named_workload("gpt-2b"), load_hardware("h200-pcie5", {"gpu.memory": "400GiB"}))

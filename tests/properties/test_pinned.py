@@ -123,6 +123,7 @@ def test_planners_keep_to_the_limit(policy: str) -> None:
         slowest = found.iteration_seconds
 
 
+@pytest.mark.slow
 @given(strategies.synthetic_profiles(), st.integers(0, 10**9))
 def test_the_program_counts_what_is_pinned(profile: Profile, pinned_bytes: int) -> None:
     """What the planner of AutoHete counts as pinned is what schedules pin: no plan that it finds is over the limit."""

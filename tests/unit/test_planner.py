@@ -272,6 +272,7 @@ KNOWN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.blocks}x{known.hidden}-{known.node}-{known.memory}")
 def test_a_plan_of_real_size_is_within_a_percent_of_the_best_known(known: Known) -> None:
     """The plan is at most 1 % slower than the best that is known, which its bound is not above."""
