@@ -196,12 +196,12 @@ def check_fields(instance: object) -> None:
 @cache
 def _checked_fields(cls: type) -> list[tuple[str, tuple[type, ...]]]:
     hints = typing.get_type_hints(cls)
-    found = []
+    fields = []
     for field in dataclasses.fields(cls):
         allowed = typing.get_args(hints[field.name]) or (hints[field.name],)
         if all(isinstance(t, type) and issubclass(t, (StrEnum, int, types.NoneType)) for t in allowed):
-            found.append((field.name, allowed))
-    return found
+            fields.append((field.name, allowed))
+    return fields
 
 
 def _check_type(field: str, value: object, allowed: tuple[type, ...]) -> None:

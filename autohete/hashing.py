@@ -21,11 +21,11 @@ def hashed_once(cls: type[H]) -> type[H]:
 
     def kept(self: H) -> int:
         try:
-            found: int = self._hash  # type: ignore[attr-defined]
+            value: int = self._hash  # type: ignore[attr-defined]
         except AttributeError:
-            found = compute(self)
-            object.__setattr__(self, "_hash", found)
-        return found
+            value = compute(self)
+            object.__setattr__(self, "_hash", value)
+        return value
 
     cls.__hash__ = kept  # type: ignore[method-assign, assignment]
     return cls

@@ -43,12 +43,12 @@ def _module(*names: str) -> Any:
 def milliseconds(action: Callable[[], object], rounds: int = ROUNDS) -> float:
     """CPU time of one call, the median of several after one that does not count."""
     action()
-    found = []
+    times = []
     for _ in range(rounds):
         begin = time.process_time()
         action()
-        found.append(1e3 * (time.process_time() - begin))
-    return median(found)
+        times.append(1e3 * (time.process_time() - begin))
+    return median(times)
 
 
 def one_answer(blocks: int) -> dict[str, float]:
@@ -61,8 +61,8 @@ def one_answer(blocks: int) -> dict[str, float]:
     counts = _module("autohete.planner.steps").Counts(blocks, blocks, blocks * 9 // 10)
     profile = example.profile(blocks)
     plan = _module("autohete.policies.autohete").AutoHete().plan_for(profile, counts)
-    found = simulate.simulate_plan(profile, plan)
-    schedule, trace = found.schedule, found.trace
+    simulation = simulate.simulate_plan(profile, plan)
+    schedule, trace = simulation.schedule, simulation.trace
     executor = _module("autohete.sim").SimExecutor(validate=False)
     steps: dict[str, Callable[[], object]] = {
         "profile": lambda: example.profile(blocks),
@@ -70,7 +70,7 @@ def one_answer(blocks: int) -> dict[str, float]:
         "check": lambda: _module("autohete.schedule").validate(schedule),
         f"simulation of {trace.iterations} iterations": lambda: executor.run(schedule, trace.iterations),
         "occupancy": lambda: memory.occupancy(trace, "gpu"),
-        "usage and idle causes": lambda: analysis.usage(trace, found.steady),
+        "usage and idle causes": lambda: analysis.usage(trace, simulation.steady),
         "bounds": lambda: bounds.period_bounds(schedule),
     }
     times = {name: milliseconds(step) for name, step in steps.items()}
@@ -95,8 +95,8 @@ def _measured(tree: Path, blocks: int, grid: bool) -> dict[str, float]:
     command = [sys.executable, str(Path(__file__).resolve()), "--blocks", str(blocks), "--measure", *["--grid"] * grid]
     environment = {**os.environ, "AUTOHETE_TREE": str(tree), "PYTHONPATH": str(tree)}
     printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tree).stdout
-    found: dict[str, float] = json.loads(printed)
-    return found
+    times: dict[str, float] = json.loads(printed)
+    return times
 
 
 def main(*others: Path, blocks: int = 96, turns: int = 9, grid: bool = False, measure: bool = False) -> None:
@@ -119,15 +119,15 @@ def main(*others: Path, blocks: int = 96, turns: int = 9, grid: bool = False, me
         print(json.dumps(answers_of_grid() if grid else one_answer(blocks)))
         return
     trees = [HERE, *(other.resolve() for other in others)]
-    found: dict[Path, list[dict[str, float]]] = {tree: [] for tree in trees}
+    measured: dict[Path, list[dict[str, float]]] = {tree: [] for tree in trees}
     for _ in range(turns):
         for tree in trees:
-            found[tree].append(_measured(tree, blocks, grid))
+            measured[tree].append(_measured(tree, blocks, grid))
     tables = _module("autohete.report.tables")
     what = "the grid" if grid else f"one answer for {blocks} blocks"
     shown = tables.table(f"{what}, CPU time", ["step", *(tree.name for tree in trees)])
-    for name in found[HERE][0]:
-        cells = [median(times[name] for times in found[tree]) for tree in trees]
+    for name in measured[HERE][0]:
+        cells = [median(times[name] for times in measured[tree]) for tree in trees]
         shown.add_row(name, *(f"{cell:.1f} ms" for cell in cells))
     tables.console().print(shown)
 

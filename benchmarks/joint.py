@@ -77,9 +77,9 @@ def main(*, units: int = 96, seeds: int = 3) -> None:
     shown = table(f"{units} unequal units", ["hidden", "autohete", "planning", "joint", "planning", "bound"])
     for seed in range(seeds):
         profile = unequal(units, seed)
-        found = [planned(profile, AutoHete().plan), planned(profile, Joint().plan)]
-        cells = [text for seconds, took, _ in found for text in (format_seconds(seconds), format_seconds(took))]
-        shown.add_row(str(profile.workload.hidden_size), *cells, format_seconds(found[1][2]))
+        plans = [planned(profile, AutoHete().plan), planned(profile, Joint().plan)]
+        cells = [text for seconds, took, _ in plans for text in (format_seconds(seconds), format_seconds(took))]
+        shown.add_row(str(profile.workload.hidden_size), *cells, format_seconds(plans[1][2]))
     console().print(shown)
 
 

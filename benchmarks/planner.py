@@ -114,8 +114,8 @@ def best_known(setting: Setting, judge: Judge, plan: Counts, judgements: int) ->
 
     def seconds(place: tuple[int, ...]) -> float:
         if place not in known:
-            found = judge(setting.policy.plan_for(setting.profile, Counts(*place)))
-            known[place] = found.seconds if found.verdict is Verdict.OK else float("inf")
+            result = judge(setting.policy.plan_for(setting.profile, Counts(*place)))
+            known[place] = result.seconds if result.verdict is Verdict.OK else float("inf")
         return known[place]
 
     def descend(here: tuple[int, ...], step: int = 16) -> None:

@@ -119,9 +119,9 @@ def against_a_plain_loop(hidden: int, blocks: int, threads: int) -> None:
     shown = table(title, ["", "median step", "slower: median", "CPU time", "more: median", "goal"])
     for name in ways:
         row = []
-        for found in (times, work):
-            more = median(a / b - 1 for a, b in zip(found[name], found["plain PyTorch loop"], strict=True))
-            row += [f"{1e3 * median(found[name]):.1f} ms", f"{100 * more:+.1f} %"]
+        for measured in (times, work):
+            more = median(a / b - 1 for a, b in zip(measured[name], measured["plain PyTorch loop"], strict=True))
+            row += [f"{1e3 * median(measured[name]):.1f} ms", f"{100 * more:+.1f} %"]
         shown.add_row(name, *row, goals.get(name, ""))
     console().print(shown)
     torch.set_num_threads(1)

@@ -51,8 +51,8 @@ def profile(blocks: int, hidden: int = 4096) -> Profile:
 
 def example(blocks: int) -> Schedule:
     """AutoHete's schedule with every mechanism in use: all blocks recomputed and offloaded, nine tenths updated on the CPU."""
-    found = profile(blocks)
-    return lower(found, AutoHete().plan_for(found, Counts(blocks, blocks, blocks * 9 // 10)))
+    costs = profile(blocks)
+    return lower(costs, AutoHete().plan_for(costs, Counts(blocks, blocks, blocks * 9 // 10)))
 
 
 def against_list_scheduler() -> None:
@@ -106,13 +106,13 @@ def planner() -> None:
     """Measure the integer program alone, and the whole plan with its judgements, by number of blocks."""
     shown = table("AutoHete's planner", ["blocks", "integer program", "whole plan", "judgements", "goal"])
     for blocks, hidden in ((20, 4096), (48, 4096), (96, 4096), (192, 2048)):
-        found, policy = profile(blocks, hidden), AutoHete()
-        program = policy.program(found)
+        costs, policy = profile(blocks, hidden), AutoHete()
+        program = policy.program(costs)
         solving = [seconds(program.solve) for _ in range(3)]
         planning: list[float] = []
         judgements: set[Plan] = set()
         for _ in range(3):
-            planning.append(seconds(policy.plan, found, _counted(judge_for(found), judgements)))
+            planning.append(seconds(policy.plan, costs, _counted(judge_for(costs), judgements)))
         goal = "< 1 s" if blocks == 96 else ""
         shown.add_row(str(blocks), f"{median(solving):.2f} s", f"{median(planning):.2f} s", str(len(judgements)), goal)
     console().print(shown)
@@ -126,13 +126,13 @@ def analyses() -> None:
     from autohete.analysis.usage import usage
     from autohete.analysis.worst_case import worst_case
 
-    found = profile(96)
-    plan = AutoHete().plan_for(found, Counts(96, 96, 86))
-    simulation = simulate_plan(found, plan)
+    costs = profile(96)
+    plan = AutoHete().plan_for(costs, Counts(96, 96, 86))
+    simulation = simulate_plan(costs, plan)
     trace: Trace = simulation.trace
     steps: dict[str, Callable[[], object]] = {
         "profile": lambda: profile(96),
-        "lower": lambda: lower(found, plan),
+        "lower": lambda: lower(costs, plan),
         "validate": lambda: validate(simulation.schedule),
         f"simulate {trace.iterations} iterations": lambda: SimExecutor(validate=False).run(
             simulation.schedule, trace.iterations

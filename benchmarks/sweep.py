@@ -80,10 +80,10 @@ def sweep(count: int, jobs: int) -> tuple[float, float]:
         environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"}
         said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = re.search(r"answered now: ([\d,]+) in [\d.]+ s, ([\d.e+]+) settings per second", said)
-    assert found is not None, said
+    match = re.search(r"answered now: ([\d,]+) in [\d.]+ s, ([\d.e+]+) settings per second", said)
+    assert match is not None, said
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return float(found[2]), cpu / int(found[1].replace(",", ""))
+    return float(match[2]), cpu / int(match[1].replace(",", ""))
 
 
 def calculon(folder: Path, python: str, count: int) -> tuple[float, float]:
@@ -117,10 +117,10 @@ def main(*, settings: int = 10_000, turns: int = 3, calculon_at: Path | None = N
             runs["Calculon"].append(calculon(calculon_at, python, settings))
     columns = ["", "settings/s", "against 1 process", "CPU time of a setting", "goal"]
     shown = table(f"{settings:,} settings of 40 blocks", columns)
-    rates = {name: median(rate for rate, _ in found) for name, found in runs.items()}
-    for name, found in runs.items():
+    rates = {name: median(rate for rate, _ in ran) for name, ran in runs.items()}
+    for name, ran in runs.items():
         goal = {"1 process": "faster than Calculon", "2 processes": ">= 1.8"}.get(name, "")
-        cpu = median(seconds for _, seconds in found)
+        cpu = median(seconds for _, seconds in ran)
         shown.add_row(name, f"{rates[name]:.3g}", f"{rates[name] / rates['1 process']:.2f}", f"{1e3 * cpu:.3g} ms", goal)
     console().print(shown)
 

@@ -72,14 +72,14 @@ class Model(nn.Module):
 def milliseconds(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], object]) -> tuple[float, float]:
     """Per block: forward, and backward with recomputation."""
     x = torch.randn(1, 2, WIDTH).bfloat16().requires_grad_()
-    found = []
+    halves = []
     for _ in range(STEPS):
         begin = time.perf_counter()
         loss = forward(x)
         middle = time.perf_counter()
         backward(loss)
-        found.append((middle - begin, time.perf_counter() - middle))
-    forwards, backwards = zip(*found[WARM_UP:], strict=True)
+        halves.append((middle - begin, time.perf_counter() - middle))
+    forwards, backwards = zip(*halves[WARM_UP:], strict=True)
     return median(forwards) / BLOCKS * 1e3, median(backwards) / BLOCKS * 1e3
 
 

@@ -343,8 +343,8 @@ def with_times(planned: Simulation, profile: Profile) -> Simulation:
 
 def _result(setting: Setting, predicted: Simulation, executor: TorchExecutor, runs: list[Trace], attempts: int = 1) -> Result:
     assert executor.device is not None
-    found = compare(predicted.trace, runs[-1])
-    return Result(setting, predicted, tuple(runs), executor.device.peak_bytes, _late_seconds(executor), attempts, found)
+    comparison = compare(predicted.trace, runs[-1])
+    return Result(setting, predicted, tuple(runs), executor.device.peak_bytes, _late_seconds(executor), attempts, comparison)
 
 
 def _late_seconds(executor: TorchExecutor) -> float:
@@ -526,11 +526,11 @@ def main(*, out: Path = Path("paper_figs"), paced: int = 60, native: int = 16, s
     jobs = [False] * paced + [True] * native
     quiet = not sys.stderr.isatty()
     for number, is_native in enumerate(track(jobs, "comparing", console=console(stderr=True), disable=quiet, transient=True)):
-        found = None
-        while found is None:
-            found = evaluate(draw(rng, number, is_native), machine)
-            refused += found is None
-        results.append(found)
+        result = None
+        while result is None:
+            result = evaluate(draw(rng, number, is_native), machine)
+            refused += result is None
+        results.append(result)
     write_text(out / "fidelity.csv", as_csv(results))
     write_text(out / "fidelity_lanes.csv", lanes_csv(results))
     figures = {"fidelity": plot(results), "fidelity_timeline": timeline(results)}

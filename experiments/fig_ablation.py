@@ -39,7 +39,7 @@ from autohete.files import make_folder
 from autohete.report.style import style
 from autohete.report.tables import table
 from experiments.comparison import AUTOHETE, MODELS, NODE
-from experiments.shared import FOLDER, Cell, Found, Grid, grid_lines, print_table, run_all, save
+from experiments.shared import FOLDER, Cell, Grid, Summaries, grid_lines, print_table, run_all, save
 
 #: Names of the techniques, with AutoHete without each.
 WITHOUT = {
@@ -63,11 +63,11 @@ def grid(models: Sequence[str], gpus: Mapping[int, int]) -> Grid:
     }
 
 
-def losses(models: Sequence[str], count: int, batch: int, cells: Grid, found: Found) -> dict[str, list[float | None]]:
+def losses(models: Sequence[str], count: int, batch: int, cells: Grid, summaries: Summaries) -> dict[str, list[float | None]]:
     """Loss of throughput without each technique, by model, in percent. None: does not fit without it."""
 
     def rate(model: str, policy: str) -> float | None:
-        return found[cells[count, batch, model, policy]].tokens_per_second
+        return summaries[cells[count, batch, model, policy]].tokens_per_second
 
     lost: dict[str, list[float | None]] = {}
     for name, policy in WITHOUT.items():
@@ -78,13 +78,13 @@ def losses(models: Sequence[str], count: int, batch: int, cells: Grid, found: Fo
     return lost
 
 
-def draw(models: Sequence[str], gpus: Mapping[int, int], cells: Grid, found: Found) -> Figure:
+def draw(models: Sequence[str], gpus: Mapping[int, int], cells: Grid, summaries: Summaries) -> Figure:
     """Draw a table per number of GPUs: the loss without each technique, darker where it is larger."""
     with style():
         figure = Figure(figsize=(7.0, 0.6 + (0.55 + 0.22 * len(WITHOUT)) * len(gpus)), layout="constrained")
         rows = figure.subplots(len(gpus), 1, squeeze=False)[:, 0]
         for axes, (count, batch) in zip(rows, gpus.items(), strict=True):
-            _draw_losses(axes, models, losses(models, count, batch, cells, found))
+            _draw_losses(axes, models, losses(models, count, batch, cells, summaries))
             axes.set_title(f"{count} GPU{'s' * (count > 1)}, batch of {batch} per GPU: loss of throughput without it (%)")
         rows[-1].set_xlabel("parameters of the model; simulated")
     return figure
@@ -105,12 +105,12 @@ def _draw_losses(axes: Axes, models: Sequence[str], lost: Mapping[str, Sequence[
         spine.set_visible(False)
 
 
-def print_losses(models: Sequence[str], gpus: Mapping[int, int], cells: Grid, found: Found) -> None:
+def print_losses(models: Sequence[str], gpus: Mapping[int, int], cells: Grid, summaries: Summaries) -> None:
     """Print average and largest loss without each technique, over the models that train without it."""
     columns = ["without", "GPUs", "average", "largest", "models that need it"]
     shown = table("loss of throughput of AutoHete, simulated", columns, left=1)
     for count, batch in gpus.items():
-        for name, row in losses(models, count, batch, cells, found).items():
+        for name, row in losses(models, count, batch, cells, summaries).items():
             known = [x for x in row if x is not None]
             numbers = (f"{mean(known):.1f} %", f"{max(known):.1f} %") if known else ("-", "-")
             shown.add_row(name, str(count), *numbers, f"{len(row) - len(known)} of {len(row)}")
@@ -143,9 +143,9 @@ def main(
     make_folder(out)
     gpus = {1: one, 4: four}
     cells = grid(models, gpus)
-    found = run_all(Cell.run, cells.values(), jobs)
-    print_losses(models, gpus, cells, found)
-    save(out, "fig_ablation", draw(models, gpus, cells, found), grid_lines(NAMES, cells, found))
+    summaries = run_all(Cell.run, cells.values(), jobs)
+    print_losses(models, gpus, cells, summaries)
+    save(out, "fig_ablation", draw(models, gpus, cells, summaries), grid_lines(NAMES, cells, summaries))
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ from experiments.comparison import MODELS, NODE
 from experiments.shared import (
     FOLDER,
     Cell,
-    Found,
     Grid,
     Panel,
+    Summaries,
     draw_panels,
     grid_lines,
     lines_of,
@@ -61,7 +61,7 @@ def grid(models: Sequence[str], batches: Sequence[int]) -> Grid:
     }
 
 
-def draw(models: Sequence[str], batches: Sequence[int], cells: Grid, found: Found) -> Figure:
+def draw(models: Sequence[str], batches: Sequence[int], cells: Grid, summaries: Summaries) -> Figure:
     """Draw tokens/s by batch, one panel per model."""
     panels = [
         Panel(
@@ -69,7 +69,7 @@ def draw(models: Sequence[str], batches: Sequence[int], cells: Grid, found: Foun
             "batch (sequences of 1024 tokens)",
             "throughput (tokens/s, simulated)",
             ticks(batches),
-            lines_of(cells, found, model, lambda s: s.tokens_per_second),
+            lines_of(cells, summaries, model, lambda s: s.tokens_per_second),
         )
         for model in models
     ]
@@ -98,9 +98,9 @@ def main(
     """
     make_folder(out)
     cells = grid(models, batches)
-    found = run_all(Cell.run, cells.values(), jobs)
-    print_rates(f"1 GPU of {NODE}", cells, found)
-    save(out, "fig_batch_size", draw(models, batches, cells, found), grid_lines(NAMES, cells, found))
+    summaries = run_all(Cell.run, cells.values(), jobs)
+    print_rates(f"1 GPU of {NODE}", cells, summaries)
+    save(out, "fig_batch_size", draw(models, batches, cells, summaries), grid_lines(NAMES, cells, summaries))
 
 
 if __name__ == "__main__":

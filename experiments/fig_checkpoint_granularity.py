@@ -39,7 +39,7 @@ from autohete.quantities import format_bytes, format_seconds
 from autohete.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION, style
 from autohete.report.tables import or_dash, table
 from experiments.comparison import MODELS, NODE
-from experiments.shared import FOLDER, Cell, Found, Grid, grid_lines, print_table, run_all, save
+from experiments.shared import FOLDER, Cell, Grid, Summaries, grid_lines, print_table, run_all, save
 
 NAMES = ("model", "gpu_memory_gib")
 #: Enough for every plan.
@@ -81,12 +81,12 @@ def _cell(model: str, policy: str, gib: int) -> Cell:
     return Cell(MODELS[model], policy, NODE, (("gpu.memory", f"{gib}GiB"),))
 
 
-def draw(models: Sequence[str], cells: Grid, found: Found) -> Figure:
+def draw(models: Sequence[str], cells: Grid, summaries: Summaries) -> Figure:
     """Draw iteration time by peak memory, one panel per model."""
     with style():
         figure = Figure(figsize=(7.0, 2.8), layout="constrained")
         for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
-            points = {key: found[cell] for key, cell in cells.items() if key[0] == model}
+            points = {key: summaries[cell] for key, cell in cells.items() if key[0] == model}
             rotor = sorted(
                 (s.gpu_peak_bytes / _GIB, s.iteration_seconds)
                 for key, s in points.items()
@@ -111,11 +111,11 @@ def draw(models: Sequence[str], cells: Grid, found: Found) -> Figure:
     return figure
 
 
-def print_plans(cells: Grid, found: Found) -> None:
+def print_plans(cells: Grid, summaries: Summaries) -> None:
     """Print time and memory of each plan."""
     shown = table("all on the GPU, simulated", ["model", "budget", "policy", "iteration", "GPU peak"], left=3)
     for (model, gib, policy), cell in cells.items():
-        s = found[cell]
+        s = summaries[cell]
         times = or_dash(s.iteration_seconds, format_seconds), or_dash(s.gpu_peak_bytes, format_bytes)
         shown.add_row(str(model), f"{gib} GiB", str(policy), *times)
     print_table(shown)
@@ -146,9 +146,9 @@ def main(
     """
     make_folder(out)
     cells = {key: cell for model in models for key, cell in grid(model, segments, budgets).items()}
-    found = run_all(Cell.run, cells.values(), jobs)
-    print_plans(cells, found)
-    save(out, "fig_checkpoint_granularity", draw(models, cells, found), grid_lines(NAMES, cells, found))
+    summaries = run_all(Cell.run, cells.values(), jobs)
+    print_plans(cells, summaries)
+    save(out, "fig_checkpoint_granularity", draw(models, cells, summaries), grid_lines(NAMES, cells, summaries))
 
 
 if __name__ == "__main__":

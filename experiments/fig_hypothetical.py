@@ -39,7 +39,7 @@ from autohete.report.style import luminance, style
 from autohete.report.tables import table
 from autohete.simulate.summary import Summary
 from experiments.comparison import MODELS, NODE
-from experiments.shared import FOLDER, Cell, Found, Grid, Moved, grid_lines, look, print_table, run_all, save
+from experiments.shared import FOLDER, Cell, Grid, Moved, Summaries, grid_lines, look, print_table, run_all, save
 
 POLICIES = (
     "zero_offload",
@@ -60,15 +60,15 @@ def moved(link: int, cpu: int) -> Moved:
     """The hardware figures for a link of ``link`` GB/s and an Adam kernel of ``cpu`` GB/s on the host."""
     node = load_hardware(NODE)
     links = {"h2d": node.h2d, "d2h": node.d2h}
-    faster, found = link * 1e9 / node.h2d.bandwidth, {"host.memory_bandwidth": _DRAM}
+    faster, figures = link * 1e9 / node.h2d.bandwidth, {"host.memory_bandwidth": _DRAM}
     for name, one in links.items():
-        found[f"links.{name}.bandwidth"] = _rate(one.bandwidth * faster)
-        found[f"links.{name}.duplex_bandwidth"] = _rate(one.duplex_bandwidth * faster)
-        found[f"links.{name}.pageable_bandwidth"] = _rate((one.pageable_bandwidth or one.bandwidth) * faster)
+        figures[f"links.{name}.bandwidth"] = _rate(one.bandwidth * faster)
+        figures[f"links.{name}.duplex_bandwidth"] = _rate(one.duplex_bandwidth * faster)
+        figures[f"links.{name}.pageable_bandwidth"] = _rate((one.pageable_bandwidth or one.bandwidth) * faster)
     quicker = cpu * 1e9 / node.cpu.update_bandwidth
-    found["cpu.update_bandwidth"] = _rate(cpu * 1e9)
-    found["cpu.elementwise_bandwidth"] = _rate((node.cpu.elementwise_bandwidth or node.cpu.update_bandwidth) * quicker)
-    return tuple(found.items())
+    figures["cpu.update_bandwidth"] = _rate(cpu * 1e9)
+    figures["cpu.elementwise_bandwidth"] = _rate((node.cpu.elementwise_bandwidth or node.cpu.update_bandwidth) * quicker)
+    return tuple(figures.items())
 
 
 def _rate(bytes_per_second: float) -> str:
@@ -94,13 +94,13 @@ class Best:
     limit: str
 
 
-def best_of(cells: Grid, found: Found) -> dict[tuple[object, ...], Best]:
+def best_of(cells: Grid, summaries: Summaries) -> dict[tuple[object, ...], Best]:
     """The fastest system at each point."""
     winners = {}
     for point in dict.fromkeys(key[:-1] for key in cells):
-        all_ = [(found[cells[*point, p]].tokens_per_second or 0.0, p) for p in POLICIES]
+        all_ = [(summaries[cells[*point, p]].tokens_per_second or 0.0, p) for p in POLICIES]
         (first, policy), (second, _) = sorted(all_, reverse=True)[:2]
-        winners[point] = Best(policy, first / second - 1 if second else 0.0, limit_of(found[cells[*point, policy]]))
+        winners[point] = Best(policy, first / second - 1 if second else 0.0, limit_of(summaries[cells[*point, policy]]))
     return winners
 
 
@@ -174,10 +174,10 @@ def main(
     """
     make_folder(out)
     cells = grid(model, links, cpus)
-    found = run_all(Cell.run, cells.values(), jobs)
-    winners = best_of(cells, found)
+    summaries = run_all(Cell.run, cells.values(), jobs)
+    winners = best_of(cells, summaries)
     print_best(winners)
-    save(out, "fig_hypothetical", draw(model, links, cpus, winners), grid_lines(NAMES, cells, found))
+    save(out, "fig_hypothetical", draw(model, links, cpus, winners), grid_lines(NAMES, cells, summaries))
 
 
 if __name__ == "__main__":

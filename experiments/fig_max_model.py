@@ -56,8 +56,8 @@ class Limit:
     def run(self) -> Largest:
         """Search; takes up to half a minute."""
         hardware = load_hardware(NODE, {f"{self.memory}.memory": f"{self.gib}GiB"})
-        found = largest(MODELS[MODEL], hardware, parse_policy(self.policy), Grows.BLOCKS)
-        return Largest(found.value, found.workload.parameters if found.value else 0, found.limit)
+        grown = largest(MODELS[MODEL], hardware, parse_policy(self.policy), Grows.BLOCKS)
+        return Largest(grown.value, grown.workload.parameters if grown.value else 0, grown.limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +72,30 @@ class Largest:
 Limits = Mapping[Limit, Largest]
 
 
-def lines(found: Limits) -> list[list[object]]:
+def lines(limits: Limits) -> list[list[object]]:
     """One row per search."""
     rows: list[list[object]] = [["memory", "gib", "policy", "blocks", "parameters", "limit", "clock"]]
-    return rows + [[s.memory, s.gib, s.policy, f.blocks, f.parameters, f.limit, Clock.SIMULATED] for s, f in found.items()]
+    return rows + [[s.memory, s.gib, s.policy, f.blocks, f.parameters, f.limit, Clock.SIMULATED] for s, f in limits.items()]
 
 
-def print_limits(found: Limits) -> None:
+def print_limits(limits: Limits) -> None:
     """Print billions of parameters: a row per memory, a column per policy."""
     shown = table("largest model, billions of parameters", ["", *(look(policy).label for policy in POLICIES)], left=1)
-    for memory, gib in dict.fromkeys((search.memory, search.gib) for search in found):
-        sizes = (found[Limit(policy, memory, gib)].parameters / 1e9 for policy in POLICIES)
+    for memory, gib in dict.fromkeys((search.memory, search.gib) for search in limits):
+        sizes = (limits[Limit(policy, memory, gib)].parameters / 1e9 for policy in POLICIES)
         shown.add_row(f"{memory}, {gib} GiB", *(f"{size:.1f}" if size else "-" for size in sizes))
     print_table(shown)
 
 
-def draw(found: Limits, gpu: Sequence[int], host: Sequence[int]) -> Figure:
+def draw(limits: Limits, gpu: Sequence[int], host: Sequence[int]) -> Figure:
     """Draw the largest model by the GPU's memory and by the host's."""
     panels = []
     for memory, sizes, title in (("gpu", gpu, "host of the published node, 440 GB"), ("host", host, "its GPU, 40 GB")):
         lines = {
             policy: [
-                (float(s.gib), f.parameters / 1e9 or None) for s, f in found.items() if (s.memory, s.policy) == (memory, policy)
+                (float(s.gib), f.parameters / 1e9 or None)
+                for s, f in limits.items()
+                if (s.memory, s.policy) == (memory, policy)
             ]
             for policy in POLICIES
         }
@@ -124,9 +126,9 @@ def main(
     """
     make_folder(out)
     searches = [Limit(p, memory, gib) for memory, sizes in (("gpu", gpu), ("host", host)) for gib in sizes for p in POLICIES]
-    found = run_all(Limit.run, searches, jobs)
-    print_limits(found)
-    save(out, "fig_max_model", draw(found, gpu, host), lines(found))
+    limits = run_all(Limit.run, searches, jobs)
+    print_limits(limits)
+    save(out, "fig_max_model", draw(limits, gpu, host), lines(limits))
 
 
 if __name__ == "__main__":

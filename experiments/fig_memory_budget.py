@@ -34,9 +34,9 @@ from experiments.comparison import MODELS, NODE
 from experiments.shared import (
     FOLDER,
     Cell,
-    Found,
     Grid,
     Panel,
+    Summaries,
     draw_panels,
     grid_lines,
     lines_of,
@@ -60,7 +60,7 @@ def grid(models: Sequence[str], budgets: Sequence[int]) -> Grid:
     }
 
 
-def draw(models: Sequence[str], budgets: Sequence[int], cells: Grid, found: Found) -> Figure:
+def draw(models: Sequence[str], budgets: Sequence[int], cells: Grid, summaries: Summaries) -> Figure:
     """Draw TFLOP/s by budget, one panel per model."""
     panels = [
         Panel(
@@ -68,7 +68,7 @@ def draw(models: Sequence[str], budgets: Sequence[int], cells: Grid, found: Foun
             "GPU memory (GiB)",
             "throughput (model TFLOP/s, simulated)",
             ticks(budgets),
-            lines_of(cells, found, model, lambda s: s.tflops_per_gpu),
+            lines_of(cells, summaries, model, lambda s: s.tflops_per_gpu),
         )
         for model in models
     ]
@@ -97,9 +97,9 @@ def main(
     """
     make_folder(out)
     cells = grid(models, budgets)
-    found = run_all(Cell.run, cells.values(), jobs)
-    print_rates(f"1 GPU of {NODE} with GiB of memory", cells, found)
-    save(out, "fig_memory_budget", draw(models, budgets, cells, found), grid_lines(NAMES, cells, found))
+    summaries = run_all(Cell.run, cells.values(), jobs)
+    print_rates(f"1 GPU of {NODE} with GiB of memory", cells, summaries)
+    save(out, "fig_memory_budget", draw(models, budgets, cells, summaries), grid_lines(NAMES, cells, summaries))
 
 
 if __name__ == "__main__":

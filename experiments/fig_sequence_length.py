@@ -35,7 +35,19 @@ from autohete.errors import InputError
 from autohete.files import make_folder
 from autohete.workload import Kernels
 from experiments.comparison import MODELS, NODE
-from experiments.shared import FOLDER, Cell, Found, Grid, Panel, draw_panels, grid_lines, lines_of, print_rates, run_all, save
+from experiments.shared import (
+    FOLDER,
+    Cell,
+    Grid,
+    Panel,
+    Summaries,
+    draw_panels,
+    grid_lines,
+    lines_of,
+    print_rates,
+    run_all,
+    save,
+)
 
 POLICIES = ("zero_offload", "patrickstar", "stronghold", "autohete", "joint")
 NAMES = ("model", "sequence_length")
@@ -54,12 +66,12 @@ def grid(model: str, lengths: Sequence[int]) -> Grid:
     }
 
 
-def draw(model: str, lengths: Sequence[int], cells: Grid, found: Found) -> Figure:
+def draw(model: str, lengths: Sequence[int], cells: Grid, summaries: Summaries) -> Figure:
     """Draw tokens/s and TFLOP/s by length."""
     label, names = "length of sequences (tokens)", {n: str(n) if n < 1024 else f"{n // 1024}k" for n in lengths}
     title = f"{MODELS[model].parameters / 1e9:.1f}B parameters, {TOKENS:,} tokens per iteration"
-    rates = lines_of(cells, found, model, lambda s: s.tokens_per_second)
-    work = lines_of(cells, found, model, lambda s: s.tflops_per_gpu)
+    rates = lines_of(cells, summaries, model, lambda s: s.tokens_per_second)
+    work = lines_of(cells, summaries, model, lambda s: s.tflops_per_gpu)
     return draw_panels(
         [
             Panel(title, label, "throughput (tokens/s, simulated)", names, rates),
@@ -90,9 +102,9 @@ def main(
     """
     make_folder(out)
     cells = grid(model, lengths)
-    found = run_all(Cell.run, cells.values(), jobs)
-    print_rates(f"1 GPU of {NODE}, fused kernels", cells, found)
-    save(out, "fig_sequence_length", draw(model, lengths, cells, found), grid_lines(NAMES, cells, found))
+    summaries = run_all(Cell.run, cells.values(), jobs)
+    print_rates(f"1 GPU of {NODE}, fused kernels", cells, summaries)
+    save(out, "fig_sequence_length", draw(model, lengths, cells, summaries), grid_lines(NAMES, cells, summaries))
 
 
 if __name__ == "__main__":

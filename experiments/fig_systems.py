@@ -37,7 +37,7 @@ from autohete.policies import POLICIES
 from autohete.report.style import style
 from autohete.report.tables import table
 from autohete.workload.config import read_model
-from experiments.shared import FOLDER, Cell, Found, Grid, grid_lines, print_table, run_all, save
+from experiments.shared import FOLDER, Cell, Grid, Summaries, grid_lines, print_table, run_all, save
 
 NAMES = ("hardware", "model")
 
@@ -56,19 +56,19 @@ def _short(verdict: Verdict) -> str:
     return verdict.removesuffix("-out-of-memory")
 
 
-def draw(machines: Sequence[str], models: Sequence[str], policies: Sequence[str], cells: Grid, found: Found) -> Figure:
+def draw(machines: Sequence[str], models: Sequence[str], policies: Sequence[str], cells: Grid, summaries: Summaries) -> Figure:
     """Draw a table: tokens/s, with the share of the column's best as colour, or the memory that is too small."""
     columns = [(machine, model) for machine in machines for model in models]
-    best = {column: max(found[cells[*column, p]].tokens_per_second or 0.0 for p in policies) for column in columns}
+    best = {column: max(summaries[cells[*column, p]].tokens_per_second or 0.0 for p in policies) for column in columns}
     with style():
         figure = Figure(figsize=(7.0, 1.0 + 0.2 * len(policies)), layout="constrained")
         axes = figure.subplots()
-        shares = [[(found[cells[*c, p]].tokens_per_second or np.nan) / (best[c] or 1.0) for c in columns] for p in policies]
+        shares = [[(summaries[cells[*c, p]].tokens_per_second or np.nan) / (best[c] or 1.0) for c in columns] for p in policies]
         colours = colormaps["cividis"].with_extremes(bad="0.95")
         image = axes.imshow(shares, cmap=colours, vmin=0, vmax=1, aspect="auto")
         for x, column in enumerate(columns):
             for y, policy in enumerate(policies):
-                s = found[cells[*column, policy]]
+                s = summaries[cells[*column, policy]]
                 if s.tokens_per_second is None:
                     axes.text(x, y, _short(s.verdict), ha="center", va="center", fontsize=6, color="0.4")
                 else:
@@ -91,13 +91,13 @@ def draw(machines: Sequence[str], models: Sequence[str], policies: Sequence[str]
     return figure
 
 
-def print_systems(policies: Sequence[str], cells: Grid, found: Found) -> None:
+def print_systems(policies: Sequence[str], cells: Grid, summaries: Summaries) -> None:
     """Print tokens/s: one table per machine, a row per system."""
     for machine in dict.fromkeys(key[0] for key in cells):
         models = list(dict.fromkeys(key[1] for key in cells))
         shown = table(f"{machine}, tokens/s, simulated", ["", *map(str, models)], left=1)
         for policy in policies:
-            rates = (found[cells[machine, model, policy]] for model in models)
+            rates = (summaries[cells[machine, model, policy]] for model in models)
             shown.add_row(policy, *(f"{s.tokens_per_second:,.0f}" if s.tokens_per_second else _short(s.verdict) for s in rates))
         print_table(shown)
 
@@ -127,9 +127,9 @@ def main(
     """
     make_folder(out)
     cells = grid(machines, models, systems)
-    found = run_all(Cell.run, cells.values(), jobs)
-    print_systems(systems, cells, found)
-    save(out, "fig_systems", draw(machines, models, systems, cells, found), grid_lines(NAMES, cells, found))
+    summaries = run_all(Cell.run, cells.values(), jobs)
+    print_systems(systems, cells, summaries)
+    save(out, "fig_systems", draw(machines, models, systems, cells, summaries), grid_lines(NAMES, cells, summaries))
 
 
 if __name__ == "__main__":

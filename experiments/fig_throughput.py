@@ -150,11 +150,11 @@ def throughput_csv(rows: Rows) -> str:
     return _csv(lines)
 
 
-def ratios_csv(found: Sequence[Ratio]) -> str:
+def ratios_csv(rows: Sequence[Ratio]) -> str:
     """One row per policy: averages, then maxima. ``figures_low`` and ``_high`` leave the model's own error out."""
     names = ["", "low", "high", "paper", "inside", "figures_low", "figures_high"]
     lines = [["over", "version", *(_column(what, name) for what in ("average", "maximum") for name in names)]]
-    for r in found:
+    for r in rows:
         system, _, version = r.over.partition(":deepspeed=")
         cells = [system, version]
         for what in ("average", "maximum"):
@@ -198,12 +198,12 @@ def bounds(rows: Rows) -> list[Bound]:
     node = load_hardware(NODE)
     limit = list(MODELS)[: list(MODELS).index(ZERO_OFFLOAD_LIMIT) + 1]
     ratio, dram = PUBLISHED[ZERO_OFFLOAD[0]].maximum, node.host.memory_bandwidth
-    found = []
+    needs = []
     gpu_seconds = [_gpu_seconds(model) for model in limit]
     for policy, copies in ((ZERO_OFFLOAD[0], "overlapped"), (ZERO_OFFLOAD[1], "blocking"), (ZERO_OFFLOAD[2], "blocking")):
         needed = [_needed_bandwidth(m, policy, ratio * seconds) / 1e9 for m, seconds in zip(limit, gpu_seconds, strict=True)]
         version = policy.partition("=")[2]
-        found.append(
+        needs.append(
             Bound(
                 f"{copies} fp32 copies (DeepSpeed {version}) and GPU-bound AutoHete: at most {ratio} at 2B to 12B",
                 f"{min(needed):.0f} to {max(needed):.0f} GB/s of DRAM by Adam ({', '.join(f'{x:.0f}' for x in needed)})",
@@ -212,7 +212,7 @@ def bounds(rows: Rows) -> list[Bound]:
             )
         )
     model = MODELS[ZERO_OFFLOAD_LIMIT]
-    found.append(
+    needs.append(
         Bound(
             f"DeepSpeed 0.14.1 to 0.16.9 trains {model.parameters / 1e9:.1f}B: fp32 master of the whole model on the GPU",
             format_bytes(6 * model.parameters),
@@ -221,7 +221,7 @@ def bounds(rows: Rows) -> list[Bound]:
         )
     )
     limits = [_priority_limit(rows, name) for name in MODELS]
-    found.append(
+    needs.append(
         Bound(
             "priority gain of these plans, on average, even if every wait outside the schedule's lower bound vanished",
             f"{PUBLISHED[NO_PRIORITY].average}",
@@ -229,20 +229,20 @@ def bounds(rows: Rows) -> list[Bound]:
             "-",
         )
     )
-    return found
+    return needs
 
 
 def _gpu_seconds(model: str) -> float:
     """Return the GPU's own work in an iteration of AutoHete."""
-    found = simulate(MODELS[model], load_hardware(NODE), parse_policy(AUTOHETE))
-    return sum(task.duration_ns for task in found.schedule.tasks if task.lane == GPU) * 1e-9
+    simulation = simulate(MODELS[model], load_hardware(NODE), parse_policy(AUTOHETE))
+    return sum(task.duration_ns for task in simulation.schedule.tasks if task.lane == GPU) * 1e-9
 
 
 def _needed_bandwidth(model: str, policy: str, seconds: float) -> float:
     """Return the DRAM traffic of Adam at which ``policy`` takes at most ``seconds``; infinite if no rate is enough."""
-    found = simulate(MODELS[model], load_hardware(NODE), parse_policy(policy))
-    traffic = sum(block.parameters for block in found.profile.units) * found.plan.update_bytes
-    rest = found.iteration_seconds - traffic / found.profile.hardware.cpu.update_bandwidth
+    simulation = simulate(MODELS[model], load_hardware(NODE), parse_policy(policy))
+    traffic = sum(block.parameters for block in simulation.profile.units) * simulation.plan.update_bytes
+    rest = simulation.iteration_seconds - traffic / simulation.profile.hardware.cpu.update_bandwidth
     return traffic / (seconds - rest) if seconds > rest else float("inf")
 
 
@@ -265,19 +265,19 @@ class Variant:
 def variants(rows: Rows, jobs: int | None = None) -> list[Variant]:
     """Return AutoHete's speed-ups with each CPU step, over the policies that the paper compares it with."""
     names = {flags: {AUTOHETE: f"autohete:{flags}", NO_PRIORITY: f"autohete:{flags},priority=off"} for flags in VARIANTS}
-    found = run_all(Job.run, [Job(model, name) for some in names.values() for name in some.values() for model in MODELS], jobs)
+    rates = run_all(Job.run, [Job(model, name) for some in names.values() for name in some.values() for model in MODELS], jobs)
     nominal = {cell: summary.samples_per_second for cell, summary in rows.items()}
     made = []
     for flags, named in names.items():
-        own = {(m, policy): found[Job(m, name)].samples_per_second for m in MODELS for policy, name in named.items()}
+        own = {(m, policy): rates[Job(m, name)].samples_per_second for m in MODELS for policy, name in named.items()}
         made.append(Variant(flags, [speedup(over, nominal | own) for over in PUBLISHED]))
     return made
 
 
-def variants_csv(found: Sequence[Variant]) -> str:
+def variants_csv(rows: Sequence[Variant]) -> str:
     """One row per variant and policy."""
     lines = [["autohete", "over", "average", "maximum"]]
-    lines += [[v.flags, s.over, f"{s.average:.5g}", f"{s.maximum:.5g}"] for v in found for s in v.speedups]
+    lines += [[v.flags, s.over, f"{s.average:.5g}", f"{s.maximum:.5g}"] for v in rows for s in v.speedups]
     return _csv(lines)
 
 
@@ -306,12 +306,12 @@ def print_throughput(rows: Rows) -> None:
     console().print(shown)
 
 
-def print_ratios(found: Sequence[Ratio]) -> None:
+def print_ratios(rows: Sequence[Ratio]) -> None:
     """Print simulated against published speed-ups: one row per average, then one per maximum."""
     columns = ["AutoHete over", "simulated", "figures only", "5 to 95 %", "paper", "difference", "inside"]
     for what in ("average", "maximum"):
         shown = table(f"{what} speed-ups over the models that both train", columns)
-        for r in found:
+        for r in rows:
             nominal, interval = getattr(r.nominal, what), getattr(r, what)
             paper = getattr(PUBLISHED[r.over], what)
             shown.add_row(
@@ -326,31 +326,31 @@ def print_ratios(found: Sequence[Ratio]) -> None:
         console().print(shown)
 
 
-def print_variants(found: Sequence[Variant]) -> None:
+def print_variants(rows: Sequence[Variant]) -> None:
     """Print the average speed-ups of AutoHete with another CPU step."""
-    shown = table("average speed-ups of AutoHete with another CPU step", ["over", *(v.flags for v in found)])
+    shown = table("average speed-ups of AutoHete with another CPU step", ["over", *(v.flags for v in rows)])
     for i, over in enumerate(PUBLISHED):
-        shown.add_row(over, *(f"{v.speedups[i].average:.2f}" for v in found))
+        shown.add_row(over, *(f"{v.speedups[i].average:.2f}" for v in rows))
     console().print(shown)
 
 
-def print_bounds(found: Sequence[Bound]) -> None:
+def print_bounds(rows: Sequence[Bound]) -> None:
     """Print the bounds."""
     out = console()
     say(out, "what the published numbers would require")
-    for bound in found:
+    for bound in rows:
         say(out, f"  {bound.claim}")
         say(out, f"    needed: {bound.needed}")
         say(out, f"    possible: {bound.possible}; measured elsewhere: {bound.elsewhere}")
 
 
-def draw(rows: Rows, found: Sequence[Ratio], known: Sequence[Interval]) -> Figure:
+def draw(rows: Rows, speedups: Sequence[Ratio], known: Sequence[Interval]) -> Figure:
     """Draw throughput by model on the left, speed-ups beside the paper's on the right."""
     with style():
         figure = Figure(figsize=(10.2, 4.0), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(2.9, 1.3))
         _draw_throughput(left, rows, known)
-        _draw_ratios(right, found)
+        _draw_ratios(right, speedups)
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=4)
     return figure
@@ -382,8 +382,8 @@ def _draw_throughput(axes: Axes, rows: Rows, known: Sequence[Interval]) -> None:
     axes.set_title("simulated throughput with 5 to 95 % interval, 1 x A100-40GB, batch 8 x 1024 tokens", fontsize="medium")
 
 
-def _draw_ratios(axes: Axes, found: Sequence[Ratio]) -> None:
-    for y, r in enumerate(reversed(found)):
+def _draw_ratios(axes: Axes, speedups: Sequence[Ratio]) -> None:
+    for y, r in enumerate(reversed(speedups)):
         look, paper = LOOKS[r.over], PUBLISHED[r.over]
         colour = look.colour if look.colour != YELLOW else "#B8A800"  # yellow on white is hard to see as a line
         axes.plot([r.average.low, r.average.high], [y, y], color=colour, linewidth=1.2)
@@ -393,7 +393,7 @@ def _draw_ratios(axes: Axes, found: Sequence[Ratio]) -> None:
         axes.plot(paper.average, y, "D", color="black", markersize=5, fillstyle="none")
         axes.annotate(look.label, (0.02, y + 0.2), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     axes.set_yticks([])
-    axes.set_ylim(-0.6, len(found) - 0.2)
+    axes.set_ylim(-0.6, len(speedups) - 0.2)
     axes.set_xlim(left=0.95)
     axes.set_xlabel("AutoHete's average speed-up over")
     axes.set_title("against the paper", fontsize="medium")
@@ -418,8 +418,8 @@ def main(*, out: Path = Path("paper_figs"), jobs: int | None = None) -> None:
     """
     make_folder(out)
     known = read_intervals(INTERVALS)
-    found = run_all(Job.run, grid(), jobs)
-    rows = {(job.model, job.policy): found[job] for job in grid()}
+    rates = run_all(Job.run, grid(), jobs)
+    rows = {(job.model, job.policy): rates[job] for job in grid()}
     speedups, proofs, others = ratios(rows, known), bounds(rows), variants(rows, jobs)
     write_text(out / "fig_throughput.csv", throughput_csv(rows))
     write_text(out / "fig_throughput_ratios.csv", ratios_csv(speedups))

@@ -46,9 +46,9 @@ from experiments.intervals import draws
 from experiments.shared import (
     FOLDER,
     Cell,
-    Found,
     Grid,
     Moved,
+    Summaries,
     csv_text,
     grid_lines,
     look,
@@ -98,12 +98,12 @@ class Ratio:
     maximum: float | None
 
 
-def ratio(batch: int, over: str, cells: Grid, found: Found) -> Ratio:
+def ratio(batch: int, over: str, cells: Grid, summaries: Summaries) -> Ratio:
     """The speed-up over one system."""
     ratios = []
     for (_, of, model, policy), cell in cells.items():
         if (of, policy) == (batch, over):
-            slow, fast = found[cell].tokens_per_second, found[cells[GPUS, batch, model, AUTOHETE]].tokens_per_second
+            slow, fast = summaries[cell].tokens_per_second, summaries[cells[GPUS, batch, model, AUTOHETE]].tokens_per_second
             if slow is not None and fast is not None:
                 ratios.append(fast / slow)
     return Ratio(len(ratios), mean(ratios), max(ratios)) if ratios else Ratio(0, None, None)
@@ -127,15 +127,15 @@ class Row:
         return low, high
 
 
-def ratios(batches: Sequence[int], cells: Grid, found: Found, drawn: Mapping[Moved, Grid]) -> list[Row]:
+def ratios(batches: Sequence[int], cells: Grid, summaries: Summaries, drawn: Mapping[Moved, Grid]) -> list[Row]:
     """The speed-ups over every other system, by batch."""
     others = [policy for policy in dict.fromkeys(str(key[-1]) for key in cells) if policy != AUTOHETE]
     return [
         Row(
             batch,
             over,
-            ratio(batch, over, cells, found),
-            tuple(ratio(batch, over, some, found) for some in drawn.values()) if over in DRAWN else (),
+            ratio(batch, over, cells, summaries),
+            tuple(ratio(batch, over, some, summaries) for some in drawn.values()) if over in DRAWN else (),
         )
         for batch in batches
         for over in others
@@ -169,12 +169,14 @@ def print_ratios(rows: Sequence[Row]) -> None:
     print_table(shown)
 
 
-def draw(models: Sequence[str], batches: Sequence[int], cells: Grid, found: Found, drawn: Mapping[Moved, Grid]) -> Figure:
+def draw(
+    models: Sequence[str], batches: Sequence[int], cells: Grid, summaries: Summaries, drawn: Mapping[Moved, Grid]
+) -> Figure:
     """Draw throughput by model, one panel per batch, with whiskers for the systems that are drawn."""
     with style():
         figure = Figure(figsize=(7.0, 1.0 + 1.8 * len(batches)), layout="constrained")
         for axes, batch in zip(figure.subplots(len(batches), 1, sharex=True, squeeze=False)[:, 0], batches, strict=True):
-            _draw_batch(axes, models, batch, cells, found, drawn)
+            _draw_batch(axes, models, batch, cells, summaries, drawn)
         axes.set_xlabel("parameters of the model (x: out of memory)")
         handles = [
             Patch(facecolor=look(policy).colour, hatch=_HATCH.get(policy, ""), edgecolor="white", label=look(policy).label)
@@ -188,18 +190,20 @@ def draw(models: Sequence[str], batches: Sequence[int], cells: Grid, found: Foun
 _HATCH = {"zero_offload": "/////", "deep_optimizer_states": "\\\\\\", "patrickstar": ".....", "stronghold": "-----"}
 
 
-def _draw_batch(axes: Axes, models: Sequence[str], batch: int, cells: Grid, found: Found, drawn: Mapping[Moved, Grid]) -> None:
+def _draw_batch(
+    axes: Axes, models: Sequence[str], batch: int, cells: Grid, summaries: Summaries, drawn: Mapping[Moved, Grid]
+) -> None:
     width = 0.86 / len(POLICIES)
     for x, model in enumerate(models):
         for place, policy in enumerate(POLICIES):
             key, at = (GPUS, batch, model, policy), x + (place - (len(POLICIES) - 1) / 2) * width
-            flops, seen = found[cells[key]].tflops_per_gpu, look(policy)
+            flops, seen = summaries[cells[key]].tflops_per_gpu, look(policy)
             if flops is None:
                 axes.plot(at, 2, "x", color="0.35", markersize=2.5, markeredgewidth=0.6)
                 continue
             hatch = _HATCH.get(policy, "")
             axes.bar(at, flops, width, color=seen.colour, hatch=hatch, edgecolor="white", linewidth=0.2)
-            draws = [s for some in drawn.values() if key in some and (s := found[some[key]].tflops_per_gpu) is not None]
+            draws = [s for some in drawn.values() if key in some and (s := summaries[some[key]].tflops_per_gpu) is not None]
             if draws:
                 low, high = np.percentile(draws, [LOW, HIGH]).tolist()
                 axes.plot([at, at], [low, high], color="black", linewidth=0.7, solid_capstyle="butt")
@@ -238,16 +242,16 @@ def main(
     make_folder(out)
     cells = grid(models, batches, (*POLICIES, *OTHERS))
     drawn = {moved: grid(models, batches[:1], DRAWN, moved) for moved in draws(NODE, samples, seed, GPUS)}
-    found = run_all(Cell.run, [cell for some in (cells, *drawn.values()) for cell in some.values()], jobs)
-    rows = ratios(batches, cells, found, drawn)
+    summaries = run_all(Cell.run, [cell for some in (cells, *drawn.values()) for cell in some.values()], jobs)
+    rows = ratios(batches, cells, summaries, drawn)
     for batch in batches:
         of: Grid = {
             (m, p): cells[GPUS, batch, m, p] for m in models for p in reversed(POLICIES)
         }  # the last columns may not fit
-        print_rates(f"{GPUS} GPUs of {NODE}, batch of {batch} per GPU", of, found)
+        print_rates(f"{GPUS} GPUs of {NODE}, batch of {batch} per GPU", of, summaries)
     print_ratios(rows)
     write_text(out / "fig_throughput_multi_gpu_ratios.csv", csv_text(ratio_lines(rows)))
-    save(out, "fig_throughput_multi_gpu", draw(models, batches, cells, found, drawn), grid_lines(NAMES, cells, found))
+    save(out, "fig_throughput_multi_gpu", draw(models, batches, cells, summaries, drawn), grid_lines(NAMES, cells, summaries))
 
 
 if __name__ == "__main__":

@@ -48,18 +48,18 @@ ITERATION = 6
 
 def simulate(model: str) -> dict[str, tuple[Summary, Simulation]]:
     """The answer of each system."""
-    found = {}
+    simulations = {}
     for policy in POLICIES:
         summary, simulation = answer(analytic_profile(MODELS[model], load_hardware(NODE)), parse_policy(policy))
         assert simulation is not None, f"{policy} trains {model}"
-        found[policy] = summary, simulation
-    return found
+        simulations[policy] = summary, simulation
+    return simulations
 
 
-def lines(model: str, found: dict[str, tuple[Summary, Simulation]]) -> list[list[object]]:
+def lines(model: str, simulations: dict[str, tuple[Summary, Simulation]]) -> list[list[object]]:
     """One row per system and lane: seconds of work, the share of it that the GPU hides; and seconds of idle time by cause."""
     rows: list[list[object]] = [["model", "policy", "iteration_seconds", "what", "name", "seconds", "hidden_share", "clock"]]
-    for policy, (s, _) in found.items():
+    for policy, (s, _) in simulations.items():
         assert s.iteration_seconds is not None, f"{policy} trains {model}"
         head = [model, policy, s.iteration_seconds]
         rows += [[*head, "lane", lane, s.lanes[lane] * s.iteration_seconds, s.overlaps.get(lane), s.clock] for lane in LANES]
@@ -67,10 +67,10 @@ def lines(model: str, found: dict[str, tuple[Summary, Simulation]]) -> list[list
     return rows
 
 
-def print_idle(model: str, found: dict[str, tuple[Summary, Simulation]]) -> None:
+def print_idle(model: str, simulations: dict[str, tuple[Summary, Simulation]]) -> None:
     """Print busy shares and the main cause of idle time of each system."""
     shown = table(f"{model}, simulated", ["policy", "iteration", *(f"{lane} busy" for lane in LANES), "GPU waits for"], left=1)
-    for policy, (s, _) in found.items():
+    for policy, (s, _) in simulations.items():
         cause, seconds = max(s.idle_seconds.items(), key=lambda item: item[1], default=(Cause.NOTHING, 0.0))
         times = format_seconds(s.iteration_seconds or 0.0), *(f"{100 * s.lanes[lane]:.0f} %" for lane in LANES)
         shown.add_row(policy, *times, f"{cause} ({format_seconds(seconds)})")
@@ -90,12 +90,12 @@ def main(*, out: Path = FOLDER, jobs: int | None = None, model: str = "gpt-4b") 
         Model of the published comparison.
     """
     make_folder(out)
-    found = simulate(model)
-    runs = [(look(policy).label, SimExecutor().run(one.schedule, ITERATION + 2)) for policy, (_, one) in found.items()]
+    simulations = simulate(model)
+    runs = [(look(policy).label, SimExecutor().run(one.schedule, ITERATION + 2)) for policy, (_, one) in simulations.items()]
     batch = f"{MODELS[model].batch_size} x {MODELS[model].sequence_length}"
     title = f"one iteration of {MODELS[model].parameters / 1e9:.1f}B parameters, batch of {batch} tokens, {NODE}"
-    print_idle(model, found)
-    save(out, "fig_timeline", stacked_figure(runs, ITERATION, title), lines(model, found))
+    print_idle(model, simulations)
+    save(out, "fig_timeline", stacked_figure(runs, ITERATION, title), lines(model, simulations))
 
 
 if __name__ == "__main__":

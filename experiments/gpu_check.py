@@ -241,7 +241,7 @@ def exact(policy: str, profile: Profile) -> Exactness:
             tasks = trainer.prepare(batches[0]).schedule.tasks
             torch.manual_seed(2)
             losses = [trainer.step(batch) for batch in batches]
-            found = [parameter.cpu() for parameter in trainer.parameters()]
+            parameters = [parameter.cpu() for parameter in trainer.parameters()]
         on_cpu = {task.id.unit for task in tasks if task.id.kind is Kind.CPU_UPDATE}
         same, weights = [], []
         for elsewhere in (set[int](), on_cpu):
@@ -249,8 +249,8 @@ def exact(policy: str, profile: Profile) -> Exactness:
             torch.manual_seed(2)
             expected = [step((ids.to(DEVICE), targets.to(DEVICE))) for ids, targets in batches]
             weights.append([master.cpu() for master in masters])
-            same.append(losses == expected and all(map(torch.equal, found, weights[-1])))
-        difference = max(float((a - b).abs().max()) for a, b in zip(found, weights[0], strict=True))
+            same.append(losses == expected and all(map(torch.equal, parameters, weights[-1])))
+        difference = max(float((a - b).abs().max()) for a, b in zip(parameters, weights[0], strict=True))
         return Exactness(policy, workload.precision, len(on_cpu), same[0], same[1], difference)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -530,11 +530,11 @@ def main(*, out: Path = Path("benchmarks"), part: list[Part] | None = None) -> N
     machine = {**versions(), "cuda": str(torch.version.cuda), "gpu_memory_bytes": memory}
     for name in part or list(PARTS):
         begin = time.perf_counter()
-        found = isolated(name)
+        result = isolated(name)
         seconds = time.perf_counter() - begin
-        document[name] = {**machine, "seconds": round(seconds, 1), "found": found}
+        document[name] = {**machine, "seconds": round(seconds, 1), "found": result}
         write_text(path, json.dumps(document, indent=1) + "\n")
-        say(screen, f"{name}, {seconds:.0f} s: {found if isinstance(found, str) else json.dumps(found)}")
+        say(screen, f"{name}, {seconds:.0f} s: {result if isinstance(result, str) else json.dumps(result)}")
     say(screen, f"written: {path}")
 
 

@@ -263,24 +263,24 @@ def intervals(
     system_errors = dict(
         zip(systems, np.exp(rng.standard_normal((len(systems), len(draws))) * evidence.iteration_sigma), strict=True)
     )
-    found = []
+    rows = []
     for ((what, model, policy), _), values, error in zip(quantities, drawn.T, surface.error.tolist(), strict=True):
         system_error = system_errors[_system(policy)] if model else system_errors[AUTOHETE] / system_errors[_system(policy)]
         ends = (*quantiles(values, weights), *quantiles(values * system_error, weights))
-        found.append(Interval(what, model, policy, *ends, error))
-    return found, float(weights.sum() ** 2 / np.square(weights).sum())
+        rows.append(Interval(what, model, policy, *ends, error))
+    return rows, float(weights.sum() ** 2 / np.square(weights).sum())
 
 
 def _quantities(rates: Array) -> list[tuple[tuple[str, str, str], Array]]:
     """Return the quantities as (what, model, policy) with their values at each point, if they fit at every point."""
     cells = [(model, policy) for model in MODELS for policy in POLICIES]
     fitting = {cell: column for cell, column in zip(cells, rates.T, strict=True) if np.isfinite(column).all()}
-    found = [(("samples_per_second", *cell), column) for cell, column in fitting.items()]
+    quantities = [(("samples_per_second", *cell), column) for cell, column in fitting.items()]
     for over in PUBLISHED:
         both = [model for model in MODELS if (model, over) in fitting and (model, AUTOHETE) in fitting]
         ratios = np.column_stack([fitting[model, AUTOHETE] / fitting[model, over] for model in both])
-        found += [(("average", "", over), ratios.mean(axis=1)), (("maximum", "", over), ratios.max(axis=1))]
-    return found
+        quantities += [(("average", "", over), ratios.mean(axis=1)), (("maximum", "", over), ratios.max(axis=1))]
+    return quantities
 
 
 def _system(policy: str) -> str:
@@ -298,8 +298,8 @@ def digest() -> str:
 
 
 def _hardware_of_one_gpu(node: str) -> Hardware:
-    found = load_hardware(node)
-    return replace(found, interconnect=None, cpu=replace(found.cpu, ranks_update_bandwidth=None))
+    hardware = load_hardware(node)
+    return replace(hardware, interconnect=None, cpu=replace(hardware.cpu, ranks_update_bandwidth=None))
 
 
 def _stated(value: object) -> str:
@@ -312,13 +312,13 @@ def _stated(value: object) -> str:
     return f"{type(value).__name__}({', '.join(f'{f.name}={_stated(getattr(value, f.name))}' for f in stated)})"
 
 
-def as_csv(found: Sequence[Interval]) -> str:
+def as_csv(rows: Sequence[Interval]) -> str:
     """One row per quantity."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*(field.name for field in fields(Interval)), "inputs"])
     inputs = digest()
-    for interval in found:
+    for interval in rows:
         cells = (f"{value:.5g}" if isinstance(value, float) else value for value in astuple(interval))
         writer.writerow([*cells, inputs])
     return text.getvalue()
@@ -375,8 +375,8 @@ def main(*, out: Path = Path("paper_figs"), samples: int = 48, seed: int = 1) ->
     points = hypercube(known, samples, seed)
     moved = [known.moved(point) for point in points]
     jobs = [grid(figures) for figures in moved]
-    found = run_all(Job.run, [job for some in jobs for job in some])
-    rates = np.array([[_rate(found[job].samples_per_second) for job in some] for some in jobs])
+    summaries = run_all(Job.run, [job for some in jobs for job in some])
+    rates = np.array([[_rate(summaries[job].samples_per_second) for job in some] for some in jobs])
     errors = np.array([evidence.log_errors(figures) for figures in moved])
     ranges, effective = intervals(known, points, rates, errors, evidence, seed)
     write_text(out / "fig_throughput_samples.csv", samples_csv(known, points, rates, errors, evidence))

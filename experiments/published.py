@@ -146,16 +146,16 @@ def sources() -> list[Source]:
     ]
 
 
-def phases(found: Simulation) -> dict[str, float]:
+def phases(simulation: Simulation) -> dict[str, float]:
     """Return the phases of a steady iteration as a training loop's timers see them, in seconds, and other published figures.
 
     Forward with the loss; backward with recomputation and the gradient copies that it waits for; the step until the next
     forward begins, of which ``unscale`` is the first part and ``update`` the rest.
     """
-    trace, profile, plan = found.trace, found.profile, found.plan
-    column = {task.id: i for i, task in enumerate(found.schedule.tasks)}
+    trace, profile, plan = simulation.trace, simulation.profile, simulation.plan
+    column = {task.id: i for i, task in enumerate(simulation.schedule.tasks)}
     kinds = {kind: [i for task, i in column.items() if task.kind is kind] for kind in Kind}
-    at = min(found.steady.first, trace.iterations - 2)
+    at = min(simulation.steady.first, trace.iterations - 2)
     begin = int(trace.start_ns[at, kinds[Kind.FORWARD]].min())
     turn = int(trace.end_ns[at, kinds[Kind.LOSS]].max())
     backward = list(kinds[Kind.BACKWARD])
@@ -169,7 +169,7 @@ def phases(found: Simulation) -> dict[str, float]:
     cpu = profile.hardware.cpu
     unscale = updated * traffic.UNSCALE / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
     forward_seconds = sum(block.forward_seconds for block in profile.units) + profile.loss.seconds
-    copies = sum(found.schedule.tasks[i].duration_ns for i in kinds[Kind.OFFLOAD_GRADIENTS]) * 1e-9
+    copies = sum(simulation.schedule.tasks[i].duration_ns for i in kinds[Kind.OFFLOAD_GRADIENTS]) * 1e-9
     return {
         "forward": (turn - begin) * 1e-9,
         "backward": (back - turn) * 1e-9,
@@ -177,13 +177,13 @@ def phases(found: Simulation) -> dict[str, float]:
         "unscale": unscale,
         "update": (following - back) * 1e-9 - unscale,
         "gradient_copies": copies,
-        "iteration": found.iteration_seconds,
+        "iteration": simulation.iteration_seconds,
         "block_forward": profile.units[1].forward_seconds,
         "block_backward": profile.units[1].backward_seconds,
         "passes": forward_seconds + sum(block.backward_seconds for block in profile.units),
-        VERDICT: float(found.verdict is Verdict.OK),
+        VERDICT: float(simulation.verdict is Verdict.OK),
         COUNT: plan.offloaded_optimizer_units,
-        PEAK: found.gpu.peak_bytes / 2**30,
+        PEAK: simulation.gpu.peak_bytes / 2**30,
     }
 
 
@@ -240,7 +240,7 @@ def middle(measured: bool | float | tuple[float, float]) -> float:
 
 def checks(of: Sequence[Source] | None = None) -> list[Check]:
     """Simulate every row, or every row ``of`` some sources."""
-    found = []
+    rows = []
     for source in sources() if of is None else of:
         for row in source.rows:
             simulation = source.simulate(row)
@@ -253,7 +253,7 @@ def checks(of: Sequence[Source] | None = None) -> list[Check]:
                 if phase == VERDICT:
                     gpu = simulation.gpu
                     remark = f"peak {gpu.peak_bytes / 2**30:.1f} of {gpu.capacity_bytes / 2**30:.1f} GiB"
-                found.append(
+                rows.append(
                     Check(
                         source.title,
                         row.name,
@@ -266,7 +266,7 @@ def checks(of: Sequence[Source] | None = None) -> list[Check]:
                         row.predicted.get(phase),
                     )
                 )
-    return found
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,14 +281,14 @@ class Score:
     goal: str
 
 
-def scores(found: Sequence[Check]) -> list[Score]:
+def scores(rows: Sequence[Check]) -> list[Score]:
     """Return the scores of iterations, all other phases, GPU peaks and longest sequences; none of what there is none of."""
-    timed = [c for c in found if c.is_time and not c.calibrates]
+    timed = [c for c in rows if c.is_time and not c.calibrates]
     groups = {
         ("iteration time", "mean 10 %, worst 25 %"): [c for c in timed if c.phase == "iteration"],
         ("phases", "mean 15 %"): [c for c in timed if c.phase != "iteration"],
-        ("GPU peaks", ""): [c for c in found if c.phase == PEAK],
-        ("longest sequences", ""): [c for c in found if c.phase == LONGEST],
+        ("GPU peaks", ""): [c for c in rows if c.phase == PEAK],
+        ("longest sequences", ""): [c for c in rows if c.phase == LONGEST],
     }
     return [
         Score(
@@ -304,7 +304,7 @@ def scores(found: Sequence[Check]) -> list[Score]:
     ]
 
 
-def as_csv(found: Iterable[Check]) -> str:
+def as_csv(rows: Iterable[Check]) -> str:
     """One row per check."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -323,7 +323,7 @@ def as_csv(found: Iterable[Check]) -> str:
             "clock",
         ]
     )
-    for c in found:
+    for c in rows:
         unit = {VERDICT: VERDICT, COUNT: "blocks", PEAK: "GiB", LONGEST: "tokens"}.get(c.phase, "s")
         places = 6 if c.phase == LONGEST else 4
         numbers = (f"{c.measured:.{places}g}", f"{c.predicted:.{places}g}", f"{100 * c.error:.1f}")
@@ -331,14 +331,14 @@ def as_csv(found: Iterable[Check]) -> str:
     return text.getvalue()
 
 
-def show(found: Sequence[Check]) -> None:
+def show(results: Sequence[Check]) -> None:
     """Print the checks by source, and the scores."""
     out = console()
-    for source in dict.fromkeys(check.source for check in found):
+    for source in dict.fromkeys(check.source for check in results):
         columns = ["run", "phase", "measured", "predicted", "difference", "calibrates"]
         rows = table(source, columns, left=2, remark=True, elsewhere="published.csv has them")
         before = ""
-        for c in found:
+        for c in results:
             if c.source != source:
                 continue
             if c.is_verdict:
@@ -356,18 +356,18 @@ def show(found: Sequence[Check]) -> None:
             before = c.row
         out.print(rows)
     summary = table("what calibrates nothing", ["", "number", "mean error", "signed", "worst", "goal"])
-    for s in scores(found):
+    for s in scores(results):
         numbers = (f"{100 * s.mean_error:.1f} %", f"{100 * s.signed_error:+.1f} %", f"{100 * s.worst_error:.1f} %")
         summary.add_row(s.what, str(s.count), *numbers, s.goal)
-    verdicts = [c for c in found if c.is_verdict]
+    verdicts = [c for c in results if c.is_verdict]
     right = sum(c.measured == c.predicted for c in verdicts)
     summary.add_row("memory verdicts", str(len(verdicts)), f"{len(verdicts) - right} wrong", "", "", "all right")
     out.print(summary)
 
 
-def draw(found: Sequence[Check]) -> Figure:
+def draw(rows: Sequence[Check]) -> Figure:
     """Draw predicted against measured seconds: one point per phase."""
-    timed = [c for c in found if c.is_time]
+    timed = [c for c in rows if c.is_time]
     with style():
         figure = Figure(figsize=(4.4, 4.0), layout="constrained")
         axes = figure.subplots()
@@ -409,12 +409,12 @@ def main(*, out: Path = Path("paper_figs")) -> None:
         Folder for ``published.csv`` and ``published.{png,pdf}``.
     """
     make_folder(out)
-    found = checks()
-    write_text(out / "published.csv", as_csv(found))
-    figure = draw(found)
+    rows = checks()
+    write_text(out / "published.csv", as_csv(rows))
+    figure = draw(rows)
     for suffix in ("png", "pdf"):
         save_figure(figure, out / f"published.{suffix}")
-    show(found)
+    show(rows)
     say(console(), f"written: {out}/published.{{csv,png,pdf}}")
 
 

@@ -53,27 +53,27 @@ COLUMNS = [
 ]
 
 
-def row(job: Job, found: Summary) -> dict[str, object]:
+def row(job: Job, summary: Summary) -> dict[str, object]:
     """Return one row of the file."""
-    safe, seconds = found.safe_iteration_seconds, found.iteration_seconds
+    safe, seconds = summary.safe_iteration_seconds, summary.iteration_seconds
     return {
         "model": job.model,
         "policy": job.policy,
-        **{name: getattr(found, name) for name in COLUMNS[2:8]},
-        "waits": found.memory_waits,
+        **{name: getattr(summary, name) for name in COLUMNS[2:8]},
+        "waits": summary.memory_waits,
         "iteration_seconds": seconds,
         "safe_iteration_seconds": safe,
         "cost_percent": None if safe is None or not seconds else round(100 * (safe / seconds - 1), 6),
     }
 
 
-def exceeds(found: Summary) -> bool:
+def exceeds(summary: Summary) -> bool:
     """Whether late copies can make the plan exceed its memory."""
     return (
-        found.gpu_worst_bytes is None
-        or found.gpu_worst_bytes > found.gpu_capacity_bytes
-        or found.host_worst_bytes is None
-        or found.host_worst_bytes > found.host_capacity_bytes
+        summary.gpu_worst_bytes is None
+        or summary.gpu_worst_bytes > summary.gpu_capacity_bytes
+        or summary.host_worst_bytes is None
+        or summary.host_worst_bytes > summary.host_capacity_bytes
     )
 
 
@@ -86,20 +86,20 @@ def main(*, out: Path = Path("paper_figs")) -> None:
         Folder for the CSV file.
     """
     make_folder(out)
-    found = {job: summary for job, summary in run_all(Job.run, grid()).items() if summary.verdict is Verdict.OK}
-    jobs = [job for job in grid() if job in found]
+    summaries = {job: summary for job, summary in run_all(Job.run, grid()).items() if summary.verdict is Verdict.OK}
+    jobs = [job for job in grid() if job in summaries]
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row(job, found[job]) for job in jobs)
+    writer.writerows(row(job, summaries[job]) for job in jobs)
     write_text(out / "safety.csv", text.getvalue())
-    unsafe = [job for job in jobs if exceeds(found[job])]
+    unsafe = [job for job in jobs if exceeds(summaries[job])]
     shown = table(
         f"{len(unsafe)} of {len(jobs)} plans that fit would not fit under any timing",
         ["model", "policy", "peak", "worst case", "capacity", "waits", "iteration", "with them"],
     )
     for job in unsafe:
-        one = found[job]
+        one = summaries[job]
         safe = one.safe_iteration_seconds
         shown.add_row(
             job.model,
@@ -114,7 +114,7 @@ def main(*, out: Path = Path("paper_figs")) -> None:
     console().print(shown)
     costs = [
         100 * (s.safe_iteration_seconds / s.iteration_seconds - 1)
-        for s in found.values()
+        for s in summaries.values()
         if s.safe_iteration_seconds and s.iteration_seconds
     ]
     say(console(), f"with their waits iterations are at most {max(costs):.2f} % longer; written: {out}/safety.csv")

@@ -73,14 +73,14 @@ def run_all(run: Callable[[_Cell], _Result], cells: Iterable[_Cell], jobs: int |
     """Run each cell once, in ``jobs`` processes (None: one per core), with a progress bar on a terminal's stderr."""
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     todo = list(dict.fromkeys(cells))
-    found: dict[_Cell, _Result] = {}
+    results: dict[_Cell, _Result] = {}
     with Progress(*columns, console=console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
         bar = progress.add_task("simulating", total=len(todo))
         # Batches of one: a policy that searches takes ten times as long as one that does not.
         for cell, result in in_processes(_with_cell, ((run, cell) for cell in todo), jobs or os.cpu_count() or 1):
-            found[cell] = result
+            results[cell] = result
             progress.advance(bar)
-    return {cell: found[cell] for cell in todo}
+    return {cell: results[cell] for cell in todo}
 
 
 def _with_cell(run: Callable[[_Cell], _Result], cell: _Cell) -> tuple[_Cell, _Result]:
@@ -89,20 +89,20 @@ def _with_cell(run: Callable[[_Cell], _Result], cell: _Cell) -> tuple[_Cell, _Re
 
 #: Cells of a figure by what distinguishes them, the policy last.
 Grid = Mapping[tuple[object, ...], Cell]
-Found = Mapping[Cell, Summary]
+Summaries = Mapping[Cell, Summary]
 
 
-def grid_lines(names: Sequence[str], grid: Grid, found: Found) -> list[list[object]]:
+def grid_lines(names: Sequence[str], grid: Grid, summaries: Summaries) -> list[list[object]]:
     """The rows of a figure's CSV file: ``names`` of what distinguishes the cells, and their :data:`RESULTS`."""
-    return [[*names, *RESULTS], *([*key[:-1], *result_cells(str(key[-1]), found[cell])] for key, cell in grid.items())]
+    return [[*names, *RESULTS], *([*key[:-1], *result_cells(str(key[-1]), summaries[cell])] for key, cell in grid.items())]
 
 
-def print_rates(title: str, grid: Grid, found: Found, unit: str = "tokens/s") -> None:
+def print_rates(title: str, grid: Grid, summaries: Summaries, unit: str = "tokens/s") -> None:
     """Print a table in 80 columns: a row per key, a column per policy; what is short where training does not fit."""
     policies = list(dict.fromkeys(str(key[-1]) for key in grid))
     shown = table(f"{title}: {unit}, simulated", ["", *policies], left=1)
     for row in dict.fromkeys(key[:-1] for key in grid):
-        shown.add_row(", ".join(map(str, row)), *(_rate(found[grid[*row, policy]]) for policy in policies))
+        shown.add_row(", ".join(map(str, row)), *(_rate(summaries[grid[*row, policy]]) for policy in policies))
     print_table(shown)
 
 
@@ -216,13 +216,13 @@ def ticks(values: Iterable[int]) -> dict[int, str]:
 
 
 def lines_of(
-    cells: Grid, found: Found, panel: object, value: Callable[[Summary], float | None]
+    cells: Grid, summaries: Summaries, panel: object, value: Callable[[Summary], float | None]
 ) -> dict[str, list[tuple[float, float | None]]]:
     """The lines of a panel: cells with keys (panel, x, policy), and a value of each summary."""
     lines: dict[str, list[tuple[float, float | None]]] = {}
     for (of, x, policy), cell in cells.items():
         if of == panel:
-            lines.setdefault(str(policy), []).append((float(str(x)), value(found[cell])))
+            lines.setdefault(str(policy), []).append((float(str(x)), value(summaries[cell])))
     return lines
 
 

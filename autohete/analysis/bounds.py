@@ -109,10 +109,10 @@ def _critical_cycle(schedule: Schedule, durations: list[int]) -> tuple[list[int]
 
 def _following(schedule: Schedule) -> list[list[tuple[int, int]]]:
     """For each task, what waits for it, with the iterations in between: edges, and the order of fifo lanes."""
-    found: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
+    following: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
     for u, v, back in graph_of(schedule).edges():
-        found[u].append((v, back))
-    return found
+        following[u].append((v, back))
+    return following
 
 
 def _busiest_fifo_lane(graph: Graph, durations: list[int]) -> tuple[list[int], Fraction]:
@@ -166,11 +166,11 @@ def _cycle_among(came_by: list[tuple[int, int] | None]) -> list[tuple[int, int]]
 
 def _backwards(came_by: list[tuple[int, int] | None], last: int) -> list[tuple[int, int]]:
     """The cycle through ``last``."""
-    found: list[tuple[int, int]] = []
+    edges: list[tuple[int, int]] = []
     task = last
-    while not found or task != last:
+    while not edges or task != last:
         edge = came_by[task]
         assert edge is not None, "a cycle goes on"
-        found.append(edge)
+        edges.append(edge)
         task = edge[0]
-    return found[::-1]
+    return edges[::-1]

@@ -238,7 +238,7 @@ def _kinds(schedule: Schedule, a: _SteadyRun, b: _SteadyRun) -> tuple[KindDiffer
     members: dict[Kind, list[int]] = {}
     for i, task in enumerate(schedule.tasks):
         members.setdefault(task.id.kind, []).append(i)
-    found = [
+    kinds = [
         KindDifference(
             kind=kind,
             tasks=len(tasks),
@@ -248,12 +248,14 @@ def _kinds(schedule: Schedule, a: _SteadyRun, b: _SteadyRun) -> tuple[KindDiffer
         )
         for kind, tasks in sorted(members.items(), key=lambda item: KIND_ORDER[item[0]])
     ]
-    return tuple(sorted(found, key=lambda kind: -abs(kind.iteration_seconds.difference)))
+    return tuple(sorted(kinds, key=lambda kind: -abs(kind.iteration_seconds.difference)))
 
 
 def _worst_tasks(schedule: Schedule, a: _SteadyRun, b: _SteadyRun) -> tuple[TaskDifference, ...]:
-    found = [TaskDifference(str(task.id), task.lane, pair(a.took([i]), b.took([i]))) for i, task in enumerate(schedule.tasks)]
-    different = [task for task in found if task.mean_seconds.difference]
+    differences = [
+        TaskDifference(str(task.id), task.lane, pair(a.took([i]), b.took([i]))) for i, task in enumerate(schedule.tasks)
+    ]
+    different = [task for task in differences if task.mean_seconds.difference]
     return tuple(sorted(different, key=lambda task: -abs(task.mean_seconds.difference))[:_WORST_TASKS])
 
 

@@ -74,13 +74,13 @@ def least_bytes(schedule: Schedule, memory: str) -> int:
 
 
 def _least_bytes(schedule: Schedule, memory: str) -> int:
-    guide, found = thrifty_order(schedule), lives(schedule, memory)
+    guide, buffers = thrifty_order(schedule), lives(schedule, memory)
     change = np.zeros(guide.start.size * 2, np.int64)  # change after each start and end, which a thrifty order numbers
     # Same length as the indices: some NumPy versions read past the end of values that have to be repeated.
-    sizes = np.tile(np.array(found.sizes, np.int64), len(guide.start))
-    np.add.at(change, guide.start[:, found.allocates].ravel(), sizes)
-    np.add.at(change, guide.end[:, found.frees].ravel(), -sizes)
-    before = sum(size for _, size in found.resident) + sum(np.multiply(found.sizes, found.backs).tolist())
+    sizes = np.tile(np.array(buffers.sizes, np.int64), len(guide.start))
+    np.add.at(change, guide.start[:, buffers.allocates].ravel(), sizes)
+    np.add.at(change, guide.end[:, buffers.frees].ravel(), -sizes)
+    before = sum(size for _, size in buffers.resident) + sum(np.multiply(buffers.sizes, buffers.backs).tolist())
     repeating = guide.start[_REPEATING.start : _REPEATING.stop]
     return int(before + np.cumsum(change)[repeating].max(initial=0))
 
@@ -183,12 +183,12 @@ class _MemoryWaits:
             self._add(lives(self.schedule, memory.name), memory.capacity_bytes)
         return self._made()
 
-    def _add(self, found: Lives, capacity: int) -> None:
-        rows, starts = self.guide.rows, self.start[:, found.allocates]
-        allocating = sorted(dict.fromkeys(found.allocates), key=lambda a: int(self.start[rows[0], a]))
+    def _add(self, buffers: Lives, capacity: int) -> None:
+        rows, starts = self.guide.rows, self.start[:, buffers.allocates]
+        allocating = sorted(dict.fromkeys(buffers.allocates), key=lambda a: int(self.start[rows[0], a]))
         for a in allocating:
-            while self._surely(found, a, starts) > capacity:
-                wait = self._best(found, a)
+            while self._surely(buffers, a, starts) > capacity:
+                wait = self._best(buffers, a)
                 if wait is None:
                     break
                 f, back = wait
@@ -208,19 +208,19 @@ class _MemoryWaits:
                 self.ended[level][task] |= gained
                 news += ((v, level + back, gained) for v, back in self.after[task] if level + back < _DEPTH)
 
-    def _surely(self, found: Lives, a: int, starts: NDArray[np.int64]) -> int:
+    def _surely(self, buffers: Lives, a: int, starts: NDArray[np.int64]) -> int:
         """Upper bound of the bytes held while ``a`` is the last in the guide's order to have allocated.
 
         Args:
-            found: the lives in one memory.
+            buffers: the lives in one memory.
             a: a task that allocates.
             starts: when each life begins, of shape (iterations, lives).
         """
-        late = self._late(a)[found.frees]
+        late = self._late(a)[buffers.frees]
         begun = [starts <= self.start[row, a] for row in self.guide.rows]
         freed = [np.maximum(row + 1 - late, 0) * (late < _DEPTH) for row in self.guide.rows]
-        held = (np.maximum(some.sum(axis=0) + found.backs - gone, 0) for some, gone in zip(begun, freed, strict=True))
-        return max(int(count @ found.sizes) for count in held) + sum(size for _, size in found.resident)
+        held = (np.maximum(some.sum(axis=0) + buffers.backs - gone, 0) for some, gone in zip(begun, freed, strict=True))
+        return max(int(count @ buffers.sizes) for count in held) + sum(size for _, size in buffers.resident)
 
     def _late(self, a: int) -> NDArray[np.int64]:
         """For each task, the age in iterations of its last instance that has ended, under any timing, when ``a`` starts."""
@@ -231,10 +231,10 @@ class _MemoryWaits:
             known += np.unpackbits(bits, bitorder="little")[:tasks]
         return _DEPTH - known
 
-    def _best(self, found: Lives, a: int) -> tuple[int, int] | None:
+    def _best(self, buffers: Lives, a: int) -> tuple[int, int] | None:
         """Among the frees that ``a`` could wait for and does not, the one with the most slack."""
         guide, rows = self.guide, np.array(self.guide.rows)
-        frees = np.array(list(dict.fromkeys(found.frees)), int)
+        frees = np.array(list(dict.fromkeys(buffers.frees)), int)
         late, slack, backs = self._late(a)[frees], np.full(len(frees), -1, np.int64), np.zeros(len(frees), int)
         for back in (1, 0):  # the wait for the later instance, if there is one, replaces the other
             ended = (self.end[rows - back][:, frees] < self.start[rows, a][:, None]).all(axis=0) & (late > back)

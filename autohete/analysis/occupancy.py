@@ -97,17 +97,17 @@ def lives(schedule: Schedule, memory: str) -> Lives:
 def _lives(schedule: Schedule, memory: str) -> Lives:
     within = schedule.within(memory)
     freed = {free.id: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
-    found = Lives([], [], [], [], [], [(b.id.group, b.size_bytes) for b in schedule.resident if b.memory in within])
+    buffers = Lives([], [], [], [], [], [(b.id.group, b.size_bytes) for b in schedule.resident if b.memory in within])
     for i, task in enumerate(schedule.tasks):
         for buffer in task.allocates:
             if buffer.memory in within:
                 end, back = freed[buffer.id]
-                found.allocates.append(i)
-                found.frees.append(end)
-                found.backs.append(back)
-                found.sizes.append(buffer.size_bytes)
-                found.groups.append(buffer.id.group)
-    return found
+                buffers.allocates.append(i)
+                buffers.frees.append(end)
+                buffers.backs.append(back)
+                buffers.sizes.append(buffer.size_bytes)
+                buffers.groups.append(buffer.id.group)
+    return buffers
 
 
 def unavoidable_bytes(schedule: Schedule, memory: str) -> int:
@@ -119,20 +119,20 @@ def unavoidable_bytes(schedule: Schedule, memory: str) -> int:
 
 
 def _unavoidable_bytes(schedule: Schedule, memory: str) -> int:
-    found = lives(schedule, memory)
+    buffers = lives(schedule, memory)
     peaks = [0]
     for lane in schedule.lanes:
         if lane.discipline is not Discipline.FIFO:
             continue
         place = {task: n for n, task in enumerate(schedule.tasks_of(lane.name))}
         changes = [0] * (len(place) + 1)  # at the start of each task
-        for a, f, back, size in zip(found.allocates, found.frees, found.backs, found.sizes, strict=True):
+        for a, f, back, size in zip(buffers.allocates, buffers.frees, buffers.backs, buffers.sizes, strict=True):
             if a in place and f in place:
                 changes[0] += back * size
                 changes[place[a]] += size
                 changes[place[f] + 1] -= size
         peaks.append(max(accumulate(changes)))
-    return max(peaks) + sum(size for _, size in found.resident)
+    return max(peaks) + sum(size for _, size in buffers.resident)
 
 
 def occupancy(trace: Trace, memory: str) -> Occupancy:
@@ -145,11 +145,11 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     capacities = {m.name: m.capacity_bytes for m in schedule.memories}
     if memory not in capacities:
         raise unknown_name("memory", memory, capacities)
-    capacity, found = capacities[memory], lives(schedule, memory)
-    resident = sum(size for _, size in found.resident)
-    if not found.sizes:
+    capacity, buffers = capacities[memory], lives(schedule, memory)
+    resident = sum(size for _, size in buffers.resident)
+    if not buffers.sizes:
         zero = np.zeros(1, np.int64)
-        return Occupancy(memory, capacity, zero, zero + resident, resident, 0, sum_groups(found.resident), "")
+        return Occupancy(memory, capacity, zero, zero + resident, resident, 0, sum_groups(buffers.resident), "")
     instances = schedule.once(_instances, memory, trace.iterations)
     buffer, size_of = instances.buffer, instances.sizes
     birth, death = _events(instances, trace.start_ns, trace.end_ns)
@@ -166,10 +166,10 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     place = np.empty(len(rank), np.int64)
     place[rank] = np.arange(len(rank))
     held = np.flatnonzero((place[: len(birth)] <= peak_at) & (place[len(birth) :] > peak_at))
-    holders = sum_groups([*found.resident, *((found.groups[buffer[i]], found.sizes[buffer[i]]) for i in held)])
+    holders = sum_groups([*buffers.resident, *((buffers.groups[buffer[i]], buffers.sizes[buffer[i]]) for i in held)])
     last = int(rank[peak_at])  # the event that reaches the peak is a birth
-    iteration = last - int(np.searchsorted(buffer, buffer[last])) - found.backs[buffer[last]]
-    task = schedule.tasks[found.allocates[buffer[last]]].id.at(iteration)
+    iteration = last - int(np.searchsorted(buffer, buffer[last])) - buffers.backs[buffer[last]]
+    task = schedule.tasks[buffers.allocates[buffer[last]]].id.at(iteration)
     times, used = times[times < _NEVER], used[times < _NEVER]
     if times[0] > 0:  # until the first allocation only resident buffers exist
         times, used = np.concatenate([[0], times]), np.concatenate([[resident], used])
@@ -181,38 +181,38 @@ def contents(trace: Trace, memory: str) -> tuple[Nanoseconds, dict[str, Nanoseco
 
     The groups add up to :func:`occupancy`, at the same instants.
     """
-    found, instances = lives(trace.schedule, memory), trace.schedule.once(_instances, memory, trace.iterations)
+    buffers, instances = lives(trace.schedule, memory), trace.schedule.once(_instances, memory, trace.iterations)
     birth, death = _events(instances, trace.start_ns, trace.end_ns)
     buffer = instances.buffer
     instants: Nanoseconds = np.unique(np.maximum(np.concatenate([[0], birth, death[death < _NEVER]]), 0))
-    resident = sum_groups(found.resident)
-    changes = {group: np.zeros(len(instants) + 1, np.int64) for group in dict.fromkeys([*resident, *found.groups])}
+    resident = sum_groups(buffers.resident)
+    changes = {group: np.zeros(len(instants) + 1, np.int64) for group in dict.fromkeys([*resident, *buffers.groups])}
     for times, sign in ((birth, 1), (death, -1)):
         places = np.searchsorted(instants, np.maximum(times, 0))  # those that outlive the run are behind the last instant
         for each, place in zip(buffer.tolist(), places.tolist(), strict=True):
-            changes[found.groups[each]][place] += sign * found.sizes[each]
+            changes[buffers.groups[each]][place] += sign * buffers.sizes[each]
     return instants, {group: resident.get(group, 0) + np.cumsum(some[:-1]) for group, some in changes.items()}
 
 
 def _instances(schedule: Schedule, memory: str, iterations: int) -> _Instances:
-    found = lives(schedule, memory)
-    backs = np.array(found.backs, bool)
+    buffers = lives(schedule, memory)
+    backs = np.array(buffers.backs, bool)
     buffer = np.repeat(np.arange(len(backs)), iterations + backs)
     born, dead = np.ones((len(backs), iterations + 1), bool), np.ones((len(backs), iterations + 1), bool)
     born[:, 0] = dead[:, -1] = backs
-    sizes, allocates, frees = (np.array(some, np.int64) for some in (found.sizes, found.allocates, found.frees))
+    sizes, allocates, frees = (np.array(some, np.int64) for some in (buffers.sizes, buffers.allocates, buffers.frees))
     return _Instances(buffer, sizes[buffer], allocates, frees, born, dead)
 
 
-def _events(found: _Instances, starts: Nanoseconds, ends: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
+def _events(instances: _Instances, starts: Nanoseconds, ends: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
     """Return the times at which each buffer of each iteration is born and dies, buffer by buffer.
 
     If a buffer is freed in the next iteration, its first instance exists before the run, and its last one outlives the run.
     """
-    buffers = (len(found.frees), 1)
-    births = np.concatenate([np.full(buffers, -1), starts.T[found.allocates]], axis=1)
-    deaths = np.concatenate([ends.T[found.frees], np.full(buffers, _NEVER)], axis=1)
-    return births[found.born], deaths[found.dead]
+    buffers = (len(instances.frees), 1)
+    births = np.concatenate([np.full(buffers, -1), starts.T[instances.allocates]], axis=1)
+    deaths = np.concatenate([ends.T[instances.frees], np.full(buffers, _NEVER)], axis=1)
+    return births[instances.born], deaths[instances.dead]
 
 
 def _last_of_instant(times: Nanoseconds, used: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
@@ -247,7 +247,7 @@ def event_order(schedule: Schedule, start: Nanoseconds, end: Nanoseconds) -> tup
     iteration = np.broadcast_to(np.arange(iterations)[None, :, None], times.shape)
     ends = np.broadcast_to(np.arange(2)[:, None, None], times.shape)
     keys = (ends, np.broadcast_to(turn, times.shape), iteration, later, times)
-    found = np.empty(times.size, np.int64)
-    found[np.lexsort([key.ravel() for key in keys])] = np.arange(times.size)
-    starts, stops = found.reshape(times.shape)
+    places = np.empty(times.size, np.int64)
+    places[np.lexsort([key.ravel() for key in keys])] = np.arange(times.size)
+    starts, stops = places.reshape(times.shape)
     return starts, stops

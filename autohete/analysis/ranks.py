@@ -79,7 +79,7 @@ class _Ranks:
         """The task on one GPU, or the single task of a collective."""
         together = task.lane == COLLECTIVE
         ranks = range(self._gpus) if together else [rank]
-        edges = [Edge(found, edge.back) for edge in task.after for found in self._tasks(edge.task, ranks)]
+        edges = [Edge(copy, edge.back) for edge in task.after for copy in self._tasks(edge.task, ranks)]
         return task._replace(
             id=task.id._replace(rank=rank),
             lane=self.lane(task.lane, rank),
@@ -100,25 +100,25 @@ class _Ranks:
 
     def memories(self) -> list[Memory]:
         """The memories of each GPU and of each node."""
-        found = []
+        copies = []
         for memory in self._schedule.memories:
             own = memory.name == GPU_MEMORY
             size = memory.capacity_bytes * (1 if own else self._of_node)
             count = self._gpus if own else self._gpus // self._of_node
             parts = [None if memory.part_of is None else _numbered(memory.part_of, number) for number in range(count)]
-            found += [Memory(_numbered(memory.name, number), size, part) for number, part in enumerate(parts)]
-        return found
+            copies += [Memory(_numbered(memory.name, number), size, part) for number, part in enumerate(parts)]
+        return copies
 
     def resources(self) -> list[SharedResource]:
         """Those of each GPU, and the shared resources of each node."""
-        found = []
+        copies = []
         for resource in self._schedule.resources:
             shared = 1 if resource.name in (LINK, MULTIPROCESSORS, CPU_BESIDE_GPU) else self._of_node
             for number in range(self._gpus // shared):
                 lanes = [self.lane(lane, number * shared + r) for r in range(shared) for lane in resource.lanes]
-                found.append(
+                copies.append(
                     replace(
                         resource, name=_numbered(resource.name, number), capacity=resource.capacity * shared, lanes=tuple(lanes)
                     )
                 )
-        return found
+        return copies

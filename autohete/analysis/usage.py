@@ -149,19 +149,19 @@ class _Walk:
 
     def back(self, instance: int, begin: int, end: int) -> list[tuple[Cause, int]]:
         """Split the gap from ``begin`` to ``end`` before ``instance`` by cause."""
-        found: list[tuple[Cause, int]] = []
+        idle: list[tuple[Cause, int]] = []
         seen: set[int] = set()  # tasks without duration may precede each other in one instant
         while end > begin:
             seen.add(instance)
             binding = self.bound_by(instance)
             if binding is None or self.end[binding] <= begin or binding in seen:
-                found.append((Cause.NOTHING, end - begin))
+                idle.append((Cause.NOTHING, end - begin))
                 break
             if self.end[binding] < end:
-                found.append((Cause.NOTHING, end - self.end[binding]))
+                idle.append((Cause.NOTHING, end - self.end[binding]))
                 end = self.end[binding]
             start = max(begin, self.start[binding])
             lane = self.schedule.tasks[binding % self.tasks].lane
-            found.append((_CAUSE.get(lane, Cause.NOTHING), end - start))
+            idle.append((_CAUSE.get(lane, Cause.NOTHING), end - start))
             instance, end = binding, start
-        return found
+        return idle

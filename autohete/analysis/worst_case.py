@@ -74,15 +74,17 @@ def worst_case(schedule: Schedule, memory: str) -> WorstCase:
 
 def _worst(schedule: Schedule, memory: str) -> tuple[int | None, str, dict[str, int]]:
     """Peak, task and holders of the worst case, which durations and capacities do not change."""
-    found, edges, tasks = lives(schedule, memory), order(schedule), len(schedule.tasks)
-    lagging = _lagging(found, edges, tasks)
+    buffers, edges, tasks = lives(schedule, memory), order(schedule), len(schedule.tasks)
+    lagging = _lagging(buffers, edges, tasks)
     if lagging is not None:
         return None, str(schedule.tasks[lagging].id), {}
     # Where floating point would not be exact, sizes are rounded up to a unit: the bound still holds.
-    unit = max(1, -(-sum(found.sizes) // _EXACT))
-    counts = _most(found, edges, tasks, unit) if any(found.sizes) else [0] * (2 * tasks)
-    held = list(found.resident)
-    for a, f, back, size, group in zip(found.allocates, found.frees, found.backs, found.sizes, found.groups, strict=True):
+    unit = max(1, -(-sum(buffers.sizes) // _EXACT))
+    counts = _most(buffers, edges, tasks, unit) if any(buffers.sizes) else [0] * (2 * tasks)
+    held = list(buffers.resident)
+    for a, f, back, size, group in zip(
+        buffers.allocates, buffers.frees, buffers.backs, buffers.sizes, buffers.groups, strict=True
+    ):
         alive = counts[a] - counts[tasks + f] + back
         held.append((group, alive * -(-size // unit) * unit))
     holders = {group: size for group, size in sum_groups(held).items() if size}
@@ -92,7 +94,7 @@ def _worst(schedule: Schedule, memory: str) -> tuple[int | None, str, dict[str, 
     return sum(holders.values()), task, holders
 
 
-def _lagging(found: Lives, edges: list[tuple[int, int, int]], tasks: int) -> int | None:
+def _lagging(buffers: Lives, edges: list[tuple[int, int, int]], tasks: int) -> int | None:
     """Return a freeing task that later allocations never wait for, if there is one."""
     if not edges:
         return None
@@ -100,14 +102,14 @@ def _lagging(found: Lives, edges: list[tuple[int, int, int]], tasks: int) -> int
     graph = csr_array((np.ones(len(edges), bool), (u, v)), shape=(tasks, tasks))
     component = connected_components(graph, connection="strong")[1]
     # The freeing task waits for the allocating one; if later allocations wait for it, both are in one component.
-    held = zip(found.allocates, found.frees, found.sizes, strict=True)
+    held = zip(buffers.allocates, buffers.frees, buffers.sizes, strict=True)
     return next((f for a, f, size in held if size and component[a] != component[f]), None)
 
 
-def _most(found: Lives, edges: list[tuple[int, int, int]], tasks: int, unit: int) -> list[int]:
+def _most(buffers: Lives, edges: list[tuple[int, int, int]], tasks: int, unit: int) -> list[int]:
     """Return how often each task has started, then how often each has ended, at the worst case."""
     weights = [0] * (2 * tasks)
-    for a, f, size in zip(found.allocates, found.frees, found.sizes, strict=True):
+    for a, f, size in zip(buffers.allocates, buffers.frees, buffers.sizes, strict=True):
         weights[a] += -(-size // unit)
         weights[tasks + f] -= -(-size // unit)
     # Each row (above, below, limit): one count may exceed another by at most the limit.

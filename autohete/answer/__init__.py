@@ -100,8 +100,12 @@ def find_answer(
         instead = list(adapter_changes(profile.workload)) if best is None else []
         if best is None:  # rates do not change what fits
             bought = [change for change in bought if change.memory or change.gpus is not None]
-        found = simulate_changes(profile, site, [*bought, *freely, *instead], candidates, names, run)
-        gains, free, adapters = (found[: len(bought)], found[len(bought) :][: len(freely)], found[len(bought) + len(freely) :])
+        changed = simulate_changes(profile, site, [*bought, *freely, *instead], candidates, names, run)
+        gains, free, adapters = (
+            changed[: len(bought)],
+            changed[len(bought) :][: len(freely)],
+            changed[len(bought) + len(freely) :],
+        )
         if simulation is not None:
             interval = _interval(site, simulation, sampling or Sampling(), run)
         asked = sizes if best is not None else [GrowingFigure.BATCH, *sizes]
@@ -165,8 +169,8 @@ def _who_grows(candidates: Sequence[Candidate], hardware: Hardware) -> list[str]
 def _largest(profile: Profile, names: Sequence[str], sizes: Sequence[GrowingFigure], run: Run) -> list[Largest]:
     """The largest value of each figure under any of some policies."""
     work = [(name, figure) for figure in sizes for name in names]
-    found: list[Largest] = run(partial(_grown, profile), work)
-    each = (found[start : start + len(names)] for start in range(0, len(found), len(names)))
+    results: list[Largest] = run(partial(_grown, profile), work)
+    each = (results[start : start + len(names)] for start in range(0, len(results), len(names)))
     return [max(some, key=lambda one: one.value) for some in each]
 
 
@@ -179,10 +183,10 @@ def _interval(site: Site, simulation: Simulation, sampling: Sampling, run: Run) 
     figures = open_figures(site.source, site.given, site.gpus)
     if not (sampling.draws and figures):
         return None
-    found = run(partial(_drawn, site, simulation.profile.workload, simulation.plan), draw(figures, sampling))
-    low, high = np.quantile([seconds for seconds, _ in found], [_LOW, _HIGH]).tolist()
+    results = run(partial(_drawn, site, simulation.profile.workload, simulation.plan), draw(figures, sampling))
+    low, high = np.quantile([seconds for seconds, _ in results], [_LOW, _HIGH]).tolist()
     short: dict[str, int] = {}
-    for _, memory in found:
+    for _, memory in results:
         if memory:
             short[memory] = short.get(memory, 0) + 1
     return Interval(sampling, len(figures), low, high, dict(sorted(short.items())))
@@ -196,11 +200,11 @@ def _drawn(site: Site, workload: Workload, plan: Plan, moved: Mapping[str, str])
     sizes = {name: moved[f"gpu.{name}"] for name in ("memory", "reserved_memory") if f"gpu.{name}" in moved}
     rates = {key: text for key, text in moved.items() if key.removeprefix("gpu.") not in sizes}
     hardware = site.hardware(rates)
-    found = simulate_plan(analytic_profile(workload, hardware), plan)
+    result = simulate_plan(analytic_profile(workload, hardware), plan)
     whole, reserved = (
         parse_quantity(sizes[name], "bytes") if name in sizes else now
         for name, now in (("memory", hardware.gpu.memory_bytes), ("reserved_memory", hardware.gpu.reserved_bytes))
     )
-    if found.gpu.peak_bytes > whole - reserved:
-        return found.iteration_seconds, GPU_MEMORY
-    return found.iteration_seconds, next((one.memory for one in found.memories[1:] if not one.fits), "")
+    if result.gpu.peak_bytes > whole - reserved:
+        return result.iteration_seconds, GPU_MEMORY
+    return result.iteration_seconds, next((one.memory for one in result.memories[1:] if not one.fits), "")

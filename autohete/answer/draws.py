@@ -55,8 +55,8 @@ def open_figures(source: str, given: Collection[str], gpus: int = 1) -> list[Unc
 
 def figures_of(source: str, gpus: int = 1) -> list[UncertainFigure]:
     """Return the figures of hardware ``source`` that have a range and matter to so many GPUs."""
-    found = uncertain_figures(source)
-    return [each for each in found if not each.key.startswith(_OF_SEVERAL)] if gpus == 1 else found
+    figures = uncertain_figures(source)
+    return [each for each in figures if not each.key.startswith(_OF_SEVERAL)] if gpus == 1 else figures
 
 
 def at_shares(figures: Sequence[UncertainFigure], shares: Array) -> Array:

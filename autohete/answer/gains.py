@@ -154,11 +154,11 @@ def simulate_changes(
             work.append(_Again(change, best.name, best.plan))
     results = run(partial(_with_change, profile.workload, site), work)
     now = min((each.seconds / _tokens(profile) for each in fitting), default=None)
-    found = []
+    changed = []
     for change in changes:
         here = [result for asked, result in zip(work, results, strict=True) if asked.change == change]
-        found.append(_gain(change, min(here, key=lambda result: result.key), now, _tokens(profile)))
-    return found
+        changed.append(_gain(change, min(here, key=lambda result: result.key), now, _tokens(profile)))
+    return changed
 
 
 def _tokens(profile: Profile) -> int:

@@ -29,9 +29,9 @@ def least_memory(profile: Profile, system_bytes: int, names: Sequence[str], run:
     results = run(partial(_least, profile), work)
     needs = []
     for memory in memories:
-        sized = [found for (_, asked), found in zip(work, results, strict=True) if asked == memory and found is not None]
+        sized = [result for (_, asked), result in zip(work, results, strict=True) if asked == memory and result is not None]
         if sized:
-            least = min(sized, key=lambda found: (memory_bytes(found[1], memory), found[2]))
+            least = min(sized, key=lambda result: (memory_bytes(result[1], memory), result[2]))
             needs.append(_need((memory,), least, system_bytes))
     if needs:
         return needs
@@ -39,9 +39,9 @@ def least_memory(profile: Profile, system_bytes: int, names: Sequence[str], run:
     if limited:
         plenty = with_memory(plenty, PINNED_MEMORY, _PLENTY)
     order = longest_first(names)
-    sized = [found for found in run(partial(_least_of_both, plenty), order) if found is not None]
+    sized = [result for result in run(partial(_least_of_both, plenty), order) if result is not None]
     if sized:
-        least = min(sized, key=lambda found: _sizes(found[1]))
+        least = min(sized, key=lambda result: _sizes(result[1]))
         needs.append(_need((GPU_MEMORY, HOST_MEMORY), least, system_bytes))
     return needs
 
@@ -73,16 +73,16 @@ def _least(profile: Profile, asked: tuple[str, str]) -> tuple[str, Profile, floa
     for _ in range(_ATTEMPTS):
         there = with_memory(profile, memory, size)
         try:
-            found = simulate_policy(there, policy)
+            result = simulate_policy(there, policy)
         except InfeasibleError as error:
             short, needed = error.constraint, error.needed_bytes
         except AutoHeteError:
             return None
         else:
-            if found.verdict is Verdict.OK:
-                return name, there, found.iteration_seconds
-            occupied = next(one for one in found.memories if not one.fits)
-            others = [one for one in found.memories if not one.fits and one.memory != memory]
+            if result.verdict is Verdict.OK:
+                return name, there, result.iteration_seconds
+            occupied = next(one for one in result.memories if not one.fits)
+            others = [one for one in result.memories if not one.fits and one.memory != memory]
             if others:
                 return None
             short, needed = occupied.memory, occupied.peak_bytes

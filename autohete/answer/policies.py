@@ -31,13 +31,13 @@ def judged(profile: Profile, name: str) -> Candidate:
     return Candidate(summary, None if simulation is None else simulation.plan)
 
 
-def ranked(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Order candidates: what trains, fastest first.
 
     What moves nothing comes before what is faster by no more than noise; of several such, the one that does least.
     """
     order = sorted(
-        found,
+        candidates,
         key=lambda each: (each.seconds, each.fits and (not each.stays, each.name.partition(":")[0] == JOINT), each.name),
     )
     limit = order[0].seconds * (1 + NOISE)

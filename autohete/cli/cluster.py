@@ -64,9 +64,9 @@ def on_cluster(address: str, jobs: int | None, action: Callable[[T], R], work: I
             some = iter(work)
             first = [client.submit(action, each, pure=False) for each in islice(some, _AHEAD * workers)]
             running = as_completed(first, with_results=True)
-            for _, found in running:
+            for _, result in running:
                 for each in islice(some, 1):
                     running.add(client.submit(action, each, pure=False))
-                yield found
+                yield result
 
     return results()

@@ -157,5 +157,5 @@ def in_processes(
     watched = {"initializer": end_with, "initargs": (os.getpid(),)}
     parallel = joblib.Parallel(n_jobs=jobs, return_as=returns, batch_size=batch_size, **watched)
     with children_uninterrupted():
-        found: Generator[Any] = parallel(joblib.delayed(function)(*each) for each in arguments)
-    return found
+        results: Generator[Any] = parallel(joblib.delayed(function)(*each) for each in arguments)
+    return results

@@ -86,15 +86,15 @@ def plan(
     if policy is not None:
         _print_policy(chosen, policy, sizes, outputs, json_)
         return
-    found = _answer(question, chosen, tokens, system_memory, draws, seed, sizes, _in_processes(jobs))
-    _write_outputs(found, outputs)
+    result = _answer(question, chosen, tokens, system_memory, draws, seed, sizes, _in_processes(jobs))
+    _write_outputs(result, outputs)
     if json_ is None or "--json" in outputs:
         from autohete.report.answer_text import answer_text
         from autohete.report.tables import console
 
-        print(answer_text(found, console().width), end="")
+        print(answer_text(result, console().width), end="")
     else:
-        print(_json(found))
+        print(_json(result))
 
 
 def _answer(
@@ -143,26 +143,26 @@ def _in_processes(jobs: int | None) -> Run:
     return run
 
 
-def _json(found: Answer) -> str:
+def _json(result: Answer) -> str:
     from autohete.report.answer_json import answer_json
 
-    return json.dumps(answer_json(found), indent=2, ensure_ascii=True)
+    return json.dumps(answer_json(result), indent=2, ensure_ascii=True)
 
 
-def _write_outputs(found: Answer, outputs: dict[str, str]) -> None:
+def _write_outputs(result: Answer, outputs: dict[str, str]) -> None:
     from autohete.files import write_text
 
     if "--json" in outputs:
-        write_text(outputs["--json"], _json(found) + "\n")
+        write_text(outputs["--json"], _json(result) + "\n")
     if "--html" in outputs:
         from autohete.report.answer_page import answer_page
 
-        write_text(outputs["--html"], answer_page(found))
+        write_text(outputs["--html"], answer_page(result))
     drawn = [option for option in ("--schedule", "--gantt") if option in outputs]
-    if drawn and found.simulation is None:
+    if drawn and result.simulation is None:
         raise InputError(f"there is nothing for {' and '.join(drawn)} to show: nothing fits")
-    if found.simulation is not None:
-        _write_simulation(found.simulation, outputs)
+    if result.simulation is not None:
+        _write_simulation(result.simulation, outputs)
 
 
 def _write_simulation(simulation: Simulation, outputs: dict[str, str]) -> None:
@@ -204,12 +204,12 @@ def _print_policy(
         _write_simulation(simulation, outputs)
     elif "--schedule" in outputs or "--gantt" in outputs:
         raise InputError(f"there is no schedule to write: {summary.explanation}")
-    found = plan_json(summary, simulation)
+    document = plan_json(summary, simulation)
     if len(grown) == 1:
-        found |= {"largest": grown[0].value, "limit": grown[0].limit}
+        document |= {"largest": grown[0].value, "limit": grown[0].limit}
     elif grown:
-        found["largest"] = [{"figure": one.figure, "value": one.value, "limit": one.limit} for one in grown]
-    text = json.dumps(found, indent=2, ensure_ascii=True)
+        document["largest"] = [{"figure": one.figure, "value": one.value, "limit": one.limit} for one in grown]
+    text = json.dumps(document, indent=2, ensure_ascii=True)
     if "--json" in outputs:
         write_text(outputs["--json"], text + "\n")
     if json_ is None or "--json" in outputs:

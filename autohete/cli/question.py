@@ -131,16 +131,16 @@ class Shape:
     def changes(self) -> dict[str, object]:
         """Return the figures that were given."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        found = {name: value for name, value in given.items() if value is not None}
-        if [name for name in _TRAINING if found.pop(name, None) is not None]:
-            found["training"] = self.training()
+        changed = {name: value for name, value in given.items() if value is not None}
+        if [name for name in _TRAINING if changed.pop(name, None) is not None]:
+            changed["training"] = self.training()
         if self.loss_chunks is not None:
-            found.setdefault("chunked_loss", True)
+            changed.setdefault("chunked_loss", True)
         if self.precision is not None:
-            found["precision"] = Precision.BF16 if self.precision == "fp8" else Precision(self.precision)
+            changed["precision"] = Precision.BF16 if self.precision == "fp8" else Precision(self.precision)
         if self.precision == "fp8":
-            found["training"] = self.training()
-        return found
+            changed["training"] = self.training()
+        return changed
 
     def training(self) -> Training:
         """Return how the model is trained."""
@@ -270,15 +270,15 @@ class Question:
             )
         if self.gpus != 1:
             raise InputError("a profile was measured on one GPU: leave out --gpus, or leave out --profile")
-        found = read_profile(path)
-        gpu, host = found.hardware.gpu, found.hardware.host
+        profile = read_profile(path)
+        gpu, host = profile.hardware.gpu, profile.hardware.host
         if self.gpu_memory is not None:
             gpu = replace(gpu, memory_bytes=round(parse_quantity(self.gpu_memory, "bytes")) + gpu.reserved_bytes)
         if self.host_memory is not None:
             host = replace(host, memory_bytes=round(parse_quantity(self.host_memory, "bytes")))
         if self.pinned_memory is not None:
             host = replace(host, pinned_bytes=round(parse_quantity(self.pinned_memory, "bytes")))
-        return replace(found, hardware=replace(found.hardware, gpu=gpu, host=host))
+        return replace(profile, hardware=replace(profile.hardware, gpu=gpu, host=host))
 
 
 def key_value(item: str) -> tuple[str, str]:

@@ -54,15 +54,15 @@ def _figures(question: Question) -> dict[str, tuple[str, tuple[str, str] | None]
     """Return the value of each figure of the hardware, as it is set, and its range if it is not set."""
     from autohete.hardware import written_figures
 
-    found: dict[str, tuple[str, tuple[str, str] | None]] = {}
+    figures: dict[str, tuple[str, tuple[str, str] | None]] = {}
     for figure in written_figures(question.hardware):
         ends = None if figure.range is None else (str(figure.range[0]), str(figure.range[1]))
-        found[figure.key] = (str(figure.value), ends)
+        figures[figure.key] = (str(figure.value), ends)
     given = [key_value(item) for item in question.set_]
     given += [
         (key, value) for option, key in SHORT_FOR.items() if (value := getattr(question, option.replace("-", "_"))) is not None
     ]
-    return found | {key: (value, None) for key, value in given}
+    return figures | {key: (value, None) for key, value in given}
 
 
 def _move(

@@ -78,10 +78,10 @@ def simulate(
         print_summaries(summaries, chosen.workload)
 
 
-def _write_outputs(found: tuple[Summary, Simulation | None], outputs: dict[str, str]) -> None:
+def _write_outputs(result: tuple[Summary, Simulation | None], outputs: dict[str, str]) -> None:
     from autohete.simulate.summary import node_text
 
-    summary, simulation = found
+    summary, simulation = result
     if simulation is None:
         raise InputError(f"there is no timeline to write: {summary.explanation}")
     trace, steady = simulation.trace, simulation.steady

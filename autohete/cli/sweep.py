@@ -161,13 +161,13 @@ def _sensitivity(
     rows = list(_with_progress(_rows(points, keys, jobs, cluster), len(points)))
     order = {setting.texts: place for place, setting in enumerate(points)}
     rows.sort(key=lambda row: order[tuple(row[key] for key in keys)])
-    found = effects(rows, {move.key: move.base for move in some})
-    write_text(outputs["--out"], effects_csv(found))
+    moved = effects(rows, {move.key: move.base for move in some})
+    write_text(outputs["--out"], effects_csv(moved))
     if "--plot" in outputs:
         from autohete.report.style import save_figure
 
-        save_figure(tornado(found, f"{profile.workload.name} on {profile.hardware.name}, simulated"), outputs["--plot"])
-    print_effects(found, rows)
+        save_figure(tornado(moved, f"{profile.workload.name} on {profile.hardware.name}, simulated"), outputs["--plot"])
+    print_effects(moved, rows)
 
 
 def _check_valid(some: Iterable[Setting]) -> None:
@@ -240,15 +240,15 @@ def _rows(missing: Sequence[Setting], keys: Sequence[str], jobs: int | None, clu
     return _quietly(in_processes(_row, ((setting, keys) for setting in missing), jobs, batch_size="auto"))
 
 
-def _quietly(found: Generator[Row]) -> Iterator[Row]:
+def _quietly(rows: Generator[Row]) -> Iterator[Row]:
     """Pass rows on; without joblib's warning where the reader stops before the end, such as at a closed pipe."""
     try:
-        for row in found:  # noqa: UP028  (`yield from` closes it outside of what follows)
+        for row in rows:  # noqa: UP028  (`yield from` closes it outside of what follows)
             yield row
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            found.close()
+            rows.close()
 
 
 def _with_progress(rows: Iterator[Row], total: int) -> Iterator[Row]:

@@ -275,18 +275,18 @@ def _validation(trainer: Trainer, data: TextData, sequences: int) -> float:
 
 
 def _print_end(out: Console, trainer: Trainer, losses: list[float], validation: float, tokens_per_second: float) -> None:
-    found = trainer.comparison()
+    comparison = trainer.comparison()
     skipped = f", {trainer.skipped_steps} steps skipped (loss or gradient not finite)" if trainer.skipped_steps else ""
     say(
         out,
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-back text {validation:.3f} (perplexity "
         f"{math.exp(min(validation, 700.0)):.1f}); {tokens_per_second:,.0f} tokens/s{skipped}",
     )
-    shown = table("predicted beside measured", ["", "predicted", f"{found.clock}", "difference"])
+    shown = table("predicted beside measured", ["", "predicted", f"{comparison.clock}", "difference"])
     rows = [
-        ("iteration", found.predicted_seconds, found.measured_seconds, format_seconds),
-        ("device memory, peak", found.predicted_peak_bytes, found.measured_peak_bytes, format_bytes),
-        ("host memory, peak", found.predicted_host_bytes, found.measured_host_bytes, format_bytes),
+        ("iteration", comparison.predicted_seconds, comparison.measured_seconds, format_seconds),
+        ("device memory, peak", comparison.predicted_peak_bytes, comparison.measured_peak_bytes, format_bytes),
+        ("host memory, peak", comparison.predicted_host_bytes, comparison.measured_host_bytes, format_bytes),
     ]
     for name, predicted, measured, written in rows:
         difference = f"{100 * (predicted / measured - 1):+.2f} %" if measured else "-"
@@ -331,15 +331,15 @@ def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path:
     from autohete.train.trainer import measured_profile
 
     model, data, workload = text_model.build(_MEASURED)
-    found, document, measured = measured_profile(
+    result, document, measured = measured_profile(
         model, next(data.train()), device, size, workload.name, quick=quick, blocks=BLOCKS
     )
-    write_profile(path, found, document, measured)
+    write_profile(path, result, document, measured)
     out = console()
     say(out, f"{measured['machine']}; {measured['versions']}; {measured['date']}")
     columns = ["block", "parameters", "forward", "backward", "device update", "CPU update", "input", "activations", "workspace"]
     shown = table(f"one block of each kind of {workload.name}, measured", columns)
-    for block in {block.role: block for block in found.units}.values():
+    for block in {block.role: block for block in result.units}.values():
         shown.add_row(
             block.role,
             f"{block.parameters:,}",
@@ -348,7 +348,7 @@ def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path:
             *(format_bytes(n) for n in (block.input_bytes, block.activation_bytes, block.backward_workspace_bytes)),
         )
     out.print(shown)
-    h2d, d2h, host = found.hardware.h2d, found.hardware.d2h, found.hardware.host
+    h2d, d2h, host = result.hardware.h2d, result.hardware.d2h, result.hardware.host
     links = table("copies and memory, measured", ["", "alone", "both ways at once", "latency"])
     for name, link in (("host to device", h2d), ("device to host", d2h)):
         links.add_row(
@@ -357,7 +357,7 @@ def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path:
             f"{link.duplex_bandwidth / 1e9:.1f} GB/s",
             format_seconds(link.latency_seconds),
         )
-    update = found.hardware.cpu.update_bandwidth
+    update = result.hardware.cpu.update_bandwidth
     links.add_row(
         "CPU update; with copies",
         f"{update / 1e9:.1f} GB/s",

@@ -35,10 +35,10 @@ class Sharing:
     def rates(self, active: Iterable[str]) -> dict[str, int]:
         """Return the rate of each of the ``active`` lanes, in 1/:data:`FULL_RATE` of the undisturbed rate, at least 1."""
         key = frozenset(active)
-        found = self._rates.get(key)
-        if found is None:
-            found = self._rates[key] = self._divide(sorted(key))
-        return found
+        rates = self._rates.get(key)
+        if rates is None:
+            rates = self._rates[key] = self._divide(sorted(key))
+        return rates
 
     def _divide(self, active: list[str]) -> dict[str, int]:
         free = {resource.name: resource.capacity for resource in self._resources}

@@ -68,7 +68,7 @@ def read_chain(source: str) -> list[Document]:
     while asked is not None:
         try:
             label, text = _read(asked, folder)
-            found = _measured(label, text) if label.endswith(_PROFILE) else _toml(label, text)
+            content = _measured(label, text) if label.endswith(_PROFILE) else _toml(label, text)
         except InputError as error:
             if not chain:
                 raise
@@ -78,9 +78,9 @@ def read_chain(source: str) -> list[Document]:
             raise InputError(
                 f"hardware {source!r} is based on itself: {' -> '.join([*labels, label])}; remove {BASE!r} from one of these"
             )
-        asked, folder = found.get(BASE), Path(label).parent
-        tables = {key: node for key, node in found.items() if key not in (BASE, WITHOUT)}
-        chain.append(Document(label, tables, _left_out(label, found.get(WITHOUT, []), asked is not None)))
+        asked, folder = content.get(BASE), Path(label).parent
+        tables = {key: node for key, node in content.items() if key not in (BASE, WITHOUT)}
+        chain.append(Document(label, tables, _left_out(label, content.get(WITHOUT, []), asked is not None)))
     for place, document in enumerate(chain):
         _check_without(document, chain[place + 1 :])
     return chain
@@ -154,9 +154,9 @@ def _toml(label: str, text: str) -> Mapping[str, Any]:
     same preset thousands of times.
     """
     try:
-        found = tomllib.loads(text)
-        _check_depth(label, found)
-        tables: dict[str, Any] = json.loads(json.dumps(found, default=str))
+        parsed = tomllib.loads(text)
+        _check_depth(label, parsed)
+        tables: dict[str, Any] = json.loads(json.dumps(parsed, default=str))
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits
         raise InputError(f"hardware file {label!r} is not valid TOML: {str(error)[:200]}") from error
     return tables
@@ -307,10 +307,10 @@ def figure_keys(document: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys of all figures in a raw document."""
 
     def walk(node: Mapping[str, Any], prefix: str) -> list[str]:
-        found: list[str] = []
+        keys: list[str] = []
         for key, child in node.items():
             if isinstance(child, Mapping):
-                found += [f"{prefix}{key}"] if _is_figure(child) else walk(child, f"{prefix}{key}.")
-        return found
+                keys += [f"{prefix}{key}"] if _is_figure(child) else walk(child, f"{prefix}{key}.")
+        return keys
 
     return walk(document, "")

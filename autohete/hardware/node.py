@@ -302,12 +302,12 @@ def _beyond_dram(hardware: Hardware) -> list[str]:
     usable = hardware.host.usable_bandwidth
     allowed = f"the {usable / 1e9:.3g} GB/s of DRAM (host.memory_bandwidth x host.usable_share"
     allowed += f", the part of one of {hardware.gpus_of_node} GPUs)" if hardware.gpus_of_node > 1 else ")"
-    found = []
+    remarks = []
     if update > usable * _ROUNDING:
-        found.append(f"updates by a process per GPU, {update / 1e9:.3g} GB/s, exceed {allowed}, so DRAM counts as that fast")
+        remarks.append(f"updates by a process per GPU, {update / 1e9:.3g} GB/s, exceed {allowed}, so DRAM counts as that fast")
     limit = max(usable, update)
     rates = {"h2d": h2d.bandwidth, "d2h": d2h.bandwidth, "both at once": h2d.duplex_bandwidth + d2h.duplex_bandwidth}
     above = [f"{name} {rate / 1e9:.3g}" for name, rate in rates.items() if rate > limit * _ROUNDING]
     if above:
-        found.append(f"copies ({', '.join(above)} GB/s) exceed {allowed}: all together run at {limit / 1e9:.3g} GB/s at most")
-    return found
+        remarks.append(f"copies ({', '.join(above)} GB/s) exceed {allowed}: all together run at {limit / 1e9:.3g} GB/s at most")
+    return remarks

@@ -217,11 +217,11 @@ class HardwareFile(_Table):
 
     def _host(self, links: LinksFigures, host: HostFigures, notes: list[str]) -> tuple[Link, Link, Host]:
         """Return the links, and the memory domain that the GPU uses; add notes on rates that were not given."""
-        found = []
+        pair = []
         for name, figures in (("links.h2d", links.h2d), ("links.d2h", links.d2h)):
             if (with_key := follows(figures.duplex_bandwidth.source)) is not None:
                 notes.append(f"{name}.duplex_bandwidth follows {with_key}: {figures.duplex_bandwidth.value / 1e9:.3g} GB/s")
-            found.append(_link(figures) if host.numa == "near" else _far_link(self.name, name, figures))
+            pair.append(_link(figures) if host.numa == "near" else _far_link(self.name, name, figures))
         domains = 1 if host.memory_domains is None else host.memory_domains.value
         memory = Host(
             round(host.memory.value) // domains,
@@ -231,7 +231,7 @@ class HardwareFile(_Table):
             domains,
             host.pinned_rounding == "power-of-two",
         )
-        return found[0], found[1], memory
+        return pair[0], pair[1], memory
 
 
 def known_keys() -> tuple[list[str], list[str]]:
@@ -346,13 +346,13 @@ def _validated(chain: Sequence[Document], overrides: Mapping[str, str]) -> Hardw
     document = overridden(combine(chain), overrides) if overrides else combine(chain)
     try:
         # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
-        found = HardwareFile.model_validate_json(json.dumps(document))
+        checked = HardwareFile.model_validate_json(json.dumps(document))
     except ValidationError as error:
         faults = "; ".join([*(_fault(chain, fault) for fault in error.errors()), *_of_pool(chain, document)])
         raise InputError(f"hardware {chain[0].label!r}: {faults}") from error
     if wrong := _of_pool(chain, document):
         raise InputError(f"hardware {chain[0].label!r}: {'; '.join(wrong)}")
-    return found
+    return checked
 
 
 def _of_pool(chain: Sequence[Document], document: Mapping[str, Any]) -> list[str]:
@@ -464,14 +464,14 @@ def written_figures(source: str | Path) -> list[WrittenFigure]:
     chain = read_chain(str(source))
     _validated(chain, {})
     document = combine(chain)
-    found = []
+    figures = []
     for key in figure_keys(document):
         figure = find(document, key)
         ends = tuple(figure["range"]) if "range" in figure else None
         home = _home(chain, key)
         assert home is not None
-        found.append(WrittenFigure(key, figure["value"], ends, figure["source"], figure["date"], home))
-    return found
+        figures.append(WrittenFigure(key, figure["value"], ends, figure["source"], figure["date"], home))
+    return figures
 
 
 def left_out(source: str | Path) -> list[str]:
@@ -481,22 +481,22 @@ def left_out(source: str | Path) -> list[str]:
         InputError: the documents cannot be read, see :func:`read_hardware`.
     """
     chain = read_chain(str(source))
-    found = combine(chain)
+    combined = combine(chain)
     lines = []
     for document, base in pairwise(chain):
-        keys = [key for key in document.without if find(found, key) is None]
+        keys = [key for key in document.without if find(combined, key) is None]
         lines += [f"without {', '.join(keys)} of {base.label}"] if keys else []
     return lines
 
 
 def uncertain_figures(source: str | Path) -> list[UncertainFigure]:
     """Return the figures of ``source`` that have a range."""
-    found = []
+    uncertain = []
     for figure in written_figures(source):
         if figure.range is not None:
             (low, unit), (value, _), (high, _) = map(_in_si, (figure.range[0], figure.value, figure.range[1]))
-            found.append(UncertainFigure(figure.key, low, value, high, unit))
-    return found
+            uncertain.append(UncertainFigure(figure.key, low, value, high, unit))
+    return uncertain
 
 
 def _in_si(written: str | float) -> tuple[float, str]:

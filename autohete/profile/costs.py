@@ -135,12 +135,12 @@ class UnitProfile(Hashed):
     @property
     def selective_workspace_bytes(self) -> tuple[int, int]:
         """Temporaries of a selective forward, and of its recomputation: at most as much as if everything is kept."""
-        found = self.selective
-        if found is None:
+        selective = self.selective
+        if selective is None:
             return self.forward_workspace_bytes, self.forward_workspace_bytes
-        forward, again = found.measured_forward_workspace_bytes, found.measured_workspace_bytes
+        forward, again = selective.measured_forward_workspace_bytes, selective.measured_workspace_bytes
         return (
-            self.forward_workspace_bytes + self.kept_bytes - found.kept_bytes if forward is None else forward,
+            self.forward_workspace_bytes + self.kept_bytes - selective.kept_bytes if forward is None else forward,
             self.forward_workspace_bytes if again is None else again,
         )
 
@@ -218,8 +218,8 @@ class Profile:
 
     def frozen_bytes(self, unit: int) -> int:
         """Size of the frozen parameters of ``block``, in every memory."""
-        found = self.units[unit]
-        return found.frozen_parameters * self.element_bytes if found.frozen_bytes is None else found.frozen_bytes
+        costs = self.units[unit]
+        return costs.frozen_parameters * self.element_bytes if costs.frozen_bytes is None else costs.frozen_bytes
 
     @property
     def first_trained(self) -> int:
@@ -228,10 +228,10 @@ class Profile:
         Raises:
             InputError: all are frozen.
         """
-        found = next((i for i, unit in enumerate(self.units) if not unit.is_frozen), None)
-        if found is None:
+        number = next((i for i, unit in enumerate(self.units) if not unit.is_frozen), None)
+        if number is None:
             raise InputError("all parameters are frozen: there is nothing to train; let at least one block have trained ones")
-        return found
+        return number
 
     def h2d_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
         """Time to copy ``size_bytes`` to the GPU, alone on the link."""

@@ -55,12 +55,12 @@ def _on_gpu(workload: Workload, gpu: Gpu, launch_seconds: float) -> tuple[tuple[
 def _first_alike(workload: Workload) -> list[int]:
     """For each unit, the first one that is equal, so that they share one profile."""
     first: dict[object, int] = {}
-    found = []
+    firsts = []
     for unit in range(workload.unit_count):
         parts = workload.components(unit) if workload.is_inner(unit) else ()
         alike = workload.role(unit), parts, workload.trains_base(unit), bool(workload.adapter_products(unit))
-        found.append(first.setdefault(alike, unit))
-    return found
+        firsts.append(first.setdefault(alike, unit))
+    return firsts
 
 
 def _head_sizes(component: Attention | LatentAttention) -> tuple[int, int]:
@@ -137,9 +137,9 @@ class _Roofline:
         components, h, trained = self.workload.components(unit), self.workload.hidden_size, self.workload.trains_base(unit)
         products = [product for component in components for product in component.products(h)]
         fp8 = self.workload.training.fp8
-        found = [self._product_seconds(product, trained=trained, fp8=fp8) for product in products]
-        found += [self._core_seconds(component) for component in components]
-        return sum(forward for forward, _ in found), sum(backward for _, backward in found)
+        seconds = [self._product_seconds(product, trained=trained, fp8=fp8) for product in products]
+        seconds += [self._core_seconds(component) for component in components]
+        return sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds)
 
     def _part(self, unit: int) -> Part:
         """The kernels of a unit between embedding and head, in addition to its products."""

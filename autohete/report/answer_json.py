@@ -51,9 +51,9 @@ def plan_json(summary: Summary, simulation: Simulation | None) -> dict[str, Any]
 
 def _gain(gain: Gain) -> dict[str, Any]:
     """A gain; the workload of its change, of which the name says what is different, is left out."""
-    found = asdict(replace(gain, change=replace(gain.change, workload=None)))
-    found["change"].pop("workload")
-    return found | {"helps": gain.helps}
+    document = asdict(replace(gain, change=replace(gain.change, workload=None)))
+    document["change"].pop("workload")
+    return document | {"helps": gain.helps}
 
 
 def _candidate(each: Candidate) -> dict[str, Any]:

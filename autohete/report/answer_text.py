@@ -58,7 +58,7 @@ def sections(answer: Answer) -> list[tuple[str, list[str]]]:
         ("The largest that fits", _largest(answer)),
         ("Assumptions", _assumed(answer)),
     ]
-    return [(title, lines) for title, found in parts if (lines := list(found))]
+    return [(title, lines) for title, section in parts if (lines := list(section))]
 
 
 # --- whether it fits ----------------------------------------------------------------------------------------------
@@ -72,13 +72,13 @@ def _verdict(answer: Answer) -> Iterator[str]:
         f"{workload.sequence_length} tokens) on {node_text(hardware.name, hardware.gpus)}, {_clock(answer)}"
     )
     yield ""
-    best, found = answer.best, answer.simulation
-    if best is None or found is None:
+    best, simulation = answer.best, answer.simulation
+    if best is None or simulation is None:
         yield from _wrapped("DOES NOT FIT under any policy.")
         yield from _needs(answer)
         return
     yield from _wrapped(
-        f"FITS: {best.name} takes {format_seconds(best.seconds)} per iteration, {found.tokens_per_second:,.0f} tokens/s."
+        f"FITS: {best.name} takes {format_seconds(best.seconds)} per iteration, {simulation.tokens_per_second:,.0f} tokens/s."
     )
     if answer.training_seconds is not None:
         yield from _wrapped(f"{format_count(answer.tokens)} tokens take {_long(answer.training_seconds)}.", indent=2)
@@ -179,28 +179,28 @@ def _kept_back(budget: Budget) -> str:
 
 
 def _plan(answer: Answer) -> Iterator[str]:
-    found, best = answer.simulation, answer.best
-    if found is None or best is None:
+    simulation, best = answer.simulation, answer.best
+    if simulation is None or best is None:
         return
-    plan, workload = found.plan, answer.profile.workload
+    plan, workload = simulation.plan, answer.profile.workload
     units = "blocks" if workload.units is Units.BLOCK else "units"
     yield from _wrapped(f"plan of {best.name}, by {units} (0 is the embedding, {len(plan.units) - 1} the head):")
-    for places, words in decisions(found):
+    for places, words in decisions(simulation):
         yield from _wrapped(f"{places}: {words}", indent=2)
-    yield from _wrapped(f"bound by {period_bounds(found.schedule, found.trace).binds}")
-    within = proven_within(found)
+    yield from _wrapped(f"bound by {period_bounds(simulation.schedule, simulation.trace).binds}")
+    within = proven_within(simulation)
     if within is not None:
-        least = format_seconds(found.iteration_seconds / (1 + within))
+        least = format_seconds(simulation.iteration_seconds / (1 + within))
         yield from _wrapped(f"proven: no plan that this policy could choose takes less than {least}")
-    if found.waits:
-        yield from _wrapped(f"it fits with {found.waits} waits for memory")
+    if simulation.waits:
+        yield from _wrapped(f"it fits with {simulation.waits} waits for memory")
 
 
-def decisions(found: Simulation) -> list[tuple[str, str]]:
+def decisions(simulation: Simulation) -> list[tuple[str, str]]:
     """Return the units that are planned alike, such as ``1 to 4, 7``, and how; prefetch distances are left out."""
     places: dict[str, list[int]] = {}
-    for number, unit in enumerate(found.plan.units):
-        places.setdefault(describe(unit, training_of(found.profile, number)), []).append(number)
+    for number, unit in enumerate(simulation.plan.units):
+        places.setdefault(describe(unit, training_of(simulation.profile, number)), []).append(number)
     return [(_runs(numbers), words) for words, numbers in places.items()]
 
 
@@ -332,16 +332,16 @@ def _gain(answer: Answer, gain: Gain) -> str:
 
 
 def _largest(answer: Answer) -> Iterator[str]:
-    for found in answer.largest:
-        yield from _wrapped(largest_text(found))
+    for largest in answer.largest:
+        yield from _wrapped(largest_text(largest))
 
 
-def largest_text(found: Largest) -> str:
+def largest_text(largest: Largest) -> str:
     """One line: the largest value, and what limits it."""
-    name = found.figure.replace("_", " ")
-    if not found.value:
-        return f"not even {name} 1 fits: {found.limit}"
-    return f"largest {name} that fits: {found.value:,}; one more does not: {found.limit}"
+    name = largest.figure.replace("_", " ")
+    if not largest.value:
+        return f"not even {name} 1 fits: {largest.limit}"
+    return f"largest {name} that fits: {largest.value:,}; one more does not: {largest.limit}"
 
 
 # --- assumptions --------------------------------------------------------------------------------------------------

@@ -62,11 +62,11 @@ def scales(values: Mapping[str, Sequence[str]]) -> list[Scale]:
     Raises:
         InputError: not one or two keys, or values that are no numbers.
     """
-    found = [_scale(key, texts) for key, texts in values.items() if key != POLICY and len(texts) > 1]
-    if len(found) not in (1, 2):
-        has = ", ".join(scale.key for scale in found) or "none"
-        raise InputError(f"--plot draws one or two keys with several values, not {len(found)} ({has}): change --over")
-    return found
+    axes = [_scale(key, texts) for key, texts in values.items() if key != POLICY and len(texts) > 1]
+    if len(axes) not in (1, 2):
+        has = ", ".join(scale.key for scale in axes) or "none"
+        raise InputError(f"--plot draws one or two keys with several values, not {len(axes)} ({has}): change --over")
+    return axes
 
 
 def _scale(key: str, texts: Sequence[str]) -> Scale:
@@ -87,12 +87,12 @@ def _scale(key: str, texts: Sequence[str]) -> Scale:
 def _in_one_unit(key: str, texts: Sequence[str]) -> tuple[str, list[float]]:
     for dimension, factors in UNITS.items():
         try:
-            found = [parse_quantity(text, dimension) for text in texts]
+            numbers = [parse_quantity(text, dimension) for text in texts]
         except InputError:
             continue
         match = _WRITTEN.fullmatch(texts[-1])
         assert match is not None
-        return match[2], [number / factors[match[2]] for number in found]
+        return match[2], [number / factors[match[2]] for number in numbers]
     raise InputError(f"--plot: the values of {key} have different units: write all with the same")
 
 
@@ -141,34 +141,34 @@ Line = dict[float, float]
 def lines(rows: Iterable[Row], scale: Scale, metric: Metric) -> dict[str, Line]:
     """Return the value of each policy by the number on the axis; what does not fit is left out."""
     numbers = dict(zip(scale.texts, scale.numbers, strict=True))
-    found: dict[str, Line] = {}
+    curves: dict[str, Line] = {}
     for row in rows:
-        line = found.setdefault(row[POLICY], {})
+        line = curves.setdefault(row[POLICY], {})
         if row[metric.column]:
             line[numbers[row[scale.key]]] = float(row[metric.column])
-    return found
+    return curves
 
 
-def crossovers(found: Mapping[str, Line], metric: Metric) -> list[Crossover]:
+def crossovers(curves: Mapping[str, Line], metric: Metric) -> list[Crossover]:
     """Return all crossovers of two policies, from the smallest number."""
-    some = [one for a, b in combinations(found, 2) for one in _crossings(a, b, found, metric)]
+    some = [one for a, b in combinations(curves, 2) for one in _crossings(a, b, curves, metric)]
     return sorted(some, key=lambda one: one.at)
 
 
-def _crossings(a: str, b: str, found: Mapping[str, Line], metric: Metric) -> Iterator[Crossover]:
+def _crossings(a: str, b: str, curves: Mapping[str, Line], metric: Metric) -> Iterator[Crossover]:
     before: tuple[float, float] | None = None  # the last number at which they differ, and by how much
     equal: float | None = None  # the first number since at which they do not
-    for x in sorted(found[a].keys() & found[b].keys()):
-        difference = found[a][x] - found[b][x]
-        if abs(difference) <= _EQUAL * abs(found[a][x]):
+    for x in sorted(curves[a].keys() & curves[b].keys()):
+        difference = curves[a][x] - curves[b][x]
+        if abs(difference) <= _EQUAL * abs(curves[a][x]):
             equal = x if equal is None else equal
             continue
         if before is not None and (before[1] > 0) != (difference > 0):
             at = before[0] + (x - before[0]) * before[1] / (before[1] - difference) if equal is None else equal
-            value = _between(found[a], at)
+            value = _between(curves[a], at)
             assert value is not None
-            first = metric.better(found[a][x], found[b][x])
-            others = (_between(line, at) for name, line in found.items() if name not in (a, b))
+            first = metric.better(curves[a][x], curves[b][x])
+            others = (_between(line, at) for name, line in curves.items() if name not in (a, b))
             best = not any(other is not None and metric.better(other, value) for other in others)
             yield Crossover(a if first else b, b if first else a, at, value, best)
         before, equal = (x, difference), None
@@ -209,16 +209,16 @@ def _looks() -> list[tuple[str, str, str]]:
     return list(zip(colours, "os^DvPX", ("", "////", "....", "\\\\\\\\", "xxxx", "----", "++++"), strict=True))
 
 
-def _draw_lines(panel: Axes, found: Mapping[str, Line], scale: Scale, metric: Metric) -> None:
+def _draw_lines(panel: Axes, curves: Mapping[str, Line], scale: Scale, metric: Metric) -> None:
     looks = _looks()
-    for place, (policy, line) in enumerate(found.items()):
+    for place, (policy, line) in enumerate(curves.items()):
         colour, marker, _ = looks[place % len(looks)]
         dashes = "-" if place < len(looks) else "--"
         missing = len(scale.numbers) - len(line)
         label = f"{policy} (does not fit at {missing} of {len(scale.numbers)})" if missing else policy
         values = [line.get(x, float("nan")) for x in scale.numbers]
         panel.plot(scale.numbers, values, dashes, color=colour, marker=marker, markersize=4, label=label)
-    for one in crossovers(found, metric):
+    for one in crossovers(curves, metric):
         panel.plot(one.at, one.value, "o", color="black", markersize=10, fillstyle="none")
         if one.best:
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.8}
@@ -248,15 +248,15 @@ def bests(rows: Iterable[Row], axes: Sequence[Scale], metric: Metric) -> dict[tu
     for row in rows:
         if row[metric.column]:
             cells.setdefault(tuple(row[axis.key] for axis in axes), {})[row[POLICY]] = float(row[metric.column])
-    found = {}
+    fastest = {}
     for cell, by in cells.items():
         first, *others = sorted(by, key=by.__getitem__, reverse=not metric.less)
         gain = None
         if others:
             ratio = by[others[0]] / by[first] if metric.less else by[first] / by[others[0]]
             gain = 100 * (ratio - 1)
-        found[cell] = Best(first, gain)
-    return found
+        fastest[cell] = Best(first, gain)
+    return fastest
 
 
 def _draw_map(panel: Axes, rows: Sequence[Row], axes: Sequence[Scale], metric: Metric) -> None:
@@ -308,15 +308,15 @@ def print_best(rows: Sequence[Row], axes: Sequence[Scale]) -> None:
     out, metric = console(), metric_of(rows)
     if len(axes) == 1:
         (scale,) = axes
-        found = lines(rows, scale, metric)
-        for policy, line in found.items():
+        curves = lines(rows, scale, metric)
+        for policy, line in curves.items():
             if len(line) < len(scale.numbers):
                 say(out, f"{policy} does not fit at {len(scale.numbers) - len(line)} of {len(scale.numbers)} values")
-        some = crossovers(found, metric)
+        some = crossovers(curves, metric)
         for one in some:
-            fastest = ", and is the fastest" if one.best and len(found) > 2 else ""
+            fastest = ", and is the fastest" if one.best and len(curves) > 2 else ""
             say(out, f"{one.winner} overtakes {one.loser} at {scale.key} {scale.text(one.at)}{fastest}")
-        if not some and len(found) > 1:
+        if not some and len(curves) > 1:
             say(out, f"no policy overtakes another over {scale.key}")
         return
     best = bests(rows, axes, metric)

@@ -95,8 +95,8 @@ def _read(path: str, header: Sequence[str]) -> list[Row]:
         problem = str(error).splitlines()[0]
         raise InputError(f"{path!r} is not a sweep's file: {problem}; give another --out") from error
     if table.column_names != list(header):
-        found = difference(table.column_names, header)
-        raise InputError(f"{path!r} cannot be continued: {found}; sweep over the same keys, or give another --out")
+        mismatch = difference(table.column_names, header)
+        raise InputError(f"{path!r} cannot be continued: {mismatch}; sweep over the same keys, or give another --out")
     return [{name: _text(value) for name, value in row.items()} for row in table.to_pylist()]
 
 

@@ -86,9 +86,9 @@ def _range(figure: WrittenFigure) -> str:
 
 def _readable(written: str | float) -> str:
     """Return a figure with at most six digits and a blank before its unit."""
-    found = re.fullmatch(r"\s*([-+.\deE]*\d\.?)\s*([A-Za-z/]*)\s*", str(written))
-    assert found is not None  # it has been validated
-    return f"{float(found[1]):.6g} {found[2]}".rstrip()
+    match = re.fullmatch(r"\s*([-+.\deE]*\d\.?)\s*([A-Za-z/]*)\s*", str(written))
+    assert match is not None  # it has been validated
+    return f"{float(match[1]):.6g} {match[2]}".rstrip()
 
 
 def print_model(workload: Workload, source: str | None) -> None:

@@ -44,8 +44,8 @@ def header_of(keys: Sequence[str]) -> list[str]:
 
 def answered(key: Mapping[str, str], summary: Summary) -> Row:
     """Return the row of an answer. Numbers are written as in JSON; None is empty."""
-    found = {column: _cell(_value(summary, column)) for column in COLUMNS}
-    return found | dict(key)
+    row = {column: _cell(_value(summary, column)) for column in COLUMNS}
+    return row | dict(key)
 
 
 def refused(key: Mapping[str, str], reason: str) -> Row:
@@ -54,10 +54,10 @@ def refused(key: Mapping[str, str], reason: str) -> Row:
 
 
 def _value(summary: Summary, column: str) -> object:
-    found: object = summary
+    value: object = summary
     for name in column.split("."):
-        found = None if found is None else getattr(found, name)
-    return found
+        value = None if value is None else getattr(value, name)
+    return value
 
 
 def _cell(value: object) -> str:
@@ -95,10 +95,10 @@ def read_rows(path: str, header: Sequence[str]) -> tuple[list[Row], int]:
         lines = list(csv.reader(io.StringIO(data[:end].decode(), newline=""), strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
         raise InputError(f"{path!r} is not a sweep's file: {error}; give another --out") from error
-    found = lines[0] if lines else []
-    if found != list(header):
+    columns = lines[0] if lines else []
+    if columns != list(header):
         raise InputError(
-            f"{path!r} cannot be continued: {difference(found, header)}; sweep over the same keys, or give another --out"
+            f"{path!r} cannot be continued: {difference(columns, header)}; sweep over the same keys, or give another --out"
         )
     for number, line in enumerate(lines, start=1):
         if len(line) != len(header):
@@ -108,10 +108,10 @@ def read_rows(path: str, header: Sequence[str]) -> tuple[list[Row], int]:
     return [dict(zip(header, line, strict=True)) for line in lines[1:]], end
 
 
-def difference(found: Sequence[str], header: Sequence[str]) -> str:
+def difference(columns: Sequence[str], header: Sequence[str]) -> str:
     """Describe how the header of a file differs from that of this sweep."""
-    missing = [name for name in header if name not in found]
-    other = [name for name in found if name not in header]
+    missing = [name for name in header if name not in columns]
+    other = [name for name in columns if name not in header]
     if not (missing or other):
         return "its columns have another order"
     parts = [("it has no column", missing), ("this sweep has no column", other)]

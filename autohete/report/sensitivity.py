@@ -56,14 +56,14 @@ def effects(rows: Sequence[Row], bases: Mapping[str, str]) -> list[Moved]:
         bases: each key's value in the question.
     """
     seconds = {row["policy"]: float(row["iteration_seconds"]) for row in rows if not row["key"] and row["iteration_seconds"]}
-    found = [
+    moved = [
         Moved(row["key"], bases[row["key"]], row["value"], row["policy"], row, seconds.get(row["policy"]))
         for row in rows
         if row["key"]
     ]
-    largest = {key: max((_weight(one) for one in found if one.key == key), default=0.0) for key in bases}
+    largest = {key: max((_weight(one) for one in moved if one.key == key), default=0.0) for key in bases}
     places = {key: place for place, key in enumerate(bases)}
-    return sorted(found, key=lambda one: (-largest[one.key], places[one.key]))
+    return sorted(moved, key=lambda one: (-largest[one.key], places[one.key]))
 
 
 def _weight(one: Moved) -> float:
@@ -73,13 +73,13 @@ def _weight(one: Moved) -> float:
     return float("inf") if bool(one.row["iteration_seconds"]) != (one.base_seconds is not None) else 0.0
 
 
-def effects_csv(found: Sequence[Moved]) -> str:
+def effects_csv(moved: Sequence[Moved]) -> str:
     """Return one row per value and policy."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     header = ["key", "base", "value", "policy", "verdict", "iteration_seconds", "base_seconds", "percent", "explanation"]
     writer.writerow(header)
-    for one in found:
+    for one in moved:
         numbers = ("" if x is None else repr(x) for x in (one.base_seconds, one.percent))
         row = one.row
         writer.writerow(
@@ -88,7 +88,7 @@ def effects_csv(found: Sequence[Moved]) -> str:
     return text.getvalue()
 
 
-def print_effects(found: Sequence[Moved], rows: Sequence[Row]) -> None:
+def print_effects(moved: Sequence[Moved], rows: Sequence[Row]) -> None:
     """Print the iteration time of each policy, and a row for each value that changes one."""
     out = console()
     policies = list(dict.fromkeys(row["policy"] for row in rows))
@@ -98,7 +98,7 @@ def print_effects(found: Sequence[Moved], rows: Sequence[Row]) -> None:
             says = f"{format_seconds(float(time))} an iteration" if time else f"{row['verdict']}: {row['explanation']}"
             say(out, f"{row['policy']}: {says}")
     points: dict[tuple[str, str], dict[str, Moved]] = {}
-    for one in found:
+    for one in moved:
         points.setdefault((one.key, one.value), {})[one.policy] = one
     shown = {point: by for point, by in points.items() if any(_weight(one) >= _NOTHING for one in by.values())}
     effect = table("effect of one value alone on the iteration time", ["figure", "is", "value", *map(escape, policies)])
@@ -108,7 +108,7 @@ def print_effects(found: Sequence[Moved], rows: Sequence[Row]) -> None:
         out.print(effect)
     if len(shown) > _MOST_ROWS:
         say(out, f"{len(shown) - _MOST_ROWS} more values with smaller effects are in the file")
-    quiet = [key for key in dict.fromkeys(key for key, _ in points) if not any(key == moved for moved, _ in shown)]
+    quiet = [key for key in dict.fromkeys(key for key, _ in points) if not any(key == other for other, _ in shown)]
     if quiet:
         say(out, f"less than {_NOTHING} %: {', '.join(quiet)}")
 
@@ -121,21 +121,21 @@ def _cell(one: Moved | None) -> str:
     return one.row["verdict"] if not one.row["iteration_seconds"] else "fits"
 
 
-def tornado(found: Sequence[Moved], title: str) -> Figure:
+def tornado(moved: Sequence[Moved], title: str) -> Figure:
     """Draw a panel per policy: for each figure a bar from its lowest to its highest iteration time, the largest on top."""
     from matplotlib.figure import Figure
 
     from autohete.report.style import style
 
-    policies = list(dict.fromkeys(one.policy for one in found))
-    keys = list(dict.fromkeys(one.key for one in found if _weight(one) >= _NOTHING))[:_MOST_BARS]
+    policies = list(dict.fromkeys(one.policy for one in moved))
+    keys = list(dict.fromkeys(one.key for one in moved if _weight(one) >= _NOTHING))[:_MOST_BARS]
     with style():
         size = (1.8 + 3.4 * len(policies), 1.3 + 0.34 * max(len(keys), 2))
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(1, len(policies), sharey=True, squeeze=False)[0]
         for panel, policy in zip(panels, policies, strict=True):
-            _draw_bars(panel, [one for one in found if one.policy == policy], keys)
-            base = next((one.base_seconds for one in found if one.policy == policy), None)
+            _draw_bars(panel, [one for one in moved if one.policy == policy], keys)
+            base = next((one.base_seconds for one in moved if one.policy == policy), None)
             time = "does not fit" if base is None else f"{format_seconds(base)} an iteration"
             panel.set_title(f"{policy}\n{time}", fontsize="medium")
         panels[0].set_yticks(range(len(keys)), keys)
@@ -145,13 +145,13 @@ def tornado(found: Sequence[Moved], title: str) -> Figure:
     return figure
 
 
-def _draw_bars(axes: Axes, found: Sequence[Moved], keys: Sequence[str]) -> None:
+def _draw_bars(axes: Axes, moved: Sequence[Moved], keys: Sequence[str]) -> None:
     from autohete.report.style import BLUE, ORANGE
 
     axes.axvline(0, color="0.3", linewidth=0.8)
     axes.grid(axis="y", visible=False)
     for y, key in enumerate(keys):
-        own = [one for one in found if one.key == key]
+        own = [one for one in moved if one.key == key]
         for place, one in enumerate(own):
             first = place < len(own) / 2
             if one.percent is not None and abs(one.percent) > 1e-9:

@@ -191,11 +191,11 @@ def table(
     return FittedTable(title, columns, words, give_way, elsewhere)
 
 
-def print_plan(summary: Summary, found: Simulation | None) -> None:
+def print_plan(summary: Summary, simulation: Simulation | None) -> None:
     """Print a plan's decisions, one row per run of equal blocks, and its result; without a plan, print why there is none."""
     out = console()
-    if found is not None:
-        _print_decisions(out, found)
+    if simulation is not None:
+        _print_decisions(out, simulation)
     if summary.iteration_seconds is None:
         say(out, f"{summary.policy}: {summary.verdict}: {summary.explanation}")
     else:
@@ -214,16 +214,16 @@ def print_plan(summary: Summary, found: Simulation | None) -> None:
         say(out, f"note: {note}")
 
 
-def _print_decisions(out: Console, found: Simulation) -> None:
-    plan, profile = found.plan, found.profile
+def _print_decisions(out: Console, simulation: Simulation) -> None:
+    plan, profile = simulation.plan, simulation.profile
     node, by_block = node_text(profile.hardware.name, profile.hardware.gpus), profile.workload.units is Units.BLOCK
     shown = table(
-        f"{profile.workload.name}{units_text(profile.workload)} on {node}: {plan.policy}, plan {counts(found)}",
+        f"{profile.workload.name}{units_text(profile.workload)} on {node}: {plan.policy}, plan {counts(simulation)}",
         ["blocks" if by_block else "units", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
         left=4,
         elsewhere=IN_JSON,
     )
-    for first, last, unit in runs_of_equal_units(found) if by_block else runs_of_equal_roles(found):
+    for first, last, unit in runs_of_equal_units(simulation) if by_block else runs_of_equal_roles(simulation):
         route, role = unit.parameters, "" if by_block else f", {profile.units[first].role}"
         trained = training_of(profile, first)
         shown.add_row(

@@ -44,10 +44,10 @@ class Graph:
     @cached_property
     def lane_tasks(self) -> list[list[int]]:
         """Task indices of each lane in issue order."""
-        found: list[list[int]] = [[] for _ in self.lanes]
+        tasks: list[list[int]] = [[] for _ in self.lanes]
         for i, lane in enumerate(self.lane):
-            found[lane].append(i)
-        return found
+            tasks[lane].append(i)
+        return tasks
 
     @cached_property
     def urgency(self) -> list[Urgency]:

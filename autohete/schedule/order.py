@@ -39,25 +39,25 @@ def topological(tasks: int, edges: list[tuple[int, int, int]]) -> list[int]:
     for u, v, back in edges:
         if not back:
             before[v].append(u)
-    found: dict[int, None] = {}
+    ordered: dict[int, None] = {}
     opened: set[int] = set()
     for task in range(tasks):
         stack = [task]
         while stack:
-            missing = [u for u in before[stack[-1]] if u not in found]
+            missing = [u for u in before[stack[-1]] if u not in ordered]
             if missing and stack[-1] in opened:
                 raise ScheduleError("tasks wait for each other in a cycle: validate() names them")
             opened.add(stack[-1])
             stack += missing
             if not missing:
-                found[stack.pop()] = None
-    return list(found)
+                ordered[stack.pop()] = None
+    return list(ordered)
 
 
 def delayed_units(schedule: Schedule) -> set[int]:
     """The units whose CPU update does not wait for the gradients of its own iteration."""
     before = {task.id: [edge.task for edge in task.after if not edge.back] for task in schedule.tasks}
-    found: set[int] = set()
+    delayed: set[int] = set()
     for update in before:
         if update.kind is Kind.CPU_UPDATE:
             seen, rest = {update}, [update]
@@ -66,5 +66,5 @@ def delayed_units(schedule: Schedule) -> set[int]:
                 seen.update(new)
                 rest += new
             if not any(task.kind is Kind.OFFLOAD_GRADIENTS and task.unit == update.unit for task in seen):
-                found.add(update.unit)
-    return found
+                delayed.add(update.unit)
+    return delayed

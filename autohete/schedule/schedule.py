@@ -213,9 +213,9 @@ class Schedule:
         """
         ids, lanes, _, *others = self.once(_columns)
         tasks = tuple(map(Task._make, zip(ids, lanes, durations_ns, *others, strict=True)))
-        found = replace(self, tasks=tasks, memories=memories, flows=flows, resources=resources)
-        object.__setattr__(found, "_known", self._known)
-        return found
+        timed = replace(self, tasks=tasks, memories=memories, flows=flows, resources=resources)
+        object.__setattr__(timed, "_known", self._known)
+        return timed
 
     def once(self, function: Callable[[Schedule, *Args], T], *args: *Args) -> T:
         """Return ``function(self, *args)``, computed once for all schedules that differ in what :meth:`timed` changes.

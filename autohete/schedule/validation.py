@@ -136,9 +136,9 @@ def _order(schedule: Schedule, waits: _Predecessors) -> Sequence[int]:
 def _validate_buffers(schedule: Schedule, memories: list[str], ancestors: _Ancestors, places: dict[TaskId, int]) -> None:
     allocated: dict[BufferId, Task] = {}
     freed: dict[BufferId, Task] = {}
-    for found, times in Counter(buffer.id for buffer in schedule.resident).items():
+    for resident, times in Counter(buffer.id for buffer in schedule.resident).items():
         if times > 1:
-            raise ScheduleError(f"resident buffer '{found}' exists {times} times: give its bytes once")
+            raise ScheduleError(f"resident buffer '{resident}' exists {times} times: give its bytes once")
     buffers = list(schedule.resident)
     for task in schedule.tasks:
         for buffer in task.allocates:

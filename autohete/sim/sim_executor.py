@@ -33,8 +33,8 @@ class SimExecutor:
             raise InputError(f"cannot run {iterations} iterations: at least 1")
         if self._validate:
             validate(schedule)
-        found = None if self._by_events else undisturbed_trace(schedule, iterations)
-        return found or _SimRun(schedule, iterations).trace()
+        trace = None if self._by_events else undisturbed_trace(schedule, iterations)
+        return trace or _SimRun(schedule, iterations).trace()
 
 
 class _Lane:

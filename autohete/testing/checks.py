@@ -318,9 +318,9 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             taken_by = task._replace(kind=Kind.OFFLOAD_GRADIENTS) if decisions.accumulates_on_host else copy
             faults += chain_faults(paths, (reduce, 0), (taken_by, 0))
         faults += chain_faults(paths, (first, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
-        for found, arrived in zip(others, added, strict=True):
-            addition = found._replace(kind=Kind.ACCUMULATE)
-            faults += chain_faults(paths, (found, 0), (arrived, 0), (addition, 0), (update, 0))
+        for other, arrived in zip(others, added, strict=True):
+            addition = other._replace(kind=Kind.ACCUMULATE)
+            faults += chain_faults(paths, (other, 0), (arrived, 0), (addition, 0), (update, 0))
             faults += chain_faults(paths, (copy, 0), (addition, 0))
         if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, unit)) in paths.tasks:
             faults += [fault for task in reduced.values() for fault in chain_faults(paths, (task, 0), (also, 0))]
@@ -414,8 +414,8 @@ def activation_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[
                 user = Kind.BACKWARD if plan.units[unit].activations is Activations.KEEP else Kind.RECOMPUTE
                 way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, user)
                 faults += chain_faults(paths, *((TaskId(kind, unit, m), 0) for kind in way))
-    found = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
-    faults += [f"there is {task}, which the plan has not" for task in found if task not in passes]
+    present = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
+    faults += [f"there is {task}, which the plan has not" for task in present if task not in passes]
     return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults, *_absence_faults(schedule)]
 
 
@@ -595,9 +595,9 @@ def _users_of_input(buffer: BufferId, begin: TaskId, end: TaskId, place: dict[Ta
 def _growth_faults(schedule: Schedule) -> Iterator[str]:
     """Memories without a worst case."""
     for memory in schedule.memories:
-        found = worst_case(schedule, memory.name)
-        if found.peak_bytes is None:
-            yield f"{found.task} may free {memory.name} memory later and later: no later allocation waits for it"
+        worst = worst_case(schedule, memory.name)
+        if worst.peak_bytes is None:
+            yield f"{worst.task} may free {memory.name} memory later and later: no later allocation waits for it"
 
 
 def _balance_faults(schedule: Schedule, crossing: set[BufferId]) -> Iterator[str]:

@@ -333,7 +333,7 @@ def without_contradictions(profile: Profile, plan: Plan) -> Plan:
 def _rules(units: int) -> st.SearchStrategy[Rule]:
     """Any rule, for a plan of so many units."""
     small = st.integers(1, 4)
-    some = st.lists(st.integers(0, units - 1), unique=True).map(lambda found: tuple(sorted(found)))
+    some = st.lists(st.integers(0, units - 1), unique=True).map(lambda numbers: tuple(sorted(numbers)))
     following = st.sampled_from([Kind.OFFLOAD_GRADIENTS, Kind.WRITE_BACK_FORWARD, Kind.OFFLOAD_ACTIVATIONS])
     return st.one_of(
         st.sampled_from(
@@ -357,23 +357,23 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
 def _forwards(draw: Draw, units: int) -> list[list[Activations]]:
     """What each forward of so many units keeps: segments of any length, within segments, too."""
     keep, recompute, drop = Activations.KEEP, Activations.RECOMPUTE, Activations.DROP
-    found = [[keep] for _ in range(units)]
+    forwards_of = [[keep] for _ in range(units)]
 
     def draw_sweep(first: int, last: int) -> None:
         """Of units that are computed one after another, the first of which has an input."""
         for unit in range(first, last):
-            made_again = unit > first and found[unit - 1][-1] is not keep
-            found[unit].append(draw(st.sampled_from([keep, recompute, drop] if made_again else [keep, recompute])))
+            made_again = unit > first and forwards_of[unit - 1][-1] is not keep
+            forwards_of[unit].append(draw(st.sampled_from([keep, recompute, drop] if made_again else [keep, recompute])))
 
-    for forwards in found[1:-1]:
+    for forwards in forwards_of[1:-1]:
         forwards.clear()
     draw_sweep(1, units - 1)
     for unit in reversed(range(1, units - 1)):
-        if found[unit][-1] is not keep:
-            start = max(i for i in range(unit + 1) if found[i][-1] is recompute)
+        if forwards_of[unit][-1] is not keep:
+            start = max(i for i in range(unit + 1) if forwards_of[i][-1] is recompute)
             draw_sweep(start, unit)
-            found[unit].append(keep)
-    return found
+            forwards_of[unit].append(keep)
+    return forwards_of
 
 
 @st.composite

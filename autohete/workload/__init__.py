@@ -394,12 +394,12 @@ class Workload(Hashed):
 
     @property
     def _backward_flops(self) -> int:
-        first, found = self.first_trained(), 0
+        first, flops = self.first_trained(), 0
         for unit in range(max(first, 1), self.unit_count):
             trained = self.trains_base(0 if unit == self.unit_count - 1 and self.tied_embeddings else unit)
-            found += (1 + trained) * self._products_flops(unit)
-            found += 2 * (self._adapter_flops(unit) + self._core_flops(unit))
-        return self.tokens * found
+            flops += (1 + trained) * self._products_flops(unit)
+            flops += 2 * (self._adapter_flops(unit) + self._core_flops(unit))
+        return self.tokens * flops
 
     def _products_flops(self, unit: int) -> int:
         """FLOPs for one token of the products with the unit's own weights, forward."""

@@ -87,7 +87,7 @@ def parse_model(config: dict[str, Any], name: str) -> Workload:
         raise unknown_name("model_type", family, FAMILIES)
     # Lists such as layer_types may hold more than the language model's layers, and JSON keeps strict types apart from enums.
     try:
-        found = FAMILIES[family].model_validate_json(json.dumps(config))
+        model = FAMILIES[family].model_validate_json(json.dumps(config))
     except ValidationError as error:
         faults = "; ".join(_fault(fault) for fault in error.errors()[:8])
         raise InputError(
@@ -95,12 +95,12 @@ def parse_model(config: dict[str, Any], name: str) -> Workload:
         ) from error
     return Workload(
         name,
-        hidden_size=found.hidden_size,
-        transformer_blocks=found.num_hidden_layers,
-        heads=found.num_attention_heads,
-        vocabulary_size=found.vocab_size,
-        tied_embeddings=found.tie_word_embeddings,
-        architecture=found.architecture(),
+        hidden_size=model.hidden_size,
+        transformer_blocks=model.num_hidden_layers,
+        heads=model.num_attention_heads,
+        vocabulary_size=model.vocab_size,
+        tied_embeddings=model.tie_word_embeddings,
+        architecture=model.architecture(),
     )
 
 

@@ -141,10 +141,10 @@ def state_bytes(optimizer: Optimizer, trained: int, matrices: Sequence[Product],
     """
     row = _OPTIMIZERS[optimizer]
     inside = sum(matrix.parameters for matrix in matrices)
-    found = row.master * trained * mixed + row.states * inside
+    size = row.master * trained * mixed + row.states * inside
     if row.factored:
-        found += sum(4 * matrix.matrices * (matrix.columns + matrix.inner) for matrix in matrices) - row.states * inside
-    return math.ceil(found + (_ADAMW_STATES if row.orthogonalised else row.states) * (trained - inside))
+        size += sum(4 * matrix.matrices * (matrix.columns + matrix.inner) for matrix in matrices) - row.states * inside
+    return math.ceil(size + (_ADAMW_STATES if row.orthogonalised else row.states) * (trained - inside))
 
 
 def moment_bytes(optimizer: Optimizer) -> float:
