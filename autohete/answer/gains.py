@@ -25,6 +25,12 @@ from autohete.workload import Workload
 from autohete.workload.training import Lora
 
 _MORE_GPU_BYTES = 8 * 2**30
+#: Rank of the adapters that are tried.
+_RANK = 16
+#: Names of changes of the training, before the parentheses.
+CHUNKED_LOSS = "chunked loss"
+LORA = f"LoRA of rank {_RANK}"
+QLORA = f"QLoRA of rank {_RANK}"
 
 
 def purchases(site: Site, simulation: Simulation | None) -> Iterator[Change]:
@@ -102,16 +108,16 @@ def free_changes(workload: Workload) -> Iterator[Change]:
     """What costs nothing to change: it computes the same gradients."""
     chunked = replace(workload, chunked_loss=True)
     if chunked.loss_tokens < workload.loss_tokens:
-        yield Change("--chunked-loss (logits some tokens at a time)", {}, workload=chunked)
+        yield Change(f"{CHUNKED_LOSS} (logits some tokens at a time)", {}, workload=chunked)
 
 
 def adapter_changes(workload: Workload) -> Iterator[Change]:
     """Adapters instead of all parameters: what people do where all do not fit. It trains something else."""
     if workload.training.lora is None and workload.training.last_blocks is None:
-        for options, lora in (("--lora 16", Lora(16)), ("--lora 16 --qlora", Lora(16, quantised=True))):
+        for name, lora in ((LORA, Lora(_RANK)), (QLORA, Lora(_RANK, quantised=True))):
             with suppress(InputError):  # such as an optimizer that does not go with it
                 adapted = replace(workload, training=replace(workload.training, lora=lora))
-                yield Change(f"{options} ({adapted.trained_parameters / 1e6:,.0f}M parameters)", {}, workload=adapted)
+                yield Change(f"{name} ({adapted.trained_parameters / 1e6:,.0f}M parameters)", {}, workload=adapted)
 
 
 @dataclass(frozen=True, slots=True)

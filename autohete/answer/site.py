@@ -61,8 +61,8 @@ def without_system(hardware: Hardware, system_bytes: int) -> Hardware:
     left = host.memory_bytes - system_bytes // hardware.gpus_of_node
     if left < 1:
         raise InputError(
-            f"{format_bytes(system_bytes)} for the system leave nothing of {format_bytes(host.memory_bytes)} of host memory: "
-            "give less with --system-memory, or more with --host-memory"
+            f"{format_bytes(system_bytes)} for the system leaves nothing of {format_bytes(host.memory_bytes)} of host memory: "
+            "give a smaller system_bytes, or hardware with a larger host.memory"
         )
     pinned = None if host.pinned_bytes is None else min(host.pinned_bytes, left)
     return replace(hardware, host=replace(host, memory_bytes=left, pinned_bytes=pinned))

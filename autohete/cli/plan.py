@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -16,6 +17,7 @@ from autohete.quantities import parse_count, parse_quantity
 
 if TYPE_CHECKING:
     from autohete.answer import Answer, Run
+    from autohete.answer.result import Gain
     from autohete.profile import Profile
     from autohete.simulate import Simulation
     from autohete.simulate.largest import GrowingFigure
@@ -86,7 +88,7 @@ def plan(
     if policy is not None:
         _print_policy(chosen, policy, sizes, outputs, json_)
         return
-    result = _answer(question, chosen, tokens, system_memory, draws, seed, sizes, _in_processes(jobs))
+    result = with_options(_answer(question, chosen, tokens, system_memory, draws, seed, sizes, _in_processes(jobs)))
     _write_outputs(result, outputs)
     if json_ is None or "--json" in outputs:
         from autohete.report.answer_text import answer_text
@@ -126,6 +128,19 @@ def _answer(
         given=given,
         run=run,
     )
+
+
+def with_options(result: Answer) -> Answer:
+    """Name changes of the training by the options that make them."""
+    from autohete.answer.gains import CHUNKED_LOSS, LORA, QLORA
+
+    options = {CHUNKED_LOSS: "--chunked-loss", LORA: "--lora 16", QLORA: "--lora 16 --qlora"}
+
+    def named(gain: Gain) -> Gain:
+        name, bracket, rest = gain.change.name.partition(" (")
+        return replace(gain, change=replace(gain.change, name=options.get(name, name) + bracket + rest))
+
+    return replace(result, free=tuple(map(named, result.free)), adapters=tuple(map(named, result.adapters)))
 
 
 def _in_processes(jobs: int | None) -> Run:

@@ -255,7 +255,7 @@ class Hardware:
         if gpus == 1:
             return self
         if self.shared_cores is not None:
-            raise InputError(f"{self.name} is emulated on a CPU, which stands in for one GPU: leave out --gpus")
+            raise InputError(f"{self.name} is emulated on a CPU, which stands in for one GPU: give gpus=1, not {gpus}")
         join = self.interconnect
         if join is None:
             raise InputError(

@@ -51,6 +51,6 @@ def check_one_gpu(policy: str, profile: Profile) -> None:
     """
     if profile.hardware.gpus > 1:
         raise InputError(
-            f"{policy} plans for one GPU, not for {profile.hardware.gpus}: leave out --gpus, or choose a policy that shares a "
+            f"{policy} plans for one GPU, not for {profile.hardware.gpus}: give gpus=1, or choose a policy that shards a "
             "model, such as zero_offload, fsdp2_offload or resident:zero_stage=3"
         )

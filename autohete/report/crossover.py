@@ -65,7 +65,7 @@ def scales(values: Mapping[str, Sequence[str]]) -> list[Scale]:
     axes = [_scale(key, texts) for key, texts in values.items() if key != POLICY and len(texts) > 1]
     if len(axes) not in (1, 2):
         has = ", ".join(scale.key for scale in axes) or "none"
-        raise InputError(f"--plot draws one or two keys with several values, not {len(axes)} ({has}): change --over")
+        raise InputError(f"a plot shows one or two keys with several values, not {len(axes)} ({has}): vary one or two")
     return axes
 
 
@@ -74,7 +74,7 @@ def _scale(key: str, texts: Sequence[str]) -> Scale:
     units = {match[2] if match else None for match in matches}
     if units == {None} or None in units:
         wrong = next(text for text, match in zip(texts, matches, strict=True) if match is None)
-        raise InputError(f"--plot needs numbers: {key} has the value {wrong!r}; leave out --plot, or sweep over policies")
+        raise InputError(f"a plot needs numbers: {key} has the value {wrong!r}; plot another key, or policies")
     if len(units) == 1:
         unit = next(iter(units)) or ""
         numbers = [float(match[1]) for match in matches if match]
@@ -93,7 +93,7 @@ def _in_one_unit(key: str, texts: Sequence[str]) -> tuple[str, list[float]]:
         match = _WRITTEN.fullmatch(texts[-1])
         assert match is not None
         return match[2], [number / factors[match[2]] for number in numbers]
-    raise InputError(f"--plot: the values of {key} have different units: write all with the same")
+    raise InputError(f"the values of {key} have different units and cannot be plotted: write all in one unit")
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,10 +93,10 @@ def _read(path: str, header: Sequence[str]) -> list[Row]:
         table = parquet.read_table(path)
     except (arrow.ArrowException, OSError) as error:
         problem = str(error).splitlines()[0]
-        raise InputError(f"{path!r} is not a sweep's file: {problem}; give another --out") from error
+        raise InputError(f"{path!r} is not a sweep's file: {problem}; choose another file") from error
     if table.column_names != list(header):
         mismatch = difference(table.column_names, header)
-        raise InputError(f"{path!r} cannot be continued: {mismatch}; sweep over the same keys, or give another --out")
+        raise InputError(f"{path!r} cannot be continued: {mismatch}; sweep over the same keys, or choose another file")
     return [{name: _text(value) for name, value in row.items()} for row in table.to_pylist()]
 
 

@@ -128,7 +128,7 @@ def _counters(occupancies: Sequence[Occupancy]) -> Iterator[_Timed]:
 
 # --- reading ------------------------------------------------------------------------------------------------------
 
-_WANTED = "give a file that autohete wrote with --trace"
+_WANTED = "give a trace that autohete wrote"
 
 
 def read_trace(path: str | Path) -> Trace:

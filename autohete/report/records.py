@@ -94,16 +94,16 @@ def read_rows(path: str, header: Sequence[str]) -> tuple[list[Row], int]:
     try:
         lines = list(csv.reader(io.StringIO(data[:end].decode(), newline=""), strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise InputError(f"{path!r} is not a sweep's file: {error}; give another --out") from error
+        raise InputError(f"{path!r} is not a sweep's file: {error}; choose another file") from error
     columns = lines[0] if lines else []
     if columns != list(header):
         raise InputError(
-            f"{path!r} cannot be continued: {difference(columns, header)}; sweep over the same keys, or give another --out"
+            f"{path!r} cannot be continued: {difference(columns, header)}; sweep over the same keys, or choose another file"
         )
     for number, line in enumerate(lines, start=1):
         if len(line) != len(header):
             raise InputError(
-                f"{path!r} line {number} has {len(line)} cells, not {len(header)}: remove it, or give another --out"
+                f"{path!r} line {number} has {len(line)} cells, not {len(header)}: remove it, or choose another file"
             )
     return [dict(zip(header, line, strict=True)) for line in lines[1:]], end
 
@@ -140,8 +140,7 @@ def row_writer(path: str, header: Sequence[str], keep: int = 0) -> Iterator[Call
                 raise
             except OSError as error:
                 raise InputError(
-                    f"{path!r} cannot be written: {error.strerror or error}; make room and continue it with --resume, or give "
-                    "another --out"
+                    f"{path!r} cannot be written: {error.strerror or error}; make room and continue it, or choose another file"
                 ) from error
 
         if not keep:

@@ -18,6 +18,7 @@ from support.command import SMALL, autohete, refused
 from autohete.answer import Answer, Candidate, Gain, Sampling, Site, find_answer
 from autohete.answer.draws import draw, open_figures
 from autohete.answer.policies import default_policies, ranked
+from autohete.cli.plan import with_options
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import load_hardware
 from autohete.plan.policy import Verdict
@@ -205,7 +206,7 @@ def test_chunked_loss_is_free() -> None:
     wide = replace(WORKLOAD, vocabulary_size=64_000)
     asked = ("resident",)
     found = answer("6GiB", policies=asked, workload=wide)
-    gain = gain_of(found, "--chunked-loss")
+    gain = gain_of(found, "chunked loss")
     there = profile_at(site(gpu_memory="6GiB"), replace(wide, chunked_loss=True))
     assert gain.iteration_seconds == simulated(there, asked)["resident"].iteration_seconds
     assert answer("6GiB", policies=asked, workload=replace(wide, chunked_loss=True)).free == ()
@@ -266,7 +267,7 @@ def test_no_policy_fits_a_larger_batch_than_the_largest() -> None:
 def test_what_does_not_fit_is_told_what_adapters_take() -> None:
     """Where all parameters do not fit, adapters are simulated as if they were asked for; where they fit, or are, nothing is."""
     found = answer("2000MiB", policies=("resident",))
-    assert [gain.change.name.partition(" (")[0] for gain in found.adapters] == ["--lora 16", "--lora 16 --qlora"]
+    assert [gain.change.name.partition(" (")[0] for gain in found.adapters] == ["LoRA of rank 16", "QLoRA of rank 16"]
     for gain, quantised in zip(found.adapters, (False, True), strict=True):
         workload = replace(WORKLOAD, training=Training(Lora(16, quantised=quantised)))
         assert gain.change.workload == workload
@@ -276,6 +277,17 @@ def test_what_does_not_fit_is_told_what_adapters_take() -> None:
         assert gain.iteration_seconds == (asked.iteration_seconds if asked.verdict is Verdict.OK else None)
         assert gain.change.name in said(found)
     assert answer(LARGE).adapters == ()
+
+
+def test_the_command_line_names_changes_by_its_options() -> None:
+    """``plan`` names chunked losses and adapters as its options do, and what follows in parentheses stays."""
+    wide = answer("6GiB", policies=("resident",), workload=replace(WORKLOAD, vocabulary_size=64_000))
+    (free,) = with_options(wide).free
+    assert free.change.name == "--chunked-loss (logits some tokens at a time)"
+    adapters = answer("2000MiB", policies=("resident",)).adapters
+    named = with_options(answer("2000MiB", policies=("resident",))).adapters
+    assert [gain.change.name.partition(" (")[0] for gain in named] == ["--lora 16", "--lora 16 --qlora"]
+    assert [gain.change.name.partition(" (")[2] for gain in named] == [g.change.name.partition(" (")[2] for g in adapters]
 
 
 @pytest.mark.parametrize("columns", [60, 100])
@@ -471,7 +483,7 @@ def test_a_count_is_read_as_it_is_written(digits: int, zeros: int) -> None:
         (["--draws", "5000"], "at most 1,000"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--system-memory", "4"], "has no unit"),
-        (["--system-memory", "500GiB"], "leave nothing of 128.0 GiB"),
+        (["--system-memory", "500GiB"], "leaves nothing of 128.0 GiB"),
         (["--html", "no/such/x.html"], "cannot be written"),
         (["--policy", "resident", "--html", "x.html"], "leave out --policy"),
     ],

@@ -143,14 +143,14 @@ def written(folder: Path) -> tuple[Path, dict[str, Any]]:
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, fault: str) -> None:
     """A file that autohete did not write is an input error that names it, the fault and what to give instead."""
     (tmp_path / "t.json").write_bytes(content)
-    with pytest.raises(InputError, match=f"t.json.*{fault}.*give a file that autohete wrote with --trace"):
+    with pytest.raises(InputError, match=f"t.json.*{fault}.*give a trace that autohete wrote"):
         read_trace(tmp_path / "t.json")
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])
 def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
     """A file that does not exist and a folder are input errors that say why."""
-    with pytest.raises(InputError, match=r"cannot be read: .*; give a file"):
+    with pytest.raises(InputError, match=r"cannot be read: .*; give a trace that autohete wrote"):
         read_trace(tmp_path / name)
 
 

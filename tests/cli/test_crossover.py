@@ -114,6 +114,6 @@ def test_a_sweep_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     sweep(out=str(tmp_path / "map.csv"), question=question, policy=policies, over=two, plot=str(plot), jobs=1)
     assert re.search(r"resident is the fastest in 4 of 4 cells, by \d+\.\d % in the median", capsys.readouterr().out)
     assert plot.read_bytes() != data
-    with pytest.raises(InputError, match="--plot needs numbers: kernels"):
+    with pytest.raises(InputError, match="a plot needs numbers: kernels has the value"):
         sweep(out=str(tmp_path / "no.csv"), question=question, over=("kernels=fused,eager",), plot=str(plot))
     assert not (tmp_path / "no.csv").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import tomllib
@@ -23,6 +24,22 @@ def test_the_change_log_begins_with_this_version() -> None:
     """The newest entry of the change log is that of the package's version."""
     newest = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert newest == autohete.__version__
+
+
+def test_errors_outside_of_the_command_line_name_no_options() -> None:
+    """Errors that the library raises speak of parameters and fields; only ``cli/`` speaks of options."""
+    package = ROOT / "autohete"
+    raised = [
+        (path.relative_to(ROOT).as_posix(), text.value)
+        for path in sorted(package.rglob("*.py"))
+        if not path.is_relative_to(package / "cli")
+        for statement in ast.walk(ast.parse(path.read_text()))
+        if isinstance(statement, ast.Raise)
+        for text in ast.walk(statement)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+    ]
+    assert len(raised) > 300
+    assert [(path, text) for path, text in raised if re.search(r"(?<![\w-])--\w", text)] == []
 
 
 def test_the_hooks_run_what_make_lint_runs() -> None:
