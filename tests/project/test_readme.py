@@ -15,9 +15,11 @@ import pytest
 
 from autohete.cli.app import app
 from autohete.policies import POLICIES, parse_policy
+from autohete.schedule.ids import KIND_MEANING
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "index.md"
 RESULTS = ROOT / "docs" / "results.md"
 TRAINING = ROOT / "docs" / "training.md"
 POLICY_PAGE = ROOT / "docs" / "policies.md"
@@ -189,6 +191,11 @@ def test_every_policy_named_with_flags_can_be_read(page: Path) -> None:
     """Each policy with flags in a document, such as ``stronghold:window=8``, is one that the command line takes."""
     for policy in re.findall(rf"\b(?:{'|'.join(POLICIES)}):[\w=.,]*\w", page.read_text()):
         parse_policy(policy)
+
+
+def test_the_glossary_has_every_kind_of_task() -> None:
+    """The index explains each mnemonic in the words of the program, in its order."""
+    assert table(INDEX, "Mnemonic") == [[f"`{kind}`", meaning] for kind, meaning in KIND_MEANING.items()]
 
 
 def test_the_readme_is_short() -> None:
