@@ -7,7 +7,7 @@
     │   └── RuleError                a rule of a plan contradicts another or the data dependencies
     ├── InfeasibleError          no plan fits the available memory; has the smallest budget that works
     ├── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
-    ├── NonFiniteError           a step's loss or gradient is NaN or infinite; says what the step has changed
+    ├── NonFiniteError           a step's loss or gradient is NaN or infinite; names what the step has changed
     │   ├── NonFiniteLossError       the loss
     │   └── NonFiniteGradientError   a gradient (also a TaskError); names the parameter, and the blocks that have been updated
     └── TaskError                a task failed while it ran; names it and the steps of the parameters; has the cause
@@ -100,7 +100,7 @@ class DeviceOutOfMemoryError(TaskError):
 
     Attributes:
         task: the task instance, such as ``B3@1``; empty before the first task.
-        size_bytes: the bytes that the task asked for.
+        size_bytes: the bytes that the task requested.
         capacity_bytes: the budget.
         holders: current contents, group -> bytes, largest first.
     """
@@ -142,7 +142,7 @@ def unknown_name(what: str, given: str, allowed: Iterable[str]) -> InputError:
 def suggestion(given: str, allowed: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the closest allowed name, whatever its case; empty if none is close.
 
-    Of an identifier such as ``owner/name``, the name counts. A name that begins like the given one is close, too.
+    Of an identifier such as ``owner/name``, the name counts. A name that begins like the given one also counts as close.
     """
     folded = {name.casefold(): name for name in sorted(allowed, reverse=True)}
     wanted = given.rstrip("/").rpartition("/")[2].casefold()

@@ -16,7 +16,7 @@ H = TypeVar("H", bound=Hashed)
 
 
 def hashed_once(cls: type[H]) -> type[H]:
-    """Let instances of a frozen dataclass compute their hash when it is first asked for. It is not pickled with them."""
+    """Let instances of a frozen dataclass compute their hash once, at its first use. The hash is not pickled."""
     compute = cls.__hash__
 
     def kept(self: H) -> int:

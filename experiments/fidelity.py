@@ -55,7 +55,7 @@ from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.report.gantt import two_row_figure
 from autohete.report.style import BLUE, VERMILION, save_figure, style
-from autohete.report.tables import console, say, table
+from autohete.report.tables import console, print_text, table
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.torch_executor import TorchExecutor
@@ -453,7 +453,7 @@ def show(results: list[Result]) -> None:
         worst = "" if worst_goal is None else f", worst at most {worst_goal} %"
         again = sum(r.attempts - 1 for r in here)
         repeated = f"; repeated because the machine stalled: {again} runs" if again else ""
-        say(out, f"signed mean error {bias:+.2f} %; goal: mean at most {goal} %{worst}{repeated}")
+        print_text(out, f"signed mean error {bias:+.2f} %; goal: mean at most {goal} %{worst}{repeated}")
 
 
 def plot(results: list[Result]) -> Figure:
@@ -539,7 +539,7 @@ def main(*, out: Path = Path("paper_figs"), paced: int = 60, native: int = 16, s
             for suffix in ("png", "pdf"):
                 save_figure(figure, out / f"{name}.{suffix}")
     show(results)
-    say(console(), f"{refused} drawn settings did not fit or would take too long; written: {out}/fidelity*")
+    print_text(console(), f"{refused} drawn settings did not fit or would take too long; written: {out}/fidelity*")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.quantities import format_bytes, format_seconds
 from autohete.report.style import BLUE, PURPLE, SKY, VERMILION, YELLOW, save_figure, style
-from autohete.report.tables import console, or_dash, say, table
+from autohete.report.tables import console, or_dash, print_text, table
 from autohete.schedule import GPU
 from autohete.simulate import simulate
 from autohete.simulate.summary import Summary
@@ -337,11 +337,11 @@ def print_variants(rows: Sequence[Variant]) -> None:
 def print_bounds(rows: Sequence[Bound]) -> None:
     """Print the bounds."""
     out = console()
-    say(out, "what the published numbers would require")
+    print_text(out, "what the published numbers would require")
     for bound in rows:
-        say(out, f"  {bound.claim}")
-        say(out, f"    needed: {bound.needed}")
-        say(out, f"    possible: {bound.possible}; measured elsewhere: {bound.elsewhere}")
+        print_text(out, f"  {bound.claim}")
+        print_text(out, f"    needed: {bound.needed}")
+        print_text(out, f"    possible: {bound.possible}; measured elsewhere: {bound.elsewhere}")
 
 
 def draw(rows: Rows, speedups: Sequence[Ratio], known: Sequence[Interval]) -> Figure:
@@ -433,7 +433,7 @@ def main(*, out: Path = Path("paper_figs"), jobs: int | None = None) -> None:
     print_ratios(speedups)
     print_variants(others)
     print_bounds(proofs)
-    say(console(), f"written: {out}/fig_throughput.{{png,pdf,csv}}, {out}/fig_throughput_{{ratios,variants,bounds}}.csv")
+    print_text(console(), f"written: {out}/fig_throughput.{{png,pdf,csv}}, {out}/fig_throughput_{{ratios,variants,bounds}}.csv")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ from autohete.plan import Plan
 from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.quantities import format_bytes
-from autohete.report.tables import console, say
+from autohete.report.tables import console, print_text
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.schedule import Kind
@@ -518,7 +518,7 @@ def main(*, out: Path = Path("benchmarks"), part: list[Part] | None = None) -> N
     """
     screen = console()
     if not torch.cuda.is_available():
-        say(screen, "there is no GPU that PyTorch can use here: nothing to check")
+        print_text(screen, "there is no GPU that PyTorch can use here: nothing to check")
         return
     make_folder(out)
     path = out / "gpu_check.json"
@@ -534,8 +534,8 @@ def main(*, out: Path = Path("benchmarks"), part: list[Part] | None = None) -> N
         seconds = time.perf_counter() - begin
         document[name] = {**machine, "seconds": round(seconds, 1), "found": result}
         write_text(path, json.dumps(document, indent=1) + "\n")
-        say(screen, f"{name}, {seconds:.0f} s: {result if isinstance(result, str) else json.dumps(result)}")
-    say(screen, f"written: {path}")
+        print_text(screen, f"{name}, {seconds:.0f} s: {result if isinstance(result, str) else json.dumps(result)}")
+    print_text(screen, f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from autohete.cli.app import run_app
 from autohete.errors import InputError
 from autohete.files import make_folder, write_text
 from autohete.hardware import Hardware, UncertainFigure, load_hardware
-from autohete.report.tables import console, say, table
+from autohete.report.tables import console, print_text, table
 from experiments import published
 from experiments.comparison import AUTOHETE, MODELS, NODE, POLICIES, PUBLISHED, Job, grid
 from experiments.shared import run_all
@@ -388,12 +388,12 @@ def main(*, out: Path = Path("paper_figs"), samples: int = 48, seed: int = 1) ->
             low_high = (f"{low:.2f} to {high:.2f}" for low, high in ((i.figures_low, i.figures_high), (i.low, i.high)))
             shown.add_row(i.policy, i.what, *low_high, f"{getattr(PUBLISHED[i.policy], i.what):.2f}")
     console().print(shown)
-    say(
+    print_text(
         console(),
         f"{len(points)} points of {len(known.figures)} figures (seed {seed}); {len(evidence.rows)} calibrating phases, error "
         f"{100 * evidence.sigma:.0f} %; {effective:.0f} effective draws; model error {100 * evidence.iteration_sigma:.1f} %",
     )
-    say(console(), f"written: {out}/fig_throughput_{{samples,intervals}}.csv")
+    print_text(console(), f"written: {out}/fig_throughput_{{samples,intervals}}.csv")
 
 
 def _rate(rate: float | None) -> float:

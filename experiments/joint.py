@@ -34,7 +34,7 @@ from autohete.policies.autohete import AutoHete
 from autohete.policies.joint import best_plan, every_choice
 from autohete.profile import analytic_profile
 from autohete.quantities import format_seconds
-from autohete.report.tables import console, say, table
+from autohete.report.tables import console, print_text, table
 from autohete.simulate import judge_for
 from experiments.comparison import MODELS, NODE
 
@@ -130,8 +130,8 @@ def main(*, out: Path = Path("paper_figs"), jobs: int = 2) -> None:
     printed.print(shown)
     gains = [100 * row.gain for row in rows]
     planning = [row.planning_seconds for row in rows]
-    say(printed, f"gain: median {median(gains):.1f} %, at most {max(gains):.1f} %, at least {min(gains):.1f} %")
-    say(printed, f"planning: median {median(planning):.1f} s, at most {max(planning):.1f} s")
+    print_text(printed, f"gain: median {median(gains):.1f} %, at most {max(gains):.1f} %, at least {min(gains):.1f} %")
+    print_text(printed, f"planning: median {median(planning):.1f} s, at most {max(planning):.1f} s")
 
 
 if __name__ == "__main__":

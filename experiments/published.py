@@ -48,7 +48,7 @@ from autohete.plan.rules import BlockingCopies
 from autohete.policies import parse_policy, traffic
 from autohete.quantities import format_seconds
 from autohete.report.style import BLUE, ORANGE, save_figure, style
-from autohete.report.tables import console, say, table
+from autohete.report.tables import console, print_text, table
 from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
 from autohete.workload import WORKLOADS, Kernels, Precision, Workload
@@ -415,7 +415,7 @@ def main(*, out: Path = Path("paper_figs")) -> None:
     for suffix in ("png", "pdf"):
         save_figure(figure, out / f"published.{suffix}")
     show(rows)
-    say(console(), f"written: {out}/published.{{csv,png,pdf}}")
+    print_text(console(), f"written: {out}/published.{{csv,png,pdf}}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from autohete.cli.app import run_app
 from autohete.files import make_folder, write_text
 from autohete.plan.policy import Verdict
 from autohete.quantities import format_bytes, format_seconds
-from autohete.report.tables import console, say, table
+from autohete.report.tables import console, print_text, table
 from autohete.simulate.summary import Summary
 from experiments.comparison import Job, grid
 from experiments.shared import run_all
@@ -117,7 +117,7 @@ def main(*, out: Path = Path("paper_figs")) -> None:
         for s in summaries.values()
         if s.safe_iteration_seconds and s.iteration_seconds
     ]
-    say(console(), f"with their waits iterations are at most {max(costs):.2f} % longer; written: {out}/safety.csv")
+    print_text(console(), f"with their waits iterations are at most {max(costs):.2f} % longer; written: {out}/safety.csv")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from autohete.hardware import Hardware, load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
 from autohete.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, save_figure, style
-from autohete.report.tables import FittedTable, console, say, table
+from autohete.report.tables import FittedTable, console, print_text, table
 from autohete.simulate.summary import Summary, answer
 from autohete.workload import Workload
 
@@ -261,8 +261,8 @@ def result_cells(policy: str, s: Summary) -> list[object]:
 
 
 def save(out: Path, name: str, figure: Figure, lines: Iterable[Sequence[object]]) -> None:
-    """Write ``name``.png, .pdf and .csv, and say so."""
+    """Write ``name``.png, .pdf and .csv, and print their names."""
     write_text(out / f"{name}.csv", csv_text(lines))
     for suffix in ("png", "pdf"):
         save_figure(figure, out / f"{name}.{suffix}")
-    say(console(), f"written: {out}/{name}.{{png,pdf,csv}}")
+    print_text(console(), f"written: {out}/{name}.{{png,pdf,csv}}")

@@ -8,7 +8,7 @@ held at that point, and no execution holds more than the order does.
 With the order of a steady-state trace such waits cost nothing: what is waited for has ended when the trace needs it, so every
 task still starts at the same time. A schedule whose trace fits can therefore be made safe without losing time. There are two
 exceptions. Where the only task to wait for starts and ends in the very moment in which a lane chooses by priority, the lane
-takes another that is ready; only tasks without duration do this. And no wait can say that a task follows one of the next
+takes another that is ready; only tasks without duration do this. And no wait can make a task follow one of the next
 iteration, which matters where an iteration frees memory before the previous one has allocated all of its own.
 
 Waits are added only for allocations that would exceed the capacity without them. If the order of the trace does not suffice, or

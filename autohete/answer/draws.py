@@ -79,7 +79,7 @@ def overrides_at(figures: Sequence[UncertainFigure], logarithms: Array) -> dict[
 def draw(figures: Sequence[UncertainFigure], sampling: Sampling) -> list[dict[str, str]]:
     """Return draws of ``figures``, each as overrides of :func:`~autohete.hardware.load_hardware`: a Latin hypercube.
 
-    Each figure is drawn independently, as :func:`at_shares` says.
+    Each figure is drawn independently, as in :func:`at_shares`.
     """
     rng, count = np.random.default_rng(sampling.seed), sampling.draws
     columns = [(rng.permutation(count) + rng.random(count)) / max(count, 1) for _ in figures]

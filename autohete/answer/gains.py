@@ -1,4 +1,4 @@
-"""What other hardware would bring: each change by itself, simulated with the plan that there is and planned anew."""
+"""The effect of other hardware: each change by itself, simulated with the current plan and with a new one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QLORA = f"QLoRA of rank {_RANK}"
 
 
 def purchases(site: Site, simulation: Simulation | None) -> Iterator[Change]:
-    """What could be bought, each by itself: sizes and rates of the whole node."""
+    """Possible purchases, each by itself: sizes and rates of the whole node."""
     now = site.whole()
     larger = now.gpu.memory_bytes + _MORE_GPU_BYTES
     yield Change(
@@ -105,14 +105,14 @@ def _rate(value: float) -> str:
 
 
 def free_changes(workload: Workload) -> Iterator[Change]:
-    """What costs nothing to change: it computes the same gradients."""
+    """Changes that cost nothing and compute the same gradients."""
     chunked = replace(workload, chunked_loss=True)
     if chunked.loss_tokens < workload.loss_tokens:
         yield Change(f"{CHUNKED_LOSS} (logits some tokens at a time)", {}, workload=chunked)
 
 
 def adapter_changes(workload: Workload) -> Iterator[Change]:
-    """Adapters instead of all parameters: what people do where all do not fit. It trains something else."""
+    """Adapters instead of all parameters, the usual choice if all do not fit. This trains something else."""
     if workload.training.lora is None and workload.training.last_blocks is None:
         for name, lora in ((LORA, Lora(_RANK)), (QLORA, Lora(_RANK, quantised=True))):
             with suppress(InputError):  # such as an optimizer that does not go with it
@@ -122,7 +122,7 @@ def adapter_changes(workload: Workload) -> Iterator[Change]:
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """A change to simulate with one policy, or with the plan that there is."""
+    """A change to simulate with one policy, or with the current plan."""
 
     change: Change
     policy: str

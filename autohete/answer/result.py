@@ -15,7 +15,7 @@ from autohete.simulate.largest import Largest
 from autohete.simulate.summary import Summary
 from autohete.workload import Workload
 
-#: Relative differences of times below this are not told apart.
+#: Relative differences of times below this are treated as ties.
 NOISE = 0.01
 
 
@@ -178,7 +178,7 @@ class Answer:
     Args:
         profile: of the workload on one GPU's share of the hardware, less what is left to the system.
         system_bytes: what is left to the system.
-        tokens: how many tokens the training is asked about.
+        tokens: the number of tokens to train on.
         candidates: all policies: what trains, fastest first, then the others. The first is recommended.
         simulation: of the recommended plan; None if nothing fits.
         budgets: GPU, pinned and host memory.
@@ -186,7 +186,7 @@ class Answer:
             links, memory or processors are left out, since they do not change that.
         adapters: if nothing fits, what training adapters instead of all parameters would take.
         needs: the least memory, if nothing fits.
-        largest: the largest sizes that fit: those asked for, and the batch if nothing fits.
+        largest: the largest sizes that fit: the requested ones, and the batch if nothing fits.
         interval: None if not asked, if nothing fits, or if times were measured.
         given: names of the figures that were given; all others are assumptions.
     """
@@ -212,7 +212,7 @@ class Answer:
 
     @property
     def next_best(self) -> Candidate | None:
-        """The fastest with another plan; None if there is none."""
+        """The fastest candidate with another plan, or None."""
         return next((each for each in self.candidates[1:] if each.fits and not each.same_plan_as), None)
 
     @property

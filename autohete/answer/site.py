@@ -9,7 +9,7 @@ from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, load_hardware
 from autohete.quantities import format_bytes
 
-#: What the operating system and other programs keep of the host's memory, unless said otherwise. An assumption: an idle desktop
+#: Host memory of the operating system and other programs, by default. An assumption: an idle desktop
 #: takes 2 to 4 GiB, and a Python process with CUDA one or two.
 SYSTEM_BYTES = 4 * 2**30
 

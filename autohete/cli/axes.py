@@ -191,7 +191,7 @@ _NAMES = (POLICY, "hardware", "workload", "model", "profile")
 
 
 def _check_name(key: str, text: str) -> None:
-    """Check that there is what a value of one of :data:`_NAMES` names."""
+    """Check that the preset or model that a value of :data:`_NAMES` names exists."""
     from autohete.hardware import read_hardware
     from autohete.policies import parse_policy
     from autohete.profile.profile_file import read_profile
@@ -258,7 +258,7 @@ def _given(question: Question) -> Iterator[Axis]:
 
 
 def all_axes(question: Question, policies: Sequence[str], over: Iterable[tuple[str, list[str]]]) -> list[Axis]:
-    """Return the axes of a sweep: the options that were given, which have one value, the axes asked for, and the policies.
+    """Return the axes of a sweep: the specified options, which have one value, the requested axes, and the policies.
 
     Raises:
         InputError: an unknown key or name, a key given twice, a value that its option does not accept, an empty range, or

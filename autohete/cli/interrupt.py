@@ -57,7 +57,7 @@ class _Handler:
             self.end()
         sys.__unraisablehook__(unraisable)
 
-    def say(self) -> None:
+    def print_text(self) -> None:
         """Print the line, once."""
         if not self.said:
             self.said = True
@@ -66,7 +66,7 @@ class _Handler:
 
     def end(self) -> NoReturn:
         """End the process now."""
-        self.say()
+        self.print_text()
         os._exit(128 + self.signal)
 
 
@@ -105,7 +105,7 @@ def interruptible(program: str) -> Iterator[None]:
     finally:
         handler.working = False
     if handler.interrupted:
-        handler.say()
+        handler.print_text()
         atexit._run_exitfuncs()  # such as joblib's, which ends its processes
         handler.end()  # skips the interpreter's teardown, which aborts threads that are in native code
 

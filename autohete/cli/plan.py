@@ -73,7 +73,7 @@ def plan(
     from autohete.simulate.largest import GrowingFigure
 
     if max_ is not None and question.profile is not None:
-        raise InputError("--max asks for sizes that a profile was not measured for: leave out --profile or --max")
+        raise InputError("a measured profile (--profile) has no other sizes: leave out --profile or --max")
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs is {jobs}: give at least 1, or leave it out for one per core")
     files = {"--schedule": schedule, "--html": html, "--gantt": gantt, "--json": json_[0] if json_ else None}
@@ -228,10 +228,10 @@ def _print_policy(
     if "--json" in outputs:
         write_text(outputs["--json"], text + "\n")
     if json_ is None or "--json" in outputs:
-        from autohete.report.tables import console, print_plan, say
+        from autohete.report.tables import console, print_plan, print_text
 
         print_plan(summary, simulation)
         for one in grown:
-            say(console(), largest_text(one))
+            print_text(console(), largest_text(one))
     else:
         print(text)

@@ -81,16 +81,16 @@ class Shape:
     tied_embeddings:
         Whether the head uses the embedding's matrix.
     kernels:
-        What computes a block: fused (Megatron with FlashAttention), fused_softmax (attention scores in memory), eager
+        Implementation of a block: fused (Megatron with FlashAttention), fused_softmax (attention scores in memory), eager
         (Hugging Face GPT-2, a kernel per operation) or eager_flash (the same with PyTorch's attention).
     units:
-        What is planned as one: block, or sublayer (attention and MLP of each block apart).
+        Smallest part that is planned by itself: block, or sublayer (attention and MLP of each block).
     chunked_loss:
-        Logits are made, used and dropped some tokens at a time, as Liger Kernel does.
+        Compute the logits in chunks of tokens, as Liger Kernel does.
     loss_chunks:
-        How many times, instead of as often as Liger Kernel does. Implies --chunked-loss.
+        Number of chunks, instead of Liger Kernel's. Implies --chunked-loss.
     document_length:
-        Tokens of each of the documents that a sequence is packed of; attention stays within a document.
+        Tokens per document, of which each sequence packs several; attention stays within a document.
     optimizer:
         adamw (states in fp32), adamw_bf16 (masters and states in bf16), adamw_pure_bf16 (states in bf16, no masters),
         adamw8bit, adamw8bit_pure_bf16 (no masters), sgd, sgd_momentum, adafactor, or muon.
@@ -99,9 +99,9 @@ class Shape:
     lora_targets:
         Linear layers that have adapters: all, attention, mlp, or names such as q_proj,v_proj.
     qlora:
-        Linear layers of blocks rest in 4 bit (NF4); needs --lora.
+        Keep linear layers of blocks in 4 bits (NF4); needs --lora.
     train_last:
-        Train only so many transformer blocks, from the last, and the head; all below is frozen.
+        Train only this many of the last transformer blocks, and the head; all other parameters are frozen.
     """
 
     hidden_size: Annotated[Whole | None, Parameter(name="--hidden")] = None

@@ -27,10 +27,10 @@ class Shift:
 
 
 def shifts(question: Question, over: Sequence[tuple[str, list[str]]]) -> list[Shift]:
-    """Return the moves asked for, or those of all figures of the hardware that have a range and were not set.
+    """Return the requested moves, or those of all figures of the hardware that have a range and were not set.
 
     Args:
-        question: what is asked; its values are the base.
+        question: the question whose values are the base.
         over: keys and their values; a key without values is moved over its range, or by 10 % either way if it has none.
 
     Raises:

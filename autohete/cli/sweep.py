@@ -52,7 +52,8 @@ def sweep(
     ----------
     out:
         CSV file: one row per setting, as soon as it is answered. Columns: options, keys, and the numbers of
-        `autohete simulate --json`; what is invalid or does not fit says why. A name that ends in .parquet gives that format.
+        `autohete simulate --json`; settings that are invalid or do not fit have the reason.
+        A name that ends in .parquet gives that format.
     policy:
         NAME[:flag,flag=value]; repeat for several. Default: autohete.
     over:
@@ -66,7 +67,7 @@ def sweep(
         Answer on the workers of this Dask scheduler, such as tcp://10.0.0.1:8786, which must have this version installed;
         local: start one here.
     resume:
-        Continue the file: keep its rows, and answer only what is not there.
+        Continue the file: keep its rows and answer only the missing settings.
     sensitivity:
         Change one thing at a time: each hardware figure with a range to both ends, or each KEY of --over to its values
         (without values to the ends of its range, or by 10 % either way). The file has the effects on the iteration time,
@@ -171,7 +172,7 @@ def _sensitivity(
 
 
 def _check_valid(some: Iterable[Setting]) -> None:
-    """Raise the error of the first setting if all are invalid: then the command is, too."""
+    """Raise the error of the first setting if all settings are invalid."""
     first: InputError | None = None
     for setting in some:
         try:

@@ -20,7 +20,7 @@ from autohete.errors import InputError, check_fields, check_whole
 from autohete.hardware import load_hardware
 from autohete.profile.profile_file import read_profile, write_profile
 from autohete.quantities import format_bytes, format_seconds, parse_quantity
-from autohete.report.tables import console, say, table, units_text
+from autohete.report.tables import console, print_text, table, units_text
 from autohete.report.terminal import print_iteration
 from autohete.workload import Precision, Units, Workload
 
@@ -199,7 +199,7 @@ def train(
         prediction = trainer.prepare(first)
         prepared = time.perf_counter() - begin
         times = f"{text_model.micro_batches} x " if text_model.micro_batches > 1 else ""
-        say(
+        print_text(
             out,
             f"{workload.name}: {workload.parameters / 1e6:.1f} M parameters, batch {times}{workload.batch_size} x "
             f"{workload.sequence_length} tokens, {workload.precision}{units_text(workload)}; text: "
@@ -207,13 +207,13 @@ def train(
         )
         share = prediction.gpu.capacity_bytes / trainer.resident_bytes
         budget = format_bytes(prediction.gpu.capacity_bytes) if share < 1000 else "no limit"
-        say(
+        print_text(
             out,
             f"{prediction.plan.policy}: plan {prediction.plan.counts}; device memory {budget}, resident it would need "
             f"{format_bytes(trainer.resident_bytes)}; measured and planned in {prepared:.1f} s",
         )
         if trainer.slowdown > 1:
-            say(out, f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here")
+            print_text(out, f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here")
         begin = time.perf_counter()
         losses = _steps(trainer, first, batches, steps, tokens)
         seconds = time.perf_counter() - begin
@@ -277,7 +277,7 @@ def _validation(trainer: Trainer, data: TextData, sequences: int) -> float:
 def _print_end(out: Console, trainer: Trainer, losses: list[float], validation: float, tokens_per_second: float) -> None:
     comparison = trainer.comparison()
     skipped = f", {trainer.skipped_steps} steps skipped (loss or gradient not finite)" if trainer.skipped_steps else ""
-    say(
+    print_text(
         out,
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-back text {validation:.3f} (perplexity "
         f"{math.exp(min(validation, 700.0)):.1f}); {tokens_per_second:,.0f} tokens/s{skipped}",
@@ -313,13 +313,13 @@ def _write_files(
     for path, timeline in ((trace, measured), (predicted_trace, trainer.prediction.trace)):
         if path is not None:
             write_perfetto(path, timeline, [occupancy(timeline, memory) for memory in (GPU_MEMORY, HOST_MEMORY)])
-            say(out, f"written: {path}")
+            print_text(out, f"written: {path}")
     if gantt is not None:
         predicted = trainer.prediction.trace
         iteration = min(predicted.iterations, measured.iterations) - 2
         title = f"{workload.name}: {trainer.prediction.plan.policy}"
         save_figure(two_row_figure(predicted, measured, max(iteration, 0), title), gantt)
-        say(out, f"written: {gantt}")
+        print_text(out, f"written: {gantt}")
 
 
 @_memory_told()
@@ -336,7 +336,7 @@ def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path:
     )
     write_profile(path, result, document, measured)
     out = console()
-    say(out, f"{measured['machine']}; {measured['versions']}; {measured['date']}")
+    print_text(out, f"{measured['machine']}; {measured['versions']}; {measured['date']}")
     columns = ["block", "parameters", "forward", "backward", "device update", "CPU update", "input", "activations", "workspace"]
     shown = table(f"one block of each kind of {workload.name}, measured", columns)
     for block in {block.role: block for block in result.units}.values():
@@ -365,4 +365,4 @@ def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path:
         "-",
     )
     out.print(links)
-    say(out, f"written: {path}; use it with autohete simulate --profile {path}")
+    print_text(out, f"written: {path}; use it with autohete simulate --profile {path}")

@@ -193,7 +193,7 @@ def _dropped(document: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, A
 def changed(document: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``document`` with ``changes``.
 
-    A figure is replaced as a whole, because the source, date and range of another value say nothing about the new one. The
+    A figure is replaced as a whole, because the source, date and range of another value do not apply to the new one. The
     other rates of a link whose bandwidth changes keep their proportion to it, unless they are given too: a faster link is also
     faster in duplex.
     """

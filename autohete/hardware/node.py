@@ -196,7 +196,7 @@ class Hardware:
     several, links, host, CPU and NVMe are one GPU's share (:meth:`shared_by`).
 
     ``unified`` hardware has one pool of memory for CPU and GPU, ``gpu.memory``. Nothing is copied: host memory has no capacity,
-    and ``h2d`` and ``d2h`` have the rate of the pool, so that a cost model may ask for them.
+    and ``h2d`` and ``d2h`` have the rate of the pool, so that a cost model can use them.
     """
 
     name: str
@@ -249,7 +249,7 @@ class Hardware:
             InputError: the hardware does not have that many GPUs, or does not describe their interconnect.
         """
         if gpus < 1:
-            raise InputError(f"{gpus} GPUs were asked for: give 1 or more")
+            raise InputError(f"gpus is {gpus}: give at least 1")
         if self.gpus != 1:
             raise InputError(f"{self.name} is one GPU's share of {self.gpus} already: share the whole node by {gpus} instead")
         if gpus == 1:

@@ -407,10 +407,10 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 #: What to give for entries that are no figures, where they are missing or malformed.
 _MISSING = {
     "value": "give the figure, with its unit if it has one",
-    "source": "say where the value comes from; a value of one's own has a source of its own",
-    "date": 'say when the source was written or the value measured, such as "2026-11"',
+    "source": "name the origin of the value; a value that differs from the base needs its own source",
+    "date": 'give the date of the source or of the measurement, such as "2026-11"',
     "name": "give a name without blanks, or a base",
-    "title": "give a line that says what it is, or a base",
+    "title": "give one line that describes the hardware, or a base",
     "model": "give the name of the product",
 }
 
@@ -444,7 +444,7 @@ class WrittenFigure:
         value: a number, or text with a unit.
         range: both ends of the published values, as ``value``; None if there is none.
         source, date: where the value comes from, and of when that is.
-        home: the preset or file that gives it: the one asked for, or one of its bases.
+        home: the preset or file that gives it: the requested one, or one of its bases.
     """
 
     key: str

@@ -12,7 +12,7 @@ from autohete.hardware.schema import HardwareFile, WrittenFigure, known_keys, re
 
 _HEAD = """\
 # This hardware has all figures of its base, except those given here. To give one, remove the "#" before its lines and fill in
-# its source and date; "base:" says what it replaces. Rates of a link follow its bandwidth unless they are given, too.
+# its source and date; "base:" shows the value that it replaces. Rates of a link follow its bandwidth unless they are given.
 # Then: autohete hardware check FILE
 """
 
@@ -57,7 +57,7 @@ def _model(document: HardwareFile, key: str) -> str:
 
 
 def _relative(base: str, path: str) -> str:
-    """Return the path of ``base`` from the folder of ``path``; with a slash, which tells it from a preset's name."""
+    """Return the path of ``base`` from the folder of ``path``; with a slash, which distinguishes it from a preset's name."""
     return os.path.join(".", os.path.relpath(os.path.realpath(base), os.path.dirname(os.path.realpath(path))))
 
 

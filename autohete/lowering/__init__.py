@@ -111,7 +111,7 @@ def _refuse_absurd(seconds: Sequence[float], tasks: tuple[Task, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Lowered:
-    """What a plan comes to for all profiles of the same sizes.
+    """The schedule of a plan for all profiles of the same sizes.
 
     Args:
         schedule: without durations, capacities and shared bandwidth.
@@ -246,7 +246,7 @@ def _check_nvme(hardware: Hardware, needed: int, used: bool) -> None:
 
 def _check_accumulation(profile: Profile, plan: Plan) -> None:
     if plan.delayed:
-        raise InputError("a delayed update takes gradients while the next are accumulated: use one micro-batch, or delay none")
+        raise InputError("delayed updates cannot be combined with gradient accumulation: use one micro-batch")
     for i, unit in enumerate(plan.units):
         if profile.units[i].is_frozen:
             continue

@@ -1,4 +1,4 @@
-"""What a plan comes to where parameters are frozen.
+"""Removes decisions that do not apply to frozen units.
 
 A frozen unit has no gradients, states or updates, so decisions about them mean nothing there. Units below the first trained one
 have no backward either: their forward keeps nothing, and their parameters do not stay for a pass that does not exist. Policies

@@ -1,4 +1,4 @@
-"""What of a profile the tasks of a plan follow from, except for their durations."""
+"""The parts of a profile that lowering depends on: sizes, not times."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Footprint:
             if value not in (Value.OPTIMIZER_STATES, Value.POLICY_BUFFERS):
                 raise InputError(
                     f"pinned has {value!r}: give Value.OPTIMIZER_STATES for host_optimizer_bytes or Value.POLICY_BUFFERS for "
-                    "host_buffer_bytes; whether parameters and gradients are pinned is said by their formats"
+                    "host_buffer_bytes; their formats specify whether parameters and gradients are pinned"
                 )
 
 

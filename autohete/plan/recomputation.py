@@ -61,8 +61,8 @@ def _recomputations(units: tuple[UnitPlan, ...]) -> Recomputations:
             done[unit] += 1
         if there[top] is not Activations.KEEP:
             raise InputError(
-                f"unit {top} is recomputed right before its backward, which needs all, but again says {there[top]}: it has "
-                "more entries than units above need it recomputed; leave one out"
+                f"unit {top} is recomputed right before its backward, which needs all, but again specifies {there[top]}: it "
+                "has more entries than units above need it recomputed; leave one out"
             )
         if start < top:
             _check_inputs(there[start : top + 1], start)

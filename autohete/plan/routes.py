@@ -188,7 +188,7 @@ class UnitPlan(Hashed):
         if self.activations is Activations.SELECTIVE and self.kept.leaves:
             raise InputError("what a selective forward keeps rests on the GPU: leave kept out, or keep or recompute all")
         if Activations.KEEP in self.again:
-            raise InputError("only the last recomputation keeps all, without being told: leave keep out of again")
+            raise InputError("the last recomputation always keeps everything, and only the last: leave keep out of again")
         if (Activations.RECOMPUTE, Activations.DROP) in pairwise(self.forwards):
             raise InputError("an input that a forward keeps is kept until backward: let again drop none after it")
         if self.activations is Activations.DROP and self.kept.leaves:

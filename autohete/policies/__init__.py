@@ -117,7 +117,7 @@ def parse_policy(text: str) -> NamedPolicy:
         if flag not in types_of:
             raise unknown_name(f"flag of {name}", flag, types_of)
         if flag in values:
-            raise InputError(f"{name}:{flag} is given twice: say it once")
+            raise InputError(f"{name}:{flag} is given twice: give it once")
         values[flag] = _flag_value(f"{name}:{flag}", types_of[flag], value if given else None)
     return NamedPolicy(text.strip(), system(**values))
 

@@ -50,7 +50,7 @@ class UnitProfile(Hashed):
             passes on.
         gpu_update_workspace_bytes: the same for the optimizer step on the GPU.
         measured_checkpointed_workspace_bytes: the same for a forward that keeps only the input, if measured.
-        cpu_update_seconds: optimizer step on the CPU, if measured. None: derived from the bytes that the plan says it touches.
+        cpu_update_seconds: optimizer step on the CPU, if measured. None: derived from the plan's bytes per parameter.
         selective: its selective recomputation. None: not available or not measured.
         frozen_parameters: those of ``parameters`` that are not trained: they have no gradients, states or updates.
         frozen_bytes: size of these, if they are not in the format the GPU computes with (quantised).
@@ -195,7 +195,7 @@ class Profile:
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of AdamW's states per parameter: two fp32 moments, and in mixed precision the master weight. Footprints of
-        systems say what AdamW takes; see :meth:`saved_bytes`.
+        published systems give the bytes of AdamW; see :meth:`saved_bytes`.
         """
         return 12 if self.workload.precision.is_mixed else 8
 

@@ -37,7 +37,7 @@ def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
     """The roofline profile of ``workload`` on ``hardware``."""
     if workload.training.fp8 and not hardware.gpu.peak_8bit_flops:
         raise InputError(
-            f"products are to be computed in fp8, but {hardware.name} does not say how fast: give it the figure "
+            f"the workload computes products in fp8, but {hardware.name} has no rate for them: give it the figure "
             "gpu.peak_8bit in a hardware file, choose hardware that has it, such as h100-pcie5, or train in bf16"
         )
     return Profile(workload, hardware, *_on_gpu(workload, hardware.gpu, hardware.cpu.launch_seconds))

@@ -50,7 +50,7 @@ def plan_json(summary: Summary, simulation: Simulation | None) -> dict[str, Any]
 
 
 def _gain(gain: Gain) -> dict[str, Any]:
-    """A gain; the workload of its change, of which the name says what is different, is left out."""
+    """A gain, without the workload of its change; the name describes the difference."""
     document = asdict(replace(gain, change=replace(gain.change, workload=None)))
     document["change"].pop("workload")
     return document | {"helps": gain.helps}

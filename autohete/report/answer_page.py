@@ -1,7 +1,7 @@
 """An answer as one HTML page: its text, the timeline of an iteration, its memory over time, and what waits for what.
 
-The page is one file. Its policy of contents forbids it to load anything, so it works offline and tells nobody that it is read.
-Without JavaScript everything is drawn, too; only zooming and following the waits need it.
+The page is one file. Its Content-Security-Policy forbids loading anything, so it works offline and sends no requests.
+Without JavaScript everything is still drawn; only zooming and following the waits need it.
 """
 
 from __future__ import annotations

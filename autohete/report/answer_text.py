@@ -288,7 +288,7 @@ def _shortage(summary: Summary) -> str:
 
 
 def _fact(summary: Summary) -> str:
-    """An explanation without its cure, which is for somebody who has asked for this policy; JSON has both."""
+    """An explanation without its cure, which is meant for a user who chose this policy; JSON has both."""
     return summary.explanation.partition(": ")[0]
 
 
@@ -297,7 +297,7 @@ def _fact(summary: Summary) -> str:
 
 def _gains(answer: Answer) -> Iterator[str]:
     if answer.gains:
-        yield from _wrapped("what one purchase would bring, with the best plan then (more than one may bring more):")
+        yield from _wrapped("effect of one purchase, with the best plan for it (several together may have a larger effect):")
         for gain in answer.gains:
             yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}", indent=2)
         if answer.profile.hardware.interconnect is None:
@@ -321,7 +321,7 @@ def _gain(answer: Answer, gain: Gain) -> str:
     other = "" if best is None or gain.policy == best.name else f", with {gain.policy}"
     if not gain.helps:  # what is bought may be left unused, so it is never slower
         if gain in answer.gains:
-            return "buys nothing"
+            return "no effect"
         return f"{-100 * gain.saved_share:.0f} % slower" if gain.saved_share <= -NOISE else "no faster"
     if gain.change.gpus is not None:
         return f"{gain.tokens_per_second:,.0f} tokens/s, {100 * gain.saved_share:.0f} % less time for a token{other}"

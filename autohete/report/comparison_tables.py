@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from autohete.analysis.comparison import ComparedRun, Comparison, LaneDifference, Pair
 from autohete.quantities import format_bytes, format_seconds
-from autohete.report.tables import IN_JSON, console, or_dash, say, table
+from autohete.report.tables import IN_JSON, console, or_dash, print_text, table
 from autohete.schedule import KIND_MEANING
 
 
@@ -21,9 +21,9 @@ def print_comparison(comparison: Comparison) -> None:
         ("B", comparison.b, comparison.iteration_seconds.b),
     ):
         line = f"{letter}: {side.name}, {side.clock}: {format_seconds(seconds)} per iteration ({_window(side)})"
-        say(out, line)
+        print_text(out, line)
     difference, percent = _difference(comparison.iteration_seconds)
-    say(out, f"B against A: {difference} per iteration, {percent}\n")
+    print_text(out, f"B against A: {difference} per iteration, {percent}\n")
     _print_kinds(out, comparison)
     _print_lanes(out, comparison)
     _print_idle(out, comparison)
@@ -85,7 +85,7 @@ def _print_idle(out: Console, comparison: Comparison) -> None:
 def _print_order(out: Console, lanes: tuple[LaneDifference, ...]) -> None:
     if not any(lane.swapped for lane in lanes):
         pairs = sum(lane.neighbours for lane in lanes)
-        say(out, f"order: the same in both on every lane ({pairs} pairs of neighbours)\n")
+        print_text(out, f"order: the same in both on every lane ({pairs} pairs of neighbours)\n")
         return
     order = table(
         "order: neighbours in A that B ran the other way round", ["lane", "most often (A's order)", "swapped"], left=2

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from autohete.errors import InputError
 from autohete.quantities import UNITS, parse_quantity
 from autohete.report.records import Row
-from autohete.report.tables import console, say
+from autohete.report.tables import console, print_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -311,13 +311,13 @@ def print_best(rows: Sequence[Row], axes: Sequence[Scale]) -> None:
         curves = lines(rows, scale, metric)
         for policy, line in curves.items():
             if len(line) < len(scale.numbers):
-                say(out, f"{policy} does not fit at {len(scale.numbers) - len(line)} of {len(scale.numbers)} values")
+                print_text(out, f"{policy} does not fit at {len(scale.numbers) - len(line)} of {len(scale.numbers)} values")
         some = crossovers(curves, metric)
         for one in some:
             fastest = ", and is the fastest" if one.best and len(curves) > 2 else ""
-            say(out, f"{one.winner} overtakes {one.loser} at {scale.key} {scale.text(one.at)}{fastest}")
+            print_text(out, f"{one.winner} overtakes {one.loser} at {scale.key} {scale.text(one.at)}{fastest}")
         if not some and len(curves) > 1:
-            say(out, f"no policy overtakes another over {scale.key}")
+            print_text(out, f"no policy overtakes another over {scale.key}")
         return
     best = bests(rows, axes, metric)
     total = len(axes[0].texts) * len(axes[1].texts)
@@ -326,6 +326,6 @@ def print_best(rows: Sequence[Row], axes: Sequence[Scale]) -> None:
         gains = [one.percent for one in own if one.percent is not None]
         gain = f", by {median(gains):.1f} % in the median, at most {max(gains):.1f} %" if gains else ""
         only = f"; the only one that fits in {len(own) - len(gains)}" if len(own) > len(gains) else ""
-        say(out, f"{policy} is the fastest in {len(own)} of {total} cells{gain}{only}")
+        print_text(out, f"{policy} is the fastest in {len(own)} of {total} cells{gain}{only}")
     if len(best) < total:
-        say(out, f"none fits in {total - len(best)} of {total} cells")
+        print_text(out, f"none fits in {total - len(best)} of {total} cells")

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from autohete.errors import unknown_name
 from autohete.hardware import WrittenFigure, left_out, preset_names, read_hardware, written_figures
-from autohete.report.tables import console, say, table
+from autohete.report.tables import console, print_text, table
 from autohete.workload import WORKLOADS, BlockRole, Workload
 from autohete.workload.config import model_names, model_source, read_model
 
@@ -42,24 +42,24 @@ def print_hardware(source: str | Path) -> None:
     out, figures = console(), written_figures(source)
     document = read_hardware(source)
     notes = document.hardware().remarks
-    say(out, f"{document.name}: {document.title}")
+    print_text(out, f"{document.name}: {document.title}")
     if document.unified:
-        say(out, "unified: CPU and GPU have one pool of memory, gpu.memory, and nothing is copied")
+        print_text(out, "unified: CPU and GPU have one pool of memory, gpu.memory, and nothing is copied")
     elif document.host is not None and document.host.numa == "far":
-        say(out, "host.numa is far: copies use memory of another domain, at links.*.far_bandwidth")
+        print_text(out, "host.numa is far: copies use memory of another domain, at links.*.far_bandwidth")
     for line in left_out(source):
-        say(out, line)
-    say(out, "")
+        print_text(out, line)
+    print_text(out, "")
     homes = list(dict.fromkeys(figure.home for figure in figures))
     for part, own in groupby(figures, key=lambda figure: figure.key.rpartition(".")[0]):
         model = getattr(getattr(document, part, None), "model", None)  # links have none
         _print_part(out, part if model is None else f"{part}: {model}", list(own), several=len(homes) > 1)
     for note in notes:
-        say(out, f"note: {note}")
+        print_text(out, f"note: {note}")
 
 
 def _print_part(out: Console, title: str, figures: list[WrittenFigure], *, several: bool) -> None:
-    """Print one part; a column says which file gives a figure if there are ``several``."""
+    """Print one part; with ``several`` files, a column names the one that gives each figure."""
     columns = ["figure", "value", "range", "date", *(["from"] if several else [])]
     shown = table(title, columns, remark=several, give_way=["from"])
     for figure in figures:
@@ -67,7 +67,7 @@ def _print_part(out: Console, title: str, figures: list[WrittenFigure], *, sever
         shown.add_row(_name(figure), _readable(figure.value), _range(figure), figure.date, *home)
     out.print(shown)
     for figure in figures:
-        say(out, f"  {_name(figure)}: {figure.source}", style="dim", indent=0)
+        print_text(out, f"  {_name(figure)}: {figure.source}", style="dim", indent=0)
     out.print()
 
 
@@ -110,7 +110,7 @@ def print_model(workload: Workload, source: str | None) -> None:
         parts.add_row(escape(part), str(count), f"{parameters:,}", share)
     out.print(parts)
     if source is not None:
-        say(out, f"source: {source}")
+        print_text(out, f"source: {source}")
 
 
 def _part(workload: Workload, unit: int) -> str:

@@ -15,10 +15,10 @@ from typing import get_type_hints
 
 from autohete.errors import InputError
 from autohete.plan import PlanCounts
-from autohete.report.tables import console, say, table
+from autohete.report.tables import console, print_text, table
 from autohete.simulate.summary import Summary
 
-#: The verdict of a setting that is invalid, such as heads that do not divide the hidden size; ``explanation`` says why.
+#: The verdict of a setting that is invalid, such as heads that do not divide the hidden size; ``explanation`` has the reason.
 INVALID = "invalid"
 
 Row = dict[str, str]
@@ -33,7 +33,7 @@ def _scalars() -> Iterator[str]:
             yield name
 
 
-#: What a row says about an answer: every field of :class:`Summary` that is one number or one text, and the plan's counts.
+#: The columns of an answer: every field of :class:`Summary` that is one number or one text, and the plan's counts.
 COLUMNS = tuple(_scalars())
 
 
@@ -150,7 +150,7 @@ def row_writer(path: str, header: Sequence[str], keep: int = 0) -> Iterator[Call
 
 @dataclass(slots=True)
 class Tally:
-    """What the rows of a sweep say: how many have each verdict, and which is fastest, in tokens per second."""
+    """Statistics of the rows of a sweep: the number with each verdict, and the fastest, in tokens per second."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     fastest: Row | None = None
@@ -175,7 +175,7 @@ def print_tally(tally: Tally, varied: Sequence[str], answered: int, seconds: flo
         shown.add_row(verdict, f"{count:,}", f"{100 * count / total:.0f} %")
     out.print(shown)
     rate = f", {answered / seconds:.3g} settings per second" if answered and seconds else ""
-    say(out, f"answered now: {answered:,} in {seconds:.1f} s{rate}")
+    print_text(out, f"answered now: {answered:,} in {seconds:.1f} s{rate}")
     if tally.fastest is not None:
         where = ", ".join(f"{key}={tally.fastest[key]}" for key in varied) or f"policy={tally.fastest['policy']}"
-        say(out, f"fastest: {where}: {_rate(tally.fastest):,.0f} tokens/s")
+        print_text(out, f"fastest: {where}: {_rate(tally.fastest):,.0f} tokens/s")

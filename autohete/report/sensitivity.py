@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from autohete.quantities import format_seconds
 from autohete.report.records import Row
-from autohete.report.tables import console, say, table
+from autohete.report.tables import console, print_text, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +96,7 @@ def print_effects(moved: Sequence[Moved], rows: Sequence[Row]) -> None:
         if not row["key"]:
             time = row["iteration_seconds"]
             says = f"{format_seconds(float(time))} an iteration" if time else f"{row['verdict']}: {row['explanation']}"
-            say(out, f"{row['policy']}: {says}")
+            print_text(out, f"{row['policy']}: {says}")
     points: dict[tuple[str, str], dict[str, Moved]] = {}
     for one in moved:
         points.setdefault((one.key, one.value), {})[one.policy] = one
@@ -107,10 +107,10 @@ def print_effects(moved: Sequence[Moved], rows: Sequence[Row]) -> None:
     if shown:
         out.print(effect)
     if len(shown) > _MOST_ROWS:
-        say(out, f"{len(shown) - _MOST_ROWS} more values with smaller effects are in the file")
+        print_text(out, f"{len(shown) - _MOST_ROWS} more values with smaller effects are in the file")
     quiet = [key for key in dict.fromkeys(key for key, _ in points) if not any(key == other for other, _ in shown)]
     if quiet:
-        say(out, f"less than {_NOTHING} %: {', '.join(quiet)}")
+        print_text(out, f"less than {_NOTHING} %: {', '.join(quiet)}")
 
 
 def _cell(one: Moved | None) -> str:

@@ -33,7 +33,7 @@ class Look:
 
 
 #: The colour shows what is computed or moved (parameters green, activations purple, gradients blue, updates and states grey),
-#: the hatch shows why. Kinds that share a lane also differ in lightness or hatch, so that they can be told apart in greyscale,
+#: the hatch shows why. Kinds that share a lane also differ in lightness or hatch, so that they differ in greyscale,
 #: and no pale colour looks like another's full one: a blue backward, when pale, would look like forward.
 LOOKS: dict[Kind, Look] = {
     Kind.FORWARD: Look(SKY),

@@ -75,7 +75,7 @@ def wrapped(line: str, width: int, indent: int = 0) -> list[str]:
     return [*rows, row]
 
 
-def say(out: Console, line: str, style: str | None = None, indent: int = 2) -> None:
+def print_text(out: Console, line: str, style: str | None = None, indent: int = 2) -> None:
     """Print plain text: wrapped between words where the width is known, that is, on a terminal or with the environment's
     ``COLUMNS``; unwrapped in another file or pipe. Further rows of a line are indented.
     """
@@ -197,21 +197,21 @@ def print_plan(summary: Summary, simulation: Simulation | None) -> None:
     if simulation is not None:
         _print_decisions(out, simulation)
     if summary.iteration_seconds is None:
-        say(out, f"{summary.policy}: {summary.verdict}: {summary.explanation}")
+        print_text(out, f"{summary.policy}: {summary.verdict}: {summary.explanation}")
     else:
         peaks = [or_dash(peak, format_bytes) for peak in (summary.gpu_peak_bytes, summary.host_peak_bytes)]
         pinned = "" if summary.pinned_peak_bytes is None else f", {format_bytes(summary.pinned_peak_bytes)} of it pinned"
-        say(
+        print_text(
             out,
             f"{summary.verdict}: {format_seconds(summary.iteration_seconds)} an iteration, peaks {peaks[0]} of GPU memory and "
             f"{peaks[1]} of host memory{pinned} ({summary.clock})",
         )
         if summary.proven_within is not None:
-            say(out, _proof(summary.proven_within, summary.iteration_seconds))
+            print_text(out, _proof(summary.proven_within, summary.iteration_seconds))
         if late := _if_late(summary):
-            say(out, late)
+            print_text(out, late)
     for note in summary.notes:
-        say(out, f"note: {note}")
+        print_text(out, f"note: {note}")
 
 
 def _print_decisions(out: Console, simulation: Simulation) -> None:
@@ -236,7 +236,7 @@ def _print_decisions(out: Console, simulation: Simulation) -> None:
         )
     out.print(shown)
     if plan.rules:
-        say(out, f"rules: {', '.join(map(str, plan.rules))}")
+        print_text(out, f"rules: {', '.join(map(str, plan.rules))}")
 
 
 def _optimizer(unit: UnitPlan) -> str:
@@ -288,20 +288,20 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
             _counts(s.plan) if s.plan else "-",
         )
     out.print(speeds)
-    say(out, _assumed(workload), style="dim")
+    print_text(out, _assumed(workload), style="dim")
     if first.gpus > 1:
-        say(out, "each GPU has this batch, an equal part of its host, and this plan; samples/s and tokens/s are those of all")
+        print_text(out, "each GPU has this batch, this plan and an equal part of its host; rates are those of all GPUs")
     for note in dict.fromkeys(note for s in summaries for note in s.notes):
-        say(out, f"note: {note}")
+        print_text(out, f"note: {note}")
     running = [s for s in summaries if s.verdict is Verdict.OK]
     if running:
         _print_reasons(out, running)
     meaning = "c checkpointed, p with parameters offloaded, o with the optimizer on the CPU"
     units = "blocks" if workload.units is Units.BLOCK else f"units (embedding, {workload.units}s, head)"
-    say(out, f"plan: of {workload.unit_count} {units}, {meaning}", style="dim")
+    print_text(out, f"plan: of {workload.unit_count} {units}, {meaning}", style="dim")
     for s in summaries:
         if s.explanation:
-            say(out, f"{s.policy}: {s.verdict}: {s.explanation}")
+            print_text(out, f"{s.policy}: {s.verdict}: {s.explanation}")
 
 
 def _assumed(workload: Workload) -> str:
@@ -347,11 +347,11 @@ def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
         assert s.drain_seconds is not None
         ends = f"first iteration {format_seconds(s.first_iteration_seconds)}, drain {format_seconds(s.drain_seconds)}"
         unsettled = "" if s.settled else "; no steady state in sight, times are an average"
-        say(out, f"{s.policy}: bound by {s.binds}; {ends}{unsettled}", style="dim")
+        print_text(out, f"{s.policy}: bound by {s.binds}; {ends}{unsettled}", style="dim")
         if s.proven_within is not None and s.iteration_seconds is not None:
-            say(out, f"{s.policy}: {_proof(s.proven_within, s.iteration_seconds)}", style="dim")
+            print_text(out, f"{s.policy}: {_proof(s.proven_within, s.iteration_seconds)}", style="dim")
         if late := _if_late(s):
-            say(out, f"{s.policy}: {late}", style="dim")
+            print_text(out, f"{s.policy}: {late}", style="dim")
 
 
 def _proof(within: float, iteration_seconds: float) -> str:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from autohete.execution.trace import Trace
 from autohete.quantities import format_seconds
-from autohete.report.tables import say
+from autohete.report.tables import print_text
 from autohete.schedule import KIND_MEANING, Kind
 
 #: One letter per kind; kinds not listed use the letter of their task id. Styles distinguish neighbouring tasks.
@@ -39,7 +39,7 @@ def print_iteration(out: Console, trace: Trace, iteration: int, width: int | Non
     names = max(4, *(len(lane.name) for lane in trace.schedule.lanes))
     cells = max((width or min(out.width, 120)) - 2 - names, 1)
     edges = np.linspace(begin, end, cells + 1)
-    say(out, f"one iteration, {format_seconds((end - begin) * 1e-9)} ({trace.clock}):")
+    print_text(out, f"one iteration, {format_seconds((end - begin) * 1e-9)} ({trace.clock}):")
     seen: dict[str, str] = {}
     for lane in trace.schedule.lanes:
         row = Text(f"{lane.name:>{names}} ")
@@ -56,4 +56,6 @@ def print_iteration(out: Console, trace: Trace, iteration: int, width: int | Non
             row.append("·" if letter == " " else letter, style=_STYLES.get(letter, "dim" if letter == " " else ""))
         out.print(row, soft_wrap=True)
     blanks = " " * (names + 1)
-    say(out, blanks + ", ".join(f"{letter} {meaning}" for letter, meaning in sorted(seen.items())), style="dim", indent=0)
+    print_text(
+        out, blanks + ", ".join(f"{letter} {meaning}" for letter, meaning in sorted(seen.items())), style="dim", indent=0
+    )

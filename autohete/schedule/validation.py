@@ -108,11 +108,11 @@ class _Predecessors:
                 if before is None:
                     raise ScheduleError(f"unknown edge: {task.id} waits for {edge}, but no task is called {edge.task}")
                 if edge.back not in (0, 1):
-                    raise ScheduleError(f"{task.id} waits for {edge.task} {edge.back} iterations back: only 0 or 1 can be said")
+                    raise ScheduleError(f"{task.id} waits for {edge.task} {edge.back} iterations back: give 0 or 1")
                 (self.previous if edge.back else self.same)[place].append(before)
             if len(set(task.after)) < len(task.after):
                 twice, _ = Counter(task.after).most_common(1)[0]
-                raise ScheduleError(f"{task.id} waits for {twice} twice: say it once")
+                raise ScheduleError(f"{task.id} waits for {twice} twice: give the edge once")
         for lane in schedule.lanes:
             tasks = of_lane[lane.name]
             if tasks and lane.discipline is Discipline.FIFO:
@@ -160,7 +160,7 @@ def _validate_buffers(schedule: Schedule, memories: list[str], ancestors: _Ances
             if free.id in freed:
                 raise ScheduleError(f"memory freed twice: '{free.id}' by {freed[free.id].id} and by {task.id}")
             if free.back not in (0, 1):
-                raise ScheduleError(f"{task.id} frees '{free.id}' of {free.back} iterations back: only 0 or 1 can be said")
+                raise ScheduleError(f"{task.id} frees '{free.id}' of {free.back} iterations back: give 0 or 1")
             freed[free.id] = task
             owner = allocated[free.id]
             if not ancestors.includes(places[task.id], places[owner.id], free.back):

@@ -30,7 +30,7 @@ class SharedLinks:
         self._begun[lane] = duration_ns
 
     def settle(self) -> None:
-        """All lanes that begin or end in this instant have done so."""
+        """All lanes that begin or end in this instant have begun or ended."""
         if not (self._begun or self._ended):
             return
         now = int(self._env.now)

@@ -1,11 +1,11 @@
 """Times of a schedule whose lanes are all fifo and never slow each other: each task begins when what it waits for has ended.
 
-Then the order on each lane is known beforehand, and no event decides anything: the end of a task is its duration after the
-latest of the ends that it waits for (Baccelli et al. 1992, "Synchronization and Linearity", section 2.5). The times are those
+Then the order on each lane is fixed in advance: a task ends its duration after the latest of the ends that it waits for
+(Baccelli et al. 1992, "Synchronization and Linearity", section 2.5). The times are those
 that a discrete-event simulation finds, at a seventh to a tenth of the cost. The recurrence is linear in the max-plus algebra:
 if all ends of an iteration are as much later than those of the iteration before, so are those of all further iterations.
 
-A lane may get less than it asks for even when it works alone, such as a link that is faster than the host's memory. Its tasks
+A lane may get less than its demand even when it works alone, such as a link that is faster than the host's memory. Its tasks
 are longer then, by a constant factor.
 """
 

@@ -114,7 +114,7 @@ class _SimRun:
             self.choose()
 
     def signal(self, instance: int) -> None:
-        """Those that wait for ``instance`` need not any more."""
+        """Release the successors of ``instance``."""
         now, waits, last = self.env.now, self.waits, len(self.waits)
         self.ended[instance] = now
         for distance, queue in self.successors[instance % self.tasks]:

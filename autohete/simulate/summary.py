@@ -31,7 +31,7 @@ class Summary:
         assumptions: every figure of the workload and flag of the policy, given or not.
         notes: hardware figures that were changed, and why.
         clock: clock of the times.
-        verdict: whether it fits; ``explanation`` says what is short, empty if it fits.
+        verdict: whether it fits; ``explanation`` names what is short, empty if it fits.
         iteration_seconds: steady time; ``first_iteration_seconds`` and ``drain_seconds`` are the start and end of a run.
         proven_within: upper bound on the relative gap between the iteration time and the best possible of this policy's
             plans; None if the policy does not search.
@@ -121,13 +121,13 @@ def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
     }
 
 
-#: Said where several processes update on one CPU; sources are beside the figure in the presets.
+#: Reported where several processes update on one CPU; sources are beside the figure in the presets.
 _BOUND = (
-    "processes that update on the CPU are taken as bound to cores of their own; unbound, as is the default of launchers, all "
-    "together may be as slow as one (cpu.ranks_update_bandwidth)"
+    "assumes that each process is bound to its own cores, as DeepSpeed's launcher can do; without binding, all together "
+    "may update as slowly as one (cpu.ranks_update_bandwidth)"
 )
-#: Said where nothing is known of what NCCL's kernels take from the GPU.
-_FREE = "collectives are taken to slow nothing that the GPU computes beside them (interconnect.concurrent_share 1)"
+#: Reported where nothing is known of what NCCL's kernels take from the GPU.
+_FREE = "assumes that collectives do not slow down what the GPU computes beside them (interconnect.concurrent_share is 1)"
 
 
 def _notes(simulation: Simulation) -> tuple[str, ...]:
@@ -201,9 +201,7 @@ def summarize(simulation: Simulation, policy: NamedPolicy, *, only_numbers: bool
 
 
 def answer(profile: Profile, policy: NamedPolicy, *, only_numbers: bool = False) -> tuple[Summary, Simulation | None]:
-    """Simulate and :func:`summarize`. "Nothing fits" and "cannot run on one pool of memory" are answers too, without a
-    simulation.
-    """
+    """Simulate and :func:`summarize`. If nothing fits, or nothing can run on one pool of memory, return no simulation."""
     try:
         simulation = simulate_policy(profile, policy)
     except InfeasibleError as error:
@@ -212,7 +210,7 @@ def answer(profile: Profile, policy: NamedPolicy, *, only_numbers: bool = False)
 
 
 def answer_or_refusal(profile: Profile, policy: NamedPolicy) -> tuple[Summary, Simulation | None]:
-    """The same, with a policy that refuses the workload or the hardware, or whose plan cannot be lowered, as an answer, too."""
+    """Like :func:`answer`, but report a refusal by the policy or by lowering with the verdict ``invalid``."""
     try:
         return answer(profile, policy)
     except AutoHeteError as error:
@@ -235,7 +233,7 @@ def training_of(profile: Profile, unit: int) -> UnitTraining:
 
 
 def counts(simulation: Simulation) -> PlanCounts:
-    """Return the counts of a plan without what it says of frozen units: they have no updates, and some no backward."""
+    """Return the counts of a plan without the decisions about frozen units: they have no updates, and some no backward."""
     plan, profile = simulation.plan, simulation.profile
     told = [(unit, training_of(profile, number)) for number, unit in enumerate(plan.units)]
     return replace(

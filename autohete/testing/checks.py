@@ -8,7 +8,7 @@ schedule, for those who make or change schedules themselves:
 - :func:`clipping_faults`: where they are clipped, by a norm of all of them.
 - :func:`activation_faults`: the passes follow one another, and backward finds its activations.
 - :func:`memory_faults`: memory balances, does not grow, and nothing is freed before its last user has ended.
-- :func:`trace_faults`: an execution does what its schedule says.
+- :func:`trace_faults`: an execution follows its schedule.
 
 Only written edges count, not the order of fifo lanes: an executor with wider lanes must train the same numbers.
 """
@@ -52,11 +52,11 @@ Instance = tuple[TaskId, int]
 
 
 def policy_faults(profile: Profile, policy: Policy, judge: Judge) -> list[str]:
-    """Faults of what ``policy`` decides for ``profile``; none if it says that nothing fits.
+    """Faults of what ``policy`` decides for ``profile``; none if it reports that nothing fits.
 
     Args:
         profile: what to plan for, such as an example of :func:`autohete.testing.strategies.profiles`.
-        policy: the policy. Its plan has its name, and is the same when it is asked again.
+        policy: the policy. Its plan has its name, and is the same in a second call.
         judge: what the policy may try plans with, such as ``autohete.simulate.judge_for(profile)``.
     """
     try:
@@ -65,16 +65,16 @@ def policy_faults(profile: Profile, policy: Policy, judge: Judge) -> list[str]:
         return []
     faults = plan_faults(profile, plan)
     if plan != again:
-        faults.append(f"{policy.name} plans differently when it is asked again")
+        faults.append(f"{policy.name} returns another plan for the same profile")
     if plan.policy != policy.name:
         faults.append(f"the plan of {policy.name} is called {plan.policy}")
     return faults
 
 
 def plan_faults(profile: Profile, plan: Plan) -> list[str]:
-    """Faults of the schedule of ``plan`` and of its execution; that it cannot be lowered or executed is one, too.
+    """Faults of the schedule of ``plan`` and of its execution. A failure to lower or execute it is also a fault.
 
-    A plan that lets more rest on NVMe than there is has no schedule: none, as it is the hardware that is too small.
+    A plan whose states exceed the NVMe capacity has no schedule and no faults, because the hardware is too small.
     """
     try:
         schedule = validate(lower(profile, plan))
@@ -132,7 +132,7 @@ def idle_rules(profile: Profile, plan: Plan) -> list[Rule]:
 
 def chain_faults(paths: Paths, *chain: Instance) -> list[str]:
     """Tasks of ``chain`` that do not exist, and those that do not wait for the one before."""
-    if missing := [f"there is no {task}" for task, _ in chain if task not in paths.tasks]:
+    if missing := [f"{task} is missing" for task, _ in chain if task not in paths.tasks]:
         return missing
     return [
         f"{after.at(at)} does not wait for {before.at(since)}"
@@ -145,8 +145,8 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
     """Forwards that may not see the update of the iteration before, and copies that may read or write the wrong parameters.
 
     Args:
-        profile: says whether the head shares the embedding's matrix.
-        plan: says who updates each block and where its parameters stay.
+        profile: specifies whether the head shares the embedding's matrix.
+        plan: specifies where each unit is updated and where its parameters stay.
         schedule: of this plan.
     """
     paths, last = Paths(schedule), len(plan.units) - 1
@@ -262,8 +262,8 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
     """Updates that may take gradients that are unfinished, not yet copied, already freed, or overwritten by the next ones.
 
     Args:
-        profile: says which units are frozen.
-        plan: says who updates each block.
+        profile: specifies which units are frozen.
+        plan: specifies where each unit is updated.
         schedule: of this plan.
     """
     paths, micro_batches = Paths(schedule), schedule.micro_batches
@@ -336,8 +336,8 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
     that are unfinished or overwritten; tasks for that where nothing is clipped.
 
     Args:
-        profile: says whether gradients are clipped.
-        plan: says who updates each block.
+        profile: specifies whether gradients are clipped.
+        plan: specifies where each unit is updated.
         schedule: of this plan.
     """
     paths, clip = Paths(schedule), TaskId(Kind.CLIP, 0)
@@ -398,8 +398,8 @@ def activation_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[
     """Passes that may overtake one another, and backwards that may find no activations.
 
     Args:
-        profile: says from which unit on there is backward.
-        plan: says what each forward keeps.
+        profile: specifies the first unit with a backward.
+        plan: specifies what each forward keeps.
         schedule: of this plan.
     """
     paths, last = Paths(schedule), len(plan.units) - 1
@@ -415,7 +415,7 @@ def activation_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[
                 way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, user)
                 faults += chain_faults(paths, *((TaskId(kind, unit, m), 0) for kind in way))
     present = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
-    faults += [f"there is {task}, which the plan has not" for task in present if task not in passes]
+    faults += [f"{task} is not in the plan" for task in present if task not in passes]
     return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults, *_absence_faults(schedule)]
 
 
@@ -489,7 +489,7 @@ def memory_faults(schedule: Schedule) -> list[str]:
 
 
 def trace_faults(trace: Trace) -> list[str]:
-    """Where an execution does not do what its schedule says: waits, lanes that do one thing at a time, their disciplines."""
+    """Where an execution deviates from its schedule: waits, lanes that do one thing at a time, their disciplines."""
     return check_trace(trace)
 
 

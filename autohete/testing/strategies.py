@@ -308,7 +308,7 @@ def _shared(draw: Draw, unit: UnitPlan, accumulates: bool) -> UnitPlan:
 
 @st.composite
 def with_shared_updates(draw: Draw, profile: Profile, plan: Plan) -> Plan:
-    """``plan`` in which GPU and CPU each update a part of some units, whatever it says of them."""
+    """``plan`` in which GPU and CPU each update a part of some units, whatever it specifies for them."""
     units, share = list(plan.units), draw(st.sampled_from([0.1, 0.5, 0.99]))
     for unit in draw(st.lists(st.integers(0, len(units) - 1), unique=True, min_size=1)):
         units[unit] = replace(
@@ -355,7 +355,7 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
 
 @st.composite
 def _forwards(draw: Draw, units: int) -> list[list[Activations]]:
-    """What each forward of so many units keeps: segments of any length, within segments, too."""
+    """What each forward of so many units keeps: segments of any length, also within segments."""
     keep, recompute, drop = Activations.KEEP, Activations.RECOMPUTE, Activations.DROP
     forwards_of = [[keep] for _ in range(units)]
 
@@ -435,7 +435,7 @@ def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
 def policies(draw: Draw, name: str | None = None) -> NamedPolicy:
     """Published systems (or the one called ``name``) with some of their flags set.
 
-    None recomputes selectively, because a profile need not say how.
+    None recomputes selectively, because a profile need not support it.
     """
     name = name or draw(st.sampled_from(sorted(set(POLICIES) - NEED_DRIVES)))
     texts = _flags(name)

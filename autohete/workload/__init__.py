@@ -376,7 +376,7 @@ class Workload(Hashed):
 
     @property
     def model_flops(self) -> int:
-        """FLOPs of one iteration that the model asks for, without recomputation: forward, and backward for what is trained.
+        """Model FLOPs of one iteration, without recomputation: forward, and backward for what is trained.
 
         Matrix products and full (not causal) attention; for GPT-2 ``3 * (24 b s h^2 + 4 b s^2 h) L + 6 b s h V``
         (Narayanan et al. 2021, section 5.1, without its recomputation). A product with frozen weights has the gradient of its

@@ -36,7 +36,7 @@ def read_model(name_or_path: str) -> Workload:
         name_or_path: a name of :func:`model_names`; a ``config.json``, or the folder that it is in.
 
     Raises:
-        InputError: no such model, a file that cannot be read, or one that is not supported; says which keys.
+        InputError: no such model, a file that cannot be read, or one that is not supported; names the keys.
     """
     config, name = _config(name_or_path)
     return parse_model(config, name)
@@ -117,7 +117,7 @@ def _bundled() -> Traversable:
 
 
 def _read(given: str) -> tuple[str, str]:
-    """Text of a ``config.json``, and the name of its model: the folder's, or the file's own where that says more."""
+    """Text of a ``config.json``, and the name of its model: the folder's, or the file's own where that is more specific."""
     path = Path(given)
     if path.is_dir():
         path = path / "config.json"

@@ -1,7 +1,7 @@
 """Families of models by the keys of their ``config.json``.
 
 Each family is one class: its fields are the keys that it reads, with the defaults that ``transformers`` 5 has for keys that
-published files leave out, and it says of what each block consists.
+published files leave out, and composes each block of its parts.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class _Optimizer:
         source: what was read.
         states: moments.
         master: master weights in mixed precision.
-        cpu_kernel: there is a fused kernel for the CPU.
+        cpu_kernel: has a fused kernel for the CPU.
         shares: any elements can be updated by themselves, as ZeRO and shared updates need it.
         temporaries: traffic in addition to one pass over states, master, gradient and parameter.
         factored: matrices have a row and a column of fp32 statistics instead of ``states``, which vectors have.

@@ -186,7 +186,7 @@ def test_several_gpus() -> None:
         (["--workload", "gpt-2b", "--set", "links.h2d.bandwidth"], "is not KEY=VALUE"),
         (["--workload", "gpt-2b", "--set", "links.h2d.bandwidth=50"], "has no unit"),
         (["--workload", "gpt-2b", "--gpu-memory", "16"], "has no unit"),
-        (["--workload", "gpt-2b", "--gpus", "0"], "0 GPUs were asked for: give 1 or more"),
+        (["--workload", "gpt-2b", "--gpus", "0"], "gpus is 0: give at least 1"),
         (["--workload", "gpt-2b", "--gpus", "6"], "do not fill nodes of 4"),
         (["--workload", "gpt-2b", "--gpus", "2", "--hardware", "v100-32gb-12vcpu"], "table \\[interconnect\\]"),
         (["--workload", "gpt-2b", "--gpus", "2", "--policy", "l2l"], "l2l plans for one GPU"),
@@ -323,8 +323,8 @@ def test_a_hardware_file_is_begun_filled_in_checked_and_used(tmp_path: Path) -> 
     opened = re.sub(r"#(\[gpu.memory\])\n#(.*)\n#(.*)\n#(.*)\n", r"\1\n\2\n\3\n\4\n", template)
     path.write_text(opened)
     faults = refused("hardware", "check", str(path))
-    assert "gpu.memory.source: empty: say where" in faults
-    assert "gpu.memory.date: empty: say when" in faults
+    assert "gpu.memory.source: empty: name the origin" in faults
+    assert "gpu.memory.date: empty: give the date" in faults
     filled = opened.replace('source = ""\ndate = ""', 'source = "nvidia-smi"\ndate = "2026-11"', 1)
     path.write_text(filled.replace('value = "23.65GiB"', 'value = "47.5GiB"', 1))
     assert autohete("hardware", "check", str(path)).stdout == f"{path}: ok, 29 figures, 28 of them from rtx4090-workstation\n"

@@ -218,7 +218,7 @@ def test_segments_within_segments_as_text() -> None:
         ([UnitPlan(RECOMPUTE, again=(RECOMPUTE,))], r"again says recompute: it has more entries than units above need"),
         (
             [UnitPlan(RECOMPUTE, again=(RECOMPUTE,)), UnitPlan(DROP, again=(DROP,))],
-            r"unit 2 is recomputed right before its backward, which needs all, but again says drop",
+            r"unit 2 is recomputed right before its backward, which needs all, but again specifies drop",
         ),
         (
             [UnitPlan(RECOMPUTE), UnitPlan(DROP, again=(DROP,)), UnitPlan(DROP)],

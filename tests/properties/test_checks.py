@@ -373,7 +373,7 @@ class Unable:
 def test_a_fickle_policy_is_noticed() -> None:
     """A policy that answers differently when asked again, or under another name, is told so; that nothing fits is an answer."""
     assert checks.policy_faults(PROFILE, Fickle(), judge_for(PROFILE)) == [
-        "fickle plans differently when it is asked again",
+        "fickle returns another plan for the same profile",
         "the plan of fickle is called by hand",
     ]
     assert checks.policy_faults(PROFILE, Unable(), judge_for(PROFILE)) == []

@@ -82,7 +82,7 @@ def test_more_nodes_share_no_host() -> None:
 @pytest.mark.parametrize(
     ("node", "gpus", "cure"),
     [
-        (NODE, 0, "0 GPUs were asked for: give 1 or more"),
+        (NODE, 0, "gpus is 0: give at least 1"),
         (NODE, 6, "up to 4, or a multiple"),
         (load_hardware("rtx4090-workstation"), 2, r"table \[interconnect\]"),
         (load_hardware("a100-40gb-epyc7713"), 8, "interconnect.network_bandwidth"),

@@ -97,14 +97,17 @@ def test_a_file_adds_tables_that_its_base_lacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[gpu.memory]\nvalue = "48GiB"', r"gpu.memory.source: missing: say where .*; gpu.memory.date: missing: say when"),
+        (
+            '[gpu.memory]\nvalue = "48GiB"',
+            r"gpu.memory.source: missing: name the origin .*; gpu.memory.date: missing: give the date",
+        ),
         (f"[gpu.memory]\n{OWN}", "gpu.memory.value: missing: give the figure"),
         (own("gpu.memory", "24GiB") + 'range = ["32GiB", "48GiB"]', "range goes from .* without the value 2.57698038e.10: "),
         (own("gpu.memory", "24GiB") + 'range = ["24GiB"]', r"memory.range.1: a range has two ends, .*given: \['24GiB'\]"),
         (own("gpu.memory", "24GiB") + 'range = "24GiB"', r"memory.range: a range has two ends, .*given: '24GiB'"),
-        (own("gpu.memory", "24GiB").replace("2026-11", "today"), "date: say when .* such as \"2026-11\" .given: 'today'"),
+        (own("gpu.memory", "24GiB").replace("2026-11", "today"), "date: give the date .* such as \"2026-11\" .given: 'today'"),
         ('name = "my node"', "name: give a name without blanks, or a base .given: 'my node'"),
-        ('[gpu.memory]\nvalue = "48GiB"\nsource = ""\ndate = "2026"', "gpu.memory.source: empty: say where"),
+        ('[gpu.memory]\nvalue = "48GiB"\nsource = ""\ndate = "2026"', "gpu.memory.source: empty: name the origin"),
         (own("gpu.memry", "48GiB"), "gpu.memry: unknown key: remove it or correct its spelling; did you mean 'gpu.memory'?"),
         (own("gpu", "48GiB"), "gpu.value: unknown key"),
         (own("links.h2d.bandwidth", 51), "links.h2d.bandwidth.value: 51 has no unit"),

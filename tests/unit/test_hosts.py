@@ -274,11 +274,11 @@ def test_the_part_of_one_gpu_is_said() -> None:
 
 
 def test_bound_processes_are_said() -> None:
-    """Where several processes update on one CPU, the answer says that they are taken as bound; elsewhere it does not."""
+    """Where several processes update on one CPU, the answer notes that they are assumed to be bound; elsewhere it does not."""
     node = load_hardware("a100-40gb-epyc7713")
     said = {
         (gpus, policy): any(
-            "bound to cores" in note for note in answer(on(node.shared_by(gpus)), parse_policy(policy))[0].notes
+            "bound to its own cores" in note for note in answer(on(node.shared_by(gpus)), parse_policy(policy))[0].notes
         )
         for gpus in (1, 4)
         for policy in ("resident:zero_stage=3", "zero_offload")
@@ -292,7 +292,10 @@ def test_free_collectives_are_said() -> None:
     assert node.interconnect is not None
     silent = replace(node, interconnect=replace(node.interconnect, concurrent_share=1.0))
     said = [
-        any("slow nothing" in note for note in answer(on(one), parse_policy("resident:zero_stage=3"))[0].notes)
+        any(
+            "do not slow down what the GPU computes" in note
+            for note in answer(on(one), parse_policy("resident:zero_stage=3"))[0].notes
+        )
         for one in (node.shared_by(2), silent.shared_by(2), silent)
     ]
     assert said == [False, True, False]

@@ -353,8 +353,8 @@ def test_fp8_halves_the_time_of_large_products() -> None:
 
 
 def test_fp8_needs_its_figure() -> None:
-    """Hardware that does not say how fast it computes in 8 bit is refused, with the key; so is fp32."""
-    with pytest.raises(InputError, match=r"a100-40gb-epyc7713 does not say how fast: give it the figure gpu\.peak_8bit"):
+    """Hardware without a rate for 8 bit is refused, with the key; so is fp32."""
+    with pytest.raises(InputError, match=r"a100-40gb-epyc7713 has no rate for them: give it the figure gpu\.peak_8bit"):
         analytic_profile(replace(LLAMA, training=Training(fp8=True)), load_hardware("a100-40gb-epyc7713"))
     with pytest.raises(InputError, match="precision is fp32: train in bf16"):
         replace(LLAMA, precision=Precision.FP32, training=Training(fp8=True))
