@@ -19,21 +19,14 @@ native, any above 5 % paced, or a memory peak more than 3 % off.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fidelity.py` from anywhere
-
-if __name__ == "__main__":  # before the imports that take time
-    from autohete.cli.interrupt import catch_interrupts
-
-    catch_interrupts("fidelity")
-
-import csv
-import io
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
@@ -64,6 +57,7 @@ from autohete.train.as_executed import as_executed, everything_resident
 from autohete.train.gpt import GPT
 from autohete.train.trainer import measured_hardware, measured_profile_on
 from autohete.workload import Precision, Workload
+from experiments.shared import csv_text
 
 POLICIES = [
     "resident",
@@ -395,34 +389,31 @@ def mean_of(profiles: list[Profile]) -> Profile:
 
 def as_csv(results: list[Result]) -> str:
     """One row per setting."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     columns = "setting policy clock predicted_seconds measured_seconds error_percent predicted_peak_bytes measured_peak_bytes"
-    writer.writerow(columns.split())
+    lines: list[Sequence[object]] = [columns.split()]
     for r in results:
         times = [f"{seconds:.6f}" for seconds in r.seconds]
         peaks = [r.predicted.gpu.peak_bytes, r.measured_peak_bytes]
-        writer.writerow([r.setting.name, r.setting.policy, r.setting.clock, *times, f"{r.error_percent:.3f}", *peaks])
-    return text.getvalue()
+        lines.append([r.setting.name, r.setting.policy, r.setting.clock, *times, f"{r.error_percent:.3f}", *peaks])
+    return csv_text(lines)
 
 
 def lanes_csv(results: list[Result]) -> str:
     """One row per setting: work of each lane and idle time by cause, in seconds per iteration; neighbours that swapped."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     lanes = [difference.lane for difference in results[0].comparison.lanes]
     causes = [cause for cause in Cause if cause not in (Cause.NVME, Cause.COLLECTIVE)]  # one GPU, no drives
     quantities = [*(f"busy_{lane}" for lane in lanes), *(f"idle_{cause.name.lower()}" for cause in causes)]
     columns = [f"{quantity}_{which}_seconds" for quantity in quantities for which in ("predicted", "measured")]
-    writer.writerow(["setting", "policy", "clock", *columns, "neighbours", "swapped", "late_seconds", "attempts"])
+    lines: list[Sequence[object]] = [
+        ["setting", "policy", "clock", *columns, "neighbours", "swapped", "late_seconds", "attempts"]
+    ]
     for r in results:
         pairs = [d.busy_seconds for d in r.comparison.lanes] + [r.comparison.idle_seconds[cause] for cause in causes]
         times = [f"{value:.6f}" for pair in pairs for value in (pair.a, pair.b)]
         order = [sum(d.neighbours for d in r.comparison.lanes), sum(d.swapped for d in r.comparison.lanes)]
-        writer.writerow(
-            [r.setting.name, r.setting.policy, r.setting.clock, *times, *order, f"{r.late_seconds:.6f}", r.attempts]
-        )
-    return text.getvalue()
+        late = f"{r.late_seconds:.6f}"
+        lines.append([r.setting.name, r.setting.policy, r.setting.clock, *times, *order, late, r.attempts])
+    return csv_text(lines)
 
 
 def show(results: list[Result]) -> None:

@@ -14,18 +14,12 @@ taking the most urgent task that is ready is not always the best order, and may 
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_ablation.py` from anywhere
-
-if __name__ == "__main__":  # before the imports that take time
-    from autohete.cli.interrupt import catch_interrupts
-
-    catch_interrupts("fig_ablation")
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 import numpy as np

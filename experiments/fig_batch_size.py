@@ -13,41 +13,20 @@ are hidden, or AutoHete slower than a system that it is compared with, at any ba
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_batch_size.py` from anywhere
-
-if __name__ == "__main__":  # before the imports that take time
-    from autohete.cli.interrupt import catch_interrupts
-
-    catch_interrupts("fig_batch_size")
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from cyclopts import App
-from matplotlib.figure import Figure
 
 from autohete.cli.app import run_app
-from autohete.files import make_folder
 from experiments.comparison import MODELS, NODE
-from experiments.shared import (
-    FOLDER,
-    Cell,
-    Grid,
-    Panel,
-    Summaries,
-    draw_panels,
-    grid_lines,
-    lines_of,
-    print_rates,
-    run_all,
-    save,
-    ticks,
-)
+from experiments.shared import FOLDER, LINES, Cell, Grid, Panel, Summaries, lines_figure, lines_of, ticks
 
-POLICIES = ("zero_offload", "patrickstar", "stronghold", "autohete", "joint")
 NAMES = ("model", "batch_size")
 
 
@@ -57,13 +36,13 @@ def grid(models: Sequence[str], batches: Sequence[int]) -> Grid:
         (model, batch, policy): Cell(replace(MODELS[model], batch_size=batch), policy, NODE)
         for model in models
         for batch in batches
-        for policy in POLICIES
+        for policy in LINES
     }
 
 
-def draw(models: Sequence[str], batches: Sequence[int], cells: Grid, summaries: Summaries) -> Figure:
-    """Draw tokens/s by batch, one panel per model."""
-    panels = [
+def panels(models: Sequence[str], batches: Sequence[int], cells: Grid, summaries: Summaries) -> list[Panel]:
+    """Return a panel per model: tokens/s by batch."""
+    return [
         Panel(
             f"{MODELS[model].parameters / 1e9:.1f}B parameters",
             "batch (sequences of 1024 tokens)",
@@ -73,7 +52,6 @@ def draw(models: Sequence[str], batches: Sequence[int], cells: Grid, summaries: 
         )
         for model in models
     ]
-    return draw_panels(panels)
 
 
 def main(
@@ -96,11 +74,8 @@ def main(
     batches:
         Batch sizes.
     """
-    make_folder(out)
     cells = grid(models, batches)
-    summaries = run_all(Cell.run, cells.values(), jobs)
-    print_rates(f"1 GPU of {NODE}", cells, summaries)
-    save(out, "fig_batch_size", draw(models, batches, cells, summaries), grid_lines(NAMES, cells, summaries))
+    lines_figure(out / "fig_batch_size", NAMES, f"1 GPU of {NODE}", cells, partial(panels, models, batches, cells), jobs)
 
 
 if __name__ == "__main__":

@@ -13,40 +13,19 @@ that others have measured to be too small.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_memory_budget.py` from anywhere
-
-if __name__ == "__main__":  # before the imports that take time
-    from autohete.cli.interrupt import catch_interrupts
-
-    catch_interrupts("fig_memory_budget")
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 from cyclopts import App
-from matplotlib.figure import Figure
 
 from autohete.cli.app import run_app
-from autohete.files import make_folder
 from experiments.comparison import MODELS, NODE
-from experiments.shared import (
-    FOLDER,
-    Cell,
-    Grid,
-    Panel,
-    Summaries,
-    draw_panels,
-    grid_lines,
-    lines_of,
-    print_rates,
-    run_all,
-    save,
-    ticks,
-)
+from experiments.shared import FOLDER, LINES, Cell, Grid, Panel, Summaries, lines_figure, lines_of, ticks
 
-POLICIES = ("zero_offload", "patrickstar", "stronghold", "autohete", "joint")
 NAMES = ("model", "gpu_memory_gib")
 
 
@@ -56,13 +35,13 @@ def grid(models: Sequence[str], budgets: Sequence[int]) -> Grid:
         (model, gib, policy): Cell(MODELS[model], policy, NODE, (("gpu.memory", f"{gib}GiB"),))
         for model in models
         for gib in budgets
-        for policy in POLICIES
+        for policy in LINES
     }
 
 
-def draw(models: Sequence[str], budgets: Sequence[int], cells: Grid, summaries: Summaries) -> Figure:
-    """Draw TFLOP/s by budget, one panel per model."""
-    panels = [
+def panels(models: Sequence[str], budgets: Sequence[int], cells: Grid, summaries: Summaries) -> list[Panel]:
+    """Return a panel per model: TFLOP/s by budget."""
+    return [
         Panel(
             f"{MODELS[model].parameters / 1e9:.1f}B parameters, batch of {MODELS[model].batch_size} x 1024 tokens",
             "GPU memory (GiB)",
@@ -72,7 +51,6 @@ def draw(models: Sequence[str], budgets: Sequence[int], cells: Grid, summaries: 
         )
         for model in models
     ]
-    return draw_panels(panels)
 
 
 def main(
@@ -95,11 +73,8 @@ def main(
     budgets:
         Memories of the GPU in GiB.
     """
-    make_folder(out)
-    cells = grid(models, budgets)
-    summaries = run_all(Cell.run, cells.values(), jobs)
-    print_rates(f"1 GPU of {NODE} with GiB of memory", cells, summaries)
-    save(out, "fig_memory_budget", draw(models, budgets, cells, summaries), grid_lines(NAMES, cells, summaries))
+    cells, title = grid(models, budgets), f"1 GPU of {NODE} with GiB of memory"
+    lines_figure(out / "fig_memory_budget", NAMES, title, cells, partial(panels, models, budgets, cells), jobs)
 
 
 if __name__ == "__main__":

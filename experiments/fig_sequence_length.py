@@ -14,42 +14,22 @@ nothing, since longer passes hide more of the copies.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_sequence_length.py` from anywhere
-
-if __name__ == "__main__":  # before the imports that take time
-    from autohete.cli.interrupt import catch_interrupts
-
-    catch_interrupts("fig_sequence_length")
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from cyclopts import App
-from matplotlib.figure import Figure
 
 from autohete.cli.app import run_app
 from autohete.errors import InputError
-from autohete.files import make_folder
 from autohete.workload import Kernels
 from experiments.comparison import MODELS, NODE
-from experiments.shared import (
-    FOLDER,
-    Cell,
-    Grid,
-    Panel,
-    Summaries,
-    draw_panels,
-    grid_lines,
-    lines_of,
-    print_rates,
-    run_all,
-    save,
-)
+from experiments.shared import FOLDER, LINES, Cell, Grid, Panel, Summaries, lines_figure, lines_of
 
-POLICIES = ("zero_offload", "patrickstar", "stronghold", "autohete", "joint")
 NAMES = ("model", "sequence_length")
 TOKENS = 32_768
 
@@ -62,22 +42,20 @@ def grid(model: str, lengths: Sequence[int]) -> Grid:
     return {
         (model, length, policy): Cell(replace(fused, sequence_length=length, batch_size=TOKENS // length), policy, NODE)
         for length in lengths
-        for policy in POLICIES
+        for policy in LINES
     }
 
 
-def draw(model: str, lengths: Sequence[int], cells: Grid, summaries: Summaries) -> Figure:
-    """Draw tokens/s and TFLOP/s by length."""
+def panels(model: str, lengths: Sequence[int], cells: Grid, summaries: Summaries) -> list[Panel]:
+    """Return two panels: tokens/s and TFLOP/s by length."""
     label, names = "length of sequences (tokens)", {n: str(n) if n < 1024 else f"{n // 1024}k" for n in lengths}
     title = f"{MODELS[model].parameters / 1e9:.1f}B parameters, {TOKENS:,} tokens per iteration"
     rates = lines_of(cells, summaries, model, lambda s: s.tokens_per_second)
     work = lines_of(cells, summaries, model, lambda s: s.tflops_per_gpu)
-    return draw_panels(
-        [
-            Panel(title, label, "throughput (tokens/s, simulated)", names, rates),
-            Panel("the same in work", label, "throughput (model TFLOP/s, simulated)", names, work),
-        ]
-    )
+    return [
+        Panel(title, label, "throughput (tokens/s, simulated)", names, rates),
+        Panel("the same in work", label, "throughput (model TFLOP/s, simulated)", names, work),
+    ]
 
 
 def main(
@@ -100,11 +78,8 @@ def main(
     lengths:
         Lengths of sequences, in tokens.
     """
-    make_folder(out)
-    cells = grid(model, lengths)
-    summaries = run_all(Cell.run, cells.values(), jobs)
-    print_rates(f"1 GPU of {NODE}, fused kernels", cells, summaries)
-    save(out, "fig_sequence_length", draw(model, lengths, cells, summaries), grid_lines(NAMES, cells, summaries))
+    cells, title = grid(model, lengths), f"1 GPU of {NODE}, fused kernels"
+    lines_figure(out / "fig_sequence_length", NAMES, title, cells, partial(panels, model, lengths, cells), jobs)
 
 
 if __name__ == "__main__":

@@ -17,20 +17,12 @@ simulation (or vice versa).
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_throughput.py` from anywhere
-
-if __name__ == "__main__":  # before the imports that take time
-    from autohete.cli.interrupt import catch_interrupts
-
-    catch_interrupts("fig_throughput")
-
-import csv
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 
 from cyclopts import App
@@ -65,7 +57,7 @@ from experiments.comparison import (
 )
 from experiments.intervals import Interval
 from experiments.intervals import read as read_intervals
-from experiments.shared import run_all
+from experiments.shared import csv_text, run_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +139,7 @@ def throughput_csv(rows: Rows) -> str:
                 MODELS[model].kernels,
             ]
         )
-    return _csv(lines)
+    return csv_text(lines)
 
 
 def ratios_csv(rows: Sequence[Ratio]) -> str:
@@ -163,7 +155,7 @@ def ratios_csv(rows: Sequence[Ratio]) -> str:
             cells += [f"{number:.5g}" for number in numbers]
             cells += ["yes" if inside(interval, paper) else "no", f"{interval.figures_low:.5g}", f"{interval.figures_high:.5g}"]
         lines.append(cells)
-    return _csv(lines)
+    return csv_text(lines)
 
 
 def _column(what: str, name: str) -> str:
@@ -171,12 +163,6 @@ def _column(what: str, name: str) -> str:
     if not name:
         return what
     return name if what == "average" else f"maximum_{name}"
-
-
-def _csv(lines: Iterable[Sequence[str]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +264,7 @@ def variants_csv(rows: Sequence[Variant]) -> str:
     """One row per variant and policy."""
     lines = [["autohete", "over", "average", "maximum"]]
     lines += [[v.flags, s.over, f"{s.average:.5g}", f"{s.maximum:.5g}"] for v in rows for s in v.speedups]
-    return _csv(lines)
+    return csv_text(lines)
 
 
 # --- what it shows ------------------------------------------------------------------------------------------------
@@ -425,7 +411,7 @@ def main(*, out: Path = Path("paper_figs"), jobs: int | None = None) -> None:
     write_text(out / "fig_throughput_ratios.csv", ratios_csv(speedups))
     write_text(out / "fig_throughput_variants.csv", variants_csv(others))
     header = ["claim", "needed", "possible", "measured_elsewhere"]
-    write_text(out / "fig_throughput_bounds.csv", _csv([header, *(bound.cells() for bound in proofs)]))
+    write_text(out / "fig_throughput_bounds.csv", csv_text([header, *(bound.cells() for bound in proofs)]))
     figure = draw(rows, speedups, known)
     for suffix in ("png", "pdf"):
         save_figure(figure, out / f"fig_throughput.{suffix}")

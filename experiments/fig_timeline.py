@@ -12,15 +12,10 @@ What would refute it: a trace from the real system in which another lane is the 
 
 from __future__ import annotations
 
-import sys
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
+
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/fig_timeline.py` from anywhere
-
-if __name__ == "__main__":  # before the imports that take time
-    from autohete.cli.interrupt import catch_interrupts
-
-    catch_interrupts("fig_timeline")
 
 from cyclopts import App
 

@@ -22,15 +22,8 @@ training with updates alike is not bit-identical; a mean absolute error of the i
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/gpu_check.py` from anywhere
-
-if __name__ == "__main__":  # before the imports that take time
-    from autohete.cli.interrupt import catch_interrupts
-
-    catch_interrupts("gpu_check")
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
 
 import gc
 import importlib
@@ -40,11 +33,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch

@@ -19,21 +19,14 @@ What would refute it: a published speed-up outside its interval.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/intervals.py` from anywhere
-
-if __name__ == "__main__":  # before the imports that take time
-    from autohete.cli.interrupt import catch_interrupts
-
-    catch_interrupts("intervals")
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
 
 import csv
 import hashlib
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, is_dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from cyclopts import App
@@ -48,7 +41,7 @@ from autohete.hardware import Hardware, UncertainFigure, load_hardware
 from autohete.report.tables import console, print_text, table
 from experiments import published
 from experiments.comparison import AUTOHETE, MODELS, NODE, POLICIES, PUBLISHED, Job, grid
-from experiments.shared import run_all
+from experiments.shared import csv_text, run_all
 
 Array = NDArray[np.float64]
 
@@ -314,14 +307,12 @@ def _stated(value: object) -> str:
 
 def as_csv(rows: Sequence[Interval]) -> str:
     """One row per quantity."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*(field.name for field in fields(Interval)), "inputs"])
+    lines: list[Sequence[object]] = [[*(field.name for field in fields(Interval)), "inputs"]]
     inputs = digest()
     for interval in rows:
         cells = (f"{value:.5g}" if isinstance(value, float) else value for value in astuple(interval))
-        writer.writerow([*cells, inputs])
-    return text.getvalue()
+        lines.append([*cells, inputs])
+    return csv_text(lines)
 
 
 def read(path: Path) -> list[Interval]:
@@ -342,20 +333,18 @@ def read(path: Path) -> list[Interval]:
 
 def samples_csv(known: Prior, points: Array, rates: Array, errors: Array, evidence: Evidence) -> str:
     """One row per simulated point: its figures, the errors of the evidence, and samples/s of each model and policy."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     cells = [f"{model} {policy}" for model in MODELS for policy in POLICIES]
     evidence_names = [f"log error: {row.name}, {phase}" for _, row, phase in evidence.rows]
-    writer.writerow([*(figure.key for figure in known.figures), *evidence_names, *cells])
+    lines = [[*(figure.key for figure in known.figures), *evidence_names, *cells]]
     for point, error, rate in zip(points, errors, rates, strict=True):
-        writer.writerow(
+        lines.append(
             [
                 *(f"{np.exp(x):.6g}" for x in point),
                 *(f"{x:.4f}" for x in error),
                 *("" if np.isnan(x) else f"{x:.5g}" for x in rate),
             ]
         )
-    return text.getvalue()
+    return csv_text(lines)
 
 
 def main(*, out: Path = Path("paper_figs"), samples: int = 48, seed: int = 1) -> None:

@@ -12,9 +12,9 @@ What would refute it: a model that ``joint`` trains slower than ``autohete``, or
 
 from __future__ import annotations
 
-import csv
-import io
-import sys
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +23,6 @@ from statistics import median
 
 from cyclopts import App
 from joblib import Parallel, delayed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/joint.py` from anywhere
 
 from autohete.cli.app import run_app
 from autohete.files import make_folder, write_text
@@ -37,6 +35,7 @@ from autohete.quantities import format_seconds
 from autohete.report.tables import console, print_text, table
 from autohete.simulate import judge_for
 from experiments.comparison import MODELS, NODE
+from experiments.shared import csv_text
 
 #: The choices without each decision.
 WITHOUT: dict[str, Callable[[UnitPlan], bool]] = {
@@ -103,9 +102,7 @@ def rows_csv(rows: list[Row]) -> str:
         counts = [str(sum(map(decided, row.plan.units))) for decided in UNITS.values()]
         left = [row.autohete_seconds / seconds - 1 for seconds in row.without.values()]
         lines.append([row.model, *(f"{x:.5g}" for x in numbers), *counts, *(f"{x:.5g}" for x in left)])
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue()
+    return csv_text(lines)
 
 
 def main(*, out: Path = Path("paper_figs"), jobs: int = 2) -> None:

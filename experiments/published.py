@@ -13,23 +13,15 @@ worst, phases off by more than 15 % on average, or a wrong memory verdict.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+if __name__ == "__main__":
+    import _start  # type: ignore[import-not-found]  # noqa: F401
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python experiments/published.py` from anywhere
-
-if __name__ == "__main__":  # before the imports that take time
-    from autohete.cli.interrupt import catch_interrupts
-
-    catch_interrupts("published")
-
-import csv
-import io
 import json
 import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -55,6 +47,7 @@ from autohete.workload import WORKLOADS, Kernels, Precision, Workload
 from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
+from experiments.shared import csv_text
 
 FOLDER = Path(__file__).parent / "published"
 #: Measured quantities other than the seconds of a phase. A peak is that of the GPU's tensors, in GiB; the longest sequence that
@@ -306,29 +299,16 @@ def scores(rows: Sequence[Check]) -> list[Score]:
 
 def as_csv(rows: Iterable[Check]) -> str:
     """One row per check."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        [
-            "source",
-            "row",
-            "phase",
-            "unit",
-            "measured",
-            "predicted",
-            "difference_percent",
-            "calibrates",
-            "predicted_before",
-            "remark",
-            "clock",
-        ]
-    )
+    columns = "source row phase unit measured predicted difference_percent calibrates predicted_before remark clock"
+    lines: list[Sequence[object]] = [columns.split()]
     for c in rows:
         unit = {VERDICT: VERDICT, COUNT: "blocks", PEAK: "GiB", LONGEST: "tokens"}.get(c.phase, "s")
         places = 6 if c.phase == LONGEST else 4
         numbers = (f"{c.measured:.{places}g}", f"{c.predicted:.{places}g}", f"{100 * c.error:.1f}")
-        writer.writerow([c.source, c.row, c.phase, unit, *numbers, c.calibrates, c.first or "", c.remark, "simulated"])
-    return text.getvalue()
+        lines.append(
+            [c.source, c.row, c.phase, unit, *numbers, c.calibrates, repr(c.first) if c.first else "", c.remark, "simulated"]
+        )
+    return csv_text(lines)
 
 
 def show(results: Sequence[Check]) -> None:

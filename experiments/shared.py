@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autohete.cli.interrupt import in_processes
-from autohete.files import write_text
+from autohete.files import make_folder, write_text
 from autohete.hardware import Hardware, load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
@@ -208,6 +208,25 @@ def _draw_line(axes: Axes, policy: str, points: Sequence[tuple[float, float | No
         markeredgewidth=0.5,
         clip_on=False,
     )
+
+
+#: The systems of the figures of lines.
+LINES = ("zero_offload", "patrickstar", "stronghold", "autohete", "joint")
+
+
+def lines_figure(
+    path: Path,
+    names: Sequence[str],
+    title: str,
+    cells: Grid,
+    panels: Callable[[Summaries], Sequence[Panel]],
+    jobs: int | None,
+) -> None:
+    """Simulate ``cells``, print their rates, and write the figure of the panels to ``path``.png and .pdf, with its CSV file."""
+    make_folder(path.parent)
+    summaries = run_all(Cell.run, cells.values(), jobs)
+    print_rates(title, cells, summaries)
+    save(path.parent, path.name, draw_panels(panels(summaries)), grid_lines(names, cells, summaries))
 
 
 def ticks(values: Iterable[int]) -> dict[int, str]:

@@ -30,7 +30,7 @@ class _Handler:
         self.program = program
         self.working = False
         self.interrupted = False
-        self.said = False
+        self.reported = False
         self.signal = signal.SIGINT
         self._process = os.getpid()
 
@@ -57,16 +57,16 @@ class _Handler:
             self.end()
         sys.__unraisablehook__(unraisable)
 
-    def print_text(self) -> None:
+    def report(self) -> None:
         """Print the line, once."""
-        if not self.said:
-            self.said = True
+        if not self.reported:
+            self.reported = True
             with suppress(OSError):
                 os.write(2, f"{self.program}: {_ENDS[self.signal]}\n".encode())
 
     def end(self) -> NoReturn:
         """End the process now."""
-        self.print_text()
+        self.report()
         os._exit(128 + self.signal)
 
 
@@ -105,7 +105,7 @@ def interruptible(program: str) -> Iterator[None]:
     finally:
         handler.working = False
     if handler.interrupted:
-        handler.print_text()
+        handler.report()
         atexit._run_exitfuncs()  # such as joblib's, which ends its processes
         handler.end()  # skips the interpreter's teardown, which aborts threads that are in native code
 
