@@ -13,7 +13,7 @@
     └── TaskError                a task failed while it ran; names it and the steps of the parameters; has the cause
         └── DeviceOutOfMemoryError   a memory's budget is used up; names the task, the bytes and the largest holders
 
-A message states what was given, what is allowed and what to do.
+A message states the given value, the allowed values and the cure.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Bounds:
 
     @property
     def binds(self) -> str:
-        """In words, what imposes the bound: a lane, or what the critical cycle spends its time on."""
+        """The cause of the bound, in words: a lane, or the tasks of the critical cycle."""
         if self.lane_seconds >= self.cycle_seconds:
             return f"the work of lane {self.lane}"
         total = sum(self.shares.values())
@@ -88,14 +88,14 @@ def _proven_cycle(trace: Trace, durations: list[int]) -> tuple[list[int], Fracti
 
 
 def _edges(schedule: Schedule) -> Nanoseconds:
-    """A row for each edge, also those that order fifo lanes: what is waited for, what waits, and the iterations in between."""
+    """A row for each edge, including those that order fifo lanes: predecessor, successor, and the iterations in between."""
     return np.array(list(graph_of(schedule).edges()), np.int64).reshape(-1, 3)
 
 
 def _critical_cycle(schedule: Schedule, durations: list[int]) -> tuple[list[int], Fraction]:
     """Tasks of the cycle with the largest duration per iteration spanned, and that ratio in nanoseconds.
 
-    From one cycle to a better one until there is none (Newton's method; Dasdan 2004, "Experimental analysis of the fastest
+    Move from one cycle to a better one until none is left (Newton's method; Dasdan 2004, "Experimental analysis of the fastest
     optimum cycle ratio and mean algorithms"). All numbers are whole, so the ratio is exact.
     """
     following = schedule.once(_following)
@@ -108,7 +108,7 @@ def _critical_cycle(schedule: Schedule, durations: list[int]) -> tuple[list[int]
 
 
 def _following(schedule: Schedule) -> list[list[tuple[int, int]]]:
-    """For each task, what waits for it, with the iterations in between: edges, and the order of fifo lanes."""
+    """For each task its successors, with the iterations in between: edges, and the order of fifo lanes."""
     following: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
     for u, v, back in graph_of(schedule).edges():
         following[u].append((v, back))

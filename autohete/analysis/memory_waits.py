@@ -5,7 +5,7 @@ order. Consider the buffers held at any moment of any execution. One of them is 
 started, so everything that the order frees before it is free. What is held is therefore a subset of what the order itself
 held at that point, and no execution holds more than the order does.
 
-With the order of a steady-state trace such waits cost nothing: what is waited for has ended when the trace needs it, so every
+With the order of a steady-state trace such waits cost nothing: every predecessor has ended when the trace needs it, so every
 task still starts at the same time. A schedule whose trace fits can therefore be made safe without losing time. There are two
 exceptions. Where the only task to wait for starts and ends in the very moment in which a lane chooses by priority, the lane
 takes another that is ready; only tasks without duration do this. And no wait can make a task follow one of the next

@@ -26,7 +26,7 @@ class Occupancy:
 
     Args:
         memory: its name.
-        capacity_bytes: what it holds.
+        capacity_bytes: its capacity.
         times_ns: instants of change; ``bytes_used[k]`` holds from ``times_ns[k]`` until the next.
         bytes_used: occupied bytes.
         peak_bytes: maximum of ``bytes_used``.
@@ -236,7 +236,7 @@ def event_order(schedule: Schedule, start: Nanoseconds, end: Nanoseconds) -> tup
     without duration end immediately.
 
     Args:
-        schedule: what was executed.
+        schedule: the executed schedule.
         start, end: when each task did, shape (iterations, tasks).
     """
     iterations, tasks = start.shape

@@ -13,7 +13,7 @@ from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, NVME_READ, NVME_WR
 
 
 class Cause(StrEnum):
-    """What the GPU waits for while it is idle."""
+    """The cause of idle time of the GPU."""
 
     H2D = "H2D"
     D2H = "D2H"

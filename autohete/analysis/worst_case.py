@@ -38,7 +38,7 @@ class WorstCase:
 
     Args:
         memory: its name.
-        capacity_bytes: what it holds.
+        capacity_bytes: its capacity.
         peak_bytes: the most that any order of the schedule's tasks occupies; None if there is no limit.
         task: the first lane's latest task at the peak; without a limit, the task whose free may lag ever further behind.
         holders: contents at the peak, largest first: buffer group -> bytes. Empty without a limit.
@@ -95,7 +95,7 @@ def _worst(schedule: Schedule, memory: str) -> tuple[int | None, str, dict[str, 
 
 
 def _lagging(buffers: Lives, edges: list[tuple[int, int, int]], tasks: int) -> int | None:
-    """Return a freeing task that later allocations never wait for, if there is one."""
+    """Return a freeing task that later allocations never wait for, or None."""
     if not edges:
         return None
     u, v, _ = zip(*edges, strict=True)

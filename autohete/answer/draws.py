@@ -15,10 +15,10 @@ Array = NDArray[np.float64]
 
 #: Above this the draws take minutes; 5 and 95 % of a few hundred are as good.
 MOST_DRAWS = 1_000
-#: What the reader knows of the machine: a range of these says which machines there are, not how little is known about one.
+#: Figures that the user knows: their ranges describe the machines on the market, not uncertainty about one machine.
 #: A count, such as of sockets, is also nothing that can be drawn between two of its values.
 _KNOWN = ("host.memory", "host.memory_domains", "cpu.cores", "gpu.multiprocessors", "interconnect.gpus")
-#: What only matters to several GPUs.
+#: Figures that affect several GPUs only.
 _OF_SEVERAL = ("interconnect.", "cpu.ranks_")
 #: Rates of a link that follow its bandwidth where only that is given.
 _BANDWIDTH = "bandwidth"

@@ -32,9 +32,9 @@ def judged(profile: Profile, name: str) -> Candidate:
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Order candidates: what trains, fastest first.
+    """Order candidates: those that fit, fastest first.
 
-    What moves nothing comes before what is faster by no more than noise; of several such, the one that does least.
+    A plan that moves nothing precedes plans that are faster only by noise; of several such plans, the simplest is first.
     """
     order = sorted(
         candidates,

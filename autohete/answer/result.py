@@ -21,11 +21,11 @@ NOISE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What one policy does.
+    """The result of one policy.
 
     Args:
         summary: its result, or why it has none.
-        plan: None if there is none.
+        plan: None if the policy has none.
         same_plan_as: an earlier candidate with the same decisions; empty if they are its own.
     """
 
@@ -88,7 +88,7 @@ class Change:
         name: in words.
         moved: hardware figures: dotted key -> text with unit.
         gpus: GPUs that then train together; None: as many as now.
-        workload: what is then trained; None: the same.
+        workload: the workload after the change; None: the same.
         memory: the memory that grows; empty if none does.
     """
 
@@ -101,7 +101,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a change would bring, with the best of some policies planned anew.
+    """The effect of a change, with the best of several policies planned anew.
 
     Args:
         change: see :class:`Change`.
@@ -150,7 +150,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What the ranges of the hardware's figures leave of the recommended plan's time.
+    """The interval of the recommended plan's time, from the ranges of the hardware's figures.
 
     Args:
         sampling: number and seed of the draws.
@@ -177,14 +177,14 @@ class Answer:
 
     Args:
         profile: of the workload on one GPU's share of the hardware, less what is left to the system.
-        system_bytes: what is left to the system.
+        system_bytes: host memory that is reserved for the system.
         tokens: the number of tokens to train on.
         candidates: all policies: what trains, fastest first, then the others. The first is recommended.
         simulation: of the recommended plan; None if nothing fits.
         budgets: GPU, pinned and host memory.
-        gains: what each purchase would bring; ``free``: what each change that costs nothing would. If nothing fits, faster
+        gains: the effect of each purchase; ``free``: the effect of each change that costs nothing. If nothing fits, faster
             links, memory or processors are left out, since they do not change that.
-        adapters: if nothing fits, what training adapters instead of all parameters would take.
+        adapters: if nothing fits, the result of training adapters instead of all parameters.
         needs: the least memory, if nothing fits.
         largest: the largest sizes that fit: the requested ones, and the batch if nothing fits.
         interval: None if not asked, if nothing fits, or if times were measured.

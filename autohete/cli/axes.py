@@ -51,7 +51,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One point of a sweep: what is asked, and the text of its value on each axis."""
+    """One point of a sweep: the question, and the text of its value on each axis."""
 
     question: Question
     policy: str
@@ -207,7 +207,7 @@ def _expanded(key: str, texts: Iterable[str]) -> list[str]:
 
 
 def option_field(key: str) -> str:
-    """Return the field that the option ``key`` sets, in :class:`Question` or in its shape; empty if there is no such option."""
+    """Return the field that the option ``key`` sets, in :class:`Question` or in its shape; empty for an unknown option."""
     return _TOP.get(key) or _SHAPE.get(key, "")
 
 

@@ -145,7 +145,7 @@ def in_processes(
     """Start to apply ``function`` to many arguments in ``jobs`` processes, which end with this one however it ends.
 
     Args:
-        function: what is called; like its arguments and results, it must be possible to pickle it.
+        function: the function to call; like its arguments and results, it must be possible to pickle it.
         arguments: those of each call.
         jobs: number of processes.
         batch_size: calls that go to a process together. With 1, a call that takes long delays no others.

@@ -49,7 +49,7 @@ def profile(
     precision:
         Precision of parameters and computation.
     units:
-        What is planned as a unit: block, or sublayer (attention and MLP of each block separately).
+        Smallest part that is planned by itself: block, or sublayer (attention and MLP of each block separately).
     dropout:
         Dropout probability.
     data:

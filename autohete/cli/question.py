@@ -180,7 +180,7 @@ class Shape:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What to simulate: a workload on a hardware, or a measured profile.
+    """The subject of a simulation: a workload on a hardware, or a measured profile.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ class Question:
     host_memory:
         Host memory, such as 64GiB.
     pinned_memory:
-        What of the host's memory may be page-locked, such as 32GiB; without it all of it.
+        Limit of page-locked host memory, such as 32GiB. Default: all of it.
     gpus:
         GPUs that train together, each with its own batch; needs hardware with a table [interconnect].
     """

@@ -52,7 +52,7 @@ def train(
     host_memory:
         Budget for the model states on the host.
     pinned_memory:
-        What of it may be page-locked, such as 64MiB; without it all of it. The emulated device pins nothing, but plans keep to
+        Limit of page-locked host memory, such as 64MiB. Default: all of it. The emulated device pins nothing, but plans keep to
         the limit.
     steps:
         Number of iterations.
@@ -75,7 +75,7 @@ def train(
     precision:
         bf16 uses fp32 master weights.
     units:
-        What is planned as a unit: block, or sublayer (attention and MLP of each block separately).
+        Smallest part that is planned by itself: block, or sublayer (attention and MLP of each block separately).
     dropout:
         Dropout probability.
     lr:

@@ -1,4 +1,4 @@
-"""The raw documents of hardware files: where they are, what they take over from their base, and how one changes another."""
+"""The raw documents of hardware files: how they are located, and how they inherit from their base."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Document:
 
     Args:
         label: the preset's name or the file's path.
-        tables: what it gives, without the keys ``base`` and ``without``.
+        tables: its entries, without the keys ``base`` and ``without``.
         without: dotted keys of what it leaves out of its base.
     """
 

@@ -69,7 +69,7 @@ class Link:
     def shared_by(self, here: int, gpus: int) -> Link:
         """Return the link of each of ``here`` GPUs that copy at the same time, in a node of ``gpus``.
 
-        What all GPUs reach together is the limit of what they share, such as PCIe switches and sockets. Fewer GPUs share it
+        The rate of all GPUs together is the limit of shared parts such as PCIe switches and sockets. Fewer GPUs share it
         equally, and none is faster than alone.
         """
 
@@ -111,7 +111,7 @@ class Host:
 
     @property
     def usable_bandwidth(self) -> float:
-        """What CPU and copies together reach, bytes/s."""
+        """Bandwidth of CPU work and copies together, bytes/s."""
         return self.memory_bandwidth * self.usable_share
 
     def shared_by(self, gpus: int) -> Host:

@@ -404,7 +404,7 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 yield from _keys(kind, f"{prefix}{name}.")
 
 
-#: What to give for entries that are no figures, where they are missing or malformed.
+#: The cure for entries other than figures that are missing or malformed.
 _MISSING = {
     "value": "give the figure, with its unit if it has one",
     "source": "name the origin of the value; a value that differs from the base needs its own source",
@@ -442,7 +442,7 @@ class WrittenFigure:
     Args:
         key: dotted, such as ``gpu.memory``.
         value: a number, or text with a unit.
-        range: both ends of the published values, as ``value``; None if there is none.
+        range: both ends of the published values, as ``value``; None without a range.
         source, date: where the value comes from, and of when that is.
         home: the preset or file that gives it: the requested one, or one of its bases.
     """

@@ -1,4 +1,4 @@
-"""What low-rank adapters and a quantised base add to the passes of a unit.
+"""The cost that low-rank adapters and a quantised base add to the passes of a unit.
 
 An adapter is computed as PEFT does it (00336949, ``tuners/lora/layer.py``, ``Linear.forward``): ``result + B(A(x)) * scaling``
 in two products and two elementwise kernels; in backward the gradient is scaled, and that of ``x`` is added to the base one. A
@@ -23,7 +23,7 @@ _KERNELS, _DEQUANTISE_KERNELS = (4, 6), 3
 
 @dataclass(frozen=True, slots=True)
 class Additions:
-    """What is added to a unit: GPU time without launches, kernels, bytes kept from forward to backward, and temporaries."""
+    """The cost added to a unit: GPU time without launches, kernels, bytes kept from forward to backward, and temporaries."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -39,7 +39,7 @@ class Additions:
 def additions(
     workload: Workload, unit: int, product_seconds: Callable[[Product], tuple[float, float]], bandwidth: float
 ) -> Additions:
-    """What adapters and quantisation add to ``unit``.
+    """Return the cost that adapters and quantisation add to ``unit``.
 
     Args:
         workload: the model and its training.

@@ -19,7 +19,7 @@ class SelectiveProfile:
     """Selective recomputation of a unit: a forward that keeps what is slow to compute, and a short recomputation.
 
     Args:
-        kept_bytes: what that forward keeps for backward in addition to its input.
+        kept_bytes: activations that this forward keeps for backward, without its input.
         seconds: GPU time of the recomputation of the rest.
         measured_forward_workspace_bytes: temporaries of that forward, if measured.
         measured_workspace_bytes: temporaries of the recomputation, without its output, if measured.
@@ -45,7 +45,7 @@ class UnitProfile(Hashed):
         forward_seconds, backward_seconds: GPU time of one pass.
         gpu_update_seconds: optimizer step of this block on the GPU.
         input_bytes: its input, which is all that stays when the block is checkpointed. The input's gradient has the same size.
-        activation_bytes: what forward keeps for backward, including its input.
+        activation_bytes: activations that forward keeps for backward, including its input.
         forward_workspace_bytes, backward_workspace_bytes: temporaries of the pass, without what it receives, keeps and
             passes on.
         gpu_update_workspace_bytes: the same for the optimizer step on the GPU.
@@ -122,7 +122,7 @@ class UnitProfile(Hashed):
 
     @property
     def kept_bytes(self) -> int:
-        """What forward keeps for backward in addition to its input."""
+        """Activations that forward keeps for backward, without its input."""
         return self.activation_bytes - self.input_bytes
 
     @property
@@ -165,12 +165,12 @@ class LossProfile:
 
     @property
     def gradient_bytes(self) -> int:
-        """What the gradient of the logits takes in addition to them."""
+        """Bytes of the gradient of the logits, without the logits."""
         return 0 if self.in_place else self.logits_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """What the loss takes at its peak: logits, their gradient and temporaries."""
+        """Peak bytes of the loss: logits, their gradient and temporaries."""
         return self.logits_bytes + self.gradient_bytes + self.workspace_bytes
 
 

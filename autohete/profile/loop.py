@@ -1,4 +1,4 @@
-"""What a loop over experts adds to the passes of a unit, compared with grouped products.
+"""The cost that a loop over experts adds to the passes of a unit, compared with grouped products.
 
 ``transformers`` up to 4 computes one expert after another in training (4.57, ``models/gpt_oss/modeling_gpt_oss.py``,
 ``GptOssExperts.forward``). The matrices of all experts are one tensor, from which an index takes those of one expert: forward
@@ -17,7 +17,7 @@ _KERNELS = (27, 44)
 
 
 def expert_loop(workload: Workload, unit: int, bandwidth: float) -> Additions:
-    """What the loop adds to ``unit``: nothing if it has no experts, or they are computed in grouped products.
+    """Return the cost that the loop adds to ``unit``: nothing if it has no experts, or they are computed in grouped products.
 
     Args:
         workload: the model; ``looped_experts`` of its experts get tokens.

@@ -34,7 +34,7 @@ _LEFT, _WIDTH, _LANE, _BAR, _MEMORY, _GAP = 128, 912, 30, 24, 110, 26
 _NEARLY_EMPTY = 0.25
 _LEAST = 0.6  # a task of microseconds is visible
 
-#: What fills a memory, in the order in which it is stacked, with its colour.
+#: The contents of a memory, in the order in which they are stacked, with their colours.
 _STACK = {
     "parameters": (GREEN, (Value.PARAMETERS, Value.PARAMETER_SHARD, Value.PARAMETER_SLOTS)),
     "optimizer states": (GREY, (Value.OPTIMIZER_STATES, Value.PINNED_STATES)),
@@ -92,7 +92,7 @@ class _Bar:
     """One task in the window: its place among the bars is its number.
 
     Args:
-        kind: what it does.
+        kind: its kind.
         name: in words.
         lane: row.
         begin_ns, end_ns: from the start of the window; they may lie outside of it.

@@ -18,7 +18,7 @@ from autohete.workload import Units
 
 WIDTH = 80
 _NAMES = {GPU_MEMORY: "GPU memory", PINNED_MEMORY: "pinned memory", HOST_MEMORY: "host memory", "nvme": "NVMe"}
-#: What a model is, rather than how it is trained: nobody assumes it.
+#: Figures that define the model rather than its training; they are not listed as assumptions.
 _OF_THE_MODEL = (
     "name",
     "hidden_size",
@@ -33,7 +33,7 @@ _TIMES = (("year", 365.25 * 86400), ("day", 86400.0), ("hour", 3600.0), ("minute
 
 
 def answer_text(answer: Answer, columns: int = WIDTH) -> str:
-    """Return the page: whether it fits, the plan, the other policies, what would help, and what was assumed.
+    """Return the page: whether it fits, the plan, the other policies, the effect of purchases, and the assumptions.
 
     Lines longer than ``columns`` are wrapped; the page is never wider than 80 columns.
     """
@@ -274,7 +274,7 @@ def _slower(each: Candidate, best: Candidate) -> str:
 
 
 def _shortage(summary: Summary) -> str:
-    """One line: the memory, what is needed of it and what there is."""
+    """One line: the memory, the bytes needed and the bytes available."""
     memory = summary.verdict.removesuffix("-out-of-memory")
     peaks = {
         GPU_MEMORY: (summary.gpu_peak_bytes, summary.gpu_capacity_bytes),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 POLICY = "policy"
 _WRITTEN = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]*)\s*")
-#: What options without a unit count.
+#: Units of options whose values have none.
 _COUNTED = {
     "batch-size": "sequences",
     "micro-batches": "batches per iteration",
@@ -98,7 +98,7 @@ def _in_one_unit(key: str, texts: Sequence[str]) -> tuple[str, list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What is compared: a column of the rows, its label, and whether less is better."""
+    """The compared quantity: a column of the rows, its label, and whether less is better."""
 
     column: str
     label: str

@@ -77,7 +77,7 @@ def _schema(header: Sequence[str], keys: Sequence[str]) -> Any:
 
 
 def read_parquet(path: str, header: Sequence[str]) -> list[Row]:
-    """Read the rows of a sweep's Parquet file and of its journal; none if there is neither.
+    """Read the rows of a sweep's Parquet file and of its journal; none if neither exists.
 
     Raises:
         InputError: not a file of a sweep with this header.

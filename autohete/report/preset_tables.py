@@ -21,7 +21,7 @@ def print_preset(name: str) -> None:
     """Print one hardware preset, model or workload of the paper.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: unknown name.
     """
     if name in preset_names():
         print_hardware(name)

@@ -29,7 +29,7 @@ class Moved:
     """One value of one figure under one policy.
 
     Args:
-        key, value, policy: what was set, and for whom; ``base`` is the value in the question.
+        key, value, policy: the figure, its value and the policy; ``base`` is the value in the question.
         row: the answer.
         base_seconds: iteration time of the question itself; None if that does not fit.
     """

@@ -192,7 +192,7 @@ def table(
 
 
 def print_plan(summary: Summary, simulation: Simulation | None) -> None:
-    """Print a plan's decisions, one row per run of equal blocks, and its result; without a plan, print why there is none."""
+    """Print a plan's decisions, one row per run of equal blocks, and its result; without a plan, print the reason."""
     out = console()
     if simulation is not None:
         _print_decisions(out, simulation)
@@ -255,7 +255,7 @@ def _batch(workload: Workload) -> str:
 
 
 def units_text(workload: Workload) -> str:
-    """What is planned as one, where that is not a block."""
+    """The kind of unit, if it is not a block."""
     return "" if workload.units is Units.BLOCK else f", units {workload.units}"
 
 

@@ -28,7 +28,7 @@ LINK, MULTIPROCESSORS, CPU_BESIDE_GPU = "link", "multiprocessors", "cpu_beside_g
 
 
 class Kind(StrEnum):
-    """What a task does. The value is its mnemonic in task ids."""
+    """The kind of a task. The value is its mnemonic in task ids."""
 
     FORWARD = "F"
     LOSS = "L"
@@ -108,7 +108,7 @@ class TaskId(_TaskId):
     """A task within an iteration: ``F3`` is forward of unit 3, ``F3m1`` of its second micro-batch, ``F3r2`` on the third GPU.
 
     Args:
-        kind: what the task does.
+        kind: the kind of task.
         unit: index of the part of the model.
         micro_batch, rank: index of the micro-batch and of the GPU, from 0.
         again: index among several recomputations of a unit, or among the parts of its update, from 0: ``R3a1`` is the second.
@@ -152,7 +152,7 @@ def parse_instance(text: str) -> tuple[TaskId, int]:
 
 
 class Value(StrEnum):
-    """What occupies memory."""
+    """A kind of data that occupies memory."""
 
     PARAMETERS = "parameters"
     PARAMETER_SHARD = "parameter_shard"

@@ -109,7 +109,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What a lane draws from shared resources while it works: ``demand`` in units/s if alone, and its ``weight`` in a share."""
+    """The use of shared resources by a working lane: ``demand`` in units/s if alone, and its ``weight`` in a share."""
 
     lane: str
     demand: float
@@ -180,7 +180,7 @@ class Schedule:
     resident: tuple[Buffer, ...] = ()
     flows: tuple[Flow, ...] = ()
     resources: tuple[SharedResource, ...] = ()
-    #: What :meth:`once` has computed, by function and arguments.
+    #: Results of :meth:`once`, by function and arguments.
     _known: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:

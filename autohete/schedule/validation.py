@@ -89,7 +89,7 @@ def _validate_sharing(schedule: Schedule, lanes: list[str]) -> None:
 
 
 class _Predecessors:
-    """What each task waits for, by index in the schedule: edges, and the order of fifo lanes.
+    """The predecessors of each task, by index in the schedule: edges, and the order of fifo lanes.
 
     Attributes:
         same, previous: for each task, the tasks of its iteration and those of the previous one.

@@ -38,7 +38,7 @@ class SimExecutor:
 
 
 class _Lane:
-    """An engine: what is ready for it, and the instance that it is occupied by."""
+    """An engine: its ready instances, and the instance that occupies it."""
 
     __slots__ = ("end", "instance", "name", "queue", "shared")
 

@@ -15,7 +15,7 @@ from autohete.workload import LIMITS, Workload
 
 
 class GrowingFigure(StrEnum):
-    """What may grow: a figure of the workload, by its name there."""
+    """A figure of the workload that may grow, by its name there."""
 
     BATCH = "batch_size"
     SEQUENCE = "sequence_length"
@@ -28,7 +28,7 @@ class Largest:
 
     Args:
         workload: with that value; it fits, unless the value is 0.
-        figure: what has grown.
+        figure: the figure that has grown.
         value: of it; 0 if not even 1 fits.
         limit: why one more is too many.
     """

@@ -37,7 +37,7 @@ class Summary:
             plans; None if the policy does not search.
         settled: whether the steady state was seen to repeat; if not, times are an average over half of a long run.
         tflops_per_gpu: model TFLOP/s, not counting recomputation.
-        gpu_peak_bytes, host_peak_bytes: None if there is not even a plan.
+        gpu_peak_bytes, host_peak_bytes: None without a plan.
         gpu_capacity_bytes, host_capacity_bytes: memory available to tensors.
         pinned_peak_bytes, pinned_capacity_bytes, pinned_worst_bytes: the same for pinned host memory; None if it has no limit
             of its own.
@@ -131,7 +131,7 @@ _FREE = "assumes that collectives do not slow down what the GPU computes beside 
 
 
 def _notes(simulation: Simulation) -> tuple[str, ...]:
-    """What the hardware remarks, and what is assumed of several GPUs and of processes that share a CPU."""
+    """Remarks on the hardware, and assumptions about several GPUs and about processes that share a CPU."""
     hardware, join = simulation.profile.hardware, simulation.profile.hardware.interconnect
     several = hardware.gpus_of_node > 1 and any(unit.update_on is Processor.CPU for unit in simulation.plan.units)
     free = hardware.gpus > 1 and join is not None and join.concurrent_share == 1
@@ -218,7 +218,7 @@ def answer_or_refusal(profile: Profile, policy: NamedPolicy) -> tuple[Summary, S
 
 
 class UnitTraining(StrEnum):
-    """What is done with a unit's parameters."""
+    """How a unit's parameters are trained."""
 
     TRAINED = "trained"
     FROZEN = "frozen"
@@ -273,7 +273,7 @@ def _runs(simulation: Simulation, parts: Iterable[Iterable[int]]) -> list[tuple[
 def _unanswered(
     profile: Profile, policy: NamedPolicy, verdict: Verdict, explanation: str, short: InfeasibleError | None = None
 ) -> Summary:
-    """Summarize why there is no plan; ``short`` names the memory, if it is one that is too small."""
+    """Summarize the reason for having no plan; ``short`` names the memory that is too small, if any."""
     needed = {short.constraint: short.needed_bytes} if short else {}
     return Summary(
         workload=profile.workload.name,

@@ -1,4 +1,4 @@
-"""What a plan's schedule must promise, whatever the policy: each check returns its faults in words, none if all is well.
+"""Properties of every plan's schedule, whatever the policy. Each check returns its faults in words; an empty list means none.
 
 :func:`policy_faults` runs them all on a policy, :func:`plan_faults` on a plan. The others look at one promise of one
 schedule, for those who make or change schedules themselves:
@@ -55,9 +55,9 @@ def policy_faults(profile: Profile, policy: Policy, judge: Judge) -> list[str]:
     """Faults of what ``policy`` decides for ``profile``; none if it reports that nothing fits.
 
     Args:
-        profile: what to plan for, such as an example of :func:`autohete.testing.strategies.profiles`.
+        profile: the profile to plan for, such as an example of :func:`autohete.testing.strategies.profiles`.
         policy: the policy. Its plan has its name, and is the same in a second call.
-        judge: what the policy may try plans with, such as ``autohete.simulate.judge_for(profile)``.
+        judge: the judge that the policy may call, such as ``autohete.simulate.judge_for(profile)``.
     """
     try:
         plan, again = policy.plan(profile, judge), policy.plan(profile, judge)
@@ -438,7 +438,7 @@ def _several_gpus(schedule: Schedule) -> bool:
 
 
 def _zero_stage(schedule: Schedule, decisions: UnitPlan) -> int:
-    """What GPUs share of a unit, if there are several."""
+    """The parts of a unit that several GPUs share."""
     return decisions.zero_stage if _several_gpus(schedule) else 0
 
 

@@ -218,7 +218,7 @@ def profiles(max_micro_batches: int = 1) -> st.SearchStrategy[Profile]:
 
 @st.composite
 def profiles_of_several_gpus(draw: Draw, max_gpus: int = 4, max_micro_batches: int = 1) -> Profile:
-    """What one of up to so many GPUs sees, on one node or two."""
+    """The profile of one of up to so many GPUs, on one node or two."""
     profile = draw(profiles(max_micro_batches=max_micro_batches))
     of_node = draw(st.integers(1, max_gpus))
     nodes = draw(st.integers(2 if of_node == 1 else 1, max(2, max_gpus // of_node)))
@@ -355,7 +355,7 @@ def _rules(units: int) -> st.SearchStrategy[Rule]:
 
 @st.composite
 def _forwards(draw: Draw, units: int) -> list[list[Activations]]:
-    """What each forward of so many units keeps: segments of any length, also within segments."""
+    """Activations that each forward of so many units keeps: segments of any length, also within segments."""
     keep, recompute, drop = Activations.KEEP, Activations.RECOMPUTE, Activations.DROP
     forwards_of = [[keep] for _ in range(units)]
 
@@ -417,7 +417,7 @@ NEED_DRIVES = frozenset({"zero_infinity", "mlp_offload"})
 
 @cache
 def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
-    """What may be written for each flag of a policy, read off the types of its fields."""
+    """The allowed values of each flag of a policy, by the types of its fields."""
     texts: dict[str, st.SearchStrategy[str]] = {}
     for flag, wanted in typing.get_type_hints(POLICIES[name]).items():
         if wanted is bool or wanted == bool | None:

@@ -1,4 +1,4 @@
-"""What is trained: a transformer times a batch. Knows no hardware and no torch."""
+"""Workloads: a transformer times a batch. Independent of hardware and of torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Kernels(StrEnum):
 
 
 class Units(StrEnum):
-    """What is planned as one: a whole transformer block, or each of its two sublayers by itself.
+    """The smallest part that is planned by itself: a transformer block, or each of its two sublayers.
 
     A sublayer is attention or MLP with its norm before it and its residual connection (Vaswani et al. 2017, section 3.1).
     """
@@ -61,7 +61,7 @@ class Units(StrEnum):
 
 
 class BlockRole(StrEnum):
-    """What a unit is. Unit 0 is the embedding, the last one the head; those between are transformer blocks, or by turns the
+    """The role of a unit. Unit 0 is the embedding, the last one the head; those between are transformer blocks, or by turns the
     attention and the MLP (or the experts) of one.
     """
 
@@ -73,7 +73,7 @@ class BlockRole(StrEnum):
     HEAD = "head"
 
 
-#: What a transformer block is divided into.
+#: The parts of a transformer block.
 _PARTS = {Units.BLOCK: (BlockRole.TRANSFORMER,), Units.SUBLAYER: (BlockRole.ATTENTION, BlockRole.MLP)}
 
 
@@ -92,7 +92,7 @@ LIMITS = {
 @hashed_once
 @dataclass(frozen=True, slots=True)
 class Workload(Hashed):
-    """A transformer, what computes it, and the batch that one GPU works on.
+    """A transformer, its kernels, and the batch of one GPU.
 
     Args:
         name: of the model.
@@ -111,8 +111,8 @@ class Workload(Hashed):
         units: see :class:`Units`.
         chunked_loss: logits are made, used and dropped some tokens at a time, as Liger Kernel does.
         loss_chunks: the number of these times; None: as many as Liger Kernel takes, if ``chunked_loss``.
-        architecture: what its blocks are; None: all are GPT-2's, and positions are learned, as many as a sequence has tokens.
-        training: what of it is trained, and how.
+        architecture: its blocks; None: all are GPT-2's, and positions are learned, as many as a sequence has tokens.
+        training: the trained parameters and the training options.
         document_length: a sequence is packed of documents of so many tokens, and attention stays within each; None: a sequence
             is one document.
         looped_experts: experts are computed one after another, as ``transformers`` 4 trains them, and so many of each block get

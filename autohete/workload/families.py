@@ -35,13 +35,13 @@ _MOST_BLOCKS = 256
 
 Size = Annotated[int, Field(ge=1, le=_LARGEST)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
-#: What blocks do by ``layer_types``: with softmax attention alone, and with linear attention.
+#: Kinds of blocks by ``layer_types``: with softmax attention alone, and with linear attention.
 SoftmaxTypes = list[Literal["full_attention", "sliding_attention"]]
 LinearTypes = list[Literal["full_attention", "linear_attention"]]
 
 
 class Family(BaseModel, ABC):
-    """What all families have: sizes of the whole model."""
+    """Fields of all families: sizes of the whole model."""
 
     # Validators are built on first use: a command needs at most one family, and building them all delays every start.
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, populate_by_name=True, defer_build=True)
@@ -54,7 +54,7 @@ class Family(BaseModel, ABC):
 
     @abstractmethod
     def mixer(self, layer: int) -> Mixer:
-        """What mixes the tokens of block ``layer``."""
+        """The token mixer of block ``layer``."""
 
     @abstractmethod
     def feed_forward(self, layer: int) -> FeedForward:

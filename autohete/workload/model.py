@@ -1,4 +1,4 @@
-"""What a transformer consists of: a chain of blocks that may differ, each a token mixer and an MLP.
+"""The structure of a transformer: a chain of blocks that may differ, each a token mixer and an MLP.
 
 Counts parameters and FLOPs. Sizes are those of one token; products are matrix products with the weights. ``h`` is the hidden
 size, ``s`` the sequence length.
@@ -69,7 +69,7 @@ class Product:
 
 
 class Component(ABC):
-    """A part of a block: what it multiplies by, and what else it has.
+    """A part of a block: its matrix products, and its other parameters and activations.
 
     Every component is a frozen dataclass; two with equal figures are alike.
     """
@@ -89,7 +89,7 @@ class Component(ABC):
 
     @abstractmethod
     def vectors(self, hidden_size: int) -> int:
-        """Parameters that are in no product: biases, norms of its own and the like."""
+        """Parameters that are in no product: biases, its own norms and the like."""
 
     def core_flops(self, sequence_length: int) -> int:
         """FLOPs of products without weights for one token, forward, without a causal mask (as FlashAttention's authors and
@@ -340,7 +340,7 @@ class Experts(Component):
         expert: one of them.
         count, active: how many there are, and to how many a token goes.
         router_bias: whether the router has a bias.
-        shared: the MLP that every token goes through beside its experts; None: there is none.
+        shared: the MLP that every token goes through beside its experts, or None.
         shared_gate: the result of that MLP is weighted by a gate of its own (Qwen).
         router_fp32: the router works in fp32 (DeepSeek).
         weights_fp32: experts' results are weighted in fp32.
@@ -376,9 +376,9 @@ class Experts(Component):
         return self.count * (self.expert.vectors(hidden_size) + self.router_bias) + shared
 
 
-#: What mixes tokens.
+#: Token mixers.
 Mixer = Attention | LatentAttention | LinearAttention
-#: What works on each token by itself.
+#: Parts that compute each token by itself.
 FeedForward = Mlp | Experts
 
 

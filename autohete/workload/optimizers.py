@@ -1,4 +1,4 @@
-"""Optimizers: what each keeps of a parameter, what an update reads and writes, and which processors have a kernel for it.
+"""Optimizers: the states of each, the bytes that an update reads and writes, and the processors with a kernel.
 
 Sizes hold for mixed precision as for fp32; masters that an optimizer has in mixed precision only are counted there alone.
 """
@@ -39,7 +39,7 @@ class _Optimizer:
 
     Args:
         label: in words.
-        source: what was read.
+        source: the source of the figures.
         states: moments.
         master: master weights in mixed precision.
         cpu_kernel: has a fused kernel for the CPU.
@@ -131,7 +131,7 @@ def updates_any_share(optimizer: Optimizer) -> bool:
 
 
 def state_bytes(optimizer: Optimizer, trained: int, matrices: Sequence[Product], *, mixed: bool) -> int:
-    """Bytes of optimizer states, and of master weights where there are any.
+    """Bytes of optimizer states, and of master weights, if any.
 
     Args:
         optimizer: the optimizer.

@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, its last blocks, or low-rank adapters beside a frozen base."""
+"""Training options: the trained parameters (all, the last blocks, or low-rank adapters beside a frozen base)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Training:
         """Refuse targets that none of the model's ``blocks`` has.
 
         Raises:
-            InputError: names those that there are.
+            InputError: names the existing ones.
         """
         if self.lora is None:
             return

@@ -1,4 +1,4 @@
-"""What the GPU runs for any :class:`~autohete.workload.model.Block`: operations put together from what it consists of.
+"""The operations that the GPU runs for any :class:`~autohete.workload.model.Block`, composed from its parts.
 
 Two implementations. ``transformers`` 5.23 launches a kernel per operation; its rows were counted by running its modules
 (``tests/models/test_decoder_kernels.py``). The fused one is Megatron Core with Transformer Engine, and flash-linear-attention:
@@ -47,7 +47,7 @@ def decoder_part(block: Block, hidden_size: int, component: Mixer | FeedForward,
     """The kernels of one sublayer of ``block``: norm, ``component`` and residual connection.
 
     Args:
-        block: what it belongs to.
+        block: the block that it belongs to.
         hidden_size: elements of the residual stream per token.
         component: the block's mixer or its feed-forward part.
         eager: as ``transformers`` runs it; otherwise with fused kernels.
@@ -94,7 +94,7 @@ def _places(place: NormPlace) -> tuple[int, int]:
     return int(place is not NormPlace.AFTER), int(place is not NormPlace.BEFORE)
 
 
-#: What selective recomputation computes again. Where scores are in memory: the core of attention (Korthikanti et al. 2022,
+#: Operations that selective recomputation repeats. With scores in memory: the core of attention (Korthikanti et al. 2022,
 #: section 5). Elsewhere what is elementwise: results of norms and of activation functions (Megatron Core,
 #: ``--recompute-modules layernorm mlp_act``), which the products after them keep.
 _CORE, _NORM, _ACTIVATION = "scores", "norm", "activation"

@@ -78,7 +78,7 @@ class HeadKernels:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What selective recomputation releases after forward and recomputes before backward.
+    """The operations that selective recomputation releases after forward and recomputes before backward.
 
     Args:
         again: names of the operations that are recomputed.
