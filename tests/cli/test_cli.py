@@ -442,6 +442,8 @@ def interrupted_at(module: str, *command: str) -> subprocess.CompletedProcess[st
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupt())\n"
         f"sys.argv = {list(command)!r}\n"
+        "if sys.argv[0].endswith('.py'):\n"
+        "    sys.path.insert(0, os.path.dirname(sys.argv[0]))  # as python does for a script\n"
         "run = runpy.run_path if sys.argv[0].endswith('.py') else runpy.run_module\n"
         "run(sys.argv[0], run_name='__main__')"
     )
