@@ -215,7 +215,7 @@ def test_segments_within_segments_as_text() -> None:
         ([UnitPlan(DROP)], r"unit 1 drops its input, but unit 0, which would make it again, keeps its activations"),
         ([UnitPlan(KEEP), UnitPlan(DROP)], r"unit 2 drops its input, but unit 1"),
         ([UnitPlan(SELECTIVE), UnitPlan(DROP)], r"unit 1, which would make .* is not recomputed as a whole"),
-        ([UnitPlan(RECOMPUTE, again=(RECOMPUTE,))], r"again says recompute: it has more entries than units above need"),
+        ([UnitPlan(RECOMPUTE, again=(RECOMPUTE,))], r"again specifies recompute: it has more entries than units above need"),
         (
             [UnitPlan(RECOMPUTE, again=(RECOMPUTE,)), UnitPlan(DROP, again=(DROP,))],
             r"unit 2 is recomputed right before its backward, which needs all, but again specifies drop",
