@@ -113,6 +113,8 @@ def _thrifty_order(schedule: Schedule) -> Guide:
         before[v].append((u, back))
         after[u].append((v, back))
     lazy = [task.lane == schedule.lanes[0].name or _only_takes(task) for task in schedule.tasks]
+    takes = [task.lane == schedule.lanes[0].name or _takes(task, GPU_MEMORY) for task in schedule.tasks]
+    gives = [not takes[i] and any(free.id.memory == GPU_MEMORY for free in task.frees) for i, task in enumerate(schedule.tasks)]
     waits = [[sum(back <= i for _, back in edges) for edges in before] for i in range(_ITERATIONS)]
     steps = [task for task in topological(tasks, edges) if schedule.tasks[task].lane == schedule.lanes[0].name]
     place: dict[tuple[int, int], int] = {}
@@ -145,11 +147,26 @@ def _thrifty_order(schedule: Schedule) -> Guide:
                     run(at, needed)
                     run_ready()
 
+    def needs_memory(i: int, task: int) -> bool:
+        """Whether a task that has not run and that ``task`` waits for takes GPU memory."""
+        seen, stack = {(i, task)}, [(i, task)]
+        while stack:
+            at, needed = stack.pop()
+            missing = {(at - back, u) for u, back in before[needed] if at >= back and (at - back, u) not in place} - seen
+            if any(takes[u] for _, u in missing):
+                return True
+            seen |= missing
+            stack += missing
+        return False
+
     for now in range(_ITERATIONS):
         ready.extend((now, task) for task in range(tasks) if not waits[now][task] and not lazy[task])
         run_ready()
         for task in steps:
             need(now, task)
+            for v, back in after[task]:  # what frees memory runs, even if it waits for what takes memory of the host
+                if gives[v] and not back and (now, v) not in place and not needs_memory(now, v):
+                    need(now, v)
         for task in range(tasks):
             need(now, task)  # the rest: no wait can express that it follows a task of the next iteration
     start = np.array([[2 * place[i, task] for task in range(tasks)] for i in range(_ITERATIONS)], np.int64)
@@ -158,8 +175,13 @@ def _thrifty_order(schedule: Schedule) -> Guide:
 
 def _only_takes(task: Task) -> bool:
     """Whether ``task`` allocates GPU memory, or other memory without freeing GPU memory."""
-    takes = {buffer.memory for buffer in task.allocates if buffer.size_bytes}
-    return GPU_MEMORY in takes or (bool(takes) and all(free.id.memory != GPU_MEMORY for free in task.frees))
+    frees = any(free.id.memory == GPU_MEMORY for free in task.frees)
+    return _takes(task, GPU_MEMORY) or (not frees and any(buffer.size_bytes for buffer in task.allocates))
+
+
+def _takes(task: Task, memory: str) -> bool:
+    """Whether ``task`` allocates bytes of ``memory``."""
+    return any(buffer.size_bytes and buffer.memory == memory for buffer in task.allocates)
 
 
 class _MemoryWaits:
