@@ -10,6 +10,7 @@ from autohete.errors import InputError
 from autohete.runtime.batch import Batch, Form, Loss, check_classes
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import Partition
+from autohete.runtime.probe import probe
 
 
 def observed(partition: Partition, first: Batch, loss: Loss) -> tuple[Partition, Form]:
@@ -24,7 +25,7 @@ def observed(partition: Partition, first: Batch, loss: Loss) -> tuple[Partition,
             check_classes(first.targets, logits.shape[-1])
         return loss(logits, first.targets[:1].to(logits.device))
 
-    found = partition.probe(first.with_labels(partition.model), of_first)
+    found = probe(partition, first.with_labels(partition.model), of_first)
     if found.own_loss is not None:
         shifted = next_token_loss(found.logits, first.targets[:1].to(found.logits.device)).item()
         if not math.isclose(shifted, found.own_loss, rel_tol=1e-2) and math.isfinite(found.own_loss):
@@ -33,4 +34,5 @@ def observed(partition: Partition, first: Batch, loss: Loss) -> tuple[Partition,
                 f"them is {shifted}: it uses labels in another way; give targets (batch, sequence), and a loss of logits "
                 "and targets"
             )
-    return partition.using(found), Form(first, found.rows, found.logits.shape[-1] if loss is next_token_loss else None)
+    classes = found.logits.shape[-1] if loss is next_token_loss else None
+    return partition.using(found.before, found.after, found.effects), Form(first, found.rows, classes)

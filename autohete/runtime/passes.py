@@ -19,10 +19,12 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from autohete.errors import InputError, NonFiniteGradientError
 from autohete.runtime.batch import Batch, Inputs, Loss, on_device
+from autohete.runtime.forward_pass import BlockCall, ForwardPass, hidden_of, with_hidden
 from autohete.runtime.ledger import WORKSPACE
+from autohete.runtime.losses import check_loss
 from autohete.runtime.model_state import Place, RandomState, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
-from autohete.runtime.partition import BlockCall, ForwardPass, Partition, check_loss, hidden_of, with_hidden
+from autohete.runtime.partition import Partition
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories, MovedStorage, Saved, UnitTensors
 from autohete.schedule import HOST_MEMORY, Kind, Schedule, Value

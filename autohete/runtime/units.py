@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from autohete.quantities import rounded_when_pinned
+from autohete.runtime.forward_pass import BlockCall
 from autohete.runtime.ledger import CudaMemory, DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import AdamStates, parts_of
-from autohete.runtime.partition import BlockCall
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
 

@@ -27,12 +27,14 @@ from autohete.lowering import lower
 from autohete.plan import Activations
 from autohete.profile import LossProfile, Profile, SelectiveProfile, UnitProfile, analytic_profile
 from autohete.runtime.batch import Batch, Inputs, Loss, leading, padded
+from autohete.runtime.forward_pass import call_of, replaced_forwards, with_hidden
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import CudaMemory, Ledger
 from autohete.runtime.model_state import Snapshot, unchanged_random_state
 from autohete.runtime.optimizer import Adam, AdamStates
-from autohete.runtime.partition import Partition, call_of, replaced_forwards, with_hidden
+from autohete.runtime.partition import Partition
 from autohete.runtime.precision import DTYPES
+from autohete.runtime.probe import probe
 from autohete.runtime.takeover import Takeover
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, Value, parse_schedule
 from autohete.train.as_executed import everything_resident
@@ -61,7 +63,7 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
         inputs: token ids (batch, sequence), or the model's arguments by name.
         name: name of the workload.
     """
-    found, ids = partition.probe(inputs), leading(inputs)
+    found, ids = probe(partition, inputs), leading(inputs)
     config = getattr(partition.model, "config", None)
     modules, units = len(partition.modules), getattr(partition.model, "units", None)
     if units is Units.SUBLAYER and modules % 2:

@@ -20,6 +20,7 @@ from autohete.policies import parse_policy
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
+from autohete.runtime.probe import by_use
 from autohete.runtime.takeover import Takeover
 from autohete.simulate import judge_for
 from autohete.train.trainer import Trainer
@@ -121,7 +122,7 @@ def test_evaluation_gives_the_models_own_logits(
     torch.set_num_threads(1)
     with torch.no_grad():
         expected = model.eval()(ids).logits
-    cut = partition(model.train()).by_use(ids)
+    cut = by_use(partition(model.train()), ids)
     profile = profile_for(cut)
     schedule = lower(profile, parse_policy("stronghold:window=1").plan(profile, judge_for(profile)))
     training = Takeover(cut, schedule, next_token_loss, poison=True)

@@ -21,6 +21,7 @@ from autohete.hardware import load_hardware
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
+from autohete.runtime.probe import by_use
 from autohete.train.trainer import Trainer
 
 #: Recomputed once, and several times; all of them resident, and whatever the planner makes of a tight budget.
@@ -307,7 +308,7 @@ def test_statistics_that_begin_to_change_later_are_those_of_plain_training() -> 
 def test_only_what_changes_is_copied(model: type[Net]) -> None:
     """The bytes that are set aside are those of the blocks' buffers that a forward changes, once more."""
     found = partition(model())
-    cut = found.by_use(batches()[0][0])
+    cut = by_use(found, batches()[0][0])
     changing = [buffer for name, buffer in found.model.named_buffers() if name in cut.effects.changing]
     assert changing
     assert not any(name.endswith("table") for name in cut.effects.changing)

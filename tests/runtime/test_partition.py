@@ -35,8 +35,10 @@ from autohete.lowering import lower
 from autohete.plan import Plan, Rest, UnitPlan
 from autohete.profile import Profile
 from autohete.runtime.batch import Batch
+from autohete.runtime.forward_pass import ForwardPass
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.partition import ForwardPass, partition
+from autohete.runtime.partition import partition
+from autohete.runtime.probe import by_use, probe
 from autohete.runtime.takeover import Takeover
 from autohete.schedule import Kind
 from autohete.train.measure import measure, workload_of
@@ -202,7 +204,7 @@ class Borrowing(Net):
 def test_a_block_that_lends_a_parameter_is_refused() -> None:
     """A forward shows that something outside of a block uses its parameter."""
     with pytest.raises(InputError, match=r"blocks\.2\.gain is also used outside of its block: only embedding and head"):
-        partition(Borrowing()).by_use(batches()[0][0])
+        by_use(partition(Borrowing()), batches()[0][0])
 
 
 # --- what is refused when it is run: it would train differently
@@ -391,7 +393,7 @@ def test_a_model_that_would_train_differently_is_refused(model: type[Net]) -> No
     """The first look at it says why, and so does the task of a training that meets it; the model is whole again."""
     refused = model()
     with pytest.raises(InputError) as caught:
-        partition(refused).probe(batches()[0][0])
+        probe(partition(refused), batches()[0][0])
     assert REFUSED[model] in str(caught.value)
     with pytest.raises(TaskError, match=r"^F\d@0 failed: InputError: ") as failed:
         train_by_policy(refused, "resident:checkpointing=full", profile_of_net())
@@ -475,7 +477,7 @@ class ReadingMore(ReturningMore):
 def test_other_results_that_are_used_are_refused(model: type[Net], message: str) -> None:
     """What needs gradients and is not passed on by the hidden states would get none."""
     with pytest.raises(InputError, match=message):
-        partition(model()).by_use(batches()[0][0])
+        by_use(partition(model()), batches()[0][0])
 
 
 # --- what is wrapped or hooked
@@ -552,7 +554,7 @@ def test_backward_hooks_around_a_block_are_refused(where: str) -> None:
     model = Net()
     register_backward(model.get_submodule(where))
     with pytest.raises(InputError, match="has a backward hook, which needs gradients across blocks"):
-        partition(model).by_use(batches()[0][0])
+        by_use(partition(model), batches()[0][0])
 
 
 def test_backward_hooks_of_all_modules_are_refused() -> None:
@@ -560,7 +562,7 @@ def test_backward_hooks_of_all_modules_are_refused() -> None:
     hook = nn.modules.module.register_module_full_backward_hook(lambda module, arriving, leaving: None)
     try:
         with pytest.raises(InputError, match="there are backward hooks for all modules"):
-            partition(Net()).by_use(batches()[0][0])
+            by_use(partition(Net()), batches()[0][0])
     finally:
         hook.remove()
 
@@ -586,7 +588,7 @@ class CheckpointedReentrant(Checkpointed):
 def test_blocks_that_the_model_recomputes_are_refused(model: type[Net]) -> None:
     """The policy says what is recomputed."""
     with pytest.raises(InputError, match=r"or inside torch\.utils\.checkpoint"):
-        partition(model()).by_use(batches()[0][0])
+        by_use(partition(model()), batches()[0][0])
 
 
 # --- what trains to the bit
@@ -824,7 +826,7 @@ def test_parameters_belong_where_they_are_used() -> None:
     """The order of declaration is a guess that a forward corrects; what is not used stays where it was declared."""
     model = Disordered()
     model.spare = nn.Parameter(torch.zeros(2))
-    cut = partition(model).by_use(batches()[0][0])
+    cut = by_use(partition(model), batches()[0][0])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(parameter)] for parameter in cut.owned[0]} == {"token.weight", "shift", "spare"}
     assert {names[id(parameter)] for parameter in cut.owned[-1]} == {
@@ -836,7 +838,7 @@ def test_parameters_belong_where_they_are_used() -> None:
 def test_what_is_not_the_blocks_own_stays_on_the_device(model: Callable[[], Net]) -> None:
     """Frozen parameters, buffers and masks are not copied to the host when what backward needs is; it trains to the bit."""
     net = model()
-    cut = partition(net).by_use(batches()[0][0])
+    cut = by_use(partition(net), batches()[0][0])
     profile = profile_for(cut)
     moving = UnitPlan(kept=Rest("host"))
     schedule = lower(profile, Plan("by hand", (UnitPlan(), moving, moving, moving, UnitPlan())))
@@ -914,7 +916,7 @@ def test_a_look_at_the_model_leaves_the_random_state() -> None:
     """Dropout in a training does not depend on how often its model was looked at before."""
     cut = partition(Net())
     state = torch.get_rng_state()
-    cut.by_use(batches()[0][0])
+    by_use(cut, batches()[0][0])
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -20,6 +20,7 @@ from autohete.runtime.batch import Batch
 from autohete.runtime.ledger import Ledger
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
+from autohete.runtime.probe import by_use
 from autohete.runtime.takeover import Takeover
 from autohete.schedule import GPU_MEMORY, Schedule
 from autohete.simulate import judge_for
@@ -38,7 +39,7 @@ def needs(
 ) -> list[tuple[str, int, int, int, int]]:
     """One task after another, in issue order: (task, bytes said and needed at its peak, bytes said and left after it)."""
     ledger = Ledger(GPU_MEMORY)
-    cut = partition(model).by_use(batch[0])
+    cut = by_use(partition(model), batch[0])
     training = Takeover(cut, schedule, next_token_loss, device=ledger, clip_norm=clip_norm)
     sizes = {b.id: b.size_bytes * (b.memory == GPU_MEMORY) for task in schedule.tasks for b in task.allocates}
     alive = {(b.id, 0): b.size_bytes for b in schedule.resident if b.memory == GPU_MEMORY}

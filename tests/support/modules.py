@@ -21,6 +21,7 @@ from autohete.runtime.ledger import Ledger
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition, partition
+from autohete.runtime.probe import by_use
 from autohete.runtime.takeover import Takeover
 from autohete.simulate import judge_for
 from autohete.train.as_executed import as_executed
@@ -81,7 +82,7 @@ def train_by_policy(model: nn.Module, policy: str, profile: Profile | None = Non
     """The same training as ``policy`` schedules it, in lane threads; ``profile`` for a model that cannot be profiled."""
     cut = partition(model)
     if profile is None:
-        cut = cut.by_use(batches()[0][0])
+        cut = by_use(cut, batches()[0][0])
         profile = profile_for(cut)
     schedule = lower(profile, as_executed(parse_policy(policy).plan(profile, judge_for(profile)), profile))
     device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)

@@ -1,0 +1,237 @@
+"""Observes one forward of a model before training: who uses which parameters, and which side effects the blocks have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+from autohete.errors import AutoHeteError, InputError
+from autohete.runtime.batch import Inputs, check_range, first_sequence, leading, on_device, padded
+from autohete.runtime.forward_pass import BlockCall, ForwardPass, graph_nodes, hidden_of, leaves, with_hidden
+from autohete.runtime.ledger import WORKSPACE, Ledger, accounting
+from autohete.runtime.losses import check_loss
+from autohete.runtime.model_state import NO_EFFECTS, Effects, RandomState, Snapshot, unchanged_random_state
+from autohete.runtime.partition import Partition, check_hooks
+
+_OWN_HOOKS = "a block has hooks of its own for what backward needs"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Observations from one forward pass.
+
+    Args:
+        hidden: the first block's input.
+        logits: the result.
+        before, after: ids of the parameters used for the first block's input, and for the logits after the last block.
+        effects: side effects of the forward pass.
+        rows: number of rows of the embedding that an input is looked up in, by the input's name.
+        own_loss: the model's own loss, if it was given labels.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    before: frozenset[int]
+    after: frozenset[int]
+    effects: Effects
+    rows: Mapping[str, int]
+    own_loss: float | None
+
+
+def probe(cut: Partition, inputs: Inputs, loss: Callable[[Tensor], Tensor] | None = None) -> Probe:
+    """Run forward once, on the first sequence, in the calling thread; restore the model and the random states.
+
+    Args:
+        cut: the model, cut into blocks.
+        inputs: token ids (batch, sequence), or the model's arguments by name.
+        loss: function of the first sequence's logits, which is also run; None: no loss.
+
+    Raises:
+        InputError: the model uses its blocks in a way that cannot be trained block by block, or its forward fails.
+    """
+    check_hooks(cut.model, cut.modules)
+    device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
+    outside, sequences = Snapshot(cut.named_modules(0)), len(leading(inputs))
+    trials = [_Trial(cut.named_modules(place + 1), sequences) for place in range(len(cut.modules))]
+    try:
+        with cut.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad(), _teaching(inputs):
+            forward = ForwardPass(cut.model)
+            first = on_device(first_sequence(inputs), device)
+            with _rows_of_embeddings(cut.named_modules(0), first) as rows:
+                call = begin = forward.start(first)
+            for place, own in enumerate(forwards):
+                result = trials[place].run(call, own, device)
+                if place + 1 < len(forwards):
+                    call = forward.resume(result)
+            logits = forward.finish(result)
+            if loss is not None:
+                found = logits.detach().requires_grad_()
+                check_loss(loss(found), found, cut.model)
+            beside = _beside_bytes(cut, on_device(padded(inputs), device))
+        effects = reduce(Effects.__or__, (trial.effects for trial in trials), _effects_since(outside, sequences))
+    finally:
+        for snapshot in (outside, *(trial.before for trial in trials)):
+            snapshot.restore()
+    before, after = (frozenset(map(id, leaves(tensor))) for tensor in (begin.hidden, logits))
+    effects |= Effects(kept_bytes=beside)
+    own_loss = None if forward.own_loss is None else forward.own_loss.detach().item()
+    return Probe(begin.hidden.detach(), logits.detach(), before, after, effects, rows, own_loss)
+
+
+def by_use(cut: Partition, inputs: Inputs) -> Partition:
+    """Return ``cut`` with parameters outside of the blocks assigned by use in a forward of ``inputs``, not by declaration.
+
+    Raises:
+        InputError: see :func:`probe` and :meth:`Partition.using`.
+    """
+    found = probe(cut, inputs)
+    return cut.using(found.before, found.after, found.effects)
+
+
+def _beside_bytes(cut: Partition, inputs: Inputs) -> int:
+    """Return the bytes alive until the last block is done that are neither the first block's input nor moved with the part
+    before it: masks and other tensors that go to every block.
+    """
+    ledger, forward, saved = Ledger("probe"), ForwardPass(cut.model), list[Tensor]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    rows = _rows_of_embeddings(cut.named_modules(0), inputs)
+    with accounting(ledger, "", WORKSPACE), saved_tensors_hooks(pack, lambda tensor: tensor), rows:
+        call = forward.start(inputs)
+    ledger.forget(call.hidden)
+    for tensor in saved:
+        ledger.forget(tensor)
+    used = ledger.used_bytes
+    forward.end()
+    return used
+
+
+@contextmanager
+def _teaching(inputs: Inputs) -> Iterator[None]:
+    """Report the inputs if the model's own code fails."""
+    try:
+        yield
+    except AutoHeteError:
+        raise
+    except Exception as error:
+        named = {"ids": inputs} if isinstance(inputs, Tensor) else inputs
+        given = ", ".join(f"{k} {tuple(v.shape)} of {v.dtype}" for k, v in named.items() if isinstance(v, Tensor))
+        raise InputError(
+            f"the model or the loss fails on the first batch ({given}): {type(error).__name__}: {error}. Call "
+            "loss(model(...), targets) with this batch, without a trainer, and fix the error"
+        ) from error
+
+
+@contextmanager
+def _rows_of_embeddings(modules: Iterable[tuple[str, nn.Module]], inputs: Inputs) -> Iterator[dict[str, int]]:
+    """Yield a dict that collects, by input name, the rows of the embedding it is looked up in; check the ids' range."""
+    named = {"ids": inputs} if isinstance(inputs, Tensor) else inputs
+    tensors = {value.data_ptr(): name for name, value in named.items() if isinstance(value, Tensor)}
+    rows: dict[str, int] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        name = tensors.get(args[0].data_ptr()) if args and isinstance(args[0], Tensor) else None
+        if name is not None:
+            rows[name] = int(module.num_embeddings)  # type: ignore[arg-type]
+            check_range(name, args[0], rows[name])
+
+    with ExitStack() as undo:
+        for module in (module for _, module in modules if isinstance(module, nn.Embedding)):
+            undo.callback(module.register_forward_pre_hook(note).remove)
+        yield rows
+
+
+class _Trial:
+    """One run of a block to observe its side effects; restores its buffers.
+
+    Args:
+        modules: the block's modules, with their names.
+        sequences: number of sequences in a training batch; the run uses one.
+
+    Attributes:
+        effects: effects of a forward; changing buffers are those that change in the block's current mode or in training mode.
+        before: the block's attributes, to be restored after the loss, which may use them.
+    """
+
+    def __init__(self, modules: list[tuple[str, nn.Module]], sequences: int) -> None:
+        self._modules, self._sequences = modules, sequences
+        self.effects, self.before = NO_EFFECTS, Snapshot(())
+
+    def run(self, call: BlockCall, own: Callable[..., Any], device: torch.device) -> Any:
+        """Return the result of ``call``; its hidden states need no gradients.
+
+        Raises:
+            InputError: the block changes state with each forward that recomputation cannot restore.
+        """
+        self.before, random = Snapshot(self._modules), RandomState(device)
+        before = self.before
+        try:
+            result = self._run_once(call, own)
+            self.effects |= _effects_since(before, self._sequences)
+            if before.changed_attributes():  # caches do so, once
+                after = Snapshot(self._modules)
+                before.restore_buffers()
+                self._repeat(call, own, random)
+                if unsettled := after.changed_attributes():
+                    raise InputError(
+                        f"block {call.place + 1} changes {' and '.join(unsettled)} with each forward, and recomputation would "
+                        "change it once more: make it a buffer (register_buffer) if it is a tensor or a number, draw random "
+                        "numbers from the global generators, or do it outside of the blocks"
+                    )
+            if not all(module.training for _, module in self._modules) and any(m._buffers for _, m in self._modules):
+                before.restore_buffers()
+                for _, module in self._modules:
+                    module.training = True
+                self._repeat(call, own, random)
+                self.effects |= Effects(before.changed_buffers())
+        finally:
+            before.restore_buffers()
+            before.forget_buffers()
+        return result
+
+    def _run_once(self, call: BlockCall, own: Callable[..., Any]) -> Any:
+        hidden, hooks = _given(call), False
+        try:
+            with disable_saved_tensors_hooks(_OWN_HOOKS):
+                result = call.on(own, hidden)
+        except RuntimeError as error:
+            if _OWN_HOOKS not in str(error):
+                raise
+            result, hooks = call.on(own, hidden), True
+        found = hidden_of(result)
+        others = result[1:] if isinstance(result, tuple) else ()
+        unused = frozenset(place for place, item in enumerate(others, 1) if isinstance(item, Tensor) and item.requires_grad)
+        functions = (node for node in graph_nodes(found) if isinstance(node, BackwardCFunction))
+        self.effects |= Effects(python_in_backward=hooks or any(functions), unused=unused)
+        return with_hidden(result, found.detach())
+
+    def _repeat(self, call: BlockCall, own: Callable[..., Any], random: RandomState) -> None:
+        random.restore()
+        call.on(own, _given(call))
+
+
+def _given(call: BlockCall) -> Tensor:
+    """Return the hidden states with a graph, but not as a leaf, so that they can be changed in place."""
+    return call.hidden.detach().requires_grad_().clone()
+
+
+def _effects_since(before: Snapshot, sequences: int) -> Effects:
+    """Return the effects of a forward of one sequence, with the bytes that a forward of ``sequences`` keeps."""
+    kept = before.tensors_kept()
+    sizes = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() * (sequences if tensor.shape[:1] == (1,) else 1)
+        for tensors in kept.values()
+        for tensor in tensors
+    }
+    return Effects(before.changed_buffers(), frozenset(kept), sum(sizes.values()))
