@@ -29,7 +29,8 @@ from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import partition
-from autohete.runtime.session import Execution, Session
+from autohete.runtime.session import Session
+from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.torch_executor import TorchExecutor
 from autohete.schedule import GPU, Kind, TaskId
 from autohete.simulate import judge_for, safety, simulate_plan
@@ -80,7 +81,7 @@ def executor_loop(
     schedule = lower(profile, everything_resident(profile))
     counted = Counting.EXACT if counting is None else counting
     execution = Execution(budget=counting is not None, counting=counted, threads={GPU: threads}, history=8)
-    session = undo.enter_context(Session(partition(model), schedule, next_token_loss, None, execution))
+    session = undo.enter_context(Session(partition(model), schedule, Recipe(), execution))
     last = TaskId(Kind.GPU_UPDATE, 0)
 
     def run() -> None:
@@ -154,7 +155,7 @@ def overlap() -> None:
         assert predicted is not None
         schedule = predicted.schedule
         bound = period_bounds(schedule).seconds
-        executor = TorchExecutor(GPT(small), iter([data] * 8), next_token_loss, paced=True)
+        executor = TorchExecutor(GPT(small), iter([data] * 8), None, Execution(paced=True))
         measured = executor.run(schedule, 8).steady().period_seconds
         shown.add_row(
             f"{share:.0%} of resident, {plan.counts}",

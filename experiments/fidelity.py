@@ -50,7 +50,7 @@ from autohete.report.gantt import two_row_figure
 from autohete.report.style import BLUE, VERMILION, save_figure, style
 from autohete.report.tables import console, print_text, table
 from autohete.runtime.ledger import Counting
-from autohete.runtime.losses import next_token_loss
+from autohete.runtime.settings import Execution
 from autohete.runtime.torch_executor import TorchExecutor
 from autohete.simulate import Simulation, judge_for, safety, simulate_plan, simulate_schedule
 from autohete.train.as_executed import as_executed, everything_resident
@@ -294,7 +294,7 @@ def _paced(setting: Setting, large: Workload, measured: Profile, model: GPT) -> 
     predicted = with_times(planned, stretched(profile, measured, planned.iteration_seconds))
     if predicted.iteration_seconds > LONGEST_SECONDS:
         return None
-    executor = TorchExecutor(model, batches(setting.workload), next_token_loss, paced=True, counting=Counting.SCHEDULED)
+    executor = TorchExecutor(model, batches(setting.workload), None, Execution(paced=True, counting=Counting.SCHEDULED))
     attempts, disturbed = 0, True
     while disturbed and attempts < PACED_ATTEMPTS:
         run, attempts = executor.run(predicted.schedule, ITERATIONS[Clock.EMULATED]), attempts + 1
@@ -309,7 +309,7 @@ def _native(setting: Setting, model: GPT, batch: tuple[Tensor, Tensor]) -> Resul
     if planned is None:
         return None
     runs = list[Trace]()
-    executor = TorchExecutor(model, batches(setting.workload), next_token_loss, counting=Counting.SCHEDULED)
+    executor = TorchExecutor(model, batches(setting.workload), None, Execution(counting=Counting.SCHEDULED))
     for _ in range(RUNS):
         runs.append(executor.run(planned.schedule, ITERATIONS[Clock.MEASURED_CPU]))
         profiles.append(measured_profile_on(machine, model, batch))
@@ -336,13 +336,13 @@ def with_times(planned: Simulation, profile: Profile) -> Simulation:
 
 
 def _result(setting: Setting, predicted: Simulation, executor: TorchExecutor, runs: list[Trace], attempts: int = 1) -> Result:
-    assert executor.device is not None
-    comparison = compare(predicted.trace, runs[-1])
-    return Result(setting, predicted, tuple(runs), executor.device.peak_bytes, _late_seconds(executor), attempts, comparison)
+    device, comparison = executor.result.device, compare(predicted.trace, runs[-1])
+    assert device is not None
+    return Result(setting, predicted, tuple(runs), device.peak_bytes, _late_seconds(executor), attempts, comparison)
 
 
 def _late_seconds(executor: TorchExecutor) -> float:
-    return max(executor.late.values(), default=0) * 1e-9
+    return max(executor.result.late.values(), default=0) * 1e-9
 
 
 def stretched(profile: Profile, real: Profile, iteration_seconds: float) -> Profile:

@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from autohete.errors import check_member, check_switch
-from autohete.execution.trace import Clock
-from autohete.runtime.batch import Batch, Loss
+from autohete.runtime.batch import Batch
 from autohete.runtime.closing import Closing
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
-from autohete.runtime.takeover import Takeover
+from autohete.runtime.settings import Execution, Recipe
+from autohete.runtime.takeover import Ledgers, Takeover
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Execution:
-    """How a schedule is executed.
-
-    Args:
-        torch_device: the device of the passes; the CPU stands in for it if there is no GPU.
-        paced: make every task last as long as in the schedule; otherwise tasks run as fast as the device allows.
-        budget: enforce the memories' capacities; otherwise they are ignored.
-        counting: how device memory is counted.
-        clip_norm: the maximum global norm of the gradients, for schedules that clip them.
-        skip_nonfinite: skip iterations with non-finite gradients, if the schedule allows it.
-        threads: number of torch threads in a lane, by its name; one in every other lane.
-        history: minimum number of iterations whose times are kept; None: all.
-    """
-
-    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    paced: bool = False
-    budget: bool = True
-    counting: Counting = Counting.EXACT
-    clip_norm: float | None = None
-    skip_nonfinite: bool = False
-    threads: Mapping[str, int] = field(default_factory=dict)
-    history: int | None = None
-
-    def __post_init__(self) -> None:
-        check_switch("paced", self.paced)
-        check_switch("budget", self.budget)
-        check_member("counting", self.counting, Counting)
-
-    @property
-    def clock(self) -> Clock:
-        """Clock of its traces."""
-        if self.torch_device.type == "cuda":
-            return Clock.MEASURED_CUDA
-        return Clock.EMULATED if self.paced else Clock.MEASURED_CPU
 
 
 class Session(Closing):
@@ -64,50 +24,24 @@ class Session(Closing):
     Args:
         partition: the model, cut into blocks.
         schedule: a valid schedule.
-        loss: function of logits and targets.
-        adam: optimizer settings.
+        recipe: what a step computes.
         execution: how the schedule is executed.
 
     Attributes:
         training: the model that has been taken over.
         lanes: the threads, which record what has ended and when.
-        device, host: current and peak bytes of the memories; None: they are not counted.
     """
 
-    def __init__(self, partition: Partition, schedule: Schedule, loss: Loss, adam: Adam | None, execution: Execution) -> None:
-        self._device: Ledger | CudaMemory | None = None
-        self.host: Ledger | None = None
-        pinned: Ledger | None = None
-        if execution.budget:
-            capacities = {memory.name: memory.capacity_bytes for memory in schedule.memories}
-            on_cuda = execution.torch_device.type == "cuda"
-            capacity = capacities[GPU_MEMORY]
-            self._device = CudaMemory(execution.torch_device, capacity) if on_cuda else Ledger(GPU_MEMORY, capacity)
-            self.host = Ledger(HOST_MEMORY, capacities[HOST_MEMORY])
-            pinned = Ledger(PINNED_MEMORY, capacities.get(PINNED_MEMORY))
+    def __init__(self, partition: Partition, schedule: Schedule, recipe: Recipe, execution: Execution) -> None:
+        self._ledgers = _ledgers(schedule, execution)
         with ExitStack() as undo:
-            self.training = Takeover(
-                partition,
-                schedule,
-                loss,
-                adam,
-                torch_device=execution.torch_device,
-                device=self._device,
-                host=self.host,
-                pinned=pinned,
-                counting=execution.counting,
-                clip_norm=execution.clip_norm,
-                skip_nonfinite=execution.skip_nonfinite,
-            )
+            self.training = Takeover(partition, schedule, recipe, self._ledgers)
             undo.callback(self.training.close)
             self.lanes = LaneThreads(
                 schedule,
                 self.training.actions.act,
-                execution.clock,
+                execution,
                 booking=self.training.count,
-                paced=execution.paced,
-                threads=execution.threads,
-                history=execution.history,
                 around=partial(_own_stream, execution.torch_device),
             )
             undo.callback(self.lanes.close)
@@ -116,8 +50,13 @@ class Session(Closing):
 
     @property
     def device(self) -> Ledger | CudaMemory | None:
-        """The ledger of the device's memory; a different one if the schedule's sizes were found wrong."""
-        return self._device if self.training.count is None else self.training.count.ledger
+        """The ledger of the device's memory; another one if the schedule's sizes were found wrong. None: it is not counted."""
+        return self._ledgers.device if self.training.count is None else self.training.count.ledger
+
+    @property
+    def host(self) -> Ledger | None:
+        """The ledger of the host's memory; None: it is not counted."""
+        return self._ledgers.host
 
     @property
     def counting(self) -> Counting:
@@ -162,3 +101,19 @@ def _own_stream(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def _ledgers(schedule: Schedule, execution: Execution) -> Ledgers:
+    """Return ledgers with the capacities of the schedule's memories, if budgets are enforced."""
+    device = execution.torch_device
+    if not execution.budget:
+        return Ledgers(device, counting=execution.counting)
+    capacities = {memory.name: memory.capacity_bytes for memory in schedule.memories}
+    capacity = capacities[GPU_MEMORY]
+    return Ledgers(
+        device,
+        CudaMemory(device, capacity) if device.type == "cuda" else Ledger(GPU_MEMORY, capacity),
+        Ledger(HOST_MEMORY, capacities[HOST_MEMORY]),
+        Ledger(PINNED_MEMORY, capacities.get(PINNED_MEMORY)),
+        execution.counting,
+    )

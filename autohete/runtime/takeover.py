@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from autohete.errors import InputError, check_member
+from autohete.errors import InputError, check_fields
 from autohete.runtime.actions import Actions
-from autohete.runtime.batch import Loss
 from autohete.runtime.evaluation import Evaluation
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.guard import Guard, check_trainable
 from autohete.runtime.ledger import Counting, CudaMemory, DeviceCount, Ledger, keep_freed_memory
 from autohete.runtime.model_state import Place, buffers_of
 from autohete.runtime.nonfinite import updates_wait_for_backward
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
 from autohete.runtime.passes import Passes
+from autohete.runtime.settings import Recipe
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories
 from autohete.schedule import COLLECTIVES, GPU, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Ledgers:
+    """The device of a training, and what counts its memory and the host's.
+
+    Args:
+        torch_device: the device of the passes; the CPU stands in for it if there is no GPU.
+        device, host: for the memory of states and passes; None: not counted. A GPU's memory is limited to its capacity as long
+            as the model is taken over.
+        pinned: for pinned host memory; there is none if the CPU stands in for the device.
+        counting: how device memory is counted.
+    """
+
+    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: Ledger | CudaMemory | None = None
+    host: Ledger | None = None
+    pinned: Ledger | None = None
+    counting: Counting = Counting.EXACT
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Takeover:
@@ -30,17 +52,8 @@ class Takeover:
     Args:
         partition: the model, cut into blocks.
         schedule: its tasks and buffers determine where each block's states live.
-        loss: function of logits and targets.
-        adam: optimizer settings.
-        torch_device: the device of the passes; the CPU stands in for it if there is no GPU.
-        device, host: ledgers for the memory of states and passes; None: not counted. A GPU's memory is limited to its capacity
-            until :meth:`close`.
-        pinned: ledger for pinned host memory; there is none if the CPU stands in for the device.
-        counting: how device memory is counted.
-        clip_norm: the maximum global norm of the gradients, if the schedule clips them, as in
-            ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.
-        skip_nonfinite: skip iterations with non-finite gradients, if the schedule allows it; otherwise they raise
-            :class:`~autohete.errors.NonFiniteGradientError`.
+        recipe: what a step computes.
+        ledgers: the device, and what counts memory.
         poison: overwrite released memory with NaN, so that a schedule that still reads it is detected.
 
     Attributes:
@@ -55,39 +68,32 @@ class Takeover:
         self,
         partition: Partition,
         schedule: Schedule,
-        loss: Loss,
-        adam: Adam | None = None,
+        recipe: Recipe,
+        ledgers: Ledgers | None = None,
         *,
-        torch_device: torch.device | None = None,
-        device: Ledger | CudaMemory | None = None,
-        host: Ledger | None = None,
-        pinned: Ledger | None = None,
-        counting: Counting = Counting.EXACT,
-        clip_norm: float | None = None,
-        skip_nonfinite: bool = False,
         poison: bool = False,
     ) -> None:
-        check_member("counting", counting, Counting)
         if any(task.id.kind in COLLECTIVES for task in schedule.tasks):
             raise InputError(
                 "the schedule is for several GPUs, but one process trains on one: lower it for hardware with one GPU"
             )
-        torch_device = torch_device or torch.device("cpu")
+        ledgers = ledgers or Ledgers()
+        torch_device, device = ledgers.torch_device, ledgers.device
         if torch_device.type == "cpu":
             keep_freed_memory()
         cuda = device if isinstance(device, CudaMemory) else CudaMemory(torch_device)
         #: Counts the device's memory; None: not counted.
-        self.count = count = DeviceCount(device, schedule, counting) if isinstance(device, Ledger) else None
-        memories = Memories(torch_device, count, host, cuda, pinned)
+        self.count = count = DeviceCount(device, schedule, ledgers.counting) if isinstance(device, Ledger) else None
+        memories = Memories(torch_device, count, ledgers.host, cuda, ledgers.pinned)
         self._undo = ExitStack()
         check_trainable(partition.model)
-        clipping = Clipping(clip_norm, schedule, partition.order)
+        clipping = Clipping(recipe.clip_norm, schedule, partition.order)
         with ExitStack() as undo:
             if isinstance(device, CudaMemory):
                 undo.enter_context(device.limited(device.used_bytes + _moving_bytes(partition, torch_device)))
-            self.states = States(partition.owned, schedule, adam or Adam(), memories, clipping, poison=poison)
-            self.passes = Passes(partition, self.states, loss, memories)
-            self.passes.skips_gradients = skip_nonfinite and updates_wait_for_backward(schedule)
+            self.states = States(partition.owned, schedule, recipe.adam, memories, clipping, poison=poison)
+            self.passes = Passes(partition, self.states, recipe.loss, memories)
+            self.passes.skips_gradients = recipe.skip_nonfinite and updates_wait_for_backward(schedule)
             undo.callback(self.passes.forget)
             if count is not None:
                 undo.callback(count.close)

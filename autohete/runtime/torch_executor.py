@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from autohete.analysis.worst_case import worst_case
-from autohete.errors import InfeasibleError, InputError, ScheduleError, check_whole
+from autohete.errors import InfeasibleError, InputError, ScheduleError, check_fields, check_whole
 from autohete.execution.trace import Trace
 from autohete.quantities import format_bytes
-from autohete.runtime.batch import Batch, Loss
+from autohete.runtime.batch import Batch
 from autohete.runtime.claims import Claim
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger
 from autohete.runtime.observe import observed
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.session import Execution, Session
+from autohete.runtime.session import Session
+from autohete.runtime.settings import Execution, Recipe
 from autohete.schedule import Schedule, validate
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What a run has left so far, besides its trace.
+
+    Args:
+        losses: the loss of each iteration.
+        parameters: every trained parameter in block order (fp32 master weights if the model is in 16 bit).
+        device, host: peaks of the memories; None: budgets are not enforced.
+        counting: how device memory was counted in fact.
+        late: the paced tasks whose work ended after their deadline, with the delay in nanoseconds.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    device: Ledger | CudaMemory | None = None
+    host: Ledger | None = None
+    counting: Counting = Counting.EXACT
+    late: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class TorchExecutor:
@@ -28,42 +52,26 @@ class TorchExecutor:
         model: has its blocks in an ``nn.ModuleList``, and the trained parameters after each run.
         batches: token ids and targets, each (batch, sequence), one pair per micro-batch; or the arguments of the model's
             forward by name, with ``targets`` or ``labels``.
-        loss: function of logits and targets.
-        adam: optimizer settings.
-        clip_norm: the maximum global norm of the gradients, for schedules that clip them.
+        recipe: what an iteration computes.
+        execution: how it is executed; the clock is ``emulated`` if it is paced.
         blocks: name of the block list, if it is ambiguous.
-        paced: make every task last as long as in the schedule (clock ``emulated``); otherwise as fast as the CPU allows.
-        budget: enforce the memories' capacities; otherwise they are ignored.
-        counting: how device memory is counted.
 
-    After :meth:`run`, ``losses`` has the loss of each iteration, and ``parameters`` every trained parameter in block order
-    (fp32 master weights if the model is in 16 bit). ``device`` and ``host`` have the peaks, if budgets were enforced. ``late``
-    names the paced tasks whose work ended after their deadline, with the delay in nanoseconds.
+    Attributes:
+        result: what the last run has left.
     """
 
     def __init__(
         self,
         model: nn.Module,
         batches: Iterator[object],
-        loss: Loss,
-        adam: Adam | None = None,
+        recipe: Recipe | None = None,
+        execution: Execution | None = None,
         *,
         blocks: str | None = None,
-        clip_norm: float | None = None,
-        paced: bool = False,
-        budget: bool = True,
-        counting: Counting = Counting.EXACT,
     ) -> None:
-        self._execution = Execution(paced=paced, budget=budget, counting=counting, clip_norm=clip_norm)
-        self._partition = partition(model, blocks)
-        self._batches, self._loss, self._adam = batches, loss, adam
-        #: How device memory is counted; after a run, how it was counted in fact.
-        self.counting = counting
-        self.losses: list[float] = []
-        self.parameters: list[Tensor] = []
-        self.device: Ledger | CudaMemory | None = None
-        self.host: Ledger | None = None
-        self.late: dict[str, int] = {}
+        self._recipe, self._execution = recipe or Recipe(), execution or Execution()
+        self._partition, self._batches = partition(model, blocks), batches
+        self.result = RunResult(counting=self._execution.counting)
 
     def run(self, schedule: Schedule, iterations: int) -> Trace:
         """Train for ``iterations`` iterations of ``schedule``.
@@ -91,20 +99,20 @@ class TorchExecutor:
             each = f" of {micro_batches} micro-batches" if micro_batches > 1 else ""
             raise InputError(f"{iterations} iterations{each} need {wanted} batches, but there are {len(given)}: give more data")
         batches = [Batch.of(batch, model) for batch in given]
-        self._partition, form = observed(self._partition, batches[0], self._loss)
+        self._partition, form = observed(self._partition, batches[0], self._recipe.loss)
         for batch in batches[1:]:
             form.check(batch)
         if self._execution.budget:
             _check_fits(validate(schedule))
-        with Session(self._partition, schedule, self._loss, self._adam, self._execution) as session:
-            self.device, self.host = session.device, session.host
+        with Session(self._partition, schedule, self._recipe, self._execution) as session:
+            result = self.result = RunResult(device=session.device, host=session.host, counting=session.counting)
             for iteration in range(iterations):
                 session.admit(batches[iteration * micro_batches : (iteration + 1) * micro_batches])
             session.drain()
             losses = session.training.passes.losses
-            self.losses = [losses[iteration] for iteration in range(iterations)]
-            self.parameters, self.late = session.training.parameters(), session.lanes.late
-            self.counting, self.device = session.counting, session.device
+            result.losses = [losses[iteration] for iteration in range(iterations)]
+            result.parameters, result.late = session.training.parameters(), session.lanes.late
+            result.counting, result.device = session.counting, session.device
         return session.lanes.trace()
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from autohete.errors import InputError
-from autohete.execution.trace import Clock
 from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.plan import Activations
@@ -35,7 +34,8 @@ from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.runtime.partition import Partition
 from autohete.runtime.precision import DTYPES
 from autohete.runtime.probe import probe
-from autohete.runtime.takeover import Takeover
+from autohete.runtime.settings import Recipe
+from autohete.runtime.takeover import Ledgers, Takeover
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, Value, parse_schedule
 from autohete.train.as_executed import everything_resident
 from autohete.train.machine import forget_cache
@@ -175,7 +175,7 @@ def _handover_seconds() -> tuple[float, float]:
 
 def _seconds_of_nothing(schedule: Schedule) -> float:
     """Return the time of one iteration of ``schedule`` with empty tasks."""
-    with LaneThreads(schedule, lambda task, iteration: None, Clock.MEASURED_CPU) as lanes:
+    with LaneThreads(schedule, lambda task, iteration: None) as lanes:
         for _ in range(_HANDOVER_ITERATIONS):
             lanes.admit()
     return lanes.trace().makespan_seconds / _HANDOVER_ITERATIONS
@@ -320,7 +320,7 @@ def _measured(
     on_cuda = torch_device is not None and torch_device.type == "cuda"
     memory = CudaMemory(torch_device) if torch_device is not None and on_cuda else Ledger(GPU_MEMORY)
     ledger = memory if isinstance(memory, Ledger) else None
-    training = Takeover(partition, schedule, loss, adam, torch_device=torch_device, device=ledger)
+    training = Takeover(partition, schedule, Recipe(loss, adam), Ledgers(torch_device or torch.device("cpu"), ledger))
     seconds: dict[TaskId, list[float]] = defaultdict(list)
     passes: dict[TaskId, _MeasuredPass] = {}
     try:

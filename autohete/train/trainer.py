@@ -30,13 +30,14 @@ from autohete.profile import Profile, analytic_profile
 from autohete.quantities import parse_quantity
 from autohete.runtime.batch import Batch, Form, Loss
 from autohete.runtime.claims import Claim
-from autohete.runtime.lanes import listed
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.observe import observed
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.session import Execution, Session
+from autohete.runtime.progress import listed
+from autohete.runtime.session import Session
+from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.takeover import Takeover, only_gpu_works
 from autohete.schedule import CPU, GPU, Kind, Schedule, TaskId
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
@@ -263,16 +264,15 @@ class Trainer:
             )
         self._form = form
         on_cuda = self._device.type == "cuda"
+        recipe = Recipe(self._loss, self._adam, self._clip_norm, self._on_nonfinite is NonFinite.SKIP)
         execution = Execution(
             torch_device=self._device,
             paced=self._mode is Mode.PACED,
             counting=Counting.SCHEDULED,
-            clip_norm=self._clip_norm,
-            skip_nonfinite=self._on_nonfinite is NonFinite.SKIP,
             threads={CPU: torch.get_num_threads()} if on_cuda else {GPU: self.threads},
             history=_HISTORY,
         )
-        session = self._held.session = Session(self._partition, schedule, self._loss, self._adam, execution)
+        session = self._held.session = Session(self._partition, schedule, recipe, execution)
         self._memories = (session.device, session.host)
         self._skipped = session.training.passes.skipped
         if self._loaded is not None:
@@ -352,7 +352,7 @@ class Trainer:
     def _changed_by(self, iteration: int) -> str:
         """Describe what a step with a non-finite loss or gradient has changed nevertheless, once it has ended."""
         training = self._running().training
-        updated = set(self._running().lanes.updated(iteration))
+        updated = set(self._running().lanes.progress.updated(iteration))
         # A delayed update takes the gradients of the step before; after a skipped step there are none.
         stale = set(filter(training.states.delays, updated))
         by_this = updated - stale if iteration not in training.passes.skipped else set()
@@ -521,7 +521,7 @@ class Trainer:
         except KeyboardInterrupt as error:
             held.worker.end(held.give_back)  # it may have come before the wait
             if session is not None:
-                error.add_note(session.lanes.state())
+                error.add_note(session.lanes.progress.state())
             raise
 
     def _do(self, job: Callable[[], T]) -> T:

@@ -19,8 +19,9 @@ from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, 
 from autohete.plan.rules import BlockingCopies, Slots, Window
 from autohete.policies import POLICIES
 from autohete.policies.checkpointing import with_checkpointing
-from autohete.runtime.lanes import LaneThreads
-from autohete.schedule import Lane, Schedule, SharedResource
+from autohete.runtime.settings import Execution
+from autohete.runtime.takeover import Ledgers
+from autohete.schedule import SharedResource
 from autohete.train.gpt import GPT
 from autohete.train.trainer import Trainer
 
@@ -175,8 +176,9 @@ def test_the_trainer_takes_members(argument: dict[str, typing.Any]) -> None:
 
 
 def test_arguments_that_are_members_are_checked() -> None:
-    """A clock of lanes, and a choice of checkpointing, are members."""
-    with pytest.raises(InputError, match="clock is 'emulated': give Clock"):
-        LaneThreads(Schedule((Lane("gpu"),), ()), print, "emulated")  # type: ignore[arg-type]
+    """How memory is counted, and a choice of checkpointing, are members."""
+    for value in (Execution, Ledgers):
+        with pytest.raises(InputError, match="counting is 'exact': give Counting"):
+            value(counting="exact")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"choice is 'none': give Checkpointing\.BEST"):
         with_checkpointing("none", lambda _: pytest.fail("planned"), None, lambda _: pytest.fail("judged"))  # type: ignore[arg-type]

@@ -15,7 +15,6 @@ from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.runtime.batch import Batch
-from autohete.runtime.losses import next_token_loss
 from autohete.runtime.torch_executor import TorchExecutor
 from autohete.simulate import judge_for
 from autohete.train.as_executed import as_executed
@@ -73,10 +72,10 @@ def test_profiles_and_executors_take_named_arguments() -> None:
     for given in ([(ids, t) for ids, t in batches()], [{"ids": ids, "targets": t} for ids, t in batches()]):
         profile = measured_profile_on(node, Named(), given[0])
         plan = as_executed(parse_policy("resident:checkpointing=full").plan(profile, judge_for(profile)), profile)
-        executor = TorchExecutor(Named(), iter(given), next_token_loss)
+        executor = TorchExecutor(Named(), iter(given))
         torch.manual_seed(2)
         executor.run(lower(profile, plan), 3)
-        losses.append(executor.losses)
+        losses.append(executor.result.losses)
     assert losses[0] == losses[1]
 
 

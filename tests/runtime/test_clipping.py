@@ -25,6 +25,7 @@ from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import partition
+from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Takeover
 from autohete.schedule import Edge, Kind, Lane, Schedule, Task, TaskId
 from autohete.simulate import judge_for
@@ -130,7 +131,7 @@ def test_schedule_and_norm_go_together(scheduled: float | None, clip_norm: float
     profile = profile_of(workload)
     model = model_for(workload)
     with pytest.raises(InputError, match=rf"clip_norm is {clip_norm}, but the schedule"):
-        Takeover(partition(model), lower(profile, everything_resident(profile)), next_token_loss, clip_norm=clip_norm)
+        Takeover(partition(model), lower(profile, everything_resident(profile)), Recipe(clip_norm=clip_norm))
     assert model(batches(workload, 1)[0][0]).isfinite().all()
 
 

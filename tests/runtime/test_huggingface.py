@@ -17,10 +17,10 @@ from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
-from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.probe import by_use
+from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Takeover
 from autohete.simulate import judge_for
 from autohete.train.trainer import Trainer
@@ -125,7 +125,7 @@ def test_evaluation_gives_the_models_own_logits(
     cut = by_use(partition(model.train()), ids)
     profile = profile_for(cut)
     schedule = lower(profile, parse_policy("stronghold:window=1").plan(profile, judge_for(profile)))
-    training = Takeover(cut, schedule, next_token_loss, poison=True)
+    training = Takeover(cut, schedule, Recipe(), poison=True)
     try:
         with training.evaluation.logits() as logits, mode():
             assert torch.equal(logits(ids), expected)

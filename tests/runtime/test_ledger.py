@@ -32,9 +32,9 @@ from autohete.lowering import lower
 from autohete.runtime import ledger
 from autohete.runtime.batch import Batch
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger, accounting
-from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
-from autohete.runtime.takeover import Takeover
+from autohete.runtime.settings import Execution, Recipe
+from autohete.runtime.takeover import Ledgers, Takeover
 from autohete.runtime.torch_executor import TorchExecutor
 from autohete.runtime.units import Memories
 from autohete.schedule import D2H, GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Kind, Schedule, parse_schedule
@@ -45,10 +45,13 @@ from autohete.train.as_executed import as_executed
 from autohete.train.machine import matrix_sizes
 from autohete.workload import Precision, Workload
 
+#: Device memory is counted as the schedule says.
+SCHEDULED = Execution(counting=Counting.SCHEDULED)
+
 
 def executed(workload: Workload, simulation: Simulation, iterations: int = 4) -> TorchExecutor:
     """The executor after a run within the schedule's own budgets."""
-    executor = TorchExecutor(model_for(workload), iter(batches(workload, iterations)), next_token_loss)
+    executor = TorchExecutor(model_for(workload), iter(batches(workload, iterations)))
     executor.run(simulation.schedule, iterations)
     return executor
 
@@ -124,10 +127,10 @@ def test_the_predicted_peaks_are_the_measured_ones(policy: str, precision: Preci
     workload = replace(MEDIUM, precision=precision)
     simulation = predicted(workload, policy)
     executor = executed(workload, simulation)
-    assert executor.device is not None
-    assert executor.host is not None
-    assert executor.device.peak_bytes == simulation.gpu.peak_bytes
-    assert executor.host.peak_bytes == simulation.host.peak_bytes
+    assert executor.result.device is not None
+    assert executor.result.host is not None
+    assert executor.result.device.peak_bytes == simulation.gpu.peak_bytes
+    assert executor.result.host.peak_bytes == simulation.host.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -137,8 +140,8 @@ def test_peaks_that_depend_on_time_are_near(policy: str) -> None:
     """Where it depends on time whether a copy has freed its source, the peaks are within 3 %."""
     simulation = predicted(MEDIUM, policy)
     executor = executed(MEDIUM, simulation)
-    assert executor.device is not None
-    assert executor.device.peak_bytes == pytest.approx(simulation.gpu.peak_bytes, rel=0.03)
+    assert executor.result.device is not None
+    assert executor.result.device.peak_bytes == pytest.approx(simulation.gpu.peak_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("memory", [GPU_MEMORY, HOST_MEMORY])
@@ -174,7 +177,7 @@ def test_a_schedule_that_may_need_more_is_refused() -> None:
     executed(MEDIUM, with_capacity(simulation, GPU_MEMORY, worst))
     lagging = "task F0 gpu 1 allocates=other.0:gpu:1\ntask AO0 d2h 1 after=F0 frees=other.0:gpu\n"
     text = f"autohete-schedule 2\nlane gpu fifo\nlane d2h fifo\nmemory gpu 9\nmemory host 9\n{lagging}"
-    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 1)), next_token_loss)
+    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 1)))
     with pytest.raises(ScheduleError, match="AO0 frees gpu memory, but no later allocation waits for it"):
         executor.run(parse_schedule(text), 1)
 
@@ -186,12 +189,12 @@ def test_a_lowered_budget_trains_or_raises_in_time(policy: str, share: float) ->
     simulation = predicted(MEDIUM, policy)
     capacity = max(1, int(share * simulation.gpu.peak_bytes))
     model = model_for(MEDIUM)
-    executor = TorchExecutor(model, iter(batches(MEDIUM, 3)), next_token_loss)
+    executor = TorchExecutor(model, iter(batches(MEDIUM, 3)))
     try:
         with patch("autohete.runtime.torch_executor._check_fits"):
             executor.run(with_capacity(simulation, GPU_MEMORY, capacity).schedule, 3)
-        assert executor.device is not None
-        assert executor.device.peak_bytes <= capacity
+        assert executor.result.device is not None
+        assert executor.result.device.peak_bytes <= capacity
     except DeviceOutOfMemoryError as error:
         event(f"full at {error.task[:1]}")
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
@@ -201,7 +204,7 @@ def test_a_lowered_budget_trains_or_raises_in_time(policy: str, share: float) ->
 def scheduled(workload: Workload, simulation: Simulation, iterations: int = 4) -> TorchExecutor:
     """The executor after a run that was counted by the schedule's sizes."""
     data = iter(batches(workload, iterations))
-    executor = TorchExecutor(model_for(workload), data, next_token_loss, counting=Counting.SCHEDULED)
+    executor = TorchExecutor(model_for(workload), data, None, SCHEDULED)
     executor.run(simulation.schedule, iterations)
     return executor
 
@@ -220,12 +223,12 @@ def test_counting_by_the_schedule_agrees(policy: str, tied: bool) -> None:
 
     with patch.object(ledger, "Accounting", Looking):
         executor = scheduled(workload, simulation)
-    assert executor.counting is Counting.SCHEDULED
+    assert executor.result.counting is Counting.SCHEDULED
     assert looked - {""} == {str(iteration) for iteration in range(ledger.CHECKED_ITERATIONS)}  # and before the first
-    assert executor.device is not None
+    assert executor.result.device is not None
     if policy in SETTLED:
-        assert executor.device.peak_bytes == simulation.gpu.peak_bytes
-    assert executor.device.used_bytes == 0, "a closed training holds nothing"
+        assert executor.result.device.peak_bytes == simulation.gpu.peak_bytes
+    assert executor.result.device.used_bytes == 0, "a closed training holds nothing"
 
 
 @pytest.mark.parametrize(
@@ -234,11 +237,11 @@ def test_counting_by_the_schedule_agrees(policy: str, tied: bool) -> None:
 def test_the_counted_peak_is_that_of_the_trace(policy: str) -> None:
     """Counted by the schedule's sizes, the peak is the one that the order of the trace gives, to the byte."""
     simulation = predicted(MEDIUM, policy)
-    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 6)), next_token_loss, counting=Counting.SCHEDULED)
+    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 6)), None, SCHEDULED)
     trace = executor.run(simulation.schedule, 6)
-    assert executor.counting is Counting.SCHEDULED
-    assert executor.device is not None
-    assert executor.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
+    assert executor.result.counting is Counting.SCHEDULED
+    assert executor.result.device is not None
+    assert executor.result.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
 
 
 @pytest.mark.slow
@@ -250,23 +253,23 @@ def test_the_counted_peak_of_any_plan_is_that_of_its_trace(data: st.DataObject) 
     plan = as_executed(data.draw(plans(profile)), profile)
     schedule = lower(profile, plan)
     assume(all(worst_case(schedule, memory.name).peak_bytes is not None for memory in schedule.memories))
-    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 3)), next_token_loss, counting=Counting.SCHEDULED)
+    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 3)), None, SCHEDULED)
     trace = executor.run(schedule, 3)
-    assert executor.counting is Counting.SCHEDULED
-    assert executor.device is not None
-    assert executor.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
+    assert executor.result.counting is Counting.SCHEDULED
+    assert executor.result.device is not None
+    assert executor.result.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
 
 
 def test_the_counted_peak_is_that_of_the_trace_whatever_the_clock() -> None:
     """The trace has the order in which the tasks began and ended, even if the clock ticks only every 10 ms and falls behind."""
     jumps = random.Random(0)
     simulation = predicted(MEDIUM, "autohete:priority=off")
-    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 3)), next_token_loss, counting=Counting.SCHEDULED)
-    with patch("autohete.runtime.lanes.time") as clock:
+    executor = TorchExecutor(model_for(MEDIUM), iter(batches(MEDIUM, 3)), None, SCHEDULED)
+    with patch("autohete.runtime.history.time") as clock:
         clock.perf_counter_ns = lambda: time.perf_counter_ns() // 10**7 * 10**7 - jumps.randrange(3) * 10**7
         trace = executor.run(simulation.schedule, 3)
-    assert executor.device is not None
-    assert executor.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
+    assert executor.result.device is not None
+    assert executor.result.device.peak_bytes == occupancy(trace, GPU_MEMORY).peak_bytes
     assert (trace.end_ns > trace.start_ns).all()
     assert len(np.unique([trace.start_ns, trace.end_ns])) == 2 * trace.start_ns.size
 
@@ -324,9 +327,9 @@ def test_sizes_that_are_too_small_are_found() -> None:
         for task in simulation.schedule.tasks
     )
     executor = scheduled(MEDIUM, replace(simulation, schedule=replace(simulation.schedule, tasks=tasks)))
-    assert executor.counting is Counting.EXACT
-    assert executor.device is not None
-    assert executor.device.peak_bytes == simulation.gpu.peak_bytes
+    assert executor.result.counting is Counting.EXACT
+    assert executor.result.device is not None
+    assert executor.result.device.peak_bytes == simulation.gpu.peak_bytes
 
 
 @pytest.mark.parametrize("policy", ["resident", "zero_offload", "stronghold:window=1"])
@@ -346,7 +349,11 @@ def test_one_byte_less_fails_before_the_task_acts(policy: str) -> None:
 def training_of(simulation: Simulation, ledger: Ledger, counting: Counting, *, poison: bool = False) -> Takeover:
     """The reference model's training, nothing done yet."""
     return Takeover(
-        partition(model_for(MEDIUM)), simulation.schedule, next_token_loss, device=ledger, counting=counting, poison=poison
+        partition(model_for(MEDIUM)),
+        simulation.schedule,
+        Recipe(),
+        Ledgers(device=ledger, counting=counting),
+        poison=poison,
     )
 
 
@@ -473,7 +480,7 @@ def test_a_gpus_budget_is_held_by_its_allocator() -> None:
         limit = patches.enter_context(patch.object(torch.cuda, "set_per_process_memory_fraction"))
         model = model_for(MEDIUM)
         there = sum(parameter.nbytes for parameter in model.parameters())
-        training = Takeover(partition(model), simulation.schedule, next_token_loss, device=memory)
+        training = Takeover(partition(model), simulation.schedule, Recipe(), Ledgers(device=memory))
         share = limit.call_args.args[0]
         assert share * 16 * gib == pytest.approx(3 * gib - there + 1.08 * 4 * gib + 64 * 2**20)
         refused = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
@@ -511,8 +518,8 @@ def test_memory_is_the_same_after_many_steps() -> None:
     used = []
     for iterations in (3, 30):
         executor = executed(MEDIUM, predicted(MEDIUM, "stronghold:window=1"), iterations)
-        assert executor.device is not None
-        used.append((executor.device.peak_bytes, executor.device.used_bytes))
+        assert executor.result.device is not None
+        used.append((executor.result.device.peak_bytes, executor.result.device.used_bytes))
     assert used[0] == used[1]
     assert used[0][1] == 0, "a closed training holds nothing"
 
@@ -527,7 +534,7 @@ def test_a_schedule_for_another_model_is_refused(transformer_blocks: int, messag
     workload = replace(MEDIUM, transformer_blocks=transformer_blocks)
     other = model_for(workload)
     with pytest.raises(ScheduleError, match=message):
-        TorchExecutor(other, iter(batches(MEDIUM, 1)), next_token_loss).run(simulation.schedule, 1)
+        TorchExecutor(other, iter(batches(MEDIUM, 1))).run(simulation.schedule, 1)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model_for(workload).parameters(), strict=True))
 
 

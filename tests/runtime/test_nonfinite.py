@@ -20,7 +20,6 @@ from support.small import CLIP_NORM, POLICIES, profile_of
 from torch import Tensor, nn
 
 from autohete.errors import NonFiniteGradientError
-from autohete.execution.trace import Clock
 from autohete.lowering import lower
 from autohete.plan import Plan
 from autohete.policies import parse_policy
@@ -30,6 +29,7 @@ from autohete.runtime.losses import next_token_loss
 from autohete.runtime.nonfinite import UpdateGate, first_not_finite, updates_wait_for_backward
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
+from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Takeover
 from autohete.schedule import Kind, Schedule, TaskId
 from autohete.simulate import judge_for
@@ -139,7 +139,7 @@ def planned(policy: str, precision: Precision) -> tuple[Plan, Schedule]:
 def train(training: Takeover, schedule: Schedule, steps: int) -> None:
     """So many steps."""
     torch.manual_seed(2)
-    with LaneThreads(schedule, training.actions.perform, Clock.MEASURED_CPU) as lanes:
+    with LaneThreads(schedule, training.actions.perform) as lanes:
         for step, (ids, targets) in enumerate(data(MEDIUM)[:steps]):
             training.passes.give(step, Batch(ids, targets))
             lanes.admit()
@@ -152,7 +152,7 @@ def test_infinite_gradients_change_no_block_that_has_them(policy: str, precision
     """The error names step, block and parameter, and the blocks that were updated before; all others are as before."""
     _, schedule = planned(policy, precision)
     model = _ExplodingGPT(replace(MEDIUM, precision=precision))
-    training = Takeover(partition(model), schedule, next_token_loss, poison=True)
+    training = Takeover(partition(model), schedule, Recipe(), poison=True)
     try:
         with pytest.raises(NonFiniteGradientError) as caught:
             train(training, schedule, STEPS)
@@ -196,7 +196,7 @@ def test_a_step_is_skipped_as_a_whole_or_not_at_all(policy: str, precision: Prec
     if replacing and plan.slots is None:  # also with gradients in the place of the parameters
         schedule = lower(profile_of(replace(MEDIUM, precision=precision)), with_gradients_replacing(plan))
     model = _ExplodingGPT(replace(MEDIUM, precision=precision))
-    training = Takeover(partition(model), schedule, next_token_loss, skip_nonfinite=True, poison=True)
+    training = Takeover(partition(model), schedule, Recipe(skip_nonfinite=True), poison=True)
     try:
         if not updates_wait_for_backward(schedule):
             with pytest.raises(NonFiniteGradientError):
@@ -219,7 +219,8 @@ def test_a_step_that_is_clipped_can_be_skipped(policy: str, precision: Precision
     schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
     assert updates_wait_for_backward(schedule)
     model = _ExplodingGPT(workload)
-    training = Takeover(partition(model), schedule, next_token_loss, clip_norm=CLIP_NORM, skip_nonfinite=True, poison=True)
+    recipe = Recipe(clip_norm=CLIP_NORM, skip_nonfinite=True)
+    training = Takeover(partition(model), schedule, recipe, poison=True)
     try:
         train(training, schedule, STEPS)
         assert list(training.passes.skipped) == [BAD_STEP]

@@ -39,6 +39,7 @@ from autohete.runtime.forward_pass import ForwardPass
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.runtime.probe import by_use, probe
+from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Takeover
 from autohete.schedule import Kind
 from autohete.train.measure import measure, workload_of
@@ -842,7 +843,7 @@ def test_what_is_not_the_blocks_own_stays_on_the_device(model: Callable[[], Net]
     profile = profile_for(cut)
     moving = UnitPlan(kept=Rest("host"))
     schedule = lower(profile, Plan("by hand", (UnitPlan(), moving, moving, moving, UnitPlan())))
-    training = Takeover(cut, schedule, next_token_loss, poison=True)
+    training = Takeover(cut, schedule, Recipe(), poison=True)
     torch.manual_seed(2)
     copied = []
     try:

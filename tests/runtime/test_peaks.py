@@ -18,10 +18,10 @@ from autohete.plan import Activations, Plan, UnitPlan
 from autohete.policies import parse_policy
 from autohete.runtime.batch import Batch
 from autohete.runtime.ledger import Ledger
-from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.runtime.probe import by_use
-from autohete.runtime.takeover import Takeover
+from autohete.runtime.settings import Recipe
+from autohete.runtime.takeover import Ledgers, Takeover
 from autohete.schedule import GPU_MEMORY, Schedule
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
@@ -40,7 +40,7 @@ def needs(
     """One task after another, in issue order: (task, bytes said and needed at its peak, bytes said and left after it)."""
     ledger = Ledger(GPU_MEMORY)
     cut = by_use(partition(model), batch[0])
-    training = Takeover(cut, schedule, next_token_loss, device=ledger, clip_norm=clip_norm)
+    training = Takeover(cut, schedule, Recipe(clip_norm=clip_norm), Ledgers(device=ledger))
     sizes = {b.id: b.size_bytes * (b.memory == GPU_MEMORY) for task in schedule.tasks for b in task.allocates}
     alive = {(b.id, 0): b.size_bytes for b in schedule.resident if b.memory == GPU_MEMORY}
     alive |= {(free.id, -1): sizes[free.id] for task in schedule.tasks for free in task.frees if free.back}

@@ -23,7 +23,7 @@ from autohete.execution.trace import Clock, check_trace
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.losses import next_token_loss
+from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.torch_executor import TorchExecutor
 from autohete.schedule import Schedule, Task, parse_schedule, parse_task_id
 from autohete.simulate import judge_for
@@ -44,7 +44,7 @@ def nothing(task: Task, iteration: int) -> None:
 def test_the_order_is_that_of_the_schedule(schedule: Schedule, iterations: int) -> None:
     """Each task runs once, after all its edges, no lane overlaps itself, fifo lanes keep their order."""
     ran: list[str] = []
-    with LaneThreads(schedule, lambda task, iteration: ran.append(task.id.at(iteration)), Clock.MEASURED_CPU) as lanes:
+    with LaneThreads(schedule, lambda task, iteration: ran.append(task.id.at(iteration))) as lanes:
         for _ in range(iterations):
             lanes.admit()
     assert len(set(ran)) == len(ran) == iterations * len(schedule.tasks)
@@ -55,7 +55,7 @@ def test_the_order_is_that_of_the_schedule(schedule: Schedule, iterations: int) 
 
 def test_late_admission_waits_for_nothing_that_is_over() -> None:
     """An iteration that is admitted when the one before has ended long ago runs all the same."""
-    with LaneThreads(RING, nothing, Clock.MEASURED_CPU) as lanes:
+    with LaneThreads(RING, nothing) as lanes:
         for iteration in range(3):
             assert lanes.admit() == iteration
             lanes.wait(parse_task_id("H0"), iteration)
@@ -70,7 +70,7 @@ def test_a_step_returns_before_its_tail() -> None:
         if str(task.id) == "U0":
             assert gate.wait(10)
 
-    with LaneThreads(RING, action, Clock.MEASURED_CPU) as lanes:
+    with LaneThreads(RING, action) as lanes:
         lanes.admit()
         lanes.wait(parse_task_id("F1"), 0)  # returns although U0 is still at work
         gate.set()
@@ -96,7 +96,7 @@ def test_a_failure_reaches_the_caller_with_its_name(task: str, state: str) -> No
         if performed.id.at(iteration) == f"{task}@1":
             raise ValueError("no such luck")
 
-    lanes = LaneThreads(RING, action, Clock.MEASURED_CPU)
+    lanes = LaneThreads(RING, action)
     begin = time.perf_counter()
     said = re.escape(f"{task}@1 failed: ValueError: no such luck. {state}")
     with pytest.raises(TaskError, match=f"^{said}$") as caught, lanes:
@@ -139,14 +139,14 @@ def test_tasks_of_earlier_iterations_end_before_a_failure_is_told(also_fails: bo
     )
     with (
         pytest.raises(TaskError, match=f"^{re.escape(f'F0@1 failed: ValueError: the first{state}')}$"),
-        LaneThreads(OVERLAPPING, action, Clock.MEASURED_CPU) as lanes,
+        LaneThreads(OVERLAPPING, action) as lanes,
     ):
         for _ in range(3):
             lanes.admit()
         lanes.drain()
     assert ran == ["F0@0", "F1@0", "U1@0", *["U0@0"] * (not also_fails)]
-    assert lanes.updated(0) == [0, 1]
-    assert lanes.updated(1) == []
+    assert lanes.progress.updated(0) == [0, 1]
+    assert lanes.progress.updated(1) == []
 
 
 @settings(max_examples=50)
@@ -163,7 +163,7 @@ def test_any_failure_leaves_earlier_iterations_complete(schedule: Schedule, iter
         if ran[-1] in names:
             raise ValueError
 
-    with pytest.raises(TaskError) as caught, LaneThreads(schedule, action, Clock.MEASURED_CPU) as lanes:
+    with pytest.raises(TaskError) as caught, LaneThreads(schedule, action) as lanes:
         for _ in range(iterations):
             lanes.admit()
     assert lanes_alive() == []
@@ -181,7 +181,7 @@ def test_an_error_of_the_caller_completes_what_was_admitted() -> None:
         time.sleep(0.01)
         ran.append(task)
 
-    with pytest.raises(KeyError), LaneThreads(RING, action, Clock.MEASURED_CPU) as lanes:
+    with pytest.raises(KeyError), LaneThreads(RING, action) as lanes:
         lanes.admit()
         lanes.admit()
         raise KeyError
@@ -196,7 +196,7 @@ def test_a_failure_that_was_not_told_is_a_note_on_the_callers_error() -> None:
         if str(task.id) == "U0":
             raise ValueError("no such luck")
 
-    with pytest.raises(KeyError) as caught, LaneThreads(RING, action, Clock.MEASURED_CPU) as lanes:
+    with pytest.raises(KeyError) as caught, LaneThreads(RING, action) as lanes:
         lanes.admit()
         raise KeyError
     (note,) = caught.value.__notes__
@@ -213,7 +213,7 @@ def test_an_interrupt_of_closing_abandons_what_was_admitted() -> None:
         time.sleep(0.02)
         ran.append(task.id.at(iteration))
 
-    with pytest.raises(KeyboardInterrupt) as caught, LaneThreads(RING, action, Clock.MEASURED_CPU) as lanes:
+    with pytest.raises(KeyboardInterrupt) as caught, LaneThreads(RING, action) as lanes:
         for _ in range(100):
             lanes.admit()
         raise KeyboardInterrupt  # the first one
@@ -224,24 +224,30 @@ def test_an_interrupt_of_closing_abandons_what_was_admitted() -> None:
     assert "U0@3" not in ran
 
 
-@pytest.mark.parametrize("where", ["_complete", "_next", "_share", "_sleep_until", "_around", "set_num_threads"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *(f"lane_run.LaneRun.{name}" for name in ("complete", "next")),
+        *(f"pacing.Pace.{name}" for name in ("_share", "_sleep_until")),
+        "lanes.torch.set_num_threads",
+        "around",
+    ],
+)
 def test_no_fault_of_a_lane_is_a_hang(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception in a lane's own bookkeeping reaches the caller as a task's does, and ends all threads."""
 
     def broken(*_: object) -> NoReturn:
         raise ArithmeticError("broken")
 
-    if where == "set_num_threads":
-        monkeypatch.setattr("autohete.runtime.lanes.torch.set_num_threads", broken)
-    elif where != "_around":
-        monkeypatch.setattr(LaneThreads, where, broken)
+    if where != "around":
+        monkeypatch.setattr(f"autohete.runtime.{where}", broken)
     shared = parse_schedule(f"{RING}flow h2d 1.0 1.0\nflow d2h 1.0 1.0\nshare dram 1.0 h2d,d2h\n")
-    schedule = shared if where == "_share" else RING
-    around = broken if where == "_around" else nullcontext
+    schedule = shared if where.endswith("_share") else RING
+    around = broken if where == "around" else nullcontext
     begin = time.perf_counter()
     with (
         pytest.raises(TaskError, match=r"^lane \w+ failed: ArithmeticError: broken") as caught,
-        LaneThreads(schedule, nothing, Clock.EMULATED, paced=True, around=around) as lanes,
+        LaneThreads(schedule, nothing, Execution(paced=True), around=around) as lanes,
     ):
         for _ in range(3):
             lanes.admit()
@@ -262,7 +268,7 @@ def test_a_system_without_threads_is_an_error_that_leaves_none(monkeypatch: pyte
     monkeypatch.setattr(threading.Thread, "start", limited)
     before = sys.getswitchinterval()
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        LaneThreads(RING, nothing, Clock.MEASURED_CPU)
+        LaneThreads(RING, nothing)
     assert lanes_alive() == []
     assert sys.getswitchinterval() == before
 
@@ -270,7 +276,7 @@ def test_a_system_without_threads_is_an_error_that_leaves_none(monkeypatch: pyte
 def test_the_switch_interval_is_restored_by_the_last_lanes() -> None:
     """Lanes that overlap leave Python's switch interval as the first of them has found it."""
     before = sys.getswitchinterval()
-    first, second = (LaneThreads(RING, nothing, Clock.MEASURED_CPU) for _ in range(2))
+    first, second = (LaneThreads(RING, nothing) for _ in range(2))
     first.close()
     assert sys.getswitchinterval() < before
     first.close()
@@ -280,7 +286,7 @@ def test_the_switch_interval_is_restored_by_the_last_lanes() -> None:
 
 def test_closed_lanes_take_nothing() -> None:
     """Admitting and waiting after the end are refused."""
-    with LaneThreads(RING, nothing, Clock.MEASURED_CPU) as lanes:
+    with LaneThreads(RING, nothing) as lanes:
         lanes.admit()
     with pytest.raises(InputError, match="the lanes are closed: create new ones"):
         lanes.admit()
@@ -302,7 +308,7 @@ def test_closed_lanes_take_nothing() -> None:
 def test_arguments_of_lanes_are_checked(argument: dict[str, Any], message: str) -> None:
     """Switches and counts are no strings that are merely true, and a refusal starts no thread."""
     with pytest.raises(InputError, match=message):
-        LaneThreads(RING, nothing, Clock.MEASURED_CPU, **argument)
+        LaneThreads(RING, nothing, Execution(**argument))
     assert lanes_alive() == []
 
 
@@ -314,8 +320,8 @@ def test_arguments_of_lanes_are_checked(argument: dict[str, Any], message: str) 
 def test_arguments_of_the_executor_are_checked(argument: dict[str, Any], message: str) -> None:
     """Its switches are True or False, and it runs a whole number of iterations."""
     with pytest.raises(InputError, match=message):
-        TorchExecutor(model_for(SMALL), iter(()), next_token_loss, **argument)
-    executor = TorchExecutor(model_for(SMALL), iter(()), next_token_loss)
+        TorchExecutor(model_for(SMALL), iter(()), Recipe(), Execution(**argument))
+    executor = TorchExecutor(model_for(SMALL), iter(()))
     for iterations in (0, True, 1.0):
         with pytest.raises(InputError, match=f"iterations is {iterations}: give "):
             executor.run(RING, iterations)  # type: ignore[arg-type]
@@ -325,7 +331,7 @@ def test_an_invalid_schedule_starts_no_thread() -> None:
     """What cannot be executed is refused before any lane exists."""
     broken = parse_schedule("autohete-schedule 2\nlane gpu fifo\ntask F0 gpu 1 after=F1\ntask F1 gpu 1 after=F0\n")
     with pytest.raises(ScheduleError, match="cycle"):
-        LaneThreads(broken, nothing, Clock.MEASURED_CPU)
+        LaneThreads(broken, nothing)
     assert lanes_alive() == []
 
 
@@ -334,7 +340,7 @@ def test_paced_tasks_end_no_earlier_than_planned() -> None:
     slow = parse_schedule(
         "autohete-schedule 2\nlane gpu fifo\nlane cpu fifo\ntask F0 gpu 2000000 after=U0@-1\ntask U0 cpu 3000000 after=F0\n"
     )
-    with LaneThreads(slow, nothing, Clock.EMULATED, paced=True) as lanes:
+    with LaneThreads(slow, nothing, Execution(paced=True)) as lanes:
         for _ in range(10):
             lanes.admit()
     assert lanes.trace().makespan_seconds >= 10 * 0.005
@@ -348,7 +354,7 @@ def test_a_paced_task_that_takes_too_long_is_told_with_how_much() -> None:
     def work(task: Task, iteration: int) -> None:
         time.sleep(0.06 if iteration == 1 else 0)
 
-    with LaneThreads(slow, work, Clock.EMULATED, paced=True) as lanes:
+    with LaneThreads(slow, work, Execution(paced=True)) as lanes:
         for _ in range(3):
             lanes.admit()
     assert lanes.late["F0@1"] >= 40_000_000
@@ -359,12 +365,12 @@ def test_the_executor_trains() -> None:
     """Behind the seam of both executors stands the same training, to the bit."""
     profile = profile_of(SMALL)
     schedule = lower(profile, parse_policy("zero_offload").plan(profile, judge_for(profile)))
-    executor = TorchExecutor(model_for(SMALL), iter(batches(SMALL, 3)), next_token_loss)
+    executor = TorchExecutor(model_for(SMALL), iter(batches(SMALL, 3)))
     torch.manual_seed(2)
     trace = executor.run(schedule, 3)
     plain = train_plainly(SMALL, 3)
-    assert executor.losses == plain.losses
-    assert all(torch.equal(a, b) for a, b in zip(executor.parameters, plain.parameters, strict=True))
+    assert executor.result.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(executor.result.parameters, plain.parameters, strict=True))
     assert trace.clock is Clock.MEASURED_CPU
     assert check_trace(trace) == []
 
@@ -374,5 +380,5 @@ def test_too_few_batches_are_refused() -> None:
     profile = profile_of(SMALL)
     schedule = lower(profile, parse_policy("resident").plan(profile, judge_for(profile)))
     with pytest.raises(InputError, match="3 iterations need 3 batches, but there are 1"):
-        TorchExecutor(model_for(SMALL), iter(batches(SMALL, 1)), next_token_loss).run(schedule, 3)
+        TorchExecutor(model_for(SMALL), iter(batches(SMALL, 1))).run(schedule, 3)
     assert lanes_alive() == []

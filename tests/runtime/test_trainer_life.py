@@ -325,7 +325,7 @@ def test_a_model_has_one_trainer(around: Callable[[nn.Module], nn.Module]) -> No
         for attempt in (
             lambda: Trainer(other, policy="resident").step(batch),
             lambda: measured_profile_on(load_hardware("a100-40gb-epyc7713"), other, batch),
-            lambda: TorchExecutor(other, iter([batch]), next_token_loss).run(trainer.prediction.schedule, 1),  # type: ignore[union-attr]
+            lambda: TorchExecutor(other, iter([batch])).run(trainer.prediction.schedule, 1),  # type: ignore[union-attr]
         ):
             with pytest.raises(InputError, match=r"is already being trained, or shares \S+ with a model that is: close that"):
                 attempt()

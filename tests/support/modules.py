@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autohete.execution.trace import Clock
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
@@ -22,7 +21,8 @@ from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition, partition
 from autohete.runtime.probe import by_use
-from autohete.runtime.takeover import Takeover
+from autohete.runtime.settings import Recipe
+from autohete.runtime.takeover import Ledgers, Takeover
 from autohete.simulate import judge_for
 from autohete.train.as_executed import as_executed
 from autohete.train.measure import workload_of
@@ -86,10 +86,10 @@ def train_by_policy(model: nn.Module, policy: str, profile: Profile | None = Non
         profile = profile_for(cut)
     schedule = lower(profile, as_executed(parse_policy(policy).plan(profile, judge_for(profile)), profile))
     device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories)
-    training = Takeover(cut, schedule, next_token_loss, device=device, host=host, poison=True)
+    training = Takeover(cut, schedule, Recipe(), Ledgers(device=device, host=host), poison=True)
     torch.manual_seed(2)
     try:
-        with LaneThreads(schedule, training.actions.perform, Clock.MEASURED_CPU) as lanes:
+        with LaneThreads(schedule, training.actions.perform) as lanes:
             for step, batch in enumerate(batches()):
                 training.passes.give(step, Batch(*batch))
                 lanes.admit()

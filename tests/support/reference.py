@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from autohete.execution.trace import Clock, Trace
+from autohete.execution.trace import Trace
 from autohete.runtime.batch import Batch
 from autohete.runtime.lanes import Action, LaneThreads
 from autohete.runtime.ledger import Ledger
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
-from autohete.runtime.takeover import Takeover
+from autohete.runtime.settings import Recipe
+from autohete.runtime.takeover import Ledgers, Takeover
 from autohete.schedule import Schedule, Task
 from autohete.train.gpt import BLOCKS, GPT, seeded_gpt
 from autohete.workload import Precision, Workload
@@ -127,12 +128,11 @@ def train_by_schedule(
     """The same training as ``schedule`` says, in lane threads; ``around`` wraps the action of each task."""
     device, host = (Ledger(memory.name, memory.capacity_bytes) for memory in schedule.memories[:2])
     model = model_for(workload)
-    training = Takeover(
-        partition(model, BLOCKS), schedule, next_token_loss, device=device, host=host, clip_norm=workload.clip_norm, poison=True
-    )
+    recipe = Recipe(clip_norm=workload.clip_norm)
+    training = Takeover(partition(model, BLOCKS), schedule, recipe, Ledgers(device=device, host=host), poison=True)
     torch.manual_seed(2)
     try:
-        with LaneThreads(schedule, around(training.actions.perform), Clock.MEASURED_CPU) as lanes:
+        with LaneThreads(schedule, around(training.actions.perform)) as lanes:
             drawn = iter(batches(workload, steps * workload.micro_batches))
             for step in range(steps):
                 training.passes.give(step, *(Batch(*pair) for pair in itertools.islice(drawn, workload.micro_batches)))

@@ -1,0 +1,72 @@
+"""How a schedule trains a model: what a step computes, and how the tasks are executed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from autohete.errors import check_fields, check_whole
+from autohete.execution.trace import Clock
+from autohete.runtime.batch import Loss
+from autohete.runtime.ledger import Counting
+from autohete.runtime.losses import next_token_loss
+from autohete.runtime.optimizer import Adam
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a training step computes.
+
+    Args:
+        loss: function of logits and targets.
+        adam: optimizer settings.
+        clip_norm: the maximum global norm of the gradients, if the schedule clips them, as in
+            ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.
+        skip_nonfinite: skip iterations with non-finite gradients, if the schedule allows it; otherwise they raise
+            :class:`~autohete.errors.NonFiniteGradientError`.
+    """
+
+    loss: Loss = next_token_loss
+    adam: Adam = field(default_factory=Adam)
+    clip_norm: float | None = None
+    skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a schedule is executed.
+
+    Args:
+        torch_device: the device of the passes; the CPU stands in for it if there is no GPU.
+        paced: make every task last as long as in the schedule; otherwise tasks run as fast as the device allows.
+        budget: enforce the memories' capacities; otherwise they are ignored.
+        counting: how device memory is counted.
+        threads: number of torch threads in a lane, by its name; one in every other lane.
+        history: minimum number of iterations whose times are kept; None: all.
+    """
+
+    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    paced: bool = False
+    budget: bool = True
+    counting: Counting = Counting.EXACT
+    threads: Mapping[str, int] = field(default_factory=dict)
+    history: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, number in self.threads.items():
+            check_whole(f"threads of lane {name}", number, 1)
+        if self.history is not None:
+            check_whole("history", self.history, 1)
+
+    @property
+    def clock(self) -> Clock:
+        """Clock of its traces."""
+        if self.torch_device.type == "cuda":
+            return Clock.MEASURED_CUDA
+        return Clock.EMULATED if self.paced else Clock.MEASURED_CPU
