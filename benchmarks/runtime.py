@@ -37,7 +37,7 @@ from autohete.simulate import judge_for, safety, simulate_plan
 from autohete.train.as_executed import as_executed, everything_resident
 from autohete.train.gpt import GPT, GPTBlock
 from autohete.train.machine import forget_cache
-from autohete.train.trainer import measured_profile_on
+from autohete.train.measured import measured_profile_on
 from autohete.workload import Precision, Workload
 
 #: Blocks take 20 ms forward and 30 ms backward here.

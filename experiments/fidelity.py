@@ -55,7 +55,7 @@ from autohete.runtime.torch_executor import TorchExecutor
 from autohete.simulate import Simulation, judge_for, safety, simulate_plan, simulate_schedule
 from autohete.train.as_executed import as_executed, everything_resident
 from autohete.train.gpt import GPT
-from autohete.train.trainer import measured_hardware, measured_profile_on
+from autohete.train.measured import measured_hardware, measured_profile_on
 from autohete.workload import Precision, Workload
 from experiments.shared import csv_text
 

@@ -65,7 +65,7 @@ from autohete.simulate import judge_for, simulate_plan
 from autohete.train.as_executed import as_executed
 from autohete.train.gpt import GPT, seeded_gpt
 from autohete.train.machine import versions
-from autohete.train.trainer import measured_hardware, measured_profile_on
+from autohete.train.measured import measured_hardware, measured_profile_on
 from autohete.workload import Precision, Workload
 from experiments.fidelity import with_budget
 

@@ -9,26 +9,29 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from autohete.errors import InputError, check_fields, check_whole
+from autohete.cli.text_options import TextModel, TextTraining, TimelineFiles
+from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.profile.profile_file import read_profile, write_profile
 from autohete.quantities import format_bytes, format_seconds, parse_quantity
 from autohete.report.tables import console, print_text, table, units_text
 from autohete.report.terminal import print_iteration
-from autohete.workload import Precision, Units, Workload
+from autohete.workload import Workload
 
 if TYPE_CHECKING:
     from autohete.execution.trace import Trace
     from autohete.train.gpt import GPT
     from autohete.train.text_data import TextData
     from autohete.train.trainer import Trainer
+
+    _Built: TypeAlias = tuple[GPT, TextData, Workload]
 
 #: Interval between updates of the displayed lane utilization.
 _REFRESH_SECONDS = 0.5
@@ -37,89 +40,33 @@ _MOST_VALIDATION_BATCHES = 8
 _TRAINED, _HELD, _MEASURED = 16, 4, 8
 
 
-@dataclass(frozen=True, slots=True)
-class TextModel:
-    """A GPT and the text to train it on.
+def _built(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_batches: int = 1) -> _Built:
+    """Build the model with fresh weights, its data and its shape.
 
     Args:
-        hidden, blocks, heads, sequence_length, batch_size: shape of the model and of a micro-batch.
-        precision: precision of parameters and passes.
-        dropout: dropout probability.
-        data: text file or folder; None: the standard library's source.
-        tokenizer: ``byte``, or the vocabulary size of a tokenizer to train on the text.
+        options: shape and text.
+        bytes_per_parameter: bytes of this machine's memory that each parameter will take.
         seed: seed of weights, batches and dropout.
         micro_batches: number of micro-batches in a step.
-        units: blocks, or attention and MLP of each block separately.
+
+    Raises:
+        InputError: the shape, the text or the tokenizer is invalid, or the model is too large for this machine.
     """
+    options.check()
+    from autohete.train.gpt import seeded_gpt
+    from autohete.train.text_data import ByteTokenizer, TextData, Tokenizer, read_text, train_tokenizer
 
-    hidden: int
-    blocks: int
-    heads: int
-    sequence_length: int
-    batch_size: int
-    precision: Precision
-    dropout: float
-    data: str | None
-    tokenizer: str
-    seed: int
-    micro_batches: int = 1
-    units: Units = Units.BLOCK
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def check(self) -> None:
-        """Check the values that do not depend on the text, before anything slow.
-
-        Raises:
-            InputError: a value is out of range.
-        """
-        self._workload(1)
-        check_whole("micro_batches", self.micro_batches, 1)
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout is {self.dropout}: it must be at least 0 and less than 1")
-        if not 0 <= self.seed < 2**64:
-            raise InputError(f"seed is {self.seed}: it must be a whole number from 0 to 2^64 - 1")
-        if self.tokenizer != "byte" and not (self.tokenizer.isdecimal() and len(self.tokenizer) < 10):
-            raise InputError(f"tokenizer {self.tokenizer!r}: write byte, or a vocabulary size such as 4096 to train one")
-
-    def build(self, bytes_per_parameter: int) -> tuple[GPT, TextData, Workload]:
-        """Build the model with fresh weights, its data and its shape.
-
-        Args:
-            bytes_per_parameter: bytes of this machine's memory that each parameter will take.
-
-        Raises:
-            InputError: the shape, the text or the tokenizer is invalid, or the model is too large for this machine.
-        """
-        self.check()
-        from autohete.train.gpt import seeded_gpt
-        from autohete.train.text_data import ByteTokenizer, TextData, Tokenizer, read_text, train_tokenizer
-
-        text = read_text(self.data)
-        tokenizer: Tokenizer = ByteTokenizer() if self.tokenizer == "byte" else train_tokenizer(text, int(self.tokenizer))
-        workload = self._workload(tokenizer.vocabulary_size)
-        needed, there = bytes_per_parameter * workload.parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > there:
-            raise InputError(
-                f"{workload.parameters:,} parameters need {format_bytes(needed)} of memory, this machine has "
-                f"{format_bytes(there)}: choose a smaller model"
-            )
-        data = TextData(text, tokenizer, self.sequence_length, self.batch_size * self.micro_batches, seed=self.seed)
-        return seeded_gpt(workload, self.dropout, self.seed), data, workload
-
-    def _workload(self, vocabulary_size: int) -> Workload:
-        return Workload(
-            f"gpt-{self.blocks}x{self.hidden}",
-            self.hidden,
-            self.blocks,
-            self.heads,
-            vocabulary_size=vocabulary_size,
-            sequence_length=self.sequence_length,
-            batch_size=self.batch_size,
-            precision=self.precision,
-            units=self.units,
+    text = read_text(options.data)
+    tokenizer: Tokenizer = ByteTokenizer() if options.tokenizer == "byte" else train_tokenizer(text, int(options.tokenizer))
+    workload = options.workload(tokenizer.vocabulary_size)
+    needed, there = bytes_per_parameter * workload.parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise InputError(
+            f"{workload.parameters:,} parameters need {format_bytes(needed)} of memory, this machine has "
+            f"{format_bytes(there)}: choose a smaller model"
         )
+    data = TextData(text, tokenizer, options.sequence_length, options.batch_size * micro_batches, seed=seed)
+    return seeded_gpt(workload, options.dropout, seed), data, workload
 
 
 @contextmanager
@@ -135,35 +82,12 @@ def _memory_told() -> Iterator[None]:
 
 
 @_memory_told()
-def train(
-    text_model: TextModel,
-    *,
-    policy: str,
-    device: str,
-    gpu_memory: str,
-    host_memory: str | None,
-    pinned_memory: str | None,
-    steps: int,
-    lr: float,
-    clip_norm: float | None,
-    mode: str,
-    hardware: str | None,
-    profile: str | None,
-    skip_nonfinite: bool,
-    trace: str | None,
-    predicted_trace: str | None,
-    gantt: str | None,
-) -> None:
+def train(options: TextModel, training: TextTraining, files: TimelineFiles) -> None:
     """Train, show the progress, and compare the prediction with the measurement."""
-    if steps < 1:
-        raise InputError(f"steps is {steps}: train at least 1")
-    if not 0 < lr < math.inf:
-        raise InputError(f"lr is {lr}: it must be positive and finite, such as 1e-3")
-    if hardware is not None and profile is not None:
-        raise InputError("a profile includes its hardware: leave out --hardware, or leave out --profile")
-    trainer_hardware = load_hardware(hardware) if hardware is not None else None
-    measured_profile = read_profile(profile) if profile is not None else None
-    text_model.check()
+    training.check()
+    hardware = load_hardware(training.hardware) if training.hardware is not None else None
+    measured_profile = read_profile(training.profile) if training.profile is not None else None
+    options.check()
     from autohete.runtime.optimizer import Adam
     from autohete.train.gpt import BLOCKS, GPT
     from autohete.train.trainer import Mode, NonFinite, Trainer
@@ -171,34 +95,35 @@ def train(
     def trainer_of(model: GPT) -> Trainer:
         return Trainer(
             model,
-            policy=policy,
+            policy=training.policy,
             blocks=BLOCKS,
-            gpu_memory=gpu_memory,
-            host_memory=host_memory,
-            pinned_memory=pinned_memory,
-            adam=Adam(lr=lr),
-            device=device,
-            mode=Mode(mode),
-            hardware=trainer_hardware,
+            gpu_memory=training.gpu_memory,
+            host_memory=training.host_memory,
+            pinned_memory=training.pinned_memory,
+            adam=Adam(lr=training.lr),
+            device=training.device,
+            mode=Mode(training.mode),
+            hardware=hardware,
             profile=measured_profile,
-            on_nonfinite=NonFinite.SKIP if skip_nonfinite else NonFinite.STOP,
-            clip_norm=clip_norm,
-            micro_batches=text_model.micro_batches,
+            on_nonfinite=NonFinite.SKIP if training.skip_nonfinite else NonFinite.STOP,
+            clip_norm=training.clip_norm,
+            micro_batches=training.micro_batches,
         )
 
     # Run the Trainer's checks on the smallest model first, before the text is read.
     trainer_of(GPT(Workload("smallest", 1, 1, 1, vocabulary_size=1, sequence_length=1, batch_size=1)))
-    model, data, workload = text_model.build(_TRAINED if device == "emulated" else _HELD)
+    held = _TRAINED if training.device == "emulated" else _HELD
+    model, data, workload = _built(options, held, training.seed, training.micro_batches)
     if measured_profile is not None:
         _check_same(measured_profile.workload, workload)
     out = console()
-    batches, tokens = data.train(), workload.tokens * text_model.micro_batches
+    batches, tokens, steps = data.train(), workload.tokens * training.micro_batches, training.steps
     with trainer_of(model) as trainer:
         first = next(batches)
         begin = time.perf_counter()
         prediction = trainer.prepare(first)
         prepared = time.perf_counter() - begin
-        times = f"{text_model.micro_batches} x " if text_model.micro_batches > 1 else ""
+        times = f"{training.micro_batches} x " if training.micro_batches > 1 else ""
         print_text(
             out,
             f"{workload.name}: {workload.parameters / 1e6:.1f} M parameters, batch {times}{workload.batch_size} x "
@@ -221,7 +146,7 @@ def train(
         validation = _validation(trainer, data, workload.batch_size)
         _print_end(out, trainer, losses, validation, steps * tokens / seconds)
         print_iteration(out, measured, max(0, min(measured.steady().first, measured.iterations - 2)))
-        _write_files(out, trainer, measured, workload, trace, predicted_trace, gantt)
+        _write_files(out, trainer, measured, workload, files)
 
 
 def _check_same(measured: Workload, trained: Workload) -> None:
@@ -299,9 +224,7 @@ def _write_files(
     trainer: Trainer,
     measured: Trace,
     workload: Workload,
-    trace: str | None,
-    predicted_trace: str | None,
-    gantt: str | None,
+    files: TimelineFiles,
 ) -> None:
     from autohete.analysis.occupancy import occupancy
     from autohete.report.gantt import two_row_figure
@@ -310,30 +233,30 @@ def _write_files(
     from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
     assert trainer.prediction is not None
-    for path, timeline in ((trace, measured), (predicted_trace, trainer.prediction.trace)):
+    for path, timeline in ((files.trace, measured), (files.predicted_trace, trainer.prediction.trace)):
         if path is not None:
             write_perfetto(path, timeline, [occupancy(timeline, memory) for memory in (GPU_MEMORY, HOST_MEMORY)])
             print_text(out, f"written: {path}")
-    if gantt is not None:
+    if files.gantt is not None:
         predicted = trainer.prediction.trace
         iteration = min(predicted.iterations, measured.iterations) - 2
         title = f"{workload.name}: {trainer.prediction.plan.policy}"
-        save_figure(two_row_figure(predicted, measured, max(iteration, 0), title), gantt)
-        print_text(out, f"written: {gantt}")
+        save_figure(two_row_figure(predicted, measured, max(iteration, 0), title), files.gantt)
+        print_text(out, f"written: {files.gantt}")
 
 
 @_memory_told()
-def profile(text_model: TextModel, *, device: str, gpu_memory: str | None, path: str, quick: bool) -> None:
+def profile(options: TextModel, path: str, device: str, gpu_memory: str | None, *, quick: bool) -> None:
     """Measure the machine and one block of each kind, show both, and write the file."""
     size = None if gpu_memory is None else round(parse_quantity(gpu_memory, "bytes"))
-    text_model.check()
+    options.check()
     from autohete.train.gpt import BLOCKS
-    from autohete.train.trainer import measured_profile
+    from autohete.train.machine import versions
+    from autohete.train.measured import measured_machine, measured_profile
 
-    model, data, workload = text_model.build(_MEASURED)
-    result, document, measured = measured_profile(
-        model, next(data.train()), device, size, workload.name, quick=quick, blocks=BLOCKS
-    )
+    model, data, workload = _built(options, _MEASURED)
+    machine, measured = measured_machine(device, size, quick=quick), versions()
+    result, document = measured_profile(machine, model, next(data.train()), device, workload.name, blocks=BLOCKS)
     write_profile(path, result, document, measured)
     out = console()
     print_text(out, f"{measured['machine']}; {measured['versions']}; {measured['date']}")

@@ -1,31 +1,62 @@
-"""Checks of a Trainer's arguments; each error says what to give instead."""
+"""Checks and conversions of a Trainer's arguments; each error says what to give instead."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import nn
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware
+from autohete.plan.policy import Policy
+from autohete.policies import parse_policy
 from autohete.profile import Profile
+from autohete.quantities import parse_quantity
 from autohete.runtime.optimizer import Adam
+from autohete.runtime.settings import Recipe
+from autohete.workload import check_clip_norm
 from autohete.workload.training import FULL
 
 
-def check_arguments(
-    model: object, policy: object, loss: object, adam: object, units: object, device: object, hardware: object, profile: object
-) -> None:
-    """Check the types of a Trainer's arguments.
+def check_model(model: object) -> None:
+    """Check that there is something to train.
 
     Raises:
-        InputError: names the argument and what to give.
+        InputError: says what to give.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is {_named(model)}: give an nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(f"{type(model).__name__} has no parameters that need gradients: there is nothing to train")
-    if not isinstance(policy, str) and (isinstance(policy, type) or not callable(getattr(policy, "plan", None))):
-        raise InputError(f"policy is {_named(policy)}: give a name such as 'autohete', or an object with a method plan")
+
+
+def policy_of(given: object) -> Policy:
+    """Return the policy that a user gives as text, such as ``stronghold:window=2``, or as an object.
+
+    Raises:
+        InputError: it is not a policy.
+    """
+    if isinstance(given, str):
+        return parse_policy(given)
+    if isinstance(given, type) or not callable(getattr(given, "plan", None)):
+        raise InputError(f"policy is {_named(given)}: give a name such as 'autohete', or an object with a method plan")
+    return cast(Policy, given)
+
+
+def recipe_of(loss: object, adam: object, clip_norm: float | None, *, skips: bool) -> Recipe:
+    """Return what a step computes.
+
+    Args:
+        loss: function of logits and targets.
+        adam: optimizer settings; None: the defaults.
+        clip_norm: maximum global norm of the gradients; None: they are not clipped.
+        skips: whether to skip steps whose loss or gradients are not finite.
+
+    Raises:
+        InputError: names the argument and what to give.
+    """
+    check_clip_norm(clip_norm)
     if not callable(loss):
         raise InputError(f"loss is {_named(loss)}: give a function of logits and targets, such as next_token_loss")
     if adam is not None and not isinstance(adam, Adam):
@@ -33,12 +64,35 @@ def check_arguments(
             f"adam is {_named(adam)}: give its settings, such as autohete.runtime.optimizer.Adam(lr=1e-3). AdamW is "
             "the only optimizer, and set_learning_rate changes its rate between steps"
         )
-    if units is not None and not isinstance(units, str):
-        raise InputError(f"blocks is {_named(units)}: give the name of the block list as text, such as 'transformer.h'")
-    if not isinstance(device, str):
-        raise InputError(f"device is {device!r}: give the text 'emulated' or 'cuda'")
+    return Recipe(loss, adam or Adam(), clip_norm, skips)
+
+
+def check_blocks(name: object) -> None:
+    """Check the name of a block list; None: it is found.
+
+    Raises:
+        InputError: says what to give.
+    """
+    if name is not None and not isinstance(name, str):
+        raise InputError(f"blocks is {_named(name)}: give the name of the block list as text, such as 'transformer.h'")
+
+
+def check_hardware(hardware: object) -> None:
+    """Check that a hardware is one, or None.
+
+    Raises:
+        InputError: says what to give.
+    """
     if hardware is not None and not isinstance(hardware, Hardware):
         raise InputError(f"hardware is {_named(hardware)}: give a Hardware, such as load_hardware('v100-32gb-dgx2')")
+
+
+def check_profile(profile: object) -> None:
+    """Check that a profile is one that can be trained with, or None.
+
+    Raises:
+        InputError: says what to give.
+    """
     if profile is not None and not isinstance(profile, Profile):
         raise InputError(f"profile is {_named(profile)}: give a Profile, such as read_profile('profile.json')")
     if profile is not None and profile.workload.training != FULL:
@@ -46,6 +100,50 @@ def check_arguments(
             f"profile is for {profile.workload.training}, which only the simulator has: freeze parameters with requires_grad, "
             "and profile the model as it is"
         )
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device that a user names.
+
+    Raises:
+        InputError: it is unknown, or there is none.
+    """
+    if not isinstance(name, str):
+        raise InputError(f"device is {name!r}: give the text 'emulated' or 'cuda'")
+    if name == "emulated":
+        return torch.device("cpu")
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError("there is no GPU that PyTorch can use here: choose the device 'emulated'")
+        return torch.device("cuda", torch.cuda.current_device())
+    raise InputError(f"unknown device {name!r}: choose emulated or cuda")
+
+
+def bytes_of(given: int | str | None) -> int | None:
+    """Return the bytes that a size means, such as ``24MiB``.
+
+    Raises:
+        InputError: it is not a size.
+    """
+    if given is not None and (isinstance(given, bool) or not isinstance(given, (int, str))):
+        raise InputError(f"a memory of {given!r} is not a size: give a whole number of bytes, or text such as 24MiB")
+    size = round(parse_quantity(given, "bytes")) if isinstance(given, str) else given
+    if size is not None and size < 1:
+        raise InputError(f"a memory of {size} bytes is too small: give a positive number, or text such as 24MiB")
+    return size
+
+
+def share_of(given: int | str | None) -> float | None:
+    """Return the share that text such as ``25%`` means; None for anything else."""
+    if not isinstance(given, str) or not given.strip().endswith("%"):
+        return None
+    try:
+        share = float(given.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 < share < 1e6:
+        raise InputError(f"{given!r} is not a share of memory: write it such as 25%")
+    return share
 
 
 def _named(value: object) -> str:

@@ -9,7 +9,8 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from statistics import median
 from typing import Any
@@ -22,6 +23,8 @@ from autohete.runtime.optimizer import Adam, AdamStates
 from autohete.train.worker import check_stop
 
 _KIB, _MIB = 2**10, 2**20
+#: Share of a GPU's free memory that is used by default; the rest is for the workspaces of libraries.
+_CUDA_SHARE = 0.92
 #: Sizes of copies: from 64 KiB, in steps of a factor of four.
 _SMALLEST, _LARGEST, _LARGEST_QUICK = 64 * _KIB, 1024 * _MIB, {"cpu": 64 * _MIB, "cuda": 256 * _MIB}
 #: Size of the copies that run during other work.
@@ -311,3 +314,22 @@ def _processor() -> str:
 
 def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def usable_bytes(device: torch.device) -> int:
+    """Return the memory that a device offers by default."""
+    if device.type == "cuda":
+        return int(_CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
+    return 2**40  # the emulated device has no memory of its own: without a budget it is unlimited
+
+
+@contextmanager
+def cpu_threads(device: torch.device, count: int) -> Iterator[None]:
+    """Run in as many CPU threads as the device's lane will have, if the CPU stands in for the device."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

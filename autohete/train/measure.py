@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from statistics import median
 from typing import Any
 
@@ -25,7 +25,7 @@ from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.plan import Activations
 from autohete.profile import LossProfile, Profile, SelectiveProfile, UnitProfile, analytic_profile
-from autohete.runtime.batch import Batch, Inputs, Loss, leading, padded
+from autohete.runtime.batch import Batch, Inputs, leading, padded
 from autohete.runtime.forward_pass import call_of, replaced_forwards, with_hidden
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import CudaMemory, Ledger
@@ -110,13 +110,12 @@ def measure(
     workload: Workload,
     hardware: Hardware,
     batch: Batch,
-    loss: Loss,
-    adam: Adam | None = None,
+    recipe: Recipe | None = None,
     torch_device: torch.device | None = None,
 ) -> Profile:
     """Measure the profile of ``partition``'s model for batches like ``batch``; copies take as long as on ``hardware``.
 
-    Times are medians. The model, the random state and the optimizer are restored.
+    Times are medians. Gradients are not clipped. The model, the random state and the optimizer are restored.
     """
     kinds = _kinds_of(partition)
     first = {kind: place for place, kind in reversed(list(enumerate(kinds)))}
@@ -129,11 +128,13 @@ def measure(
     shape = replace(workload, transformer_blocks=len(chosen), units=Units.BLOCK)  # as many units as there are modules
     left_out = {place for place in range(len(kinds)) if place not in chosen}
     elsewhere = sum(p.numel() * p.element_size() for place in left_out for p in partition.owned[1 + place])
-    with _unchanged(partition, torch_device), _handing_on(partition.modules, kinds):
-        blocks, found_loss = _measure_all(small, shape, hardware, batch, loss, adam or Adam(), torch_device, elsewhere)
+    recipe, device = recipe or Recipe(), torch_device or torch.device("cpu")
+    measured = _Measurement(small, analytic_profile(shape, hardware), batch, replace(recipe, clip_norm=None), device, elsewhere)
+    with _unchanged(partition, device), _handing_on(partition.modules, kinds):
+        blocks, loss = measured.units()
     inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
     units = (replace(unit, role=workload.role(i)) for i, unit in enumerate((blocks[0], *inner, blocks[-1])))
-    return _with_handover(Profile(workload, hardware, tuple(units), found_loss))
+    return _with_handover(Profile(workload, hardware, tuple(units), loss))
 
 
 def _with_handover(profile: Profile) -> Profile:
@@ -197,12 +198,12 @@ def _kinds_of(partition: Partition) -> list[object]:
 
 
 @contextmanager
-def _unchanged(partition: Partition, torch_device: torch.device | None) -> Iterator[None]:
+def _unchanged(partition: Partition, torch_device: torch.device) -> Iterator[None]:
     """Restore parameters, buffers, attributes and random states on exit."""
     before = [[parameter.detach().clone() for parameter in owned] for owned in partition.owned]
     others = Snapshot(partition.model.named_modules(), partition.effects.changing)
     try:
-        with unchanged_random_state(torch_device or torch.device("cpu")):
+        with unchanged_random_state(torch_device):
             yield
     finally:
         others.restore()
@@ -233,122 +234,6 @@ def _handing_on(modules: Sequence[nn.Module], kinds: list[object]) -> AbstractCo
     )
 
 
-def _measure_all(
-    partition: Partition,
-    workload: Workload,
-    hardware: Hardware,
-    batch: Batch,
-    loss: Loss,
-    adam: Adam,
-    torch_device: torch.device | None,
-    elsewhere: int,
-) -> tuple[list[UnitProfile], LossProfile]:
-    """Measure all blocks of ``partition``; the parameters of the blocks left out of it have ``elsewhere`` bytes."""
-    counts = [sum(parameter.numel() for parameter in owned) for owned in partition.owned]
-    measured = partial(_measured, partition, batch, loss, adam, torch_device, elsewhere)
-    passes = measured(_everything_on_device(workload, hardware, counts, Activations.KEEP), _REPEATS)
-    checkpointed = measured(_everything_on_device(workload, hardware, counts, Activations.RECOMPUTE), 1)
-    hosts = [_cpu_update_seconds(owned, adam) for owned in partition.owned]
-    selective = _selective(partial(measured, repeats=_SELECTIVE_REPEATS), workload, hardware, counts)
-    last = len(counts) - 1
-    units = []
-    for i, count in enumerate(counts):
-        forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
-        given = forward.brought if i else sum(_size(value) for value in batch.named.values() if isinstance(value, Tensor))
-        kept = max(forward.kept, given)
-        # An output that backward keeps outlives its use as the input of the block above.
-        twice = forward.handed_on if forward.keeps_output else 0
-        alone = checkpointed[TaskId(Kind.FORWARD, i)]
-        selected = selective.get(i)
-        units.append(
-            UnitProfile(
-                role=workload.role(i),
-                parameters=count,
-                forward_seconds=forward.seconds,
-                backward_seconds=backward.seconds,
-                gpu_update_seconds=update.seconds,
-                input_bytes=given,
-                activation_bytes=kept + twice,
-                forward_workspace_bytes=max(0, forward.peak - kept - forward.handed_on),
-                backward_workspace_bytes=max(0, backward.peak - backward.brought - backward.made - backward.handed_on),
-                gpu_update_workspace_bytes=max(0, update.peak - update.brought),
-                cpu_update_seconds=hosts[i],
-                measured_checkpointed_workspace_bytes=max(0, alone.peak - alone.brought - alone.handed_on),
-                # One that keeps more than all that backward needs saves nothing.
-                selective=selected if selected is not None and selected.kept_bytes <= kept + twice - given else None,
-                largest_parameter=max((parameter.numel() for parameter in partition.owned[i]), default=None),
-            )
-        )
-    found = passes[TaskId(Kind.LOSS, last)]
-    return units, LossProfile(found.seconds, found.brought, max(0, found.peak - found.brought - found.handed_on))
-
-
-def _selective(
-    measured: Callable[[Schedule], dict[TaskId, _MeasuredPass]], workload: Workload, hardware: Hardware, counts: list[int]
-) -> dict[int, SelectiveProfile]:
-    """What selective forwards of the blocks keep, and what their recomputations take; of those for which it is possible."""
-    try:
-        passes = measured(_everything_on_device(workload, hardware, counts, Activations.SELECTIVE))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # a block changes in place what would be kept
-        return {}
-    found = {}
-    for i in range(1, len(counts) - 1):
-        forward, again = (passes[TaskId(kind, i)] for kind in (Kind.FORWARD, Kind.RECOMPUTE))
-        if forward.kept > forward.brought:
-            found[i] = SelectiveProfile(
-                forward.kept - forward.brought,
-                again.seconds,
-                max(0, forward.peak - forward.kept - forward.handed_on),
-                max(0, again.peak - again.brought - again.kept - forward.handed_on),
-            )
-    return found
-
-
-def _measured(
-    partition: Partition,
-    batch: Batch,
-    loss: Loss,
-    adam: Adam,
-    torch_device: torch.device | None,
-    elsewhere: int,
-    schedule: Schedule,
-    repeats: int,
-) -> dict[TaskId, _MeasuredPass]:
-    """Measure each task of ``schedule`` in the last of several iterations; seconds are the median of all but the first."""
-    on_cuda = torch_device is not None and torch_device.type == "cuda"
-    memory = CudaMemory(torch_device) if torch_device is not None and on_cuda else Ledger(GPU_MEMORY)
-    ledger = memory if isinstance(memory, Ledger) else None
-    training = Takeover(partition, schedule, Recipe(loss, adam), Ledgers(torch_device or torch.device("cpu"), ledger))
-    seconds: dict[TaskId, list[float]] = defaultdict(list)
-    passes: dict[TaskId, _MeasuredPass] = {}
-    try:
-        for iteration in range(1 + repeats):
-            training.passes.give(iteration, Batch(padded(batch.inputs), batch.targets))
-            for task in schedule.tasks:
-                check_stop()
-                before, brought = memory.used_bytes, _size(training.passes.in_transit)
-                memory.reset_peak()
-                if not on_cuda:
-                    forget_cache(elsewhere)  # as the passes of the blocks left out would
-                begin = time.perf_counter()
-                training.actions.perform(task, iteration)
-                if on_cuda:
-                    torch.cuda.synchronize(torch_device)
-                seconds[task.id].append(time.perf_counter() - begin)
-                left, handed_on = memory.used_bytes, _size(training.passes.in_transit)
-                base = before - brought
-                made = sum(buffer.size_bytes for buffer in task.allocates if buffer.id.value is Value.GRADIENTS)
-                peak = max(memory.peak_bytes, before) - base
-                spent = median(seconds[task.id][1:] or [0])
-                keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
-                passes[task.id] = _MeasuredPass(spent, peak, left - handed_on - base, brought, handed_on, made, keeps_output)
-    finally:
-        training.close()
-    return passes
-
-
 @dataclass(frozen=True, slots=True)
 class _MeasuredPass:
     """Measurements of one pass.
@@ -371,16 +256,132 @@ class _MeasuredPass:
     keeps_output: bool
 
 
-def _everything_on_device(workload: Workload, hardware: Hardware, counts: list[int], activations: Activations) -> Schedule:
-    """Return the schedule of fully resident training; its durations are meaningless."""
-    analytic = analytic_profile(workload, hardware)
-    inner = range(1, len(counts) - 1)
-    units = tuple(
-        replace(unit, parameters=count, selective=SelectiveProfile(0, 0.0) if i in inner else None)
-        for i, (unit, count) in enumerate(zip(analytic.units, counts, strict=True))
-    )
-    profile = replace(analytic, units=units)
-    return lower(profile, everything_resident(profile, activations))
+@dataclass(frozen=True, slots=True)
+class _Measurement:
+    """What is measured.
+
+    Args:
+        partition: the model, with one block of each kind.
+        analytic: profile of the same shape, whose times and sizes are meaningless.
+        batch: the training data of an iteration.
+        recipe: what it computes.
+        torch_device: where it is computed.
+        elsewhere: bytes of the parameters of the blocks left out of ``partition``.
+    """
+
+    partition: Partition
+    analytic: Profile
+    batch: Batch
+    recipe: Recipe
+    torch_device: torch.device
+    elsewhere: int
+
+    def units(self) -> tuple[list[UnitProfile], LossProfile]:
+        """Measure all blocks of the partition, and the loss."""
+        counts = [sum(parameter.numel() for parameter in owned) for owned in self.partition.owned]
+        passes = self._passes(Activations.KEEP, _REPEATS)
+        checkpointed = self._passes(Activations.RECOMPUTE, 1)
+        hosts = [_cpu_update_seconds(owned, self.recipe.adam) for owned in self.partition.owned]
+        selective = self._selective()
+        inputs = sum(_size(value) for value in self.batch.named.values() if isinstance(value, Tensor))
+        last = len(counts) - 1
+        units = []
+        for i, count in enumerate(counts):
+            forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
+            given = forward.brought if i else inputs
+            kept = max(forward.kept, given)
+            # An output that backward keeps outlives its use as the input of the block above.
+            twice = forward.handed_on if forward.keeps_output else 0
+            alone = checkpointed[TaskId(Kind.FORWARD, i)]
+            selected = selective.get(i)
+            units.append(
+                UnitProfile(
+                    role=self.analytic.workload.role(i),
+                    parameters=count,
+                    forward_seconds=forward.seconds,
+                    backward_seconds=backward.seconds,
+                    gpu_update_seconds=update.seconds,
+                    input_bytes=given,
+                    activation_bytes=kept + twice,
+                    forward_workspace_bytes=max(0, forward.peak - kept - forward.handed_on),
+                    backward_workspace_bytes=max(0, backward.peak - backward.brought - backward.made - backward.handed_on),
+                    gpu_update_workspace_bytes=max(0, update.peak - update.brought),
+                    cpu_update_seconds=hosts[i],
+                    measured_checkpointed_workspace_bytes=max(0, alone.peak - alone.brought - alone.handed_on),
+                    # One that keeps more than all that backward needs saves nothing.
+                    selective=selected if selected is not None and selected.kept_bytes <= kept + twice - given else None,
+                    largest_parameter=max((parameter.numel() for parameter in self.partition.owned[i]), default=None),
+                )
+            )
+        found = passes[TaskId(Kind.LOSS, last)]
+        return units, LossProfile(found.seconds, found.brought, max(0, found.peak - found.brought - found.handed_on))
+
+    def _selective(self) -> dict[int, SelectiveProfile]:
+        """What selective forwards of the blocks keep, and what their recomputations take; of those for which it is possible."""
+        try:
+            passes = self._passes(Activations.SELECTIVE, _SELECTIVE_REPEATS)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # a block changes in place what would be kept
+            return {}
+        found = {}
+        for i in range(1, self.partition.last):
+            forward, again = (passes[TaskId(kind, i)] for kind in (Kind.FORWARD, Kind.RECOMPUTE))
+            if forward.kept > forward.brought:
+                found[i] = SelectiveProfile(
+                    forward.kept - forward.brought,
+                    again.seconds,
+                    max(0, forward.peak - forward.kept - forward.handed_on),
+                    max(0, again.peak - again.brought - again.kept - forward.handed_on),
+                )
+        return found
+
+    def _passes(self, activations: Activations, repeats: int) -> dict[TaskId, _MeasuredPass]:
+        """Measure each task of fully resident training in the last of several iterations; seconds are the median of all but the
+        first.
+        """
+        schedule, on_cuda = self._schedule(activations), self.torch_device.type == "cuda"
+        memory = CudaMemory(self.torch_device) if on_cuda else Ledger(GPU_MEMORY)
+        ledgers = Ledgers(self.torch_device, memory if isinstance(memory, Ledger) else None)
+        training = Takeover(self.partition, schedule, self.recipe, ledgers)
+        seconds: dict[TaskId, list[float]] = defaultdict(list)
+        passes: dict[TaskId, _MeasuredPass] = {}
+        try:
+            for iteration in range(1 + repeats):
+                training.passes.give(iteration, Batch(padded(self.batch.inputs), self.batch.targets))
+                for task in schedule.tasks:
+                    check_stop()
+                    before, brought = memory.used_bytes, _size(training.passes.in_transit)
+                    memory.reset_peak()
+                    if not on_cuda:
+                        forget_cache(self.elsewhere)  # as the passes of the blocks left out would
+                    begin = time.perf_counter()
+                    training.actions.perform(task, iteration)
+                    if on_cuda:
+                        torch.cuda.synchronize(self.torch_device)
+                    seconds[task.id].append(time.perf_counter() - begin)
+                    left, handed_on = memory.used_bytes, _size(training.passes.in_transit)
+                    base = before - brought
+                    made = sum(buffer.size_bytes for buffer in task.allocates if buffer.id.value is Value.GRADIENTS)
+                    peak = max(memory.peak_bytes, before) - base
+                    spent = median(seconds[task.id][1:] or [0])
+                    keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
+                    kept = left - handed_on - base
+                    passes[task.id] = _MeasuredPass(spent, peak, kept, brought, handed_on, made, keeps_output)
+        finally:
+            training.close()
+        return passes
+
+    def _schedule(self, activations: Activations) -> Schedule:
+        """Return the schedule of fully resident training; its durations are meaningless."""
+        counts = [sum(parameter.numel() for parameter in owned) for owned in self.partition.owned]
+        inner = range(1, self.partition.last)
+        units = tuple(
+            replace(unit, parameters=count, selective=SelectiveProfile(0, 0.0) if i in inner else None)
+            for i, (unit, count) in enumerate(zip(self.analytic.units, counts, strict=True))
+        )
+        profile = replace(self.analytic, units=units)
+        return lower(profile, everything_resident(profile, activations))
 
 
 def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:

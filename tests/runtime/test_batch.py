@@ -18,7 +18,8 @@ from autohete.runtime.batch import Batch
 from autohete.runtime.torch_executor import TorchExecutor
 from autohete.simulate import judge_for
 from autohete.train.as_executed import as_executed
-from autohete.train.trainer import Trainer, measured_profile_on
+from autohete.train.measured import measured_profile_on
+from autohete.train.trainer import Trainer
 
 IDS, TARGETS = batches()[0]
 

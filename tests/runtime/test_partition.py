@@ -36,7 +36,6 @@ from autohete.plan import Plan, Rest, UnitPlan
 from autohete.profile import Profile
 from autohete.runtime.batch import Batch
 from autohete.runtime.forward_pass import ForwardPass
-from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.runtime.probe import by_use, probe
 from autohete.runtime.settings import Recipe
@@ -975,7 +974,7 @@ def test_blocks_that_return_tuples_can_be_measured() -> None:
     model = Pairs()
     cut = partition(model)
     ids, targets = batches()[0]
-    profile = measure(cut, workload_of(cut, ids), load_hardware("a100-40gb-epyc7713"), Batch(ids, targets), next_token_loss)
+    profile = measure(cut, workload_of(cut, ids), load_hardware("a100-40gb-epyc7713"), Batch(ids, targets))
     assert len(profile.units) == 5
 
 
@@ -986,7 +985,7 @@ def test_measuring_leaves_a_forward_of_the_users_own() -> None:
     model.blocks[1].forward = own
     cut = partition(model)
     ids, targets = batches()[0]
-    measure(cut, workload_of(cut, ids), load_hardware("a100-40gb-epyc7713"), Batch(ids, targets), next_token_loss)
+    measure(cut, workload_of(cut, ids), load_hardware("a100-40gb-epyc7713"), Batch(ids, targets))
     assert vars(model.blocks[1]).get("forward") is own
 
 

@@ -26,7 +26,7 @@ from autohete.schedule import GPU_MEMORY, Schedule
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
 from autohete.train.as_executed import as_executed
-from autohete.train.trainer import measured_profile_on
+from autohete.train.measured import measured_profile_on
 from autohete.workload import Precision
 
 pytestmark = pytest.mark.slow

@@ -29,6 +29,7 @@ from autohete.runtime.optimizer import Adam
 from autohete.sim import SimExecutor
 from autohete.train.gpt import GPT, GPTAttention, GPTMlp
 from autohete.train.machine import versions
+from autohete.train.measured import measured_machine, measured_profile
 from autohete.train.trainer import Mode, NonFinite
 from autohete.workload import BlockRole, Precision, Units
 
@@ -384,7 +385,7 @@ def test_the_step_returns_before_its_tail() -> None:
         data = batches(MEDIUM, 3)
         for batch in data:
             trainer.step(batch)
-        assert not trainer._running().lanes.idle
+        assert not trainer._held.running().session.lanes.idle
 
 
 def test_a_paced_device_keeps_its_pace() -> None:
@@ -404,11 +405,10 @@ def test_a_paced_device_keeps_its_pace() -> None:
 
 def test_profiles_are_read_as_they_were_written(tmp_path: Path) -> None:
     """A profile file gives the same profile again, and has date, machine and versions."""
-    from autohete.train.trainer import measured_profile
-
-    found, document, measured = measured_profile(model_for(MEDIUM), batches(MEDIUM, 1)[0], name="medium", quick=True)
+    machine = measured_machine(quick=True)
+    found, document = measured_profile(machine, model_for(MEDIUM), batches(MEDIUM, 1)[0], name="medium")
     path = tmp_path / "profile.json"
-    write_profile(path, found, document, measured)
+    write_profile(path, found, document, versions())
     assert read_profile(path) == found
     assert json.loads(path.read_text())["measured"].keys() == versions().keys() == {"date", "machine", "versions"}
 

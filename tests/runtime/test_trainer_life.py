@@ -17,7 +17,6 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -37,7 +36,7 @@ from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.runtime.torch_executor import TorchExecutor
 from autohete.schedule import Kind, Task
-from autohete.train.trainer import measured_profile_on
+from autohete.train.measured import measured_profile_on
 from autohete.train.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -211,7 +210,7 @@ def test_a_failure_is_told_once() -> None:
                 with pytest.raises(TaskError, match=r"^L5@0 failed: ValueError: no such luck. No parameter has been changed$"):
                     use()
         else:
-            trainer._held.session.lanes.admit()  # type: ignore[union-attr]
+            trainer._held.running().session.lanes.admit()
             with pytest.raises(TaskError, match=r"^F0@0 failed: KeyError: \(0, 0\). No parameter has been changed$"):
                 trainer.close()
         trainer.close()
@@ -233,7 +232,7 @@ def test_a_skipped_step_says_what_has_been_changed() -> None:
             for batch in batches(MEDIUM, 2):
                 trainer.step(batch)
             before = trainer.parameters()
-            assert trainer._changed_by(
+            assert trainer._held.running().changed_by(
                 1
             ) == "This step has updated blocks 0 to 5: load a saved state to continue from a complete step" or (
                 "delayed" in policy
@@ -449,10 +448,11 @@ def test_a_trainer_does_not_wait_for_itself() -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        *(f"train.trainer.{name}" for name in ("observed", "measure", "simulate_safely", "Session")),
+        *(f"train.preparation.{name}" for name in ("observed", "measure", "simulate_safely")),
+        "train.training_run.Session",
         "runtime.session.Takeover",
         "runtime.session.LaneThreads",
-        "_policy",
+        "policies.resident.Resident.plan",
     ],
 )
 def test_a_failure_of_preparing_leaves_the_model(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,10 +465,7 @@ def test_a_failure_of_preparing_leaves_the_model(where: str, monkeypatch: pytest
     profile = None if where.endswith("measure") else profile_for(MEDIUM)
     trainer = Trainer(model, policy="resident", profile=profile, hardware=load_hardware("a100-40gb-epyc7713"))
     with monkeypatch.context() as patch:
-        if where == "_policy":
-            patch.setattr(trainer, "_policy", SimpleNamespace(plan=broken))
-        else:
-            patch.setattr(f"autohete.{where}", broken)
+        patch.setattr(f"autohete.{where}", broken)
         with pytest.raises(ArithmeticError, match="broken"):
             trainer.step(batch)
         assert lanes_alive() == ["autohete-trainer"]

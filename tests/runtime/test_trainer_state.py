@@ -193,7 +193,7 @@ def test_reading_changes_nothing(policy: str, precision: Precision) -> None:
 def test_metadata_waits_for_nothing() -> None:
     """Shapes, types and flags are answered without waiting for updates and without copying values."""
     with training() as (trainer, model):
-        guard = trainer._running().training.guard
+        guard = trainer._held.running().session.training.guard
         guard.wait = lambda: pytest.fail("waited")
         for p in model.parameters():
             assert p.numel() == p.shape.numel() == p.size().numel()
@@ -203,7 +203,7 @@ def test_metadata_waits_for_nothing() -> None:
         assert model.requires_grad_(True) is model
         model.zero_grad()
         model.zero_grad(set_to_none=False)
-        guard.wait = trainer._running().lanes.drain
+        guard.wait = trainer._held.running().session.lanes.drain
 
 
 def test_copies_are_ordinary() -> None:

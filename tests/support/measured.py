@@ -10,7 +10,7 @@ from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.simulate import Simulation, judge_for, simulate_plan
 from autohete.train.as_executed import as_executed
-from autohete.train.trainer import measured_profile_on
+from autohete.train.measured import measured_profile_on
 from autohete.workload import Workload
 from support.reference import batches, model_for
 from support.small import SMALL

@@ -29,7 +29,7 @@ from autohete.report.tables import print_plan
 from autohete.schedule import HOST_MEMORY, Kind, Value
 from autohete.simulate import judge_for, simulate
 from autohete.simulate.summary import answer
-from autohete.train.arguments import check_arguments
+from autohete.train.arguments import check_profile
 from autohete.workload import Kernels, Precision, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.model import Activation, Architecture, Attention, Block, Mlp, Norm, Product
@@ -419,7 +419,7 @@ def test_the_runtime_refuses_adapters() -> None:
     """A profile with adapters is refused where a model is trained for real, with the cure."""
     profile = analytic_profile(replace(LLAMA, training=Training(Lora(4))), NODE)
     with pytest.raises(InputError, match=r"LoRA of rank 4 on all, which only the simulator has: .*requires_grad"):
-        check_arguments(nn.Linear(1, 1), "autohete", print, None, None, "emulated", None, profile)
+        check_profile(profile)
 
 
 def test_decisions_of_frozen_units_leave_out_what_they_do_not_have(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,185 @@
+"""Options of ``autohete train`` and ``autohete profile``: a small GPT, the text it is trained on, and how."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from cyclopts import Parameter
+
+from autohete.cli.question import Whole
+from autohete.errors import InputError, check_fields
+from autohete.workload import Precision, Units, Workload
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextModel:
+    """A GPT and the text to train it on.
+
+    Parameters
+    ----------
+    hidden:
+        Hidden size.
+    blocks:
+        Transformer blocks; equal blocks are measured once.
+    heads:
+        Attention heads; must divide the hidden size.
+    sequence_length:
+        Tokens per sequence.
+    batch_size:
+        Sequences that are processed at a time.
+    precision:
+        bf16 uses fp32 master weights.
+    units:
+        Smallest part that is planned by itself: block, or sublayer (attention and MLP of each block separately).
+    dropout:
+        Dropout probability.
+    data:
+        Text file, or folder of text files. Without it: the source of Python's standard library.
+    tokenizer:
+        byte, or a vocabulary size to train a tokenizer with.
+    """
+
+    hidden: int = 256
+    blocks: Whole = 8
+    heads: Whole = 4
+    sequence_length: Whole = 128
+    batch_size: Whole = 4
+    precision: Literal["fp32", "bf16"] = "fp32"
+    units: Literal["block", "sublayer"] = "block"
+    dropout: float = 0.1
+    data: str | None = None
+    tokenizer: str = "byte"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check(self) -> None:
+        """Check the values that do not depend on the text, before anything slow.
+
+        Raises:
+            InputError: a value is out of range.
+        """
+        self.workload(1)
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"dropout is {self.dropout}: it must be at least 0 and less than 1")
+        if self.tokenizer != "byte" and not (self.tokenizer.isdecimal() and len(self.tokenizer) < 10):
+            raise InputError(f"tokenizer {self.tokenizer!r}: write byte, or a vocabulary size such as 4096 to train one")
+
+    def workload(self, vocabulary_size: int) -> Workload:
+        """Return the shape of the model and of a micro-batch."""
+        return Workload(
+            f"gpt-{self.blocks}x{self.hidden}",
+            self.hidden,
+            self.blocks,
+            self.heads,
+            vocabulary_size=vocabulary_size,
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            precision=Precision(self.precision),
+            units=Units(self.units),
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTraining:
+    """How the GPT is trained. Most options are those of :class:`autohete.Trainer`.
+
+    Parameters
+    ----------
+    policy:
+        NAME[:flag,flag=value].
+    device:
+        emulated: the CPU stands in for a GPU, with a byte-exact memory budget.
+    gpu_memory:
+        Device memory budget, such as 64MiB; or a share of what fully resident training would need, such as 25%.
+    host_memory:
+        Budget for the model states on the host.
+    pinned_memory:
+        Limit of page-locked host memory, such as 64MiB. Default: all of it. The emulated device pins nothing, but plans keep to
+        the limit.
+    steps:
+        Number of iterations.
+    micro_batches:
+        Batches per iteration; their gradients are accumulated before the update.
+    lr:
+        Learning rate of AdamW.
+    clip_norm:
+        Scale gradients so that their global norm is at most this, such as 1.0.
+    seed:
+        Seed of weights, batches and dropout.
+    mode:
+        native: as fast as this machine; paced: like --hardware, slowed down so that this machine can keep up.
+    hardware:
+        A preset's name or a TOML file. Without it: this machine, measured.
+    profile:
+        A file written by `autohete profile` for this model, used instead of measuring.
+    skip_nonfinite:
+        Skip a step whose loss is NaN or infinite, instead of stopping.
+    """
+
+    policy: str = "autohete"
+    device: Literal["emulated", "cuda"] = "emulated"
+    gpu_memory: str = "25%"
+    host_memory: str | None = None
+    pinned_memory: str | None = None
+    steps: Whole = 60
+    micro_batches: Whole = 1
+    lr: float = 1e-3
+    clip_norm: float | None = None
+    seed: Whole = 0
+    mode: Literal["native", "paced"] = "native"
+    hardware: str | None = None
+    profile: str | None = None
+    skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check(self) -> None:
+        """Check the values that a Trainer does not see, before anything slow.
+
+        Raises:
+            InputError: a value is out of range, or two contradict each other.
+        """
+        if self.steps < 1:
+            raise InputError(f"steps is {self.steps}: train at least 1")
+        if not 0 < self.lr < math.inf:
+            raise InputError(f"lr is {self.lr}: it must be positive and finite, such as 1e-3")
+        if not 0 <= self.seed < 2**64:
+            raise InputError(f"seed is {self.seed}: it must be a whole number from 0 to 2^64 - 1")
+        if self.hardware is not None and self.profile is not None:
+            raise InputError("a profile includes its hardware: leave out --hardware, or leave out --profile")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineFiles:
+    """The files that a training writes; None: it is not written.
+
+    Parameters
+    ----------
+    trace:
+        Write the measured timeline for ui.perfetto.dev to this file.
+    predicted_trace:
+        Write the simulated timeline; `autohete compare` explains how the two differ.
+    gantt:
+        Draw one iteration, simulated above and measured below, to this .png, .pdf or .svg file.
+    """
+
+    trace: str | None = None
+    predicted_trace: str | None = None
+    gantt: str | None = None
+
+    @property
+    def by_option(self) -> dict[str, str]:
+        """The files to write, by option."""
+        named = {"--trace": self.trace, "--predicted-trace": self.predicted_trace, "--gantt": self.gantt}
+        return {option: path for option, path in named.items() if path is not None}
+
+
+#: The defaults.
+PLAIN_MODEL, PLAIN_TRAINING, NO_FILES = TextModel(), TextTraining(), TimelineFiles()

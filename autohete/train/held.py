@@ -1,0 +1,149 @@
+"""The life of a Trainer's resources: its threads, its claim of the model, and the training in progress."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeVar
+
+from autohete.errors import InputError, TaskError
+from autohete.runtime.claims import Claim
+from autohete.train.training_run import TrainingRun
+from autohete.train.worker import PATIENCE_SECONDS, Ended, Worker
+
+T = TypeVar("T")
+
+
+class Held:
+    """The resources of a Trainer. It does not refer to the Trainer, so that it can release them if the Trainer is dropped.
+
+    Attributes:
+        worker: the thread in which the model is measured, taken over, trained and given back.
+        claim: exclusive use of the model; None: it is not used.
+        run: the training in progress; None: it has not started, or has ended.
+        closed: whether :meth:`close` was called.
+    """
+
+    def __init__(self) -> None:
+        self.worker = Worker("autohete-trainer", "the trainer is closed: create a new one to continue")
+        self.claim: Claim | None = None
+        self.run: TrainingRun | None = None
+        self.closed = False
+        #: Whether a call has raised the failure of a task.
+        self._reported = False
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """The worker's thread and the lanes' threads."""
+        run = self.run
+        return [self.worker.thread, *(run.session.lanes.threads if run is not None else ())]
+
+    def check_caller(self) -> None:
+        """Check that the calling thread may wait for the trainer's threads.
+
+        Raises:
+            InputError: it is one of them, or in another process.
+        """
+        self.worker.check_process()
+        if threading.current_thread() in self.threads:
+            raise InputError(
+                "the trainer is called from within its own step, such as by its loss or model, and would wait for itself: use "
+                "it between steps"
+            )
+
+    def running(self) -> TrainingRun:
+        """Return the training in progress.
+
+        Raises:
+            InputError: there is none.
+        """
+        if self.run is None:
+            if self.closed:
+                raise InputError("the trainer is closed: create a new one to continue")
+            raise InputError("the trainer has not started: call step inside its with statement")
+        return self.run
+
+    def do(self, job: Callable[[TrainingRun], T]) -> T:
+        """Run ``job`` with the training in progress, in the trainer's thread, and return its result."""
+        self.check_caller()
+        self.running()
+        try:
+            return self.worker.do(lambda: job(self.running()))
+        except TaskError:
+            self._reported = True
+            raise
+
+    def close(self, *, interrupted: bool) -> None:
+        """Wait for the work in progress, and release everything. Later calls do nothing.
+
+        Args:
+            interrupted: the caller has used up the first interrupt, so the second does not wait.
+
+        Raises:
+            TaskError: a task failed and no call has raised the error yet.
+        """
+        self.check_caller()
+        self.closed, run = True, self.run
+        self.worker.stop()
+        try:
+            if self.worker.thread.ident is not None:
+                self.worker.do(self.give_back, *[lambda: None] * (not interrupted), self.abandon)
+            self.worker.end()
+        except Ended:
+            pass  # already closed
+        except TaskError:
+            self.worker.end()
+            if not self._reported:
+                raise
+        except KeyboardInterrupt as error:
+            self.worker.end(self.give_back)  # it may have come before the wait
+            if run is not None:
+                error.add_note(run.session.lanes.progress.state())
+            raise
+
+    def give_back(self) -> None:
+        """End the lanes once all admitted iterations have ended, and give the model back."""
+        try:
+            with ExitStack() as undo:  # each one, even if another fails
+                if self.claim is not None:
+                    undo.callback(self.claim.release)
+                if self.run is not None:
+                    undo.callback(self.run.session.close)
+        finally:
+            self.claim = self.run = None
+            atexit.unregister(self.at_exit)
+
+    def abandon(self) -> None:
+        """Stop waiting for tasks that have not started."""
+        self.worker.stop()
+        run = self.run
+        if run is not None:
+            run.session.lanes.abandon()
+
+    def at_exit(self) -> None:
+        """Give the model back when Python exits: a thread still inside PyTorch would abort the process."""
+        if self.worker.forked:
+            return
+        self.worker.stop()
+        try:
+            self.worker.end(self.give_back, PATIENCE_SECONDS)
+        except KeyboardInterrupt:
+            self.abandon()
+            self.worker.end(timeout=PATIENCE_SECONDS)
+
+    def dropped(self) -> None:
+        """Release the resources of a Trainer that was never closed. Can run in any thread, at any time."""
+        if self.worker.forked or self.worker.thread.ident is None:
+            return
+        open_ = self.run is not None
+        if threading.current_thread() in self.threads:  # it would wait for itself
+            self.worker.end(self.give_back, timeout=0)
+        else:
+            self.at_exit()
+        if open_:
+            warnings.warn(
+                "a Trainer was never closed: use it in a with statement, or call close()", ResourceWarning, stacklevel=2
+            )

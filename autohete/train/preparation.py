@@ -1,0 +1,126 @@
+"""What happens before a Trainer's first step: the model is observed and measured, and a policy plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from autohete.errors import InputError
+from autohete.plan import Plan
+from autohete.plan.policy import Judge, Policy
+from autohete.profile import Profile, analytic_profile
+from autohete.runtime.batch import Batch, Form
+from autohete.runtime.observe import observed
+from autohete.runtime.partition import Partition
+from autohete.runtime.takeover import only_gpu_works
+from autohete.simulate import Simulation, simulate_plan, simulate_safely
+from autohete.train.as_executed import as_executed, everything_resident
+from autohete.train.machine import cpu_threads, measure_machine, usable_bytes
+from autohete.train.measure import measure, workload_of
+from autohete.train.measured import hardware_of
+from autohete.train.options import Mode, TrainingOptions
+from autohete.train.slowed import slowed
+from autohete.train.worker import stoppable
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that is ready to be trained.
+
+    Args:
+        partition: the model, cut into blocks, as observed.
+        form: what all batches have in common.
+        prediction: the plan, its schedule, and how long and how large it will be.
+        resident_bytes: device memory that fully resident training would need.
+        slowdown: factor by which a paced device is slower than the hardware, so that the CPU can keep up.
+        threads: number of CPU threads in the emulated device's passes.
+    """
+
+    partition: Partition
+    form: Form
+    prediction: Simulation
+    resident_bytes: int
+    slowdown: float
+    threads: int
+
+
+class Preparation:
+    """Measures a model and plans its training.
+
+    Args:
+        options: how to train.
+    """
+
+    def __init__(self, options: TrainingOptions) -> None:
+        self._options = options
+        #: Measured once, if it is not given.
+        self._hardware = options.hardware
+
+    def prepare(self, partition: Partition, batch: object) -> Prepared:
+        """Observe, measure and plan for batches like ``batch``.
+
+        Raises:
+            InputError: the batch does not fit the model, or the model or the plan cannot be trained.
+            InfeasibleError: the plan, or every plan, needs more memory than there is.
+        """
+        options, first = self._options, Batch.of(batch, partition.model)
+        with cpu_threads(options.torch_device, 1):
+            partition, form = observed(partition, first, options.recipe.loss)
+        part = first.split(options.micro_batches)[0]
+        prepared = self._planned(partition, form, part, 1)
+        threads = torch.get_num_threads()
+        if threads > 1 and options.may_use_threads and only_gpu_works(prepared.prediction.schedule):
+            quicker = self._planned(partition, form, part, threads)
+            if only_gpu_works(quicker.prediction.schedule):
+                prepared = quicker
+        clip_norm, plan = options.recipe.clip_norm, prepared.prediction.plan
+        if plan.delayed and clip_norm is not None:
+            raise InputError(
+                f"clip_norm is {clip_norm}, but {plan.policy} delays updates, and a saved state does not "
+                "record the scale of waiting gradients: leave clip_norm out, or choose a policy that does not delay updates"
+            )
+        return prepared
+
+    def _planned(self, partition: Partition, form: Form, batch: Batch, threads: int) -> Prepared:
+        """Plan and simulate, on a profile whose passes use ``threads`` threads."""
+        options = self._options
+        with cpu_threads(options.torch_device, threads):
+            profile, slowdown = self._profile(partition, batch)
+        # Measured times and sizes do not depend on these.
+        workload = replace(profile.workload, clip_norm=options.recipe.clip_norm, micro_batches=options.micro_batches)
+        profile, lasting = replace(profile, workload=workload), partition.lasting_bytes
+        resident = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + lasting
+        profile = options.limits.applied(profile, resident, lasting)
+        executed = partial(as_executed, pins=options.on_gpu)
+        prediction = simulate_safely(profile, _Stoppable(options.policy), executed, lasting)
+        return Prepared(partition, form, prediction, resident, slowdown, threads)
+
+    def _profile(self, partition: Partition, batch: Batch) -> tuple[Profile, float]:
+        """Return the profile, and the slowdown of a paced device."""
+        options = self._options
+        if options.profile is not None:
+            return options.profile, 1.0
+        if self._hardware is None:
+            available = options.limits.gpu_bytes or usable_bytes(options.torch_device)
+            self._hardware = hardware_of(measure_machine(options.torch_device, available, quick=True))
+        workload = workload_of(partition, batch.inputs, type(partition.model).__name__)
+        profile = measure(partition, workload, self._hardware, batch, options.recipe, options.torch_device)
+        if options.mode is Mode.PACED:
+            return slowed(profile, analytic_profile(workload, self._hardware))
+        return profile, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stoppable:
+    """A policy that can be stopped whenever it tries its next plan."""
+
+    policy: Policy
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        return self.policy.plan(profile, stoppable(judge))

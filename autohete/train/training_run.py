@@ -1,0 +1,209 @@
+"""A training in progress: what a Trainer's calls do, in its worker's thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohete.errors import NonFiniteLossError, check_fields
+from autohete.execution.trace import Clock, Trace
+from autohete.runtime.batch import Batch
+from autohete.runtime.ledger import Counting, CudaMemory
+from autohete.runtime.optimizer import Adam
+from autohete.runtime.progress import listed
+from autohete.runtime.session import Session
+from autohete.runtime.settings import Execution
+from autohete.schedule import CPU, GPU, Kind, TaskId
+from autohete.train.options import Mode, TrainingOptions
+from autohete.train.preparation import Prepared
+from autohete.train.saved import check_delayed, check_state, load_states, load_values, set_random_states, state_of
+
+#: Number of iterations whose times are kept.
+_HISTORY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionComparison:
+    """Prediction and measurement, over the iterations so far.
+
+    Args:
+        clock: clock of the measured seconds.
+        predicted_seconds, measured_seconds: time of one steady iteration.
+        predicted_peak_bytes, measured_peak_bytes: peak of the device; ``…_host_bytes``: of the model states on the host.
+    """
+
+    clock: Clock
+    predicted_seconds: float
+    measured_seconds: float
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    predicted_host_bytes: int
+    measured_host_bytes: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a training is, before and after its model is taken over.
+
+    Args:
+        adam: optimizer settings of the next step.
+        first_step: number of steps before this run.
+        skipped_before: number of skipped steps among them.
+        skipped: skipped iterations of this run, and the reason for each.
+        loaded: the optimizer state to continue from, until it is taken over.
+    """
+
+    adam: Adam
+    first_step: int = 0
+    skipped_before: int = 0
+    skipped: dict[int, str] = field(default_factory=dict)
+    loaded: dict[str, Any] | None = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of skipped steps so far."""
+        return self.skipped_before + len(self.skipped)
+
+    def move(self, state: Mapping[str, Any], adam: Adam, admitted: int) -> None:
+        """Move to that of a saved state: this run has admitted ``admitted`` iterations, and goes on with ``adam``."""
+        self.adam, self.skipped_before = adam, state["skipped_steps"] - len(self.skipped)
+        self.first_step = state["step"] - admitted
+
+
+class TrainingRun:
+    """A model that has been taken over for training.
+
+    Args:
+        options: how to train.
+        prepared: the model, its plan and its schedule.
+        position: where the training is; kept up to date.
+
+    Attributes:
+        session: executes the schedule, until it is closed.
+    """
+
+    def __init__(self, options: TrainingOptions, prepared: Prepared, position: Position) -> None:
+        self._options, self._prepared, self._position = options, prepared, position
+        execution = Execution(
+            torch_device=options.torch_device,
+            paced=options.mode is Mode.PACED,
+            counting=Counting.SCHEDULED,
+            threads={CPU: torch.get_num_threads()} if options.on_gpu else {GPU: prepared.threads},
+            history=_HISTORY,
+        )
+        recipe = replace(options.recipe, adam=position.adam)
+        self.session = Session(prepared.partition, prepared.prediction.schedule, recipe, execution)
+        position.skipped = self.session.training.passes.skipped
+
+    def begin(self) -> None:
+        """Take over the state that was loaded before the first step, if any."""
+        training, loaded = self.session.training, self._position.loaded
+        if loaded is not None:
+            model = self._prepared.partition.model
+            check_delayed(loaded, model, training.states)
+            with training.guard.resumed(), training.guard.inside(), torch.no_grad():
+                load_states(loaded, model, training.states)
+            self._position.loaded = None
+        if isinstance(self.session.device, CudaMemory):  # do not count what measuring took
+            self.session.device.reset_peak()
+
+    def step(self, batch: object) -> float:
+        """Train on a batch and return the loss; see :meth:`autohete.Trainer.step`."""
+        options, prepared, position = self._options, self._prepared, self._position
+        checked = Batch.of(batch, prepared.partition.model)
+        prepared.form.check(checked)
+        training, lanes = self.session.training, self.session.lanes
+        with training.guard.resumed():
+            iteration = self.session.admit(checked.split(options.micro_batches), position.adam)
+            training.states.adam_at.pop(iteration - _HISTORY, None)
+        lanes.wait(TaskId(Kind.LOSS, prepared.partition.last, options.micro_batches - 1), iteration)
+        loss = training.passes.losses.pop(iteration)
+        if not math.isfinite(loss) and not options.recipe.skip_nonfinite:
+            lanes.drain()
+            step, where = position.first_step + iteration, position.skipped[iteration]
+            raise NonFiniteLossError(
+                f"step {step}: the loss is {loss}; not finite first: {where}. {self.changed_by(iteration)}; lower "
+                "the learning rate, or skip such steps (on_nonfinite=NonFinite.SKIP)",
+                step,
+            )
+        for task in self._tasks_of_the_model():
+            lanes.wait(task, iteration)
+        return loss
+
+    def changed_by(self, iteration: int) -> str:
+        """Describe what a step with a non-finite loss or gradient has changed nevertheless, once it has ended."""
+        training, skipped = self.session.training, self._position.skipped
+        updated = set(self.session.lanes.progress.updated(iteration))
+        # A delayed update takes the gradients of the step before; after a skipped step there are none.
+        stale = set(filter(training.states.delays, updated))
+        by_this = updated - stale if iteration not in skipped else set()
+        by_last = updated & stale if iteration and iteration - 1 not in skipped else set()
+        if by_this:
+            return f"This step has updated {listed(by_this)}: load a saved state to continue from a complete step"
+        unchanged = "No parameter has been changed by this step"
+        return f"{unchanged} ({listed(by_last)}: by the gradients of the step before, as planned)" if by_last else unchanged
+
+    def evaluate(self, batch: object) -> float:
+        """Return the loss of a batch without training, after waiting for all updates."""
+        self.session.drain()
+        return self.session.training.evaluation.loss(Batch.of(batch, self._prepared.partition.model))
+
+    def parameters(self) -> list[Tensor]:
+        """Return copies of all trained parameters, after waiting for all updates."""
+        self.session.drain()
+        return self.session.training.parameters()
+
+    def trace(self) -> Trace:
+        """Return the times of all tasks in the last iterations, after waiting for all updates."""
+        self.session.drain()
+        return self.session.lanes.trace()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state that later steps depend on, after waiting for all updates."""
+        self.session.drain()
+        training, position = self.session.training, self._position
+        with training.guard.resumed(), training.guard.inside():
+            step = position.first_step + self.session.lanes.admitted
+            model, device = self._prepared.partition.model, self._options.torch_device
+            return state_of(model, training.states, position.adam, step, position.skipped_steps, device)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of :meth:`state_dict`."""
+        model, training = self._prepared.partition.model, self.session.training
+        adam = check_state(state, model, self._position.adam, training.states)
+        self.session.drain()
+        with training.guard.resumed(), training.guard.inside():
+            load_values(state, model, training.states)
+            load_states(state, model, training.states)
+        set_random_states(state, self._options.torch_device)
+        self._position.move(state, adam, self.session.lanes.admitted)
+
+    def comparison(self) -> PredictionComparison:
+        """Compare the prediction with the measurement, after waiting for all updates."""
+        prediction, trace = self._prepared.prediction, self.trace()
+        device, host = self.session.device, self.session.host
+        assert device is not None
+        assert host is not None
+        return PredictionComparison(
+            clock=trace.clock,
+            predicted_seconds=prediction.iteration_seconds,
+            measured_seconds=trace.steady().period_seconds,
+            predicted_peak_bytes=prediction.gpu.peak_bytes,
+            measured_peak_bytes=device.peak_bytes,
+            predicted_host_bytes=prediction.host.peak_bytes,
+            measured_host_bytes=host.peak_bytes,
+        )
+
+    def _tasks_of_the_model(self) -> Iterator[TaskId]:
+        """Return the tasks after the loss that run code of the model, last first."""
+        in_backward = self._prepared.partition.effects.python_in_backward
+        kinds = {Kind.RECOMPUTE, Kind.BACKWARD} if in_backward else {Kind.RECOMPUTE}
+        return (task.id for task in reversed(self._prepared.prediction.schedule.tasks) if task.id.kind in kinds)
