@@ -160,7 +160,6 @@ class Guard:
 
     def __init__(self, model: nn.Module, states: States) -> None:
         self.wait: Callable[[], None] = _nothing
-        self._states = states
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._inside = _Inside()
@@ -176,11 +175,7 @@ class Guard:
             for name, tensor in named
             if type(tensor) in (nn.Parameter, Tensor)
         }
-        #: Values given to the caller, by the parameter's id.
-        self._exposed: dict[int, Tensor] = {}
-        #: PyTorch's counts of in-place writes to trained parameters.
-        self._writes = {key: one.tensor._version for key, one in self._guarded.items() if one.place is not None}
-        self._snapshots: list[_Snapshot] = []
+        self._lent = _Lent(states, self._guarded)
         parameter = type("Parameter", (GuardedParameter,), {"guard": self})
         buffer = type("Tensor", (GuardedBuffer,), {"guard": self})
         for one in self._guarded.values():
@@ -194,10 +189,10 @@ class Guard:
         """
         with self._lock:
             try:
-                self._write_back()
-                self._check_writes()
+                self._lent.write_back()
+                self._lent.check_writes()
             finally:
-                self._exposed, self._snapshots = {}, []
+                self._lent.forget()
                 for one in self._guarded.values():
                     if isinstance(one.tensor, GuardedParameter):
                         one.tensor.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -232,9 +227,9 @@ class Guard:
         self._check_process()  # before the lock, which another thread may have held during the fork
         with self._lock:
             self._structure.check()
-            self._check_writes()
-            self._write_back()
-            self._snapshots = [snapshot for snapshot in self._snapshots if not snapshot.expired]
+            self._lent.check_writes()
+            self._lent.write_back()
+            self._lent.forget_expired()
             yield
 
     def use(self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -263,8 +258,8 @@ class Guard:
                 return args[0] if func == Tensor.requires_grad_ else None
             for tensor in found:
                 tensor.guard._expose(tensor)
-            if func in (_DATA, Tensor.detach) and id(args[0]) in self._exposed:
-                return self._exposed[id(args[0])].detach()  # with its own write counter, so that steps can be told apart
+            if func in (_DATA, Tensor.detach) and id(args[0]) in self._lent.values:
+                return self._lent.values[id(args[0])].detach()  # with its own write counter, so that steps can be told apart
             if func in (Tensor.__deepcopy__, Tensor.__reduce_ex__):  # a copy has ordinary tensors
                 with torch._C.DisableTorchFunctionSubclass():
                     copied = func(args[0].detach(), *args[1:])
@@ -273,7 +268,7 @@ class Guard:
                 return copied
             result = _call(func, types, args, kwargs)
             if func == _SET_DATA:
-                self._expose_again(args[0])
+                self._lent.replace(args[0])
             return result
 
     def _refuse_in_loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -321,25 +316,46 @@ class Guard:
             _check_like(found, args[1])
 
     def _expose(self, tensor: object) -> None:
-        """Wait for tasks that still read the tensor; give the caller a parameter's current values in separate host memory."""
+        """Wait for tasks that still read the tensor; give the caller a parameter's current values."""
         found = self._guarded.get(id(tensor))
-        if found is None or id(tensor) in self._exposed:
+        if found is None or id(tensor) in self._lent.values:
             return
         self.wait()
-        if found.place is None:
-            return
+        if found.place is not None:
+            self._lent.give(found)
+
+
+class _Lent:
+    """Values that the caller has between steps, and what it does with them.
+
+    Args:
+        states: the model states.
+        guarded: all guarded tensors, by id.
+    """
+
+    def __init__(self, states: States, guarded: Mapping[int, _GuardedTensor]) -> None:
+        self._states, self._guarded = states, guarded
+        #: Values given to the caller, by the parameter's id.
+        self.values: dict[int, Tensor] = {}
+        #: PyTorch's counts of in-place writes to trained parameters.
+        self._writes = {key: one.tensor._version for key, one in guarded.items() if one.place is not None}
+        self._snapshots: list[_Snapshot] = []
+
+    def give(self, one: _GuardedTensor) -> None:
+        """Give the caller the current values of a parameter, in separate host memory."""
+        assert one.place is not None
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            values = self._states.values(*found.place)
-            found.tensor.data = values
-        self._exposed[id(tensor)] = values
+            values = self._states.values(*one.place)
+            one.tensor.data = values
+        self.values[id(one.tensor)] = values
 
-    def _expose_again(self, parameter: Tensor) -> None:
-        """Record that the caller has given ``parameter`` other memory."""
-        if id(parameter) in self._exposed:
+    def replace(self, parameter: Tensor) -> None:
+        """Note that the caller has given ``parameter`` other memory."""
+        if id(parameter) in self.values:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                self._exposed[id(parameter)] = parameter.data
+                self.values[id(parameter)] = parameter.data
 
-    def _check_writes(self) -> None:
+    def check_writes(self) -> None:
         """Reject writes that would be lost; each is reported once."""
         for snapshot in self._snapshots:
             if snapshot.counter._version != snapshot.writes:
@@ -351,18 +367,18 @@ class Guard:
         with torch._C.DisableTorchFunctionSubclass():
             for key, writes in self._writes.items():
                 one = self._guarded[key]
-                if key not in self._exposed and one.tensor._version != writes:
+                if key not in self.values and one.tensor._version != writes:
                     self._writes[key] = one.tensor._version
                     raise InputError(
                         f"{one.name} has been written to behind the Trainer, in the model's forward, by set_ or through a view "
                         "from before the last step: write to the parameter itself between steps"
                     )
 
-    def _write_back(self) -> None:
+    def write_back(self) -> None:
         """Write the values given to the caller, which may have changed, to the states."""
-        if not self._exposed:
+        if not self.values:
             return
-        exposed = [(self._guarded[key], values) for key, values in self._exposed.items()]
+        exposed = [(self._guarded[key], values) for key, values in self.values.items()]
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             now = [one.tensor.detach() for one, _ in exposed]
             for (one, _), changed in zip(exposed, now, strict=True):
@@ -376,7 +392,7 @@ class Guard:
             self._writes |= {id(one.tensor): one.tensor._version for one, _ in exposed}
             for block in {one.place[0] for one, _ in exposed if one.place is not None}:
                 self._states.units[block].bind()
-            self._exposed = {}
+            self.values = {}
             while exposed:
                 one, values = exposed.pop()
                 storage, counter = StorageWeakRef(values.untyped_storage()), values.detach()  # type: ignore[no-untyped-call]
@@ -385,6 +401,14 @@ class Guard:
                 snapshot = _Snapshot(one.name, storage, counter, counter._version)
                 if not snapshot.expired:
                     self._snapshots.append(snapshot)
+
+    def forget_expired(self) -> None:
+        """Forget the values that the caller has dropped."""
+        self._snapshots = [snapshot for snapshot in self._snapshots if not snapshot.expired]
+
+    def forget(self) -> None:
+        """Forget everything, the guarded tensors, too."""
+        self._guarded, self.values, self._writes, self._snapshots = {}, {}, {}, []
 
 
 class _Structure:
