@@ -347,9 +347,10 @@ def test_paced_tasks_end_no_earlier_than_planned() -> None:
     assert check_trace(lanes.trace()) == []
 
 
-def test_a_paced_task_that_takes_too_long_is_told_with_how_much() -> None:
+@pytest.mark.parametrize("sharing", ["", "flow gpu 1.0 1.0\nshare dram 1.0 gpu\n"], ids=["alone", "shared"])
+def test_a_paced_task_that_takes_too_long_is_told_with_how_much(sharing: str) -> None:
     """Work that outlasts the duration of its task is in ``late`` by the time that it took beyond that."""
-    slow = parse_schedule("autohete-schedule 2\nlane gpu fifo\ntask F0 gpu 20000000\n")
+    slow = parse_schedule(f"autohete-schedule 2\nlane gpu fifo\ntask F0 gpu 20000000\n{sharing}")
 
     def work(task: Task, iteration: int) -> None:
         time.sleep(0.06 if iteration == 1 else 0)
