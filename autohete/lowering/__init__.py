@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autohete.analysis.occupancy import unavoidable_bytes
+from autohete.collector import paused_collector
 from autohete.errors import InfeasibleError, InputError, OnePoolError
 from autohete.hardware import Hardware
 from autohete.lowering.activations import OffloadedActivations
@@ -156,6 +157,7 @@ def _was_asked(key: int) -> bool:
 
 
 @lru_cache(maxsize=4)  # a plan that might fit is lowered again at once, and the next setting of a sweep has the same few
+@paused_collector()
 def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     """Lower ``plan`` for a profile without times and rates."""
     plan = without_frozen(profile, plan)

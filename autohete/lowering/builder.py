@@ -315,15 +315,17 @@ class Builder:
 
     def _order_accesses(self, accesses: Sequence[Access]) -> None:
         """Add the waits between the accesses to one place, across iterations."""
-        last = next((i for i in reversed(range(len(accesses))) if accesses[i][1]), None)
-        if last is None:
+        last = len(accesses) - 1
+        while last >= 0 and not accesses[last][1]:
+            last -= 1
+        if last < 0:
             return
-        writer, back = accesses[last][0], 1
+        add, writer, back = self.waits.add, accesses[last][0], 1
         readers = [(task, 1) for task, _, _ in accesses[last + 1 :]]  # since the last write, with their iteration
         for task, writes, begins in accesses:
             if not writes:
                 if task != writer:
-                    self.waits.add(task, writer, back)
+                    add(task, writer, back)
                 readers.append((task, 0))
                 continue
             if not begins and not self._wait_for(task, readers) and task != writer:
@@ -344,7 +346,10 @@ class Builder:
     def _wait_for_readers(self, task: int, accesses: Sequence[Access]) -> None:
         """Make ``task`` wait for the other latest readers of what it frees."""
         count = len(accesses)
-        place = next((i for i in reversed(range(count)) if accesses[i][0] == task), count)
+        place = count - 1
+        while place >= 0 and accesses[place][0] != task:
+            place -= 1
+        place = count if place < 0 else place
         read_on_gpu = self.drafts[task].lane == GPU
         for distance in range(1, count + 1):
             before, writes, begins = accesses[(place - distance) % count]

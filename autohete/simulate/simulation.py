@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autohete.analysis.occupancy import Occupancy, occupancy
+from autohete.collector import paused_collector
 from autohete.execution import Executor
 from autohete.execution.trace import Steady, Trace
 from autohete.plan import Plan
@@ -86,6 +87,7 @@ def run_until_steady(schedule: Schedule, executor: Executor, iterations: int = _
         iterations *= 2
 
 
+@paused_collector()
 def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor: Executor | None = None) -> Simulation:
     """Execute ``schedule`` (that of ``plan``, or one with more waits) in the simulator, or in ``executor``."""
     executor = executor or SimExecutor()
