@@ -119,14 +119,16 @@ class InfeasibleError(AutoHeteError):
     Attributes:
         constraint: the memory that is too small: ``gpu``, ``host``, ``pinned`` or ``nvme``.
         capacity_bytes: its capacity.
-        needed_bytes: the smallest budget with which a plan of the policy works.
+        needed_bytes: the smallest budget with which a plan of the policy is known to work.
+        proven: no plan can fit. Otherwise a search has ended without one, and bounds do not rule out that there is one.
     """
 
-    def __init__(self, message: str, constraint: str, capacity_bytes: int, needed_bytes: int) -> None:
+    def __init__(self, message: str, constraint: str, capacity_bytes: int, needed_bytes: int, *, proven: bool = True) -> None:
         super().__init__(message)
         self.constraint = constraint
         self.capacity_bytes = capacity_bytes
         self.needed_bytes = needed_bytes
+        self.proven = proven
 
 
 class OptimizerError(InputError):

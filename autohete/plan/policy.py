@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from autohete.errors import check_fields
 from autohete.plan import Plan
@@ -32,6 +32,7 @@ class Judgement:
         seconds: steady-state iteration time.
         gpu_peak_bytes, host_peak_bytes: peak occupancy.
         pinned_peak_bytes: peak of pinned memory, where pinned memory is limited.
+        exact: simulated in full, not estimated.
     """
 
     verdict: Verdict
@@ -39,6 +40,7 @@ class Judgement:
     gpu_peak_bytes: int
     host_peak_bytes: int
     pinned_peak_bytes: int = 0
+    exact: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -46,6 +48,19 @@ class Judgement:
 
 #: Evaluates a plan by lowering and simulating it. Passed to a policy, so that policies import no executor.
 Judge = Callable[[Plan], Judgement]
+
+
+@runtime_checkable
+class EstimatingJudge(Protocol):
+    """A judge that can also estimate, which takes less time where an iteration has many micro-batches."""
+
+    def __call__(self, plan: Plan) -> Judgement: ...
+    def estimate(self, plan: Plan) -> Judgement: ...
+
+
+def estimates(judge: Judge) -> Judge:
+    """Return the estimates of ``judge``; of one that has none, ``judge`` itself."""
+    return judge.estimate if isinstance(judge, EstimatingJudge) else judge
 
 
 class Policy(Protocol):

@@ -22,6 +22,7 @@ from autohete.plan.policy import Judgement, Verdict
 from autohete.planner.budgets import Objective
 from autohete.planner.choices import Assignment, Choices
 from autohete.planner.relaxation import Places, Relaxation, Values, as_assignment
+from autohete.planner.search import simulated_micro_batches
 
 #: A plan within this share of the lower bound needs no further search.
 _PROVEN = 0.002
@@ -31,10 +32,12 @@ _EFFORT_TIMES_UNITS, _LEAST_EFFORT, _MOST_EFFORT = 1000, 10, 40
 _PATIENCE, _GAIN = 20, 0.0005
 #: Maximum number of changes drawn per judgement when the rows rule most of them out.
 _DRAWS = 40
+#: Number of the best plans that are judged exactly where times are estimates.
+_FEW_BEST = 2
 #: Up to this many assignments, all are ranked.
 _FEW = 3000
-#: Starting points: shares of the estimated stalls, of which large models try only the first ones, and the number of plans to
-#: spend on each share while they exceed the memory.
+#: Starting points: shares of the estimated stalls, of which only the first ones are tried where a judgement takes as much work
+#: as more than so many units; and the number of plans to spend on each share while they exceed the memory.
 _STALLS, _FEWER_STALLS, _LARGE = (1.5, 1.0, 0.3, 0.6), 2, 64
 _TRIES, _TIGHTENINGS = 3, 6
 #: Share of the stalls that is assumed while units are changed to save memory.
@@ -63,12 +66,16 @@ class JointSearch:
         relaxed: the problem; its rows are bounds.
         judge: time and memory of an assignment.
         bound_seconds: lower bound for all assignments.
+        micro_batches: of an iteration; judging more of them takes more work.
     """
 
-    def __init__(self, relaxed: Relaxation, judge: Callable[[Assignment], Judgement], bound_seconds: float) -> None:
+    def __init__(
+        self, relaxed: Relaxation, judge: Callable[[Assignment], Judgement], bound_seconds: float, micro_batches: int = 1
+    ) -> None:
         self._relaxed, self._judge, self._bound = relaxed, judge, bound_seconds
-        effort = _EFFORT_TIMES_UNITS // len(relaxed.choices.others)
-        self._effort = min(max(effort, _LEAST_EFFORT), _MOST_EFFORT)
+        units = len(relaxed.choices.others)
+        self._effort = min(max(_EFFORT_TIMES_UNITS // units, _LEAST_EFFORT), _MOST_EFFORT)
+        self._is_large = units * simulated_micro_batches(micro_batches) > _LARGE
         self._judged: dict[Assignment, Judgement] = {}
         self.best: BestAssignment | None = None
 
@@ -76,6 +83,12 @@ class JointSearch:
     def seconds(self) -> float:
         """Time of the best plan so far; infinite if none fits yet."""
         return np.inf if self.best is None else self.best.seconds
+
+    def best_few(self) -> list[Assignment]:
+        """The best assignment; where times are estimates, some of the best."""
+        fitting = {one: found for one, found in self._judged.items() if found.verdict is Verdict.OK}
+        order = sorted(fitting, key=lambda one: fitting[one].seconds)
+        return order[: 1 if all(found.exact for found in fitting.values()) else _FEW_BEST]
 
     def try_(self, assignment: Assignment) -> None:
         """Judge an assignment as a possible start of the search."""
@@ -85,10 +98,9 @@ class JointSearch:
         """Judge the optima of the relaxation and of ``others``, which have fewer choices. If none fits, judge the one that uses
         the least GPU memory.
         """
-        large = len(self._relaxed.choices.others) > _LARGE
         for problem in (*others, self._relaxed):
             taken: set[int] = set()
-            for stalls in _STALLS[:_FEWER_STALLS] if large else _STALLS:
+            for stalls in _STALLS[:_FEWER_STALLS] if self._is_large else _STALLS:
                 self._start(replace(problem, stalls=stalls, pending=True), taken)
         if self.best is None:
             frugal = replace(self._relaxed, objective=Objective.GPU_BYTES).assignment()

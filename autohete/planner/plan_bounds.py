@@ -79,7 +79,7 @@ class TimeBounds:
 
     def __init__(self, costs: BlockCosts, hardware: Hardware, priority: bool) -> None:
         self.costs, self.hardware, self.priority = costs, hardware, priority
-        self.n = costs.count
+        self.n, self.m = costs.count, costs.micro_batches
         self.forward, self.backward = below(costs.forward), below(costs.backward)
         self.recompute, self.gpu_update = below(costs.recompute), below(costs.gpu_update)
         #: GPU updates that precede the backward of a block below.
@@ -101,7 +101,7 @@ class TimeBounds:
         trained = [i for i, one in enumerate(costs.trained) if one]
         self.next_trained = np.array([next((i for i in trained if i >= unit), self.n) for unit in range(self.n + 1)])
         self.contiguous = trained == list(range(trained[0], trained[-1] + 1))
-        self.rounding = 0.5e-9 * _TASKS_PER_BLOCK * self.n
+        self.rounding = 0.5e-9 * _TASKS_PER_BLOCK * self.n * self.m
 
     def loads(self, x: CountChoices) -> Numbers:
         """The work of the busiest engine or shared resource. Cheaper than :meth:`seconds`."""
@@ -122,7 +122,7 @@ class TimeBounds:
             stalls.append(below(list(np.maximum(fetch - during, 0))))
         copies = below(list(np.maximum(np.array(costs.gradients) - passes[1], 0)))
         waiting = sum(stall[x.offloaded + 1] - stall[1] for stall in stalls) + copies[-1] - copies[self.n - x.cpu_updated]
-        return np.asarray(self._gpu(x) + waiting, float)
+        return np.asarray(self._gpu(x) + waiting * self.m, float)
 
     def seconds(self, x: CountChoices) -> Numbers:
         """Lower bound of the iteration time of each choice."""
@@ -133,16 +133,19 @@ class TimeBounds:
     # --- work
 
     def _gpu(self, x: CountChoices) -> Numbers:
+        return np.asarray(self._passes(x) * self.m + self.gpu_update[self.n - x.cpu_updated], float)
+
+    def _passes(self, x: CountChoices) -> Numbers:
+        """All passes of one micro-batch."""
         fixed = self.forward[-1] + self.backward[-1] + self.costs.loss.seconds
-        recomputed = self.recompute[x.checkpointed + 1] - self.recompute[1]
-        return np.asarray(fixed + recomputed + self.gpu_update[self.n - x.cpu_updated], float)
+        return np.asarray(fixed + self.recompute[x.checkpointed + 1] - self.recompute[1], float)
 
     def _work(self, x: CountChoices, under: Integers) -> _Work:
-        """The work for the blocks below ``under``.
+        """The work for the blocks below ``under`` after the last backward; if that is the whole model, of the whole iteration.
 
         Down: gradients of the blocks that the CPU updates, and write-backs of the offloaded blocks that it does not update. Up:
-        prefetches (for the next forward; if ``under`` is the whole model, for backward as well), and refreshes of what is
-        updated on the CPU and stays on the GPU.
+        prefetches (for the next forward; in the whole iteration for every pass), and refreshes of what is updated on the CPU
+        and stays on the GPU.
         """
         first = self.n - x.cpu_updated  # first block that the CPU updates
         gpu_offloaded = np.minimum(x.offloaded, first - 1)
@@ -160,7 +163,9 @@ class TimeBounds:
         fetched = inner(self.fetch, gpu_offloaded) + inner(self.up, x.offloaded) - inner(self.up, gpu_offloaded)
         up = fetched + above(self.refresh, np.maximum(refreshed, 1)) + embedding
         if under.ndim == 0:
-            up = up + fetched + inner(self.forward_alone, x.offloaded)
+            up = up + fetched * (2 * self.m - 1) + inner(self.forward_alone, x.offloaded) * self.m
+            if not self.costs.shared:  # several GPUs copy sums
+                down = down + above(self.down, first) * (self.m - 1)
         return _Work(down, up, above(self.cpu_update, first))
 
     def _slowest(self, work: _Work) -> Numbers:
@@ -179,10 +184,11 @@ class TimeBounds:
         """The longest cycle among several families, each with a row per block m."""
         x, m = choices.columns(), np.arange(self.n)[None, :]
         gpu = self._gpu(choices)
-        above = self._gpu_from(x, m) + self._gradient_wait(x, m)
-        found = np.maximum(above + self._until_forward(x, m), gpu[:, None] + self._fetched_for_backward(x, m))
+        earlier = self._passes(x) * (self.m - 1)  # of all micro-batches but the last
+        above = earlier + self._gpu_from(x, m) + self._gradient_wait(x, m)
+        found = np.maximum(above + self._until_forward(x, m), gpu[:, None] + self._fetched_for_backward(x, m) * self.m)
         if self.costs.updates_last:
-            found = np.maximum(found, self._updated_last(x, m))
+            found = np.maximum(found, earlier + self._updated_last(x, m))
         return np.asarray(found.max(axis=1) - self.rounding, float)
 
     def _gpu_from(self, x: CountChoices, m: Integers) -> Numbers:

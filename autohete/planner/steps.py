@@ -93,7 +93,7 @@ class BlockCosts:
         blocks, costs, hardware = profile.units, Costs(profile, plan), profile.hardware
         self.count, self.first_trained = len(blocks), profile.first_trained
         self.trained = [not block.is_frozen for block in blocks]
-        self.shared = hardware.gpus > 1
+        self.shared, self.micro_batches = hardware.gpus > 1, profile.workload.micro_batches
         copied = plan.units[0].gradients.carried, plan.units[0].refresh, hardware.gpus
 
         def decided(*, offloaded: bool, on_cpu: bool) -> list[UnitCosts]:

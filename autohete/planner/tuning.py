@@ -24,7 +24,8 @@ def tune_prefetches(profile: Profile, plan: Plan) -> tuple[UnitPlan, ...]:
     """The plan's units with prefetch distances as large as memory allows and time requires."""
     if not plan.offloaded_parameter_units:
         return plan.units
-    return _Tuning(profile, plan).units()
+    # Distances are those of the first micro-batch, in which prefetches reach back into the last one.
+    return _Tuning(profile.with_micro_batches(min(profile.workload.micro_batches, 3)), plan).units()
 
 
 class _Tuning:

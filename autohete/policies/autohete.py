@@ -27,11 +27,11 @@ from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InputError, check_fields
 from autohete.lowering import lower
 from autohete.plan import Footprint, Format, Plan
-from autohete.plan.policy import Judge, Judgement
+from autohete.plan.policy import Judge, Judgement, estimates
 from autohete.plan.rules import Barrier, ByPriority, Rule, Slots
 from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.program import Allowed, Program
-from autohete.planner.search import best_counts, infeasible, least_memory
+from autohete.planner.search import USUAL, Way, best_counts, infeasible, least_memory
 from autohete.planner.steps import GRADIENT_SLOTS, BlockCosts, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
@@ -83,15 +83,16 @@ class AutoHete:
             check_cpu_kernel(profile.workload.training.optimizer)
         program = self.program(profile)
 
-        def judged(counts: Counts) -> Judgement:
-            return judge(self.plan_for(profile, counts))
+        def judged(by: Judge, counts: Counts, way: Way) -> Judgement:
+            return by(self.plan_for(profile, counts, way))
 
-        found = best_counts(program, judged)
+        found = best_counts(program, partial(judged, estimates(judge)), partial(judged, judge))
         if found is not None:
-            return replace(self.plan_for(profile, found.counts), bound_seconds=found.bound_seconds)
-        frugal, relaxed = self._frugal(profile, program), replace(program, pending=False).solve()
-        plan = self._untuned(profile, frugal)
-        return replace(plan, memory_waits=True, bound_seconds=relaxed.value if relaxed else None)
+            return replace(self.plan_for(profile, found.counts, found.way), bound_seconds=found.bound_seconds)
+        relaxed = replace(program, pending=False).solve()
+        frugal = self._frugal(profile, program, proven=relaxed is None)
+        plan = self.plan_for(profile, frugal, Way(tuned=False, waits=True))
+        return replace(plan, bound_seconds=relaxed.value if relaxed else None)
 
     def program(self, profile: Profile) -> Program:
         """The integer program of this policy for ``profile``."""
@@ -109,12 +110,10 @@ class AutoHete:
             allowed=allowed,
         )
 
-    def plan_for(self, profile: Profile, counts: Counts) -> Plan:
-        """The plan for the given counts, with tuned prefetches."""
-        plan = self._untuned(profile, counts)
-        if not self.prefetch_tuning:
-            return plan
-        return replace(plan, units=tune_prefetches(profile, plan))
+    def plan_for(self, profile: Profile, counts: Counts, way: Way = USUAL) -> Plan:
+        """The plan for the given counts, with tuned prefetches unless they are off."""
+        plan = replace(self._untuned(profile, counts), memory_waits=way.waits)
+        return replace(plan, units=tune_prefetches(profile, plan)) if way.tuned and self.prefetch_tuning else plan
 
     def _untuned(self, profile: Profile, counts: Counts) -> Plan:
         """The plan for the given counts. Each prefetch overlaps the pass before its own."""
@@ -145,8 +144,9 @@ class AutoHete:
             ),
         )
 
-    def _frugal(self, profile: Profile, program: Program) -> Counts:
-        """Return the plan that needs the least memory if copies wait for space. Raises if it still exceeds the memory.
+    def _frugal(self, profile: Profile, program: Program, *, proven: bool) -> Counts:
+        """Return the plan that needs the least memory if copies wait for space. Raises if it still exceeds the memory,
+        which may be ``proven`` to be so for every plan.
 
         If a plan fits with more pinned memory, pinned memory binds; if one fits the GPU with a larger host, the host binds;
         otherwise the GPU. The memory of a plan does not depend on time, so the size named here works even if the next
@@ -166,7 +166,7 @@ class AutoHete:
             needed, counts = least
             if needed <= have:
                 return counts
-            raise infeasible(memory, have, needed, profile.hardware)
+            raise infeasible(memory, have, needed, profile.hardware, proven=proven)
         # No plan fits the GPU, and without updates on the GPU none does without the host, either: then the GPU is named, with
         # what suffices if the host is large enough.
         unlimited = replace(program, budgets=Budgets(math.inf, math.inf))
@@ -177,7 +177,7 @@ class AutoHete:
         )
         assert least is not None, "some plan is allowed"
         have = budgets[Objective.GPU_BYTES]
-        raise infeasible(Objective.GPU_BYTES, have, max(least[0], have + 1), profile.hardware)
+        raise infeasible(Objective.GPU_BYTES, have, max(least[0], have + 1), profile.hardware, proven=proven)
 
     def _traffic(self, profile: Profile) -> tuple[int, int]:
         """DRAM bytes per parameter of the Adam kernel and of the casts around it."""

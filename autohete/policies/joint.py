@@ -26,16 +26,16 @@ import numpy as np
 from autohete import policies
 from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InfeasibleError, InputError, RuleError
-from autohete.lowering import lower
+from autohete.lowering import lower, never_fits
 from autohete.plan import Activations, Format, Plan, Processor, Rest, UnitPlan, without_refused_rules
-from autohete.plan.policy import Judge, Judgement, Verdict
+from autohete.plan.policy import Judge, Judgement, Verdict, estimates
 from autohete.plan.rules import ByPriority, GpuUpdatesAfterRecompute, Rule, Slots
 from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.choices import Assignment, Choices, all_choices
 from autohete.planner.joint_search import JointSearch
 from autohete.planner.relaxation import Relaxation, as_assignment
 from autohete.planner.rows import Model
-from autohete.planner.search import infeasible
+from autohete.planner.search import fastest, infeasible
 from autohete.planner.steps import GRADIENT_SLOTS, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.planner.unit_costs import Costs
@@ -47,6 +47,8 @@ from autohete.workload import Units
 
 #: Systems that never move parameters, gradients or states. They are skipped if these do not fit.
 _STATES_ON_GPU = ("resident", "offload_activations", "capuchin", "sqrt_checkpoint", "rotor")
+#: Durations are rounded to nanoseconds; with this much less, no sum of them is longer than the simulated one.
+_ROUNDING_SECONDS = 1e-4
 #: To find the plan with the least memory: how many fitting plans to start with, and how many to try around the best of them.
 _CORNERS, _MEASUREMENTS = 6, 24
 #: Up to this many units, plans that need waits for memory are tried where others fit: finding the waits takes long.
@@ -85,16 +87,18 @@ def _needs_no_host(unit: UnitPlan) -> bool:
 
 def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
     """The best plan of ``choices``, or of a shipped system if that is faster. Raises the errors of :meth:`Joint.plan`."""
-    family = PlanFamily(profile, judge, choices)
+    estimate = estimates(judge)
+    family = PlanFamily(profile, estimate, choices)
     relaxed = family.relaxation()
     bound = relaxed.bound()
     parts = [] if bound is None else list(_parts(family))
     problems = [relaxed if part is family else part.relaxation() for part in parts]
-    searches = [JointSearch(problem, part.judged, bound or 0.0) for part, problem in zip(parts, problems, strict=True)]
+    several = profile.workload.micro_batches
+    searches = [JointSearch(problem, part.judged, bound or 0.0, several) for part, problem in zip(parts, problems, strict=True)]
     for part, search in zip(parts, searches, strict=True):
         search.start(part.where(_keeps_on_gpu).relaxation())
     limit = searches[0].seconds if searches else math.inf
-    candidates = [plan for plan in _shipped(profile, judge, limit) if judge(plan).verdict is Verdict.OK]
+    candidates = list(_shipped(profile, estimate, limit))
     coarse = of_blocks(family) if parts else None
     # Each part starts from all earlier results and runs the same search as the last part would: more choices never hurt.
     for part, search in zip(parts, searches, strict=True):
@@ -104,15 +108,15 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
         if coarse is not None and (assignment := part.choices.assignment(coarse)) is not None:
             search.try_(assignment)
         search.go_on()
-        if search.best is not None:
-            candidates += part.plans(search.best.assignment)
+        for assignment in search.best_few():
+            candidates += part.plans(assignment)
     if len(family.profile.units) <= _FEW_UNITS and (waiting := family.waiting(relaxed)) is not None:
         candidates.append(waiting)
-    if not candidates:
-        return family.polished(family.frugal(relaxed))
-    found = min(candidates, key=lambda plan: judge(plan).seconds)
-    proven = [judge(plan).seconds for plan in candidates]
-    return replace(found, bound_seconds=min([*proven, *([] if bound is None else [bound])]))
+    found = fastest({plan: estimate(plan) for plan in candidates}, judge)
+    if found is None:
+        return family.polished(family.frugal(relaxed, proven=bound is None))
+    seconds = judge(found).seconds
+    return replace(found, bound_seconds=seconds if bound is None else min(seconds, bound))
 
 
 def of_blocks(family: PlanFamily) -> tuple[UnitPlan, ...] | None:
@@ -233,8 +237,9 @@ class PlanFamily:
                     break
         return best
 
-    def frugal(self, relaxed: Relaxation) -> Plan:
-        """Return the plan that needs the least memory if copies wait for space. Raises if it still exceeds the memory.
+    def frugal(self, relaxed: Relaxation, *, proven: bool) -> Plan:
+        """Return the plan that needs the least memory if copies wait for space. Raises if it still exceeds the memory, which
+        may be ``proven`` to be so for every plan.
 
         If a plan fits with more pinned memory, pinned memory binds; if one fits the GPU with a larger host, the host binds;
         otherwise the GPU.
@@ -250,7 +255,7 @@ class PlanFamily:
             binds = binds or (objective, have, needed)
         assert binds is not None, "on a GPU that is large enough everything fits without a host"
         memory, have, needed = binds
-        raise infeasible(memory, have, needed, self.profile.hardware)
+        raise infeasible(memory, have, needed, self.profile.hardware, proven=proven)
 
     def _least(self, problem: Relaxation) -> tuple[float, Plan] | None:
         """The plan that needs the least of one memory within the others' budgets, with its bytes. None if none is found."""
@@ -308,6 +313,14 @@ class PlanFamily:
 
 def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
     """Plans of the shipped systems with their default flags, except those that cannot be faster than ``best``."""
+    few = profile.with_micro_batches(min(profile.workload.micro_batches, 3))
+
+    def quickly(plan: Plan) -> Judgement:
+        """The judgement of ``plan``, without a simulation if it is too slow or never fits."""
+        if _gpu_seconds(profile, plan) >= best or never_fits(few, plan):
+            return Judgement(Verdict.GPU_OUT_OF_MEMORY, math.inf, 0, 0)
+        return judge(plan)
+
     states = sum(map(profile.state_bytes, range(len(profile.units))))
     states += sum(map(profile.parameter_bytes, range(len(profile.units))))
     for name, system in policies.POLICIES.items():
@@ -318,12 +331,30 @@ def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
             if relaxed is not None and relaxed.value >= best:
                 continue
         try:
-            plan = system().plan(profile, judge)
-            judge(plan)
+            one = judge if system is AutoHete else quickly
+            plan = system().plan(profile, one)
+            fits = one(plan).verdict is Verdict.OK
         except (InfeasibleError, InputError):  # not applicable: memory, micro-batches, or no drives
             continue
-        if not plan.delayed:
+        if fits and not plan.delayed:
             yield plan
+
+
+def _gpu_seconds(profile: Profile, plan: Plan) -> float:
+    """The least time of the GPU's passes and updates under ``plan``."""
+    again = sum(
+        block.recompute_seconds
+        for number, (block, unit) in enumerate(zip(profile.units, plan.units, strict=True))
+        if unit.activations is Activations.RECOMPUTE and number >= profile.first_trained
+    )
+    forward = sum(block.forward_seconds for block in profile.units) + profile.loss.seconds
+    backward = sum(block.backward_seconds for block in profile.units[profile.first_trained :])
+    updates = sum(
+        block.gpu_update_seconds
+        for block, unit in zip(profile.units, plan.units, strict=True)
+        if unit.update_on is Processor.GPU and not block.is_frozen
+    )
+    return profile.workload.micro_batches * (forward + backward + again) + updates - _ROUNDING_SECONDS
 
 
 def _corners(choices: Choices) -> Iterator[Assignment]:

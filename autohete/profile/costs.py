@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
@@ -220,6 +220,10 @@ class Profile:
         """Size of the frozen parameters of ``block``, in every memory."""
         costs = self.units[unit]
         return costs.frozen_parameters * self.element_bytes if costs.frozen_bytes is None else costs.frozen_bytes
+
+    def with_micro_batches(self, count: int) -> Profile:
+        """The same for an iteration of ``count`` micro-batches."""
+        return replace(self, workload=replace(self.workload, micro_batches=count))
 
     @property
     def first_trained(self) -> int:

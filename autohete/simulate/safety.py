@@ -51,4 +51,9 @@ def safety(simulation: Simulation, executor: Executor | None = None) -> Safety:
 def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None) -> Simulation:
     """Lower ``plan`` and execute it in the simulator (or in ``executor``), with waits for memory if the plan asks for them."""
     found = simulate_schedule(profile, plan, lower(profile, plan), executor)
-    return safety(found, executor).safe or found if plan.memory_waits else found
+    return with_waits(found, executor) if plan.memory_waits else found
+
+
+def with_waits(simulation: Simulation, executor: Executor | None = None) -> Simulation:
+    """Return ``simulation`` with the waits that make it fit under any timing; the same if no such waits are known."""
+    return safety(simulation, executor).safe or simulation

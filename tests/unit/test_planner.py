@@ -15,10 +15,11 @@ from autohete.errors import InfeasibleError
 from autohete.execution.trace import Trace
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, load_hardware
 from autohete.plan import Plan, Processor
-from autohete.plan.policy import Judge, Verdict
+from autohete.plan.policy import Judge, Judgement, Verdict
 from autohete.plan.rules import ByPriority
 from autohete.planner.budgets import Objective
 from autohete.planner.plan_bounds import all_choices
+from autohete.planner.search import Way
 from autohete.planner.steps import Counts
 from autohete.planner.tuning import bytes_at_steps
 from autohete.policies import parse_policy
@@ -28,6 +29,7 @@ from autohete.schedule import GPU_MEMORY, Buffer, BufferId, Edge, Free, Kind, La
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan, simulate_policy
 from autohete.workload import Kernels, Precision, Workload, named_workload
+from autohete.workload.config import read_model
 from benchmarks.planner import compare, faster
 from benchmarks.planner import draw as draw_setting
 
@@ -122,10 +124,19 @@ def test_the_plan_is_within_a_percent_of_the_best_of_all(seed: int, clip_norm: f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "clip_norm", "gpus"), [*((*case, 1) for case in CASES), *((*case, 3) for case in CASES[::4])])
-def test_no_choice_goes_below_its_bounds(seed: int, clip_norm: float | None, gpus: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "clip_norm", "gpus", "micro_batches"),
+    [
+        *((*case, 1, 1) for case in CASES),
+        *((*case, 3, 1) for case in CASES[::4]),
+        *((*case, 1, 2 + i % 3) for i, case in enumerate(CASES)),
+        *((*case, 3, 3) for case in CASES[::8]),
+    ],
+)
+def test_no_choice_goes_below_its_bounds(seed: int, clip_norm: float | None, gpus: int, micro_batches: int) -> None:
     """No simulated iteration is shorter, and no peak lower, than the relaxed program says of that choice."""
-    check_bounds(draw(seed, clip_norm, gpus), seed)
+    case = draw(seed, clip_norm, gpus)
+    check_bounds(replace(case, profile=case.profile.with_micro_batches(micro_batches)), seed)
 
 
 @pytest.mark.slow
@@ -143,7 +154,7 @@ def test_no_choice_with_frozen_parameters_goes_below_its_bounds(seed: int, gpus:
 
 
 def check_bounds(case: Case, seed: int) -> None:
-    """Times and bytes of the relaxed program are lower bounds for some choices; on the host they are exact."""
+    """Times and bytes of the relaxed program are lower bounds for some choices. Those on the host are exact for one batch."""
     program, judge = replace(case.policy.program(case.profile), pending=False), judge_for(case.profile)
     choices = all_choices(len(case.profile.units))
     if not WIDE:
@@ -151,7 +162,10 @@ def check_bounds(case: Case, seed: int) -> None:
     judged = [judge(case.policy.plan_for(case.profile, choices[i])) for i in range(len(choices))]
     assert (np.array([found.seconds for found in judged]) >= program.times.seconds(choices)).all()
     assert (np.array([found.gpu_peak_bytes for found in judged]) >= program.gpu_bytes(choices)).all()
-    assert np.array([found.host_peak_bytes for found in judged]) == pytest.approx(program.host_bytes(choices))
+    peaks, resting = np.array([found.host_peak_bytes for found in judged]), program.host_bytes(choices)
+    assert (
+        (peaks >= resting * (1 - 1e-12)).all() if case.profile.workload.micro_batches > 1 else peaks == pytest.approx(resting)
+    )
 
 
 @pytest.mark.slow
@@ -268,7 +282,7 @@ KNOWN = [
     Known(32, 3072, 2, 2048, "a100-40gb-epyc7713", "39.39GiB", Counts(29, 21, 9)),
     Known(24, 3072, 1, 2048, "a100-40gb-epyc7713", "39.39GiB", Counts(13, 0, 3)),
     Known(20, 3072, 4, 1024, "a100-40gb-epyc7713", "29.37GiB", Counts(19, 3, 5), (2.102, 0.804, 1.214)),
-    Known(24, 5120, 2, 1024, "v100-32gb-dgx2", "24.66GiB", Counts(20, 20, 21), (0.365, 0.205, 0.462)),
+    Known(24, 5120, 2, 1024, "v100-32gb-dgx2", "24.66GiB", Counts(17, 16, 22), (0.365, 0.205, 0.462)),
 ]
 
 
@@ -336,6 +350,58 @@ def test_more_gpu_memory_is_never_slower() -> None:
         times.append(judge(AutoHete().plan(profile, judge)).seconds)
     assert len(times) == 4
     assert all(more <= less * 1.01 for less, more in zip(times, times[1:], strict=False)), times
+
+
+@pytest.mark.parametrize("factor", [1.2, 4])
+def test_plans_with_waits_for_memory_are_tried_like_others(factor: float) -> None:
+    """On a desktop, faster uploads make prefetches exceed the memory; the plan is no slower than one whose copies wait."""
+    workload = replace(read_model("llama-3.2-3b"), transformer_blocks=24, batch_size=1, sequence_length=512)
+    hardware = load_hardware("rtx5090-desktop")
+    up = replace(
+        hardware.h2d,
+        bandwidth=hardware.h2d.bandwidth * factor,
+        duplex_bandwidth=hardware.h2d.duplex_bandwidth * factor,
+    )
+    profile, policy = analytic_profile(workload, replace(hardware, h2d=up)), AutoHete()
+    judge = judge_for(profile)
+    waiting = judge(policy.plan_for(profile, Counts(18, 23, 4), Way(tuned=False, waits=True)))
+    assert waiting.verdict is Verdict.OK
+    assert judge(policy.plan(profile, judge)).seconds <= waiting.seconds
+
+
+@pytest.mark.parametrize("counts", [Counts(24, 0, 26), Counts(24, 24, 26), Counts(12, 10, 5), Counts(0, 0, 0)])
+def test_an_estimate_of_many_micro_batches_is_close(counts: Counts) -> None:
+    """Twelve micro-batches, estimated from three, take what a simulation of all says, within a percent."""
+    workload = named_workload("gpt-2b", transformer_blocks=24, micro_batches=12)
+    profile = analytic_profile(workload, load_hardware(NODE))
+    plan = AutoHete().plan_for(profile, counts)
+    estimated = judge_for(profile).estimate(plan)
+    assert not estimated.exact
+    assert estimated.seconds == pytest.approx(judge_for(profile)(plan).seconds, rel=0.01)
+
+
+def test_a_plan_for_many_micro_batches_is_judged_in_full() -> None:
+    """The time of the chosen plan is that of all its micro-batches, and the bound is not above it."""
+    profile = analytic_profile(named_workload("gpt-2b", transformer_blocks=8, micro_batches=9), load_hardware(NODE))
+    judge = judge_for(profile)
+    plan = AutoHete().plan(profile, judge)
+    assert judge.estimate(plan).exact
+    assert plan.bound_seconds is not None
+    assert plan.bound_seconds <= judge(plan).seconds == simulate_plan(profile, plan).iteration_seconds
+
+
+def test_giving_up_is_not_the_same_as_not_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error is proven where bounds rule every plan out; where they do not, it says that the search gave up."""
+    small, large = (
+        analytic_profile(named_workload("gpt-2b"), load_hardware(NODE, {"gpu.memory": size})) for size in ("2GiB", "40GiB")
+    )
+    with pytest.raises(InfeasibleError, match="no plan fits") as caught:
+        AutoHete().plan(small, judge_for(small))
+    assert caught.value.proven
+    monkeypatch.setattr("autohete.policies.autohete.least_bytes", lambda schedule, memory: 2**60 if memory == "gpu" else 0)
+    with pytest.raises(InfeasibleError, match="the search gave up") as caught:
+        AutoHete().plan(large, lambda plan: Judgement(Verdict.GPU_OUT_OF_MEMORY, 1.0, 2**60, 0))
+    assert not caught.value.proven
 
 
 def test_the_chosen_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
