@@ -14,11 +14,12 @@ from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.waits import CycleError
-from autohete.plan import Plan, Processor, Rest, UnitPlan
+from autohete.plan import Activations, Plan, Processor, Rest, UnitPlan
 from autohete.plan.rules import (
     Barrier,
     BlockingCopies,
     GpuUpdatesAfterBackward,
+    GpuUpdatesAfterRecompute,
     Rule,
     Slots,
     UpdatesAfterBackward,
@@ -39,6 +40,7 @@ from autohete.schedule import (
     Schedule,
     TaskId,
     Value,
+    parse_task_id,
     validate,
 )
 from autohete.testing import checks, strategies
@@ -237,6 +239,21 @@ ON_CPU = Plan("by hand", (UnitPlan(update_on=Processor.CPU),) * 6, update_bytes=
 def test_idle_rules_are_named(rules: tuple[Rule, ...], idle: tuple[Rule, ...]) -> None:
     """What repeats another rule, or concerns nothing in the plan, is lowered, and named by a check."""
     assert tuple(idle_rules(SMALL, replace(ON_CPU, rules=rules))) == idle
+
+
+def test_updates_wait_for_the_recomputation_that_follows() -> None:
+    """Each part of an update follows the recomputation of the unit below, and precedes that unit's backward; where nothing is
+    recomputed, it follows its own backward.
+    """
+    states = Rest(HOST_MEMORY, parts=2)
+    again, kept = UnitPlan(Activations.RECOMPUTE, states=states), UnitPlan(states=states)
+    plan = Plan("by hand", (kept, again, again, kept, again, kept), (GpuUpdatesAfterRecompute(),))
+    order = [task.id for task in lower(SMALL, plan).tasks if task.lane == GPU]
+    place = {task: i for i, task in enumerate(order)}
+    for unit, follows in {5: "R4", 4: "B4", 3: "R2", 2: "R1", 1: "B1", 0: "B0"}.items():
+        parts = [place[TaskId(Kind.GPU_UPDATE, unit, again=part)] for part in (0, 1)]
+        after, before = place[parse_task_id(follows)], place.get(TaskId(Kind.BACKWARD, unit - 1), len(order))
+        assert after < parts[0] < parts[1] < before
 
 
 def test_rules_that_contradict_each_other() -> None:

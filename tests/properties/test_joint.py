@@ -26,6 +26,9 @@ from autohete.profile import Profile, analytic_profile
 from autohete.simulate import judge_for
 from autohete.testing import strategies
 from autohete.workload import Kernels, Precision, Units, Workload, named_workload
+from autohete.workload.config import read_model
+from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Training
 
 NODE = "a100-40gb-epyc7713"
 WIDE = os.environ.get("AUTOHETE_HYPOTHESIS") == "wide"
@@ -344,3 +347,19 @@ def test_the_documented_gains_are_those_of_the_file() -> None:
     assert min(gains) >= 0
     page = " ".join((root / "docs" / "results.md").read_text().split())
     assert f"by {median(gains):.0f} % at the median and {max(gains):.0f} % at most" in page
+
+
+@pytest.mark.slow
+def test_an_8b_model_in_two_micro_batches_trains_within_10_gib() -> None:
+    """Sums that rest on the host, states in parts and waits for memory: Llama-3.1-8B with 65,536 tokens in two micro-batches
+    and updates on the GPU runs in 9.8 GiB of an H100, at more than the 10,209 tokens/s that another system was measured at.
+    """
+    training = Training(optimizer=Optimizer.ADAMW_PURE_BF16)
+    llama = replace(
+        read_model("llama-3.1-8b"), batch_size=32, sequence_length=1024, micro_batches=2, chunked_loss=True, training=training
+    )
+    profile = analytic_profile(llama, load_hardware("h100-pcie5", {"gpu.memory": "9.8GiB"}))
+    judge = judge_for(profile)
+    judged = judge(Joint().plan(profile, judge))
+    assert judged.verdict is Verdict.OK
+    assert 65536 / judged.seconds > 10_209
