@@ -164,7 +164,7 @@ class TimeBounds:
         up = fetched + above(self.refresh, np.maximum(refreshed, 1)) + embedding
         if under.ndim == 0:
             up = up + fetched * (2 * self.m - 1) + inner(self.forward_alone, x.offloaded) * self.m
-            if not self.costs.shared:  # several GPUs copy sums
+            if not self.costs.shared:  # several GPUs may copy sums
                 down = down + above(self.down, first) * (self.m - 1)
         return _Work(down, up, above(self.cpu_update, first))
 

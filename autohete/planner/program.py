@@ -185,8 +185,9 @@ class Program:
         extra += np.append(backward, costs.loss.peak_bytes)
         peak = np.array([(row + extra).max(axis=1) for row in alive]) + weights[-1] - (weights[p[:, 0] + 1] - weights[1])
         found = peak[x.checkpointed, x.offloaded] + states[n - x.cpu_updated]
-        if costs.micro_batches > 2 and not costs.shared:  # between the first and the last, all sums for the GPU are there
-            found = found + below(costs.gradient_bytes)[n - x.cpu_updated]
+        if costs.micro_batches > 2 and not costs.shared:
+            # Between the first and the last, all sums for the GPU are there, and a backward adds to one of them in place.
+            found = found + np.maximum(below(costs.gradient_bytes)[n - x.cpu_updated] - max(costs.gradient_bytes), 0)
         held = below(costs.kept)
         found = found + held[np.maximum(np.minimum(x.offloaded, n - x.cpu_updated - 1), 0) + 1] - held[1]
         if self.pending:  # gradients waiting for their copy

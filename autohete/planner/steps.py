@@ -82,7 +82,7 @@ class BlockCosts:
         forward, backward, recompute, gpu_update, cpu_update: passes and updates; ``updates_last``: none precedes a backward.
         parameters: H2D, fetch of what the CPU updates; refreshes: copy of it if it stays on the GPU.
         fetches, write_backs: H2D and D2H of offloaded parameters that the GPU updates; 0 where several GPUs keep them in parts.
-        gradients: D2H.
+        gradients: D2H, of one micro-batch.
         weights, gradient_bytes, states, input, activations, workspace: bytes on the GPU.
         kept: bytes on the GPU of offloaded parameters that it updates.
         trained: whether a block has trained parameters; ``first_trained``: those below have no backward.
@@ -108,7 +108,7 @@ class BlockCosts:
         self.recompute = [block.recompute_seconds * there for block, there in zip(blocks, reached, strict=True)]
         self.gpu_update, self.cpu_update = [one.gpu_update for one in here], [one.cpu_update for one in on_cpu]
         self.updates_last = profile.workload.clips
-        self.gradients = [one.seconds(D2H) for one in on_cpu]
+        self.gradients = [one.seconds_at(D2H, When.AFTER_BACKWARD) for one in on_cpu]
         self.refreshes = [one.seconds(H2D) for one in on_cpu]
         self.parameters = [one.seconds_at(H2D, When.BEFORE_FORWARD) for one in away_on_cpu]
         self.fetches = [one.seconds_at(H2D, When.BEFORE_FORWARD) for one in away]
