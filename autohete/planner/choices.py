@@ -119,7 +119,7 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
             where = routes[:1] if shared else routes if unit >= profile.first_trained else routes[:2]
             return tuple(replace(on_gpu, parameters=route) for route in where)
         # Of a unit larger than the blocks, such as the head of a large vocabulary, no more states are there than of a block.
-        parts = -(-profile.units[unit].trained_parameters // largest) if updates_any_share(optimizer) else 1
+        parts = max(1, -(-profile.units[unit].trained_parameters // largest)) if updates_any_share(optimizer) else 1
         states = (Rest(), Rest(HOST_MEMORY, parts=parts))
         sums = (summed_here, summed_away) if several else (summed_here,)
         updates = [replace(on_gpu, states=where, gradients=summed) for summed in sums for where in states]
