@@ -138,7 +138,7 @@ def of_blocks(family: PlanFamily) -> tuple[UnitPlan, ...] | None:
 
     try:
         return _refined(best_plan(units, judge, every_choice(units)).units)
-    except InfeasibleError:
+    except (InfeasibleError, InputError):  # or the sublayers differ too much, as where only one of them is trained
         return None
 
 

@@ -290,7 +290,10 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     out.print(speeds)
     print_text(out, _assumed(workload), style="dim")
     if first.gpus > 1:
-        print_text(out, "each GPU has this batch, this plan and an equal part of its host; rates are those of all GPUs")
+        print_text(
+            out,
+            "each GPU has this batch, this plan and an equal part of its host; samples/s and tokens/s are those of all GPUs",
+        )
     for note in dict.fromkeys(note for s in summaries for note in s.notes):
         print_text(out, f"note: {note}")
     running = [s for s in summaries if s.verdict is Verdict.OK]
