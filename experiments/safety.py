@@ -62,9 +62,10 @@ def row(job: Job, summary: Summary) -> dict[str, object]:
 
 
 def exceeds(summary: Summary) -> bool:
-    """Whether late copies can make the plan exceed its memory."""
+    """Whether late copies could make the plan exceed its memory without waits; a plan may have them of its own."""
     return (
-        summary.gpu_worst_bytes is None
+        bool(summary.memory_waits)
+        or summary.gpu_worst_bytes is None
         or summary.gpu_worst_bytes > summary.gpu_capacity_bytes
         or summary.host_worst_bytes is None
         or summary.host_worst_bytes > summary.host_capacity_bytes
