@@ -10,6 +10,7 @@ from statistics import mean
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
+from autohete.simulate import Simulation
 from autohete.simulate.summary import Summary, answer
 from autohete.workload import WORKLOADS, Kernels, Precision
 
@@ -51,10 +52,12 @@ class Job:
 
     def run(self) -> Summary:
         """Simulate it; takes up to a second."""
-        summary, _ = answer(
-            analytic_profile(MODELS[self.model], load_hardware(NODE, dict(self.moved))), parse_policy(self.policy)
-        )
-        return summary
+        return self.answer()[0]
+
+    def answer(self) -> tuple[Summary, Simulation | None]:
+        """The same, with the simulation; None if no plan fits."""
+        profile = analytic_profile(MODELS[self.model], load_hardware(NODE, dict(self.moved)))
+        return answer(profile, parse_policy(self.policy))
 
 
 def grid(moved: Mapping[str, str] | None = None) -> list[Job]:

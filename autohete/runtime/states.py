@@ -288,7 +288,7 @@ class States:
         newest = []
         for side in self._updating_sides(i):
             # The updating side is current; what it updates on the device may have been written back and released.
-            here, base = (side.parameters, unit.cut if side is unit.host else 0)
+            here, base = side.parameters, unit.cut if side is unit.host else 0
             if here is None:
                 here, base = unit.host.parameters, unit.cut
             for part in side.states:
