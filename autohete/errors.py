@@ -161,15 +161,6 @@ def check_member(field: str, value: object, enum: type[StrEnum]) -> None:
     _check_type(field, value, (enum,))
 
 
-def check_switch(field: str, value: object) -> None:
-    """Check that ``value`` is True or False.
-
-    Raises:
-        InputError: names the field and the value.
-    """
-    _check_type(field, value, (bool,))
-
-
 def check_whole(field: str, value: object, least: int) -> None:
     """Check that ``value`` is a whole number and at least ``least``.
 

@@ -106,11 +106,11 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
     summed_here, summed_away = Rest(GPU_MEMORY, carried=gradients), Rest(HOST_MEMORY, carried=gradients)
     on_gpu = UnitPlan(gradients=summed_here, refresh=upload)
     on_cpu = replace(on_gpu, update_on=Processor.CPU)
-    several, optimizer, largest = (
-        profile.workload.micro_batches > 1,
-        profile.workload.training.optimizer,
-        _largest_block(profile),
-    )
+    optimizer, largest = profile.workload.training.optimizer, _largest_block(profile)
+    gpu_sums, cpu_sums = [summed_here], [summed_away]
+    if profile.workload.micro_batches > 1:
+        gpu_sums.append(summed_away)
+        cpu_sums.append(summed_here)
     routes = [RESIDENT, FETCHED, STAYS_AFTER_FORWARD, STAYS_AFTER_BACKWARD]
 
     def others(unit: int) -> tuple[UnitPlan, ...]:
@@ -121,10 +121,9 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         # Of a unit larger than the blocks, such as the head of a large vocabulary, no more states are there than of a block.
         parts = max(1, -(-profile.units[unit].trained_parameters // largest)) if updates_any_share(optimizer) else 1
         states = (Rest(), Rest(HOST_MEMORY, parts=parts))
-        sums = (summed_here, summed_away) if several else (summed_here,)
-        updates = [replace(on_gpu, states=where, gradients=summed) for summed in sums for where in states]
+        updates = [replace(on_gpu, states=where, gradients=summed) for summed in gpu_sums for where in states]
         if has_cpu_kernel(optimizer):
-            updates += (replace(on_cpu, gradients=summed) for summed in (summed_away, summed_here)[: len(sums)])
+            updates += (replace(on_cpu, gradients=summed) for summed in cpu_sums)
         return tuple(
             replace(update, parameters=replace(route, fetched=upload) if route.leaves else route)
             for route in (routes[:1] if shared else routes)

@@ -135,10 +135,6 @@ class LinearLayer:
     mixes: bool
     row: str
 
-    def adapter_parameters(self, rank: int) -> int:
-        """Parameters of an adapter: ``rank * (inner + columns)`` for each matrix."""
-        return rank * (self.shape.inner + self.shape.columns) * self.shape.matrices
-
     def adapter_products(self, rank: int) -> tuple[Product, Product]:
         """The two products of an adapter."""
         shape = self.shape
