@@ -401,7 +401,7 @@ def as_csv(results: list[Result]) -> str:
 def lanes_csv(results: list[Result]) -> str:
     """One row per setting: work of each lane and idle time by cause, in seconds per iteration; neighbours that swapped."""
     lanes = [difference.lane for difference in results[0].comparison.lanes]
-    causes = [cause for cause in Cause if cause not in (Cause.NVME, Cause.COLLECTIVE)]  # one GPU, no drives
+    causes = [cause for cause in Cause if cause not in (Cause.PLACES, Cause.COLLECTIVE)]  # one GPU, no drives
     quantities = [*(f"busy_{lane}" for lane in lanes), *(f"idle_{cause.name.lower()}" for cause in causes)]
     columns = [f"{quantity}_{which}_seconds" for quantity in quantities for which in ("predicted", "measured")]
     lines: list[Sequence[object]] = [

@@ -280,7 +280,7 @@ def print_throughput(rows: Rows) -> None:
         shown.add_row(
             model if policy == POLICIES[0] else "",
             policy,
-            s.verdict.value,
+            s.verdict,
             or_dash(s.iteration_seconds, format_seconds),
             or_dash(s.samples_per_second, "{:.2f}".format),
             or_dash(s.tflops_per_gpu, "{:.1f}".format),

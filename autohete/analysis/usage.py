@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete.execution.trace import Nanoseconds, Steady, Trace
-from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, NVME_READ, NVME_WRITE, graph_of
+from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, graph_of
 
 
 class Cause(StrEnum):
@@ -18,7 +18,7 @@ class Cause(StrEnum):
     H2D = "H2D"
     D2H = "D2H"
     OPTIMIZER = "optimizer"
-    NVME = "NVMe"
+    PLACES = "places"
     COLLECTIVE = "other GPUs"
     NOTHING = "nothing"
 
@@ -27,8 +27,6 @@ _CAUSE = {
     H2D: Cause.H2D,
     D2H: Cause.D2H,
     CPU: Cause.OPTIMIZER,
-    NVME_READ: Cause.NVME,
-    NVME_WRITE: Cause.NVME,
     COLLECTIVE: Cause.COLLECTIVE,
 }
 
@@ -127,6 +125,8 @@ class _Walk:
     def __init__(self, trace: Trace) -> None:
         graph = graph_of(trace.schedule)
         self.schedule, self.index = trace.schedule, graph.index
+        copying = {lane.name: Cause.PLACES for lane in trace.schedule.lanes if lane.ends is not None}
+        self.causes = copying | _CAUSE
         self.tasks = len(trace.schedule.tasks)
         starts, ends = trace.start_ns.ravel(), trace.end_ns.ravel()
         order = np.lexsort((ends, starts))
@@ -162,6 +162,6 @@ class _Walk:
                 end = self.end[binding]
             start = max(begin, self.start[binding])
             lane = self.schedule.tasks[binding % self.tasks].lane
-            idle.append((_CAUSE.get(lane, Cause.NOTHING), end - start))
+            idle.append((self.causes.get(lane, Cause.NOTHING), end - start))
             instance, end = binding, start
         return idle

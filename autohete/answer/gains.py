@@ -44,13 +44,17 @@ def purchases(site: Site, simulation: Simulation | None) -> Iterator[Change]:
     )
     if not now.unified:
         yield from _host_purchases(now)
-    if now.nvme is not None and simulation is not None and any(unit.reads_states for unit in simulation.plan.units):
-        drives = {"read": 2 * now.nvme.read_bandwidth, "write": 2 * now.nvme.write_bandwidth}
-        yield Change(
-            f"twice the drives ({' and '.join(f'{rate / 1e9:.3g}' for rate in drives.values())} GB/s)",
-            {f"nvme.{name}_bandwidth": _rate(rate) for name, rate in drives.items()}
-            | {"nvme.capacity": f"{2 * now.nvme.capacity_bytes}B"},
-        )
+    used = {home for unit in simulation.plan.units for home in unit.homes} if simulation is not None else set()
+    for place in now.places:
+        if place.name in used:
+            rates = {"read": place.read_bandwidth, "write": place.write_bandwidth, "both": place.both_bandwidth}
+            twice = {f"{name}_bandwidth": 2 * rate for name, rate in rates.items() if rate is not None}
+            yield Change(
+                f"twice the {place.name} ({' and '.join(f'{rate / 1e9:.3g}' for rate in [*twice.values()][:2])} GB/s)",
+                {f"places.{place.name}.{name}": _rate(rate) for name, rate in twice.items()}
+                | {f"places.{place.name}.capacity": f"{2 * place.capacity_bytes}B"},
+                memory=place.name,
+            )
     if now.interconnect is not None:
         more = site.gpus + 1 if site.gpus < now.interconnect.gpus else site.gpus + now.interconnect.gpus
         if more <= now.interconnect.gpus or now.interconnect.network_bandwidth is not None:

@@ -5,7 +5,7 @@ has the plain numbers for the model (``node.py``).
 """
 
 from autohete.hardware.document import preset_names
-from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
+from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
 from autohete.hardware.schema import (
     HardwareFile,
     UncertainFigure,
@@ -25,7 +25,7 @@ __all__ = [
     "Host",
     "Interconnect",
     "Link",
-    "Nvme",
+    "Place",
     "UncertainFigure",
     "WrittenFigure",
     "left_out",

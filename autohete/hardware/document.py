@@ -98,7 +98,9 @@ def _check_depth(label: str, tables: Mapping[str, Any]) -> None:
 def _left_out(label: str, keys: object, has_base: bool) -> tuple[str, ...]:
     """Return the keys under ``without`` of the document ``label``."""
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise InputError(f'hardware {label!r}: {WITHOUT} is {keys!r}: give a list of keys, such as ["interconnect", "nvme"]')
+        raise InputError(
+            f'hardware {label!r}: {WITHOUT} is {keys!r}: give a list of keys, such as ["interconnect", "places.nvme"]'
+        )
     if keys and not has_base:
         raise InputError(
             f"hardware {label!r}: {WITHOUT} leaves {', '.join(keys)} out of a base, but the file has none: remove it, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError
@@ -9,6 +10,9 @@ from autohete.quantities import rounded_when_pinned
 
 #: Rates that differ by less are equal: measured ones are written with six digits.
 _ROUNDING = 1 + 1e-5
+#: The form of the name of a place, and names that other memories have.
+PLACE_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
+TAKEN_NAMES = frozenset({"gpu", "host", "pinned", "seconds"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,19 +153,47 @@ class Cpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Nvme:
-    """All drives of the host, taken as one.
+class Place:
+    """Memory besides the GPU's and the host's in which values can rest: drives, CXL memory, the memory of another GPU.
 
     Args:
-        capacity_bytes: total capacity.
-        read_bandwidth, write_bandwidth: bytes/s of large sequential accesses.
-        latency_seconds: fixed cost of one access.
+        name: such as ``nvme``; also the name of its memory in schedules.
+        capacity_bytes: its capacity.
+        read_bandwidth, write_bandwidth: bytes/s of large sequential copies from it and to it.
+        latency_seconds: fixed cost of one copy.
+        both_bandwidth: bytes/s of reads and writes together while both run; None: it reads and writes in turns.
+        beside: the memory with which it exchanges data, ``host`` or ``gpu``. What rests beside the host reaches the GPU through
+            pinned host memory; what rests beside the GPU, such as on drives with direct access, does not cross the host.
     """
 
+    name: str
     capacity_bytes: int
     read_bandwidth: float
     write_bandwidth: float
     latency_seconds: float
+    both_bandwidth: float | None = None
+    beside: str = "host"
+
+    def __post_init__(self) -> None:
+        if self.name in TAKEN_NAMES or not PLACE_NAME.fullmatch(self.name):
+            raise InputError(
+                f"a place is named {self.name!r}: give lower-case letters, digits and underscores, beginning with a letter, "
+                f"and none of {', '.join(sorted(TAKEN_NAMES))}"
+            )
+        if self.beside not in ("host", "gpu"):
+            raise InputError(f"{self.name}: beside is {self.beside!r}: give 'host' or 'gpu'")
+
+    def shared_by(self, gpus: int) -> Place:
+        """Return the part of each of ``gpus`` GPUs of the node. Each has its own place beside it."""
+        if self.beside == "gpu":
+            return self
+        return replace(
+            self,
+            capacity_bytes=self.capacity_bytes // gpus,
+            read_bandwidth=self.read_bandwidth / gpus,
+            write_bandwidth=self.write_bandwidth / gpus,
+            both_bandwidth=None if self.both_bandwidth is None else self.both_bandwidth / gpus,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +224,8 @@ class Hardware:
 
     ``shared_cores`` is None for a real GPU. If the CPU stands in for the device, it is the number of lanes that the cores can
     run at full speed at once; with hyper-threading this is less than the number of cores. ``notes`` name the figures that were
-    changed, and why. ``nvme`` is None if there are no drives. ``gpus`` is the number of GPUs that train together; if there are
-    several, links, host, CPU and NVMe are one GPU's share (:meth:`shared_by`).
+    changed, and why. ``places`` are its other memories, such as drives. ``gpus`` is the number of GPUs that train together; if
+    there are several, links, host, CPU and places are one GPU's share (:meth:`shared_by`).
 
     ``unified`` hardware has one pool of memory for CPU and GPU, ``gpu.memory``. Nothing is copied: host memory has no capacity,
     and ``h2d`` and ``d2h`` have the rate of the pool, so that a cost model can use them.
@@ -207,7 +239,7 @@ class Hardware:
     cpu: Cpu
     shared_cores: float | None = None
     notes: tuple[str, ...] = ()
-    nvme: Nvme | None = None
+    places: tuple[Place, ...] = ()
     interconnect: Interconnect | None = None
     gpus: int = 1
     unified: bool = False
@@ -237,6 +269,15 @@ class Hardware:
         """The least CPU time, in seconds, that each second of undisturbed GPU work takes from the CPU's work."""
         kept = self.kept_beside_collectives
         return 0.0 if self.shared_cores is not None else max(0.0, kept - self.cpu.concurrent_share) / kept
+
+    @property
+    def beside_gpu(self) -> tuple[str, ...]:
+        """The names of the places that exchange data with the GPU; the others do with the host."""
+        return tuple(place.name for place in self.places if place.beside == "gpu")
+
+    def place(self, name: str) -> Place | None:
+        """Return the place of that name; None if there is none."""
+        return next((place for place in self.places if place.name == name), None)
 
     def part_of(self, count: int) -> int:
         """Return the number of elements per GPU when all GPUs share ``count`` elements."""
@@ -270,7 +311,7 @@ class Hardware:
                 f"{self.name} does not describe how its nodes are connected: give up to {join.gpus} GPUs, or hardware with "
                 "interconnect.network_bandwidth"
             )
-        cpu, nvme = self.cpu, self.nvme
+        cpu = self.cpu
         together, elementwise = cpu.ranks_update_bandwidth, None
         if together is None:
             together, elementwise = cpu.update_bandwidth, cpu.elementwise_bandwidth
@@ -285,13 +326,7 @@ class Hardware:
                 update_bandwidth=together / here,
                 elementwise_bandwidth=None if elementwise is None else elementwise / here,
             ),
-            nvme=nvme
-            and replace(
-                nvme,
-                capacity_bytes=nvme.capacity_bytes // here,
-                read_bandwidth=nvme.read_bandwidth / here,
-                write_bandwidth=nvme.write_bandwidth / here,
-            ),
+            places=tuple(place.shared_by(here) for place in self.places),
             gpus=gpus,
         )
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from autohete.errors import InputError, suggestion
 from autohete.hardware.document import WITHOUT, Document, combine, figure_keys, find, follows, overridden, read_chain
-from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
+from autohete.hardware.node import PLACE_NAME, TAKEN_NAMES, Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
 from autohete.quantities import EXAMPLES, parse_quantity
 
 
@@ -29,6 +29,15 @@ def _quantity(dimension: str) -> Callable[[object], object]:
     return read
 
 
+def _name_of_place(value: str) -> str:
+    if value in TAKEN_NAMES or not PLACE_NAME.fullmatch(value):
+        raise ValueError(
+            "a place is named in lower-case letters, digits and underscores, beginning with a letter, and not "
+            f"{', '.join(sorted(TAKEN_NAMES))}"
+        )
+    return value
+
+
 _Size = Annotated[float, BeforeValidator(_quantity("bytes")), Field(ge=1, le=2.0**60)]
 _Bandwidth = Annotated[float, BeforeValidator(_quantity("bandwidth")), Field(ge=1e3, le=1e18)]
 _Rate = Annotated[float, BeforeValidator(_quantity("rate")), Field(ge=1e6, le=1e21)]
@@ -36,6 +45,9 @@ _Time = Annotated[float, BeforeValidator(_quantity("time")), Field(ge=1e-12, le=
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Cores = Annotated[float, Field(ge=0.1, le=1e6)]
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
+#: Stands for the name of a place in keys.
+_ANY_PLACE = "NAME"
+_PlaceName = Annotated[str, BeforeValidator(_name_of_place)]
 
 
 class _Table(BaseModel):
@@ -117,11 +129,13 @@ class CpuFigures(_Table):
     ranks_update_bandwidth: Figure[_Bandwidth] | None = None
 
 
-class NvmeFigures(_Table):
+class PlaceFigures(_Table):
     model: str
+    beside: Literal["host", "gpu"] = "host"
     capacity: Figure[_Size]
     read_bandwidth: Figure[_Bandwidth]
     write_bandwidth: Figure[_Bandwidth]
+    both_bandwidth: Figure[_Bandwidth] | None = None
     latency: Figure[_Time]
 
 
@@ -153,7 +167,7 @@ class HardwareFile(_Table):
     links: LinksFigures | None = None
     host: HostFigures | None = None
     cpu: CpuFigures
-    nvme: NvmeFigures | None = None
+    places: dict[_PlaceName, PlaceFigures] = Field(default_factory=dict)
     interconnect: InterconnectFigures | None = None
     emulation: EmulationFigures | None = None
 
@@ -204,7 +218,7 @@ class HardwareFile(_Table):
             ),
             shared_cores=None if self.emulation is None else self.emulation.shared_cores.value,
             notes=tuple(notes),
-            nvme=None if self.nvme is None else _nvme(self.nvme),
+            places=tuple(_place(name, figures) for name, figures in self.places.items()),
             interconnect=None if self.interconnect is None else _interconnect(self.interconnect),
             unified=self.unified,
         )
@@ -234,8 +248,12 @@ class HardwareFile(_Table):
         return pair[0], pair[1], memory
 
 
-def known_keys() -> tuple[list[str], list[str]]:
-    """Return the dotted keys of all figures that a file may have, and those of all names of products (``gpu.model``)."""
+def known_keys(places: Sequence[str] = (_ANY_PLACE,)) -> tuple[list[str], list[str]]:
+    """Return the dotted keys of all figures that a file may have, and those of all names of products (``gpu.model``).
+
+    Args:
+        places: the names of its places.
+    """
     figures: list[str] = []
     models: list[str] = []
 
@@ -245,6 +263,9 @@ def known_keys() -> tuple[list[str], list[str]]:
             inner = next((kind for kind in kinds if issubclass(kind, _Table)), None)
             if inner is not None and issubclass(inner, Figure):
                 figures.append(prefix + name)
+            elif inner is PlaceFigures:
+                for place in places:
+                    walk(inner, f"{prefix}{name}.{place}.")
             elif inner is not None:
                 walk(inner, f"{prefix}{name}.")
             elif prefix:
@@ -254,12 +275,15 @@ def known_keys() -> tuple[list[str], list[str]]:
     return figures, models
 
 
-def _nvme(figures: NvmeFigures) -> Nvme:
-    return Nvme(
+def _place(name: str, figures: PlaceFigures) -> Place:
+    return Place(
+        name,
         round(figures.capacity.value),
         figures.read_bandwidth.value,
         figures.write_bandwidth.value,
         figures.latency.value,
+        _value(figures.both_bandwidth),
+        figures.beside,
     )
 
 
@@ -386,7 +410,10 @@ def _reason(fault: Any) -> str:
         return "missing: " + _MISSING.get(name, "give it a table with value, source and date")
     if fault["type"] == "extra_forbidden":
         key = ".".join(map(str, fault["loc"]))
-        return f"unknown key: remove it or correct its spelling{suggestion(key, _keys(HardwareFile))}"
+        if key == "nvme":
+            return "unknown key: drives are a place: write [places.nvme] and [places.nvme.capacity]"
+        place = str(fault["loc"][1]) if key.startswith("places.") else _ANY_PLACE
+        return f"unknown key: remove it or correct its spelling{suggestion(key, _keys(HardwareFile, place))}"
     if fault["type"] == "model_type":
         return f"not a table (given: {fault['input']!r}): give one; that of a figure has value, source and date"
     if name in _MISSING and fault["type"].startswith("string_"):
@@ -395,13 +422,14 @@ def _reason(fault: Any) -> str:
     return f"{message} (given: {fault['input']!r})" if fault["type"] != "value_error" else message
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _keys(model: type[BaseModel], place: str, prefix: str = "") -> Iterator[str]:
     """All dotted keys that a file may have: tables, figures, and what figures consist of."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _keys(kind, f"{prefix}{name}.")
+                named = f"{place}." if kind is PlaceFigures else ""
+                yield from _keys(kind, place, f"{prefix}{name}.{named}")
 
 
 #: The cure for entries other than figures that are missing or malformed.

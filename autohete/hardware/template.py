@@ -30,8 +30,9 @@ def new_hardware_text(path: str, base: str) -> str:
         f"name = {_toml(name)}",
         f"title = {_toml(f'Based on {document.name}')}",
     ]
-    figure_keys, model_keys = known_keys()
-    optional = [key for key in ("nvme", "interconnect", "emulation") if getattr(document, key) is not None]
+    figure_keys, model_keys = known_keys([*document.places] or ["nvme"])
+    optional = [f"places.{name}" for name in document.places]
+    optional += [key for key in ("interconnect", "emulation") if getattr(document, key) is not None]
     lines += ["", "# What the base has and this hardware has not: tables or figures.", f"#{WITHOUT} = {json.dumps(optional)}"]
     lines += ["", "# CPU and GPU have one pool of memory, gpu.memory: then without links and host.", "#unified = true"]
     lines += ["", *(f"#{key} = {_toml(_model(document, key))}" for key in model_keys)]
@@ -52,8 +53,11 @@ def _figure(key: str, figure: WrittenFigure | None) -> list[str]:
 
 
 def _model(document: HardwareFile, key: str) -> str:
-    table, _, name = key.rpartition(".")
-    return getattr(getattr(document, table), name, "")
+    *tables, name = key.split(".")
+    there: object = document
+    for table in tables:
+        there = there.get(table) if isinstance(there, dict) else getattr(there, table)
+    return getattr(there, name, "")
 
 
 def _relative(base: str, path: str) -> str:

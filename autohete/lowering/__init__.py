@@ -15,12 +15,12 @@ from functools import lru_cache
 from autohete.analysis.occupancy import unavoidable_bytes
 from autohete.collector import paused_collector
 from autohete.errors import InfeasibleError, InputError, OnePoolError
-from autohete.hardware import Hardware
+from autohete.hardware import Hardware, Place
 from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
 from autohete.lowering.clipping import ClippingTasks
 from autohete.lowering.compute import Compute, passes_of
-from autohete.lowering.copies import Copies
+from autohete.lowering.copies import Copies, lane_between
 from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import pinned_memory, resident_buffers, shared_bandwidth
 from autohete.lowering.frozen import without_frozen
@@ -43,9 +43,6 @@ from autohete.schedule import (
     H2D,
     HOST_MEMORY,
     KIND_MEANING,
-    NVME_MEMORY,
-    NVME_READ,
-    NVME_WRITE,
     PINNED_MEMORY,
     Discipline,
     Kind,
@@ -67,7 +64,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     """Return the schedule of ``plan`` for the workload and hardware of ``profile``.
 
     Raises:
-        InfeasibleError: NVMe is too small for what rests there.
+        InfeasibleError: a place of the hardware is missing, or too small for what rests there.
         OnePoolError: the hardware is unified, and the plan uses the CPU or its memory.
         InputError: the plan is for another number of units, its gradients replace parameters that are still needed, it has too
             few slots, several GPUs cannot shard what they should, or one of its rules contradicts another rule or the data
@@ -76,18 +73,16 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     if len(plan.units) != len(profile.units):
         raise InputError(f"the plan has {len(plan.units)} units, the profile {len(profile.units)}: plan for this workload")
     lowered, hardware = _for_all_rates(profile, plan), profile.hardware
-    schedule, nvme = lowered.schedule, hardware.nvme if lowered.drives else None
-    _check_nvme(hardware, lowered.on_nvme, lowered.drives)
+    schedule = lowered.schedule
     if hardware.unified:
         _check_one_pool(hardware.name, schedule.tasks)
-    flows, resources = shared_bandwidth(hardware, uses_nvme=nvme is not None, uses_cpu=lowered.uses_cpu)
+    places = [_place_for(hardware, name, needed) for name, needed in lowered.places]
+    flows, resources = shared_bandwidth(hardware, places, uses_cpu=lowered.uses_cpu)
     seconds = [duration(profile) for duration in lowered.durations]
     if not all(each < LONGEST_TASK_SECONDS for each in seconds):
         _refuse_absurd([seconds[which] for which in lowered.lasts], schedule.tasks)
     whole = [round(each * 1e9) for each in seconds]
-    return schedule.timed(
-        [whole[which] for which in lowered.lasts], _memories(hardware, nvme.capacity_bytes if nvme else None), flows, resources
-    )
+    return schedule.timed([whole[which] for which in lowered.lasts], _memories(hardware, places), flows, resources)
 
 
 def never_fits(profile: Profile, plan: Plan) -> bool:
@@ -97,7 +92,7 @@ def never_fits(profile: Profile, plan: Plan) -> bool:
         InputError: as for :func:`lower`.
     """
     lowered = _for_all_rates(profile, plan)
-    memories = _memories(profile.hardware, None)
+    memories = _memories(profile.hardware, ())
     return any(unavoidable_bytes(lowered.schedule, memory.name) > memory.capacity_bytes for memory in memories)
 
 
@@ -118,17 +113,15 @@ class _Lowered:
         schedule: without durations, capacities and shared bandwidth.
         durations: the different ones.
         lasts: for each task, its place among the durations.
-        drives: whether something rests on NVMe.
+        places: the places that it uses, with the bytes that always rest there.
         uses_cpu: whether the CPU has a task.
-        on_nvme: its bytes.
     """
 
     schedule: Schedule
     durations: tuple[Duration, ...]
     lasts: tuple[int, ...]
-    drives: bool
+    places: tuple[tuple[str, int], ...]
     uses_cpu: bool
-    on_nvme: int
 
 
 def _for_all_rates(profile: Profile, plan: Plan) -> _Lowered:
@@ -172,35 +165,38 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         _check_accumulation(profile, plan)
     if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
+    _check_places(profile, plan)
     shards = Shards(profile, plan)
     shards.check()
     builder, order = _ordered(profile, plan, shards)
-    drives = any(unit.states.home == NVME_MEMORY for unit in plan.units)  # also for an optimizer without states
+    homes = {home for unit in plan.units for home in unit.homes} - {GPU_MEMORY, HOST_MEMORY}
     resident = tuple(resident_buffers(profile, plan, shards))
-    on_nvme = sum(buffer.size_bytes for buffer in resident if buffer.memory == NVME_MEMORY)
+    used = tuple((home, sum(each.size_bytes for each in resident if each.memory == home)) for home in sorted(homes))
     discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
-    lanes = () if hardware.unified else (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if drives else ()))
+    lanes = [] if hardware.unified else [Lane(name, discipline) for name in (H2D, D2H, CPU)]
+    for home in sorted(homes):
+        near = GPU_MEMORY if home in hardware.beside_gpu else HOST_MEMORY
+        ends = (home, near), (near, home)
+        lanes += [Lane(lane_between(*pair), discipline, *pair) for pair in ends]
     # GPUs must agree on the order of their collectives: that of issue, or with priorities what is most urgent on all of them.
     together = (Lane(COLLECTIVE, discipline),) if hardware.gpus > 1 else ()
     schedule = Schedule(
-        lanes=(Lane(GPU), *(Lane(name, discipline) for name in lanes), *together),
+        lanes=(Lane(GPU), *lanes, *together),
         tasks=builder.tasks(order),
-        memories=_memories(hardware, 0 if drives else None),
+        memories=_memories(hardware, [Place(home, 0, 1.0, 1.0, 0.0) for home in sorted(homes)]),
         resident=resident,
     )
     uses_cpu = any(task.lane == CPU for task in schedule.tasks)
     durations = builder.durations(order)
     places = {duration: place for place, duration in enumerate(dict.fromkeys(durations))}
-    return _Lowered(schedule, tuple(places), tuple(places[duration] for duration in durations), drives, uses_cpu, on_nvme)
+    return _Lowered(schedule, tuple(places), tuple(places[duration] for duration in durations), used, uses_cpu)
 
 
-def _memories(hardware: Hardware, nvme_capacity: int | None) -> tuple[Memory, ...]:
+def _memories(hardware: Hardware, places: Sequence[Place]) -> tuple[Memory, ...]:
     found = [Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)]
     if hardware.host.pinned_bytes is not None:
         found.append(Memory(PINNED_MEMORY, hardware.host.pinned_bytes, part_of=HOST_MEMORY))
-    if nvme_capacity is not None:
-        found.append(Memory(NVME_MEMORY, nvme_capacity))
-    return tuple(found)
+    return (*found, *(Memory(place.name, place.capacity_bytes) for place in places))
 
 
 def _ordered(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[int]]:
@@ -229,21 +225,38 @@ def _check_one_pool(name: str, tasks: tuple[Task, ...]) -> None:
         )
 
 
-def _check_nvme(hardware: Hardware, needed: int, used: bool) -> None:
-    """Refuse a plan that exceeds the NVMe capacity. What rests there does not depend on time. Without drives nothing can, not
-    even the states of an optimizer that has none.
-    """
-    nvme = hardware.nvme
-    have = nvme.capacity_bytes if nvme else 0
-    if needed > have or (used and nvme is None):
-        there = f"has {format_bytes(have)} of it" if nvme else "has none"
+def _place_for(hardware: Hardware, name: str, needed: int) -> Place:
+    """Return the place that a plan uses. What always rests there does not depend on time."""
+    place = hardware.place(name)
+    have = 0 if place is None else place.capacity_bytes
+    if place is None or needed > have:
+        there = "has no such place" if place is None else f"has {format_bytes(have)} of it"
         raise InfeasibleError(
-            f"the plan lets {format_bytes(needed)} ({needed} B) rest on NVMe, but {hardware.name} {there}: give it a "
-            "larger table [nvme], choose other hardware, or another policy",
-            constraint="nvme",
+            f"the plan lets {format_bytes(needed)} ({needed} B) rest in {name}, but {hardware.name} {there}: give it a "
+            f"{'' if place is None else 'larger '}table [places.{name}], choose other hardware, or another policy",
+            constraint=name,
             capacity_bytes=have,
             needed_bytes=needed,
         )
+    return place
+
+
+def _check_places(profile: Profile, plan: Plan) -> None:
+    """Refuse what the CPU updates with values that it cannot reach."""
+    beside = profile.hardware.beside_gpu
+    for i, unit in enumerate(plan.units):
+        if unit.update_on is not Processor.CPU or profile.units[i].is_frozen:
+            continue
+        if wrong := [home for home in (unit.states.home, unit.gradients.home, unit.parameters.home) if home in beside]:
+            raise InputError(
+                f"values of unit {i} rest in {wrong[0]}, which only the GPU reaches, but the CPU updates it: update on the "
+                "GPU, or let them rest on the host"
+            )
+        if unit.parameters.far and not profile.workload.has_masters:
+            raise InputError(
+                f"parameters of unit {i} rest in {unit.parameters.home} and are their own master weights, which the CPU "
+                "updates: let them rest on the host, update on the GPU, or train in 16 bit with masters"
+            )
 
 
 def _check_accumulation(profile: Profile, plan: Plan) -> None:

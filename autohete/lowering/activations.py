@@ -1,4 +1,4 @@
-"""Offloaded activations: copies of what backward needs to the host after forward, and back for backward."""
+"""Offloaded activations: copies of what backward needs to where it rests after forward, and back for backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OffloadedActivations:
         self._builder, self._copies, self._plan, self._pinned = builder, copies, plan, pinned
 
     def after_forward(self, forward: TaskId) -> None:
-        """Copy to the host."""
+        """Copy to where they rest."""
         unit, micro_batch = forward.unit, forward.micro_batch
         move = self._copies.find(Kind.OFFLOAD_ACTIVATIONS, unit, micro_batch)
         if move is None:
@@ -31,10 +31,15 @@ class OffloadedActivations:
         b, away = self._builder, self._copies.add(Kind.OFFLOAD_ACTIVATIONS, unit, -1 - unit, micro_batch)
         b.after(away, forward)
         b.read(away, move.value, unit)
-        b.make(away, self._on_host(move, unit, micro_batch), move.size_bytes)
+        b.make(away, self._at(move.target, move, unit, micro_batch), move.size_bytes)
         b.free(away, on_gpu(Value.INPUT, unit, micro_batch))
         if move.value is Value.ACTIVATIONS:
             b.free(away, on_gpu(Value.ACTIVATIONS, unit, micro_batch))
+        if further := self._copies.find(Kind.WRITE_ACTIVATIONS, unit, micro_batch):
+            write = self._copies.add(Kind.WRITE_ACTIVATIONS, unit, -1 - unit, micro_batch)
+            b.read(write, move.value, unit, HOST_MEMORY)
+            b.make(write, self._at(further.target, move, unit, micro_batch), move.size_bytes)
+            b.free(write, self._at(move.target, move, unit, micro_batch))
 
     def bring(self, user: TaskId) -> None:
         """Copy back for the pass ``user``, if it is the first pass of backward that needs them."""
@@ -42,12 +47,21 @@ class OffloadedActivations:
         move = self._copies.find(Kind.FETCH_ACTIVATIONS, unit, micro_batch)
         if move is None or user != self._builder.first_backward(unit, micro_batch):
             return
-        b = self._builder
-        fetch = self._copies.add(Kind.FETCH_ACTIVATIONS, unit, b.backward_priority(unit), micro_batch)
-        b.read(fetch, move.value, unit, HOST_MEMORY)
+        b, priority = self._builder, self._builder.backward_priority(unit)
+        ahead, forward = self._plan.units[unit].kept.ahead, TaskId(Kind.FORWARD, unit, micro_batch)
+        there = self._at(move.source, move, unit, micro_batch)
+        if further := self._copies.find(Kind.READ_ACTIVATIONS, unit, micro_batch):
+            read = self._copies.add(Kind.READ_ACTIVATIONS, unit, priority, micro_batch)
+            there = self._at(move.source, move, unit, micro_batch, Kind.BACKWARD)
+            b.read(read, move.value, unit, further.source)
+            b.make(read, there, move.size_bytes)
+            b.free(read, self._at(further.source, move, unit, micro_batch))
+            b.beside(read, user, ahead + bool(ahead), forward)  # one pass earlier than the fetch may begin
+        fetch = self._copies.add(Kind.FETCH_ACTIVATIONS, unit, priority, micro_batch)
+        b.read(fetch, move.value, unit, move.source)
         b.make(fetch, on_gpu(move.value, unit, micro_batch, Kind.BACKWARD), move.size_bytes)
-        b.free(fetch, self._on_host(move, unit, micro_batch))
-        b.beside(fetch, user, self._plan.units[unit].kept.ahead, TaskId(Kind.FORWARD, unit, micro_batch))
+        b.free(fetch, there)
+        b.beside(fetch, user, ahead, forward)
 
-    def _on_host(self, move: Move, unit: int, micro_batch: int) -> BufferId:
-        return BufferId(move.value, self._pinned, unit, None, micro_batch)
+    def _at(self, memory: str, move: Move, unit: int, micro_batch: int, use: Kind | None = None) -> BufferId:
+        return BufferId(move.value, self._pinned if memory == HOST_MEMORY else memory, unit, use, micro_batch)

@@ -59,6 +59,7 @@ _PHASES = {
     Kind.READ_STATES: 1,
     Kind.WRITE_STATES: 1,
     Kind.WRITE_BACK_BACKWARD: 1,
+    Kind.WRITE_PARAMETERS: 1,
     Kind.REFRESH: 2,
     Kind.GATHER_UPDATED: 2,
 }
@@ -181,14 +182,14 @@ class Builder:
         return self.drafts[self._index[task]].lane
 
     def lives(self, kind: Kind) -> list[Life]:
-        """Lives of what the copies of a kind move, in the order in which they take places on the GPU; for NVMe, on the host."""
+        """Lives of what the copies of a kind move, in the order in which they take places at its near end."""
         copy = COPIES[kind]
-        near = (GPU_MEMORY,) if GPU_MEMORY in (copy.source, copy.target) else (HOST_MEMORY, PINNED_MEMORY)
+        near = (GPU_MEMORY,) if copy.near == GPU_MEMORY else (HOST_MEMORY, PINNED_MEMORY)
         found: list[tuple[int, Life]] = []
         for i, draft in enumerate(self.drafts):
             if draft.id.kind is not kind:
                 continue
-            takes_away = copy.source in near
+            takes_away = not copy.arrives
             moved = [each.id for each in (draft.frees if takes_away else draft.allocates) if each.id.memory in near]
             if moved:  # if several move together: the last begin and the last end
                 begin = max(self._last_writer(buffer, i) for buffer in moved) if takes_away else i

@@ -12,48 +12,23 @@ from autohete.lowering.shards import Shards
 from autohete.plan import Plan, UnitPlan
 from autohete.plan.moves import Move, UnitSizes, When, moves
 from autohete.profile import Profile
-from autohete.schedule import (
-    D2H,
-    GPU_MEMORY,
-    H2D,
-    HOST_MEMORY,
-    NVME_MEMORY,
-    NVME_READ,
-    NVME_WRITE,
-    Kind,
-    TaskId,
-    Value,
-)
+from autohete.schedule import COPIES, D2H, GPU_MEMORY, H2D, HOST_MEMORY, Copy, Kind, TaskId, Value
 
-#: The lane between two memories.
-_LANES = {
-    (HOST_MEMORY, GPU_MEMORY): H2D,
-    (GPU_MEMORY, HOST_MEMORY): D2H,
-    (NVME_MEMORY, HOST_MEMORY): NVME_READ,
-    (HOST_MEMORY, NVME_MEMORY): NVME_WRITE,
-}
-#: The kind of task that copies a value from one memory to another; of parameters, also by the moment.
-_KINDS = {
-    (Value.ACTIVATIONS, D2H): Kind.OFFLOAD_ACTIVATIONS,
-    (Value.ACTIVATIONS, H2D): Kind.FETCH_ACTIVATIONS,
-    (Value.INPUT, D2H): Kind.OFFLOAD_ACTIVATIONS,
-    (Value.INPUT, H2D): Kind.FETCH_ACTIVATIONS,
-    (Value.GRADIENTS, D2H): Kind.OFFLOAD_GRADIENTS,
-    (Value.GRADIENTS, H2D): Kind.FETCH_GRADIENTS,
-    (Value.GRADIENTS, NVME_WRITE): Kind.WRITE_GRADIENTS,
-    (Value.GRADIENTS, NVME_READ): Kind.READ_STATES,  # in one task
-    (Value.OPTIMIZER_STATES, NVME_READ): Kind.READ_STATES,
-    (Value.OPTIMIZER_STATES, H2D): Kind.FETCH_STATES,
-    (Value.OPTIMIZER_STATES, D2H): Kind.WRITE_BACK_STATES,
-    (Value.OPTIMIZER_STATES, NVME_WRITE): Kind.WRITE_STATES,
-}
+#: The kind of task that copies a value to or from its end nearer to the GPU; of parameters, also by the moment.
+_KINDS = {copy: kind for kind, copy in COPIES.items() if copy.value is not Value.PARAMETERS}
+_KINDS[Copy(Value.GRADIENTS, HOST_MEMORY, arrives=True)] = Kind.READ_STATES  # in one task
 _KINDS_OF_PARAMETERS = {
-    (When.BEFORE_FORWARD, H2D): Kind.PREFETCH_FORWARD,
-    (When.BEFORE_BACKWARD, H2D): Kind.PREFETCH_BACKWARD,
-    (When.AFTER_FORWARD, D2H): Kind.WRITE_BACK_FORWARD,
-    (When.AFTER_UPDATE, D2H): Kind.WRITE_BACK_BACKWARD,
-    (When.AFTER_UPDATE, H2D): Kind.REFRESH,
+    (When.BEFORE_FORWARD, GPU_MEMORY, True): Kind.PREFETCH_FORWARD,
+    (When.BEFORE_BACKWARD, GPU_MEMORY, True): Kind.PREFETCH_BACKWARD,
+    (When.AFTER_FORWARD, GPU_MEMORY, False): Kind.WRITE_BACK_FORWARD,
+    (When.AFTER_UPDATE, GPU_MEMORY, False): Kind.WRITE_BACK_BACKWARD,
+    (When.AFTER_UPDATE, GPU_MEMORY, True): Kind.REFRESH,
+    (When.BEFORE_FORWARD, HOST_MEMORY, True): Kind.READ_FORWARD,
+    (When.BEFORE_BACKWARD, HOST_MEMORY, True): Kind.READ_BACKWARD,
+    (When.AFTER_UPDATE, HOST_MEMORY, False): Kind.WRITE_PARAMETERS,
 }
+#: The memories of every GPU and its host; others are places.
+_NEAR = (GPU_MEMORY, HOST_MEMORY)
 _Key = tuple[Kind, bool, bool, int]
 
 
@@ -85,23 +60,36 @@ class Copies:
 
 def lane_of(move: Move) -> str:
     """The lane between the memories of ``move``."""
-    return _LANES[move.source, move.target]
+    return lane_between(move.source, move.target)
+
+
+def lane_between(source: str, target: str) -> str:
+    """The name of the lane that copies from one memory to another. A place has a lane for reads and one for writes."""
+    if source not in _NEAR:
+        return f"{source}_read"
+    if target not in _NEAR:
+        return f"{target}_write"
+    return H2D if target == GPU_MEMORY else D2H
 
 
 def kind_of(move: Move) -> Kind:
     """The kind of task that makes ``move``."""
-    lane = lane_of(move)
-    return _KINDS_OF_PARAMETERS[move.when, lane] if move.value is Value.PARAMETERS else _KINDS[move.value, lane]
+    near = GPU_MEMORY if GPU_MEMORY in (move.source, move.target) else HOST_MEMORY
+    arrives = move.target == near
+    if move.value is Value.PARAMETERS:
+        return _KINDS_OF_PARAMETERS[move.when, near, arrives]
+    return _KINDS[Copy(Value.ACTIVATIONS if move.value is Value.INPUT else move.value, near, arrives)]
 
 
 def seconds_of(move: Move) -> Duration:
     """How long ``move`` takes on an undisturbed lane."""
-    lane = lane_of(move)
-    if lane == H2D:
+    if move.source not in _NEAR:
+        return durations.with_place(move.source, move.size_bytes, write=False)
+    if move.target not in _NEAR:
+        return durations.with_place(move.target, move.size_bytes, write=True)
+    if move.target == GPU_MEMORY:
         return durations.to_gpu(move.size_bytes, pinned=move.pinned)
-    if lane == D2H:
-        return durations.to_host(move.size_bytes, pinned=move.pinned)
-    return durations.on_drives(move.size_bytes, write=lane == NVME_WRITE)
+    return durations.to_host(move.size_bytes, pinned=move.pinned)
 
 
 @lru_cache(maxsize=2**10)  # most units of a plan are alike

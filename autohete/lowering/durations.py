@@ -67,9 +67,9 @@ def to_host(size_bytes: int, *, pinned: bool = True) -> Duration:
 
 
 @_kept
-def on_drives(size_bytes: int, *, write: bool) -> Duration:
-    """A read or write of NVMe."""
-    return lambda profile: profile.nvme_seconds(size_bytes, write=write)
+def with_place(name: str, size_bytes: int, *, write: bool) -> Duration:
+    """A copy from a place of the hardware, or to it."""
+    return lambda profile: profile.place_seconds(name, size_bytes, write=write)
 
 
 @_kept

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from autohete.hardware import Hardware
+from autohete.hardware import Hardware, Place
+from autohete.lowering.copies import lane_between
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor
 from autohete.plan.moves import rests
@@ -20,8 +21,6 @@ from autohete.schedule import (
     HOST_MEMORY,
     LINK,
     MULTIPROCESSORS,
-    NVME_READ,
-    NVME_WRITE,
     PINNED_MEMORY,
     Buffer,
     BufferId,
@@ -74,20 +73,20 @@ def resident_buffers(profile: Profile, plan: Plan, shards: Shards) -> Iterator[B
 
 
 def shared_bandwidth(
-    hardware: Hardware, *, uses_nvme: bool, uses_cpu: bool
+    hardware: Hardware, places: Sequence[Place], *, uses_cpu: bool
 ) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:
-    """Flows and limits of shared bandwidth: the two directions of the link, drives, and host DRAM for all of them and the CPU.
+    """Flows and limits of shared bandwidth: the two directions of the link, places, and host DRAM for all of them and the CPU.
 
     Unified hardware has none of these. Of several GPUs, each computes more slowly while it takes part in a collective, whose
     kernels come first: a matrix product plans its tiles for all multiprocessors, and waits for those that are taken. While the
     GPU computes, the CPU works at ``cpu.concurrent_share`` of its rate, and the GPU at its own.
 
     Both directions together never exceed the sum of their duplex bandwidths; the weights divide it as measured. A copy, and an
-    access of a drive, moves each byte through DRAM once. The CPU's demand is the traffic of its optimizer; its weight makes it
-    and the copies slow down by the same factor when DRAM is saturated, as memory controllers serve requests proportionally.
-    Drives read and write in turns: both ends of PCIe can send at once, but flash and its controller serve one or the other
-    (mixed sequential accesses in AnandTech's tests of the Samsung SM951 and others; the steps of the logs of MLP-Offload take
-    the sum of both).
+    access of a place behind it, moves each byte through DRAM once. The CPU's demand is the traffic of its optimizer; its weight
+    makes it and the copies slow down by the same factor when DRAM is saturated, as memory controllers serve requests
+    proportionally. A place reads and writes in turns unless it has a rate for both together. Of drives, both ends of PCIe can
+    send at once, but flash and its controller serve one or the other (mixed sequential accesses in AnandTech's tests of the
+    Samsung SM951 and others; the steps of the logs of MLP-Offload take the sum of both).
     If the CPU stands in for the device, every lane is a thread on its cores as well.
     """
     if hardware.unified:
@@ -99,25 +98,28 @@ def shared_bandwidth(
         Flow(D2H, d2h.bandwidth, d2h.duplex_bandwidth),
         Flow(CPU, update, update),
     )
-    nvme = hardware.nvme if uses_nvme else None
-    if nvme is not None:
-        flows = (
-            *flows,
-            Flow(NVME_READ, nvme.read_bandwidth, nvme.read_bandwidth),
-            Flow(NVME_WRITE, nvme.write_bandwidth, nvme.write_bandwidth),
-        )
+    of_places = {place.name: _lanes_of(place) for place in places}
+    for place in places:
+        rates = zip(of_places[place.name], (place.read_bandwidth, place.write_bandwidth), strict=True)
+        flows = (*flows, *(Flow(lane, rate, rate) for lane, rate in rates))
+    behind = [lane for place in places if place.beside == HOST_MEMORY for lane in of_places[place.name]]
     usable = hardware.host.usable_bandwidth
     resources: tuple[SharedResource, ...] = (
         SharedResource(LINK, max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
-        SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU, *((NVME_READ, NVME_WRITE) if nvme else ()))),
+        SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU, *behind)),
     )
-    if nvme is not None:
-        resources = (*resources, SharedResource("drives", 1.0, (NVME_READ, NVME_WRITE), counts_lanes=True))
+    for place in places:
+        both, lanes = place.both_bandwidth, of_places[place.name]
+        resources = (*resources, SharedResource(place.name, both or 1.0, lanes, counts_lanes=both is None))
     if hardware.shared_cores is None:
         gpu, beside = _beside_gpu(hardware, uses_cpu)
         return (*gpu, *flows), (*resources, *beside)
     cores = SharedResource("cores", hardware.shared_cores, (GPU, H2D, D2H, CPU), counts_lanes=True)
     return (Flow(GPU, 1.0, 1.0), *flows), (*resources, cores)
+
+
+def _lanes_of(place: Place) -> tuple[str, str]:
+    return lane_between(place.name, place.beside), lane_between(place.beside, place.name)
 
 
 def _beside_gpu(hardware: Hardware, uses_cpu: bool) -> tuple[tuple[Flow, ...], tuple[SharedResource, ...]]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.copies import Copies
+from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan
 from autohete.profile import Profile
@@ -61,6 +62,8 @@ class Parameters:
         }
         #: The task that last released the parameters of a unit.
         self._last_end: dict[int, TaskId] = {}
+        #: The last fetch of what came through the host.
+        self._last_fetch: dict[int, TaskId] = {}
         last = builder.passes[-1].micro_batch
         #: Stays of units that leave, while they are on the GPU.
         self._here: dict[int, Stay] = {}
@@ -94,14 +97,46 @@ class Parameters:
         b, unit, for_forward = self._builder, user.unit, user.kind is Kind.FORWARD
         kind = Kind.PREFETCH_FORWARD if for_forward else Kind.PREFETCH_BACKWARD
         size, priority = self._shards.kept_bytes(unit), unit if for_forward else b.backward_priority(unit)
+        read = self._read(user, priority)
         fetch = self._copies.add(kind, unit, priority, user.micro_batch)
-        b.read(fetch, Value.PARAMETERS, unit, HOST_MEMORY)
+        b.read(fetch, Value.PARAMETERS, unit, self._source(fetch))
+        if read is not None:
+            b.free(fetch, self._on_host(unit, read.kind, user.micro_batch))
+            self._last_fetch[unit] = fetch
         if self._shards.stage(unit) == 3:
             b.make(fetch, self._part_of(fetch), size)
         else:
             b.make(fetch, buffer, size if self._plan.slots is None else 0)
         b.beside(fetch, user, *self._ahead(user))
         return fetch
+
+    def _read(self, user: TaskId, priority: int) -> TaskId | None:
+        """Read the parameters to the host if they rest behind it: one pass earlier than their fetch may begin."""
+        unit, kind = user.unit, Kind.READ_FORWARD if user.kind is Kind.FORWARD else Kind.READ_BACKWARD
+        move = self._copies.find(kind, unit, user.micro_batch)
+        if move is None:
+            return None
+        b, read = self._builder, self._copies.add(kind, unit, priority, user.micro_batch)
+        b.read(read, Value.PARAMETERS, unit, move.source)
+        b.make(read, self._on_host(unit, kind, user.micro_batch), move.size_bytes)
+        ahead, source = self._ahead(user)
+        b.beside(read, user, ahead + bool(ahead), source)
+        if unit in self._last_fetch:  # never two copies at a time
+            b.after(read, self._last_fetch[unit])
+        else:
+            last = self._builder.passes[-1].micro_batch
+            kinds = [kind for kind in (Kind.PREFETCH_BACKWARD, Kind.PREFETCH_FORWARD) if self._copies.find(kind, unit, last)]
+            b.after(read, TaskId(kinds[0], unit, last), back=1)
+        return read
+
+    def _on_host(self, unit: int, use: Kind, micro_batch: int = 0) -> BufferId:
+        """The buffer of parameters on the way between their place and the GPU."""
+        return BufferId(Value.PARAMETERS, pinned_memory(self._profile), unit, use, micro_batch)
+
+    def _source(self, copy: TaskId) -> str:
+        move = self._copies.find(copy.kind, copy.unit, copy.micro_batch)
+        assert move is not None, "what is copied moves"
+        return move.source
 
     def _gather(self, user: TaskId, buffer: BufferId, fetch: TaskId | None) -> TaskId:
         """Gather the parameters from all GPUs, after ``fetch`` has brought each part, or from parts that rest on the GPUs."""
@@ -133,6 +168,11 @@ class Parameters:
         """Copy home if the GPU has changed them; release if they do not stay."""
         if self._copies.find(Kind.WRITE_BACK_BACKWARD, unit):
             self._copy_home(Kind.WRITE_BACK_BACKWARD, unit, unit)
+        if home := self._copies.find(Kind.WRITE_PARAMETERS, unit):
+            b, write = self._builder, self._copies.add(Kind.WRITE_PARAMETERS, unit, unit)
+            b.read(write, Value.PARAMETERS, unit, HOST_MEMORY)
+            b.write(write, Value.PARAMETERS, unit, home.target)
+            b.free(write, self._on_host(unit, Kind.WRITE_PARAMETERS))
         self.after_backward(unit)
 
     def after_backward(self, unit: int) -> None:
@@ -168,12 +208,19 @@ class Parameters:
         b, refresh = self._builder, self._copies.add(Kind.REFRESH, unit, unit)
         b.read(refresh, Value.PARAMETERS, unit, HOST_MEMORY)
         b.write(refresh, self._shards.parameters(unit), unit)
+        if self._copies.find(Kind.WRITE_PARAMETERS, unit):  # which frees what the refresh reads
+            b.after(TaskId(Kind.WRITE_PARAMETERS, unit), refresh)
         return refresh
 
     def _copy_home(self, kind: Kind, unit: int, priority: int, micro_batch: int = 0) -> TaskId:
         b, copy = self._builder, self._copies.add(kind, unit, priority, micro_batch)
+        move, through = self._copies.find(kind, unit, micro_batch), self._copies.find(Kind.WRITE_PARAMETERS, unit)
+        assert move is not None, "what is copied moves"
         b.read(copy, Value.PARAMETERS, unit)
-        b.write(copy, Value.PARAMETERS, unit, HOST_MEMORY)
+        if through is None:
+            b.write(copy, Value.PARAMETERS, unit, move.target)
+        else:
+            b.make(copy, self._on_host(unit, Kind.WRITE_PARAMETERS), through.size_bytes)
         return copy
 
     def _release(self, unit: int) -> None:

@@ -6,7 +6,7 @@ from autohete.errors import InputError, OptimizerError
 from autohete.plan import Plan, Processor, UnitPlan
 from autohete.plan.moves import UnitSizes
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, Value
+from autohete.schedule import GPU_MEMORY, Value
 from autohete.workload.optimizers import check_cpu_kernel, updates_any_share
 
 
@@ -55,6 +55,7 @@ class Shards:
             saved_bytes=profile.saved_bytes(unit, on_cpu),
             input_bytes=profile.units[unit].input_bytes,
             activation_bytes=profile.units[unit].activation_bytes,
+            beside_gpu=profile.hardware.beside_gpu,
         )
 
     def stage(self, unit: int) -> int:
@@ -123,16 +124,16 @@ class Shards:
                     "the head shares the embedding's matrix, so each GPU needs all of it: give the first unit zero_stage 2, or "
                     "untie the embeddings"
                 )
-            if stage in (1, 2) and route.home == HOST_MEMORY:
+            if stage in (1, 2) and route.home != GPU_MEMORY:
                 raise InputError(
                     f"parameters of unit {unit} leave the GPU, and each GPU updates a part of them: share them, too, with "
                     "zero_stage 3, or nothing with 0"
                 )
-            on_host = route.home == HOST_MEMORY
+            on_host = route.home != GPU_MEMORY
             written = plan.update_on is Processor.GPU and not self.is_frozen(unit)
             if stage == 3 and on_host and (written or route.moves or route.stays_after_backward):
                 raise InputError(
-                    f"parameters of unit {unit} rest on the host in parts: update them on the CPU, and let them neither move "
+                    f"parameters of unit {unit} rest elsewhere in parts: update them on the CPU, and let them neither move "
                     "nor stay on the GPU after backward"
                 )
             if stage >= 2 and plan.sums_leave and self._profile.workload.micro_batches > 1:

@@ -10,13 +10,13 @@ from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor, UnitPlan
+from autohete.plan.moves import Move
 from autohete.profile import Profile
 from autohete.schedule import (
     COLLECTIVE,
     CPU,
     GPU,
     HOST_MEMORY,
-    NVME_MEMORY,
     BufferId,
     Kind,
     TaskId,
@@ -46,9 +46,9 @@ class Updates:
         units = list(enumerate(plan.units))[::-1]
         if clipping.clips and plan.delayed:  # only delayed updates run before the last backward
             units.sort(key=lambda unit: unit[1].update_on is Processor.GPU)
-        #: Parts of units whose states are fetched to the GPU, and those whose states are read from NVMe, in update order.
+        #: Parts of units whose states are fetched to the GPU, and those whose states come to the host, in update order.
         self._fetched = [part for i, unit in units if unit.fetches_states for part in self._parts(i)]
-        self._read = [part for i, unit in units if unit.reads_states for part in self._parts(i)]
+        self._read = [part for i, _ in units if copies.find(Kind.READ_STATES, i) for part in self._parts(i)]
 
     def after_backward(self, backward: TaskId) -> None:
         """Send complete gradients to where they are used, and compute their norm on the way.
@@ -155,15 +155,15 @@ class Updates:
         b = self._builder
         if home := self._copies.find(Kind.WRITE_STATES, unit, part=part):
             read = self._copies.add(Kind.READ_STATES, unit, unit, part=part)
-            b.read(read, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
+            b.read(read, Value.OPTIMIZER_STATES, unit, home.target)
             b.make(read, self._states_on_host(unit, part), home.size_bytes)
             if written := self._copies.find(Kind.WRITE_GRADIENTS, unit, self._last):
-                b.read(read, Value.GRADIENTS, unit, NVME_MEMORY)
+                b.read(read, Value.GRADIENTS, unit, written.target)
                 b.make(read, self._gradients_on_host(unit), written.size_bytes)
             self._in_turn(read, Kind.WRITE_STATES, self._read)
         if up := self._copies.find(Kind.FETCH_STATES, unit, part=part):
             fetch = self._copies.add(Kind.FETCH_STATES, unit, unit, part=part)
-            b.read(fetch, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
+            b.read(fetch, Value.OPTIMIZER_STATES, unit, up.source)
             b.make(fetch, on_gpu(Value.OPTIMIZER_STATES, unit, again=part), up.size_bytes)
             self._in_turn(fetch, Kind.WRITE_BACK_STATES, self._fetched)
 
@@ -178,15 +178,15 @@ class Updates:
 
     def _bring_states_home(self, unit: int, part: int = 0) -> None:
         b = self._builder
-        if self._copies.find(Kind.WRITE_BACK_STATES, unit, part=part):
+        if down := self._copies.find(Kind.WRITE_BACK_STATES, unit, part=part):
             back = self._copies.add(Kind.WRITE_BACK_STATES, unit, unit, part=part)
             b.read(back, Value.OPTIMIZER_STATES, unit)
-            b.write(back, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
+            b.write(back, Value.OPTIMIZER_STATES, unit, down.target)
             b.free(back, on_gpu(Value.OPTIMIZER_STATES, unit, again=part))
-        if self._copies.find(Kind.WRITE_STATES, unit, part=part):
+        if home := self._copies.find(Kind.WRITE_STATES, unit, part=part):
             write = self._copies.add(Kind.WRITE_STATES, unit, unit, part=part)
             b.read(write, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
-            b.write(write, Value.OPTIMIZER_STATES, unit, NVME_MEMORY)
+            b.write(write, Value.OPTIMIZER_STATES, unit, home.target)
             b.free(write, self._states_on_host(unit, part))
 
     def _offload_gradients(self, unit: int, micro_batch: int) -> None:
@@ -196,7 +196,7 @@ class Updates:
         # With a shared update, the part on the GPU is the last reader.
         self._takes_gradients(copy, is_last=plan.sums_leave or not self._shards.updates_on(unit, Processor.GPU))
         if written := self._copies.find(Kind.WRITE_GRADIENTS, unit, micro_batch):
-            self._write_gradients(copy, written.size_bytes)
+            self._write_gradients(copy, written)
             return
         if not (micro_batch and plan.accumulates_on_host):
             b.write(copy, Value.GRADIENTS, unit, HOST_MEMORY)
@@ -212,13 +212,13 @@ class Updates:
         b.write(add, Value.GRADIENTS, unit, HOST_MEMORY)
         b.free(add, arrived)
 
-    def _write_gradients(self, copy: TaskId, size: int) -> None:
+    def _write_gradients(self, copy: TaskId, written: Move) -> None:
         b, unit = self._builder, copy.unit
         arrived = self._arrived(unit, copy.micro_batch)
-        b.make(copy, arrived, size)
+        b.make(copy, arrived, written.size_bytes)
         write = self._copies.add(Kind.WRITE_GRADIENTS, unit, unit, copy.micro_batch)
         b.read(write, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
-        b.write(write, Value.GRADIENTS, unit, NVME_MEMORY)
+        b.write(write, Value.GRADIENTS, unit, written.target)
         b.free(write, arrived)
 
     def _cpu_update(self, unit: int) -> None:
@@ -229,10 +229,13 @@ class Updates:
         update = b.task(Kind.CPU_UPDATE, unit, CPU, seconds, unit)
         b.read(update, Value.GRADIENTS, unit, HOST_MEMORY)
         self._clipping.scale(update)
-        b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
-        if plan.units[unit].reads_states:
+        if home := self._copies.find(Kind.WRITE_PARAMETERS, unit):
+            b.make(update, self._parameters_on_host(unit), home.size_bytes)
+        else:
+            b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
+        if plan.units[unit].states.far:
             b.write(update, Value.OPTIMIZER_STATES, unit, HOST_MEMORY)
-        if plan.units[unit].gradients_on_nvme:
+        if plan.units[unit].gradients.far:
             b.free(update, self._gradients_on_host(unit))
         self._bring_states_home(unit)
 
@@ -255,6 +258,10 @@ class Updates:
 
     def _states_on_host(self, unit: int, part: int) -> BufferId:
         return BufferId(Value.OPTIMIZER_STATES, pinned_memory(self._profile), unit, again=part)
+
+    def _parameters_on_host(self, unit: int) -> BufferId:
+        """Updated parameters on the way to their place."""
+        return BufferId(Value.PARAMETERS, pinned_memory(self._profile), unit, Kind.WRITE_PARAMETERS)
 
     def _gradients_on_host(self, unit: int) -> BufferId:
         """The gradients that were read together with the states."""

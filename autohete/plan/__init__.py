@@ -15,7 +15,7 @@ from autohete.hashing import Hashed, hashed_once, same_objects
 from autohete.plan.recomputation import Recomputation, Recomputations, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
 from autohete.plan.rules import Barrier, Rule
-from autohete.schedule import HOST_MEMORY, Value
+from autohete.schedule import GPU_MEMORY, Value
 
 __all__ = [
     "Activations",
@@ -190,7 +190,7 @@ class Plan(Hashed):
             )
         if self.delayed and any(unit.gpu_share for unit in self.units):
             raise InputError("the GPU updates with the gradients of this iteration: leave delayed or gpu_share out")
-        if self.delayed and any(unit.gradients_on_nvme for unit in self.units):
+        if self.delayed and any(unit.gradients.far for unit in self.units):
             raise InputError("gradients of a delayed update wait on the host: let them rest there, or leave delayed out")
         _check_size("update_bytes", self.update_bytes)
         _check_size("elementwise_bytes", self.elementwise_bytes)
@@ -220,7 +220,7 @@ class Plan(Hashed):
     @property
     def offloaded_parameter_units(self) -> int:
         """Units whose parameters are offloaded."""
-        return sum(unit.parameters.home == HOST_MEMORY for unit in self.units)
+        return sum(unit.parameters.home != GPU_MEMORY for unit in self.units)
 
     @property
     def offloaded_optimizer_units(self) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 from autohete.plan import Activations, Footprint, Processor, UnitPlan
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_MEMORY, Value
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Value
 from autohete.schedule.parts import part_ranges
 
 
@@ -94,6 +95,7 @@ class UnitSizes:
         summed_bytes: size of the sums of several micro-batches on the GPU; 0 with one.
         saved_bytes: by how much the states on the CPU are smaller than those of AdamW.
         input_bytes, activation_bytes: of one micro-batch: the input; everything that backward needs.
+        beside_gpu: the places of the hardware that exchange data with the GPU. All others are behind the host.
     """
 
     element_bytes: int
@@ -111,6 +113,13 @@ class UnitSizes:
     saved_bytes: int
     input_bytes: int
     activation_bytes: int
+    beside_gpu: tuple[str, ...] = ()
+
+    def way(self, home: str, processor: Processor = Processor.GPU) -> tuple[str, ...]:
+        """The memories on the way from ``home`` to where a processor computes."""
+        there = GPU_MEMORY if processor is Processor.GPU else HOST_MEMORY
+        through = home not in (there, HOST_MEMORY, *self.beside_gpu)
+        return tuple(dict.fromkeys((home, *((HOST_MEMORY,) if through else ()), there)))
 
 
 def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Iterator[Resting]:
@@ -127,24 +136,29 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Ite
         yield Resting(sizes.parameters, GPU_MEMORY, sizes.kept * sizes.element_bytes + sizes.frozen_bytes)
     else:
         copy = 0 if held.one_host_copy and on_cpu else sizes.kept * held.host_parameter_bytes
-        yield Resting(Value.PARAMETERS, pinned if unit.parameters.fetched.pinned else HOST_MEMORY, copy + sizes.frozen_bytes)
+        memory = pinned if unit.parameters.fetched.pinned else HOST_MEMORY
+        if unit.parameters.far:
+            copy, memory = sizes.kept * sizes.element_bytes, unit.parameters.home
+        yield Resting(Value.PARAMETERS, memory, copy + sizes.frozen_bytes)
     if not sizes.is_trained:
         return
     if on_cpu:
-        elsewhere = sizes.cpu_state_bytes if unit.reads_states else 0
+        elsewhere = sizes.cpu_state_bytes if unit.states.far else 0
         states = max(sizes.cpu_updated * held.host_optimizer_bytes - sizes.saved_bytes - elsewhere, 0)
-        if states or not unit.reads_states:
+        if states or not unit.states.far:
             yield Resting(Value.OPTIMIZER_STATES, pinned if Value.OPTIMIZER_STATES in held.pinned else HOST_MEMORY, states)
     if not unit.fetches_states and (not on_cpu or sizes.gpu_updated):
         yield Resting(Value.OPTIMIZER_STATES, GPU_MEMORY, sizes.gpu_state_bytes)
-    elif unit.fetches_states and not unit.reads_states:
+    elif unit.fetches_states and not unit.states.far:
         yield Resting(Value.OPTIMIZER_STATES, pinned, sizes.gpu_state_bytes)
-    if unit.reads_states:
-        yield Resting(Value.OPTIMIZER_STATES, NVME_MEMORY, sizes.cpu_state_bytes if on_cpu else sizes.gpu_state_bytes)
+    if unit.states.far:
+        yield Resting(Value.OPTIMIZER_STATES, unit.states.home, sizes.cpu_state_bytes if on_cpu else sizes.gpu_state_bytes)
     if unit.sums_leave and sizes.summed_bytes:
         yield Resting(Value.GRADIENTS, pinned, sizes.summed_bytes)
-    if unit.gradients_on_nvme:
-        yield Resting(Value.GRADIENTS, NVME_MEMORY, unit.gradients.carried.bytes_of(sizes.cpu_updated, sizes.element_bytes))
+    if unit.gradients.far:
+        yield Resting(
+            Value.GRADIENTS, unit.gradients.home, unit.gradients.carried.bytes_of(sizes.cpu_updated, sizes.element_bytes)
+        )
 
 
 def moves(unit: UnitPlan, sizes: UnitSizes, *, has_backward: bool = True) -> Iterator[Move]:
@@ -159,8 +173,11 @@ def moves(unit: UnitPlan, sizes: UnitSizes, *, has_backward: bool = True) -> Ite
     if unit.kept.leaves and has_backward:
         whole = unit.activations is Activations.KEEP
         value, size = (Value.ACTIVATIONS, sizes.activation_bytes) if whole else (Value.INPUT, sizes.input_bytes)
-        yield Move(value, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_FORWARD, Batches.ALL)
-        yield Move(value, HOST_MEMORY, GPU_MEMORY, size, When.BEFORE_BACKWARD, Batches.ALL)
+        way = sizes.way(unit.kept.home)
+        for source, target in pairwise(reversed(way)):
+            yield Move(value, source, target, size, When.AFTER_FORWARD, Batches.ALL)
+        for source, target in pairwise(way):
+            yield Move(value, source, target, size, When.BEFORE_BACKWARD, Batches.ALL)
     if sizes.is_trained:
         yield from _moves_of_gradients(unit, sizes)
         yield from _moves_of_states(unit, sizes)
@@ -168,31 +185,35 @@ def moves(unit: UnitPlan, sizes: UnitSizes, *, has_backward: bool = True) -> Ite
 
 def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -> Iterator[Move]:
     route, on_cpu = unit.parameters, unit.update_on is Processor.CPU
+    way = sizes.way(route.home)
     if route.leaves:
         # Of parameters that the GPU updates, the host has only a copy in the format in which the GPU computes.
         element = sizes.element_bytes
         carried = route.fetched.bytes_of(sizes.kept, element) if on_cpu and sizes.is_trained else sizes.kept * element
-        fetch = Move(
-            Value.PARAMETERS,
-            HOST_MEMORY,
-            GPU_MEMORY,
-            carried + sizes.frozen_bytes,
-            When.BEFORE_FORWARD,
-            Batches.ALL,
-            route.fetched.pinned,
-        )
-        if not route.stays_after_backward:
-            yield fetch
-        if not route.stays_after_forward and has_backward:
-            yield fetch._replace(when=When.BEFORE_BACKWARD)
+        for source, target in pairwise(way):
+            fetch = Move(
+                Value.PARAMETERS,
+                source,
+                target,
+                carried + sizes.frozen_bytes,
+                When.BEFORE_FORWARD,
+                Batches.ALL,
+                route.fetched.pinned,
+            )
+            if not route.stays_after_backward:
+                yield fetch
+            if not route.stays_after_forward and has_backward:
+                yield fetch._replace(when=When.BEFORE_BACKWARD)
     if route.moves:  # what has not changed as well
         yield Move(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY, sizes.parameter_bytes, When.AFTER_FORWARD, Batches.ALL)
     if not sizes.is_trained:
         return
     moved_later = route.stays_after_backward and route.moves  # after the next forward
-    if route.leaves and not on_cpu and not moved_later:
-        size = sizes.trained * sizes.element_bytes
-        yield Move(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_UPDATE)
+    if route.leaves and not moved_later and (route.far or not on_cpu):
+        size = (sizes.kept if on_cpu else sizes.trained) * sizes.element_bytes
+        there = Processor.CPU if on_cpu else Processor.GPU
+        for source, target in pairwise(reversed(sizes.way(route.home, there))):
+            yield Move(Value.PARAMETERS, source, target, size, When.AFTER_UPDATE)
     if unit.refreshed:
         size = unit.refresh.bytes_of(sizes.cpu_updated, sizes.element_bytes)
         yield Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, size, When.AFTER_UPDATE, pinned=unit.refresh.pinned)
@@ -212,20 +233,21 @@ def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
         summed = size if unit.sum_bytes is None else unit.sum_bytes * sizes.cpu_updated
         yield last._replace(size_bytes=summed, batches=Batches.OTHERS)
     yield last
-    if unit.gradients_on_nvme:
-        yield Move(Value.GRADIENTS, HOST_MEMORY, NVME_MEMORY, size, When.AFTER_BACKWARD)
-        yield Move(Value.GRADIENTS, NVME_MEMORY, HOST_MEMORY, size, When.BEFORE_UPDATE)
+    if unit.gradients.far:
+        yield Move(Value.GRADIENTS, HOST_MEMORY, unit.gradients.home, size, When.AFTER_BACKWARD)
+        yield Move(Value.GRADIENTS, unit.gradients.home, HOST_MEMORY, size, When.BEFORE_UPDATE)
 
 
 def _moves_of_states(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
     """The states of a whole unit, as one processor updates it, part by part."""
+    if not unit.states.leaves:
+        return
     on_cpu = unit.update_on is Processor.CPU
+    way = sizes.way(unit.states.home, unit.update_on)
     total, count = (sizes.cpu_state_bytes, sizes.cpu_updated) if on_cpu else (sizes.gpu_state_bytes, sizes.gpu_updated)
     for part, elements in enumerate(part_ranges(count, unit.states.parts)):
         size = total * elements.stop // max(count, 1) - total * elements.start // max(count, 1)
-        move = Move(Value.OPTIMIZER_STATES, NVME_MEMORY, HOST_MEMORY, size, When.BEFORE_UPDATE, part=part)
-        up = [move] if unit.reads_states else []
-        if unit.fetches_states:
-            up.append(move._replace(source=HOST_MEMORY, target=GPU_MEMORY))
-        yield from up
-        yield from (move._replace(source=move.target, target=move.source, when=When.AFTER_UPDATE) for move in reversed(up))
+        for source, target in pairwise(way):
+            yield Move(Value.OPTIMIZER_STATES, source, target, size, When.BEFORE_UPDATE, part=part)
+        for source, target in pairwise(reversed(way)):
+            yield Move(Value.OPTIMIZER_STATES, source, target, size, When.AFTER_UPDATE, part=part)

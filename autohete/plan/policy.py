@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, runtime_checkable
 
-from autohete.errors import check_fields
+from autohete.errors import InputError, check_fields
 from autohete.plan import Plan
 from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 
 
-class Verdict(StrEnum):
-    """Whether a plan runs. ``INVALID``: the policy has no plan for this workload on this hardware."""
+class Verdict(str):
+    """Whether a plan runs: ``ok``; ``invalid``, if the policy has no plan for this workload on this hardware; or the memory
+    that is too small, such as ``nvme-out-of-memory``. There is one object for each text, so ``is`` compares verdicts.
+    """
 
-    OK = "ok"
-    GPU_OUT_OF_MEMORY = "gpu-out-of-memory"
-    HOST_OUT_OF_MEMORY = "host-out-of-memory"
-    PINNED_OUT_OF_MEMORY = "pinned-out-of-memory"
-    NVME_OUT_OF_MEMORY = "nvme-out-of-memory"
-    INVALID = "invalid"
+    __slots__ = ()
+    _known: ClassVar[dict[str, Verdict]] = {}
+    OK: ClassVar[Verdict]
+    INVALID: ClassVar[Verdict]
+    GPU_OUT_OF_MEMORY: ClassVar[Verdict]
+    HOST_OUT_OF_MEMORY: ClassVar[Verdict]
+    PINNED_OUT_OF_MEMORY: ClassVar[Verdict]
+
+    def __new__(cls, text: str) -> Verdict:
+        if text not in ("ok", "invalid") and not text.removesuffix(_SHORT) < text:
+            raise InputError(f"{text!r} is no verdict: give ok, invalid, or the name of a memory and {_SHORT}")
+        return cls._known.setdefault(text, super().__new__(cls, text))
+
+    def __getnewargs__(self) -> tuple[str]:
+        return (str(self),)
+
+    @classmethod
+    def short_of(cls, memory: str) -> Verdict:
+        """The verdict that ``memory`` is too small."""
+        return cls(memory + _SHORT)
+
+    @property
+    def short(self) -> str:
+        """The memory that is too small; empty if none is."""
+        return self.removesuffix(_SHORT) if self.endswith(_SHORT) else ""
+
+
+_SHORT = "-out-of-memory"
+Verdict.OK, Verdict.INVALID = Verdict("ok"), Verdict("invalid")
+Verdict.GPU_OUT_OF_MEMORY = Verdict.short_of(GPU_MEMORY)
+Verdict.HOST_OUT_OF_MEMORY = Verdict.short_of(HOST_MEMORY)
+Verdict.PINNED_OUT_OF_MEMORY = Verdict.short_of(PINNED_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +58,27 @@ class Judgement:
     Args:
         verdict: whether it fits.
         seconds: steady-state iteration time.
-        gpu_peak_bytes, host_peak_bytes: peak occupancy.
-        pinned_peak_bytes: peak of pinned memory, where pinned memory is limited.
+        peaks: peak occupancy of each memory.
         exact: simulated in full, not estimated.
     """
 
     verdict: Verdict
     seconds: float
-    gpu_peak_bytes: int
-    host_peak_bytes: int
-    pinned_peak_bytes: int = 0
+    peaks: Mapping[str, int] = field(default_factory=dict)
     exact: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def gpu_peak_bytes(self) -> int:
+        """Peak occupancy of the GPU."""
+        return self.peaks.get(GPU_MEMORY, 0)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Peak occupancy of the host."""
+        return self.peaks.get(HOST_MEMORY, 0)
 
 
 #: Evaluates a plan by lowering and simulating it. Passed to a policy, so that policies import no executor.

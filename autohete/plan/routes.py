@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
 from autohete.errors import InputError, check_fields, check_member
 from autohete.hashing import Hashed, hashed_once
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_MEMORY
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
+
+#: The form of the name of a home.
+_HOME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Activations(StrEnum):
@@ -55,12 +59,23 @@ class Format:
         return elements * (computed_bytes if self.element_bytes is None else self.element_bytes)
 
 
+def _check_home(home: str) -> None:
+    if not isinstance(home, str) or not _HOME.fullmatch(home) or home == PINNED_MEMORY:
+        raise InputError(
+            f"nothing can rest in {home!r}: a home is {GPU_MEMORY!r}, {HOST_MEMORY!r}, or the name of a place that the "
+            "hardware has, such as 'nvme'"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Where a value rests between two uses: the GPU, pinned host memory, or NVMe, which it reaches through pinned memory.
+    """Where a value rests between two uses: the GPU, pinned host memory, or another place of the hardware.
+
+    What rests in a place behind the host is copied through pinned host memory.
 
     Args:
-        home: ``gpu``, ``host`` or ``nvme``. The value is sent there after a use and fetched from there for the next.
+        home: ``gpu``, ``host``, or the name of a place. The value is sent there after a use and
+            fetched from there for the next.
         ahead: how early it may be fetched. For what backward needs: how many GPU passes before the unit's own the fetch may
             overlap; 0: synchronous. For optimizer states: how many others, or parts of others, may be in flight.
         carried: format of the copies to the host; of gradients only.
@@ -74,8 +89,7 @@ class Rest:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.home not in (GPU_MEMORY, HOST_MEMORY, NVME_MEMORY):
-            raise InputError(f"nothing can rest in {self.home!r}: a home is {GPU_MEMORY!r}, {HOST_MEMORY!r} or {NVME_MEMORY!r}")
+        _check_home(self.home)
         if self.ahead < 0:
             raise InputError(f"ahead is {self.ahead}: a fetch cannot be less than 0 ahead, which is synchronous")
         if self.parts < 1:
@@ -86,6 +100,11 @@ class Rest:
         """Whether the value ever leaves the GPU."""
         return self.home != GPU_MEMORY
 
+    @property
+    def far(self) -> bool:
+        """Whether it rests in another place than the GPU or the host."""
+        return self.home not in (GPU_MEMORY, HOST_MEMORY)
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -95,7 +114,7 @@ class Route:
     after its use unless it stays.
 
     Args:
-        home: ``gpu`` or ``host``.
+        home: ``gpu``, ``host``, or the name of a place.
         stays_after_forward: fetched parameters stay on the GPU from forward to backward.
         stays_after_backward: they stay from backward to the next forward.
         moves: they are copied home after forward although they have not changed (systems that *move* instead of copy).
@@ -114,12 +133,13 @@ class Route:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.home not in (GPU_MEMORY, HOST_MEMORY):
-            raise InputError(f"parameters cannot rest in {self.home!r}: their home is {GPU_MEMORY!r} or {HOST_MEMORY!r}")
+        _check_home(self.home)
         if min(self.ahead_in_forward, self.ahead_in_backward) < 0:
             raise InputError("a fetch cannot be a negative number of passes ahead: 0 means synchronous, 1 one pass ahead")
         if self.home == GPU_MEMORY and (self.stays_after_forward or self.stays_after_backward or self.moves):
-            raise InputError("only parameters whose home is the host stay or move: others never leave the GPU")
+            raise InputError("only parameters that leave the GPU stay or move: give them another home")
+        if self.far and self.moves:
+            raise InputError(f"parameters whose home is {self.home!r} are not copied there unchanged: leave moves out")
         if self.stays_after_forward and self.moves:
             raise InputError("parameters that stay on the GPU after forward do not move then")
 
@@ -127,6 +147,11 @@ class Route:
     def leaves(self) -> bool:
         """Whether the parameters ever leave the GPU."""
         return self.home != GPU_MEMORY and not (self.stays_after_forward and self.stays_after_backward)
+
+    @property
+    def far(self) -> bool:
+        """Whether their home is another place than the GPU or the host."""
+        return self.home not in (GPU_MEMORY, HOST_MEMORY)
 
 
 @hashed_once
@@ -143,12 +168,12 @@ class UnitPlan(Hashed):
         gradients: where the gradients of several micro-batches are summed, or rest between these, and their format on the way
             to the host. ``gpu``: they stay there until the last micro-batch has been added. ``host``: they are copied there
             after each micro-batch; for an update on the CPU, which adds them, and for one on the GPU to come back for the
-            next backward, which adds to them. ``nvme``: complete ones wait there for an update on the CPU, and are read with
-            the states.
+            next backward, which adds to them. Another place: complete ones wait there for an update on the CPU, and are read
+            with the states.
         refresh: format of the copy of updated parameters to a copy that stays on the GPU.
         gradients_replace_parameters: a finished gradient overwrites the 16-bit parameters on the GPU.
         kept: where the values that forward keeps rest: activations, or with recomputation the input.
-        states: where the optimizer states rest. States that the CPU updates rest on the host unless this says ``nvme``.
+        states: where the optimizer states rest. States that the CPU updates rest on the host unless this names a place.
         sum_bytes: bytes per element in which the CPU accumulates gradients, and in which they are copied after each micro-batch
             but the last. None: as in ``gradients``.
         again: for segments within segments, what each recomputation except the last keeps; the last keeps everything. The unit
@@ -193,29 +218,27 @@ class UnitPlan(Hashed):
             raise InputError("an input that a forward keeps is kept until backward: let again drop none after it")
         if self.activations is Activations.DROP and self.kept.leaves:
             raise InputError("a unit that drops its input has nothing to rest elsewhere: leave kept out, or keep its input")
-        if self.update_on is Processor.CPU and self.states != Rest() and self.states.home != NVME_MEMORY:
+        if self.update_on is Processor.CPU and self.states != Rest() and not self.states.far:
             raise InputError(
                 f"states rest with {self.states}, but the CPU updates them: they are on the host, so leave that out, let them "
-                "rest on nvme, or update on the GPU"
+                "rest in another place, or update on the GPU"
             )
-        if self.gradients_on_nvme and not (self.reads_states and self.update_on is Processor.CPU):
+        if self.gradients.far and not (self.states.home == self.gradients.home and self.update_on is Processor.CPU):
             raise InputError(
-                "gradients wait on nvme only where they come back with states that the CPU updates: let the states rest on "
-                "nvme and the CPU update, or let the gradients rest on the host"
+                f"gradients wait in {self.gradients.home} only where they come back with states that the CPU updates: let the "
+                f"states rest in {self.gradients.home} and the CPU update, or let the gradients rest on the host"
             )
         self._check_formats()
-        if self.kept.home == NVME_MEMORY:
-            raise InputError("what forward keeps cannot rest on nvme: choose the host")
         if not 0 <= self.zero_stage <= 3:
             raise InputError(f"zero_stage is {self.zero_stage}: give 0 to 3")
         if self.sum_bytes is not None and not (self.accumulates_on_host and 1 <= self.sum_bytes <= 64):
             raise InputError(
                 f"sum_bytes is {self.sum_bytes}: give 1 to 64 bytes if the CPU accumulates gradients, or leave it out"
             )
-        if self.norm_on is Processor.CPU and (self.update_on is Processor.GPU or self.gradients_on_nvme):
+        if self.norm_on is Processor.CPU and (self.update_on is Processor.GPU or self.gradients.far):
             raise InputError(
                 "the CPU takes the norm of gradients that rest on the host, but these are "
-                f"{'on NVMe' if self.gradients_on_nvme else 'updated with on the GPU'}: leave norm_on out"
+                f"{f'in {self.gradients.home}' if self.gradients.far else 'updated with on the GPU'}: leave norm_on out"
             )
         if not 0 <= self.gpu_share < 1:
             raise InputError(f"gpu_share is {self.gpu_share}: give 0 or more and less than 1; for all, update on the GPU")
@@ -231,7 +254,7 @@ class UnitPlan(Hashed):
     def _check_shared_update(self) -> None:
         if self.update_on is Processor.GPU:
             raise InputError(f"gpu_share is {self.gpu_share}, but the GPU updates all: leave it out, or update on the CPU")
-        if self.parameters.home == HOST_MEMORY or self.gradients_replace_parameters or self.states != Rest():
+        if self.parameters.home != GPU_MEMORY or self.gradients_replace_parameters or self.states != Rest():
             raise InputError(
                 f"gpu_share is {self.gpu_share}, but parameters, gradients or states leave the GPU, where a part of them is "
                 "updated: let parameters stay there, give gradients memory of their own, and leave states out; or leave "
@@ -246,11 +269,6 @@ class UnitPlan(Hashed):
         return (
             (Activations.KEEP,) if self.activations is Activations.KEEP else (self.activations, *self.again, Activations.KEEP)
         )
-
-    @property
-    def reads_states(self) -> bool:
-        """Whether the optimizer states are read from NVMe for each update."""
-        return self.states.home == NVME_MEMORY
 
     @property
     def fetches_states(self) -> bool:
@@ -268,9 +286,9 @@ class UnitPlan(Hashed):
         return self.update_on is Processor.GPU and self.gradients.home == HOST_MEMORY
 
     @property
-    def gradients_on_nvme(self) -> bool:
-        """Whether gradients for an update on the CPU wait on NVMe and are read back with the states."""
-        return self.gradients.home == NVME_MEMORY
+    def homes(self) -> tuple[str, ...]:
+        """The homes of its values."""
+        return self.parameters.home, self.kept.home, self.gradients.home, self.states.home
 
     @property
     def refreshed(self) -> bool:

@@ -23,6 +23,7 @@ _ENDS = (
     Kind.WRITE_BACK_BACKWARD,
     Kind.WRITE_BACK_STATES,
     Kind.WRITE_STATES,
+    Kind.WRITE_PARAMETERS,
     Kind.GATHER_UPDATED,
 )
 
@@ -152,8 +153,8 @@ class Window(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Slots(Rule):
-    """What the copies of a kind move shares ``count`` places: on the GPU, or on the host for copies to and from NVMe. A task
-    that takes a place waits until the place taken ``count`` takes earlier is free.
+    """What the copies of a kind move shares ``count`` places: on the GPU, or on the host for copies from and to what is behind
+    it. A task that takes a place waits until the place taken ``count`` takes earlier is free.
 
     Args:
         kind: a copy. For ``Kind.OFFLOAD_GRADIENTS``, backward takes a place and the copy frees it; for
@@ -206,7 +207,7 @@ class SerialUpdates(Rule):
 @dataclass(frozen=True, slots=True)
 class UpdatesAfterBackward(Rule):
     """CPU updates and CPU gradient norms begin, one after another, once every gradient is on the host (clipping, overflow
-    check). Reads of states from NVMe begin once the last backward has ended and every gradient is where it waits.
+    check). Reads of states from their place begin once the last backward has ended and every gradient is where it waits.
     """
 
     def apply(self, tasks: Tasks) -> None:
@@ -287,7 +288,7 @@ class Barrier(Rule):
         """See :class:`Rule`."""
         ends = [task for kind in _ENDS for task in tasks.of(kind)]
         # A fetch without a wait on a pass of its own iteration must not slip past the barrier.
-        fetches = [*tasks.of(Kind.PREFETCH_FORWARD), *tasks.of(Kind.GATHER_FORWARD)]
+        fetches = [task for kind in (Kind.PREFETCH_FORWARD, Kind.GATHER_FORWARD, Kind.READ_FORWARD) for task in tasks.of(kind)]
         early = [fetch for fetch in fetches if tasks.starts_early(fetch)]
         for task in (tasks.passes[0], *early):
             for end in ends:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from autohete.errors import check_fields
 from autohete.hardware import Hardware
 from autohete.plan.policy import Judgement
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 
 
 class Objective(StrEnum):
@@ -63,8 +64,5 @@ class Budgets:
 
 
 def _peaks(used: Judgement) -> dict[Objective, int]:
-    return {
-        Objective.GPU_BYTES: used.gpu_peak_bytes,
-        Objective.HOST_BYTES: used.host_peak_bytes,
-        Objective.PINNED_BYTES: used.pinned_peak_bytes,
-    }
+    of = {Objective.GPU_BYTES: GPU_MEMORY, Objective.HOST_BYTES: HOST_MEMORY, Objective.PINNED_BYTES: PINNED_MEMORY}
+    return {objective: used.peaks.get(memory, 0) for objective, memory in of.items()}

@@ -14,7 +14,7 @@ from dataclasses import replace
 from autohete.lowering import lower
 from autohete.plan import Plan, UnitPlan
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Edge, Kind, Schedule, Task, TaskId
+from autohete.schedule import GPU_MEMORY, Edge, Kind, Schedule, Task, TaskId
 
 _PREFETCHES = (Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD)
 _PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
@@ -41,7 +41,7 @@ class _Tuning:
     def units(self) -> tuple[UnitPlan, ...]:
         """Tune backward from the last unit down, in the order of the copies; then forward from the first unit up."""
         units = list(self.plan.units)
-        offloaded = [i for i, unit in enumerate(units) if unit.parameters.home == HOST_MEMORY]
+        offloaded = [i for i, unit in enumerate(units) if unit.parameters.home != GPU_MEMORY]
         for i in reversed(offloaded):
             user, route = TaskId(Kind.RECOMPUTE, i), units[i].parameters
             if TaskId(Kind.BACKWARD, i) not in self.place:  # frozen, and so is all below

@@ -30,7 +30,7 @@ ENTRY_POINTS = "autohete.policies"
 
 
 class System(typing.Protocol):
-    """A dataclass that plans. Its fields are flags: switches, choices (enumerations) or whole numbers."""
+    """A dataclass that plans. Its fields are flags: switches, choices (enumerations), names or whole numbers."""
 
     __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field[typing.Any]]]
 
@@ -159,8 +159,12 @@ def _flag_value(flag: str, wanted: object, text: str | None) -> object:
         if text in choices:
             return wanted(text)
         raise InputError(f"{flag}={text or ''}: choose one of {', '.join(choices)}")
+    if wanted is str:
+        if not text:
+            raise InputError(f"{flag} takes a name, such as {flag}=nvme")
+        return text
     if not (wanted is int or (isinstance(wanted, types.UnionType) and int in wanted.__args__)):
-        raise InputError(f"{flag} cannot be given in words: only switches, choices and whole numbers can")
+        raise InputError(f"{flag} cannot be given in words: only switches, choices, names and whole numbers can")
     if text is None or not text.isdecimal() or len(text) > 12:
         raise InputError(f"{flag}={text or ''} takes a whole number, such as {flag}=8")
     return int(text)

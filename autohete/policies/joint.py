@@ -318,7 +318,7 @@ def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
     def quickly(plan: Plan) -> Judgement:
         """The judgement of ``plan``, without a simulation if it is too slow or never fits."""
         if _gpu_seconds(profile, plan) >= best or never_fits(few, plan):
-            return Judgement(Verdict.GPU_OUT_OF_MEMORY, math.inf, 0, 0)
+            return Judgement(Verdict.GPU_OUT_OF_MEMORY, math.inf)
         return judge(plan)
 
     states = sum(map(profile.state_bytes, range(len(profile.units))))

@@ -6,7 +6,7 @@ paper's text was not read. Differences from ``zero_infinity``:
 - Gradients are copied in 16 bit during backward and stay on the host. They are widened right before their update ("delayed
   in-place mixed-precision gradient conversion"), and backward writes nothing to a drive.
 - Optimizer states are striped over local drives and a parallel file system, each used by one process at a time ("virtual tier
-  concurrency control"). The table ``[nvme]`` stands for all of them together, with their throughput without contention.
+  concurrency control"). The table ``[places.nvme]`` stands for all of them together, with their throughput without contention.
 - States are prefetched before their update and written back after it.
 - Sub-groups are updated in alternating order (upwards, then downwards), so the last updated ones are in the host's cache for
   the next step ("cache-friendly ordering") and are neither read nor written. A sub-group is a unit here, and the order is
@@ -27,22 +27,24 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, NVME_MEMORY
+from autohete.schedule import HOST_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
 class MlpOffload:
-    """MLP-Offload. Needs hardware with a table ``[nvme]``.
+    """MLP-Offload. Needs hardware with a table ``[places.nvme]``, or with that of another place.
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
         cached: number of units whose states are cached in host memory. None: as many as fit.
         reduce_scatter: as in DeepSpeed's configuration; off, several GPUs all-reduce gradients.
+        place: the place of the hardware where optimizer states rest.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     cached: int | None = None
     reduce_scatter: bool = True
+    place: str = "nvme"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -71,7 +73,7 @@ class MlpOffload:
         """The plan in which the last ``cached`` units to be updated have their states on the host."""
         element, mixed, last = profile.element_bytes, traffic.is_mixed(profile), len(profile.units) - 1
         on_host = UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY))
-        on_drives = replace(on_host, states=Rest(NVME_MEMORY, ahead=1))
+        on_drives = replace(on_host, states=Rest(self.place, ahead=1))
 
         def unit(block: int) -> UnitPlan:
             found = on_host if block < cached else on_drives

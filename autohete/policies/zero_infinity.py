@@ -28,24 +28,26 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, NVME_MEMORY, Kind
+from autohete.schedule import HOST_MEMORY, Kind
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroInfinity:
-    """ZeRO-Infinity with the optimizer on NVMe. Needs hardware with a table ``[nvme]``.
+    """ZeRO-Infinity with the optimizer on NVMe. Needs hardware with a table ``[places.nvme]``, or with that of another place.
 
     Args:
         checkpointing: full, selective, none, or the better of full and none.
         pipeline: ``pipeline_read`` and ``pipeline_write``.
         offload_param: parameters of the transformer blocks rest on the host.
         reduce_scatter: as in DeepSpeed's configuration; off, several GPUs all-reduce gradients.
+        place: the place of the hardware where the optimizer rests.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     pipeline: bool = False
     offload_param: bool = False
     reduce_scatter: bool = True
+    place: str = "nvme"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -57,8 +59,8 @@ class ZeroInfinity:
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         outer = UnitPlan(
             update_on=Processor.CPU,
-            gradients=Rest(NVME_MEMORY, carried=Format(4)),
-            states=Rest(NVME_MEMORY, ahead=int(self.pipeline)),
+            gradients=Rest(self.place, carried=Format(4)),
+            states=Rest(self.place, ahead=int(self.pipeline)),
         )
         inner = replace(outer, activations=activations)
         if self.offload_param:

@@ -245,11 +245,11 @@ class Profile:
         """Time to copy ``size_bytes`` to the host, alone on the link."""
         return _copy_seconds(self.hardware.d2h, size_bytes, pinned)
 
-    def nvme_seconds(self, size_bytes: float, *, write: bool) -> float:
-        """Time to read or write ``size_bytes``, alone on the drives. The hardware must have drives."""
-        nvme = self.hardware.nvme
-        assert nvme is not None, "states rest on drives that there are"
-        return nvme.latency_seconds + size_bytes / (nvme.write_bandwidth if write else nvme.read_bandwidth)
+    def place_seconds(self, name: str, size_bytes: float, *, write: bool) -> float:
+        """Time to copy ``size_bytes`` from a place of the hardware, or to it, alone."""
+        place = self.hardware.place(name)
+        assert place is not None, "values rest in places that the hardware has"
+        return place.latency_seconds + size_bytes / (place.write_bandwidth if write else place.read_bandwidth)
 
     def collective_seconds(self, size_bytes: float) -> float:
         """Time of a ring all-gather to ``size_bytes`` on each GPU, or a reduce-scatter of that size; an all-reduce is both.

@@ -21,7 +21,7 @@ from autohete.answer import Answer
 from autohete.execution.trace import Nanoseconds
 from autohete.quantities import format_bytes, format_seconds
 from autohete.report.answer_text import sections
-from autohete.report.gantt import LANE_NAMES, MEMORY_NAMES, window_ns
+from autohete.report.gantt import lane_title, memory_title, window_ns
 from autohete.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, YELLOW, look
 from autohete.schedule import KIND_MEANING, KIND_ORDER, Kind, TaskId, Value
 from autohete.simulate import Simulation
@@ -152,7 +152,7 @@ class _Drawing:
         }
 
     def _svg(self) -> str:
-        lanes = [lane.name for lane in self.simulation.schedule.lanes]
+        lanes = [lane_title(lane) for lane in self.simulation.schedule.lanes]
         bottom = _LANE * len(lanes)
         memories = self.simulation.memories
         height = bottom + (_MEMORY + _GAP) * len(memories) + _GAP
@@ -166,7 +166,7 @@ class _Drawing:
         ]
         for row, name in enumerate(lanes):
             y = row * _LANE
-            parts.append(f'<text class="name" x="{_LEFT - 8}" y="{y + _LANE / 2 + 4:g}">{escape(LANE_NAMES[name])}</text>')
+            parts.append(f'<text class="name" x="{_LEFT - 8}" y="{y + _LANE / 2 + 4:g}">{escape(name)}</text>')
             parts.append(f'<rect class="row" x="{_LEFT}" y="{y + 3}" width="{_WIDTH}" height="{_BAR}"/>')
         parts.append('<g clip-path="url(#inside)">')
         parts += [self._bar(number, bar) for number, bar in enumerate(self.bars)]
@@ -190,7 +190,7 @@ class _Drawing:
 
     def _memory(self, memory: Occupancy, top: float) -> Iterator[str]:
         """Draw what fills one memory, stacked, below a line for its capacity."""
-        name, limit = MEMORY_NAMES[memory.memory], memory.capacity_bytes
+        name, limit = memory_title(memory.memory), memory.capacity_bytes
         nearly_empty = memory.peak_bytes < _NEARLY_EMPTY * limit
         most = round(1.1 * memory.peak_bytes) + 1 if nearly_empty else max(limit, memory.peak_bytes)
         scale = f"{format_bytes(memory.peak_bytes)} of " if nearly_empty else ""

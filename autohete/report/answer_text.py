@@ -17,7 +17,7 @@ from autohete.simulate.summary import Summary, UnitTraining, described_blocks, n
 from autohete.workload import Units
 
 WIDTH = 80
-_NAMES = {GPU_MEMORY: "GPU memory", PINNED_MEMORY: "pinned memory", HOST_MEMORY: "host memory", "nvme": "NVMe"}
+_NAMES = {GPU_MEMORY: "GPU memory", PINNED_MEMORY: "pinned memory", HOST_MEMORY: "host memory"}
 #: Figures that define the model rather than its training; they are not listed as assumptions.
 _OF_THE_MODEL = (
     "name",
@@ -222,15 +222,19 @@ _KEPT = {
 }
 
 
+def _where(home: str) -> str:
+    return {GPU_MEMORY: "on the GPU", HOST_MEMORY: "on the host"}.get(home, f"in {home}")
+
+
 def describe(unit: UnitPlan, training: UnitTraining) -> str:
     """Return a unit's decisions in words, but not those that mean nothing where it is frozen."""
     words = []
     if training is not UnitTraining.FROZEN_BELOW:
-        words.append(_KEPT[unit.activations] + (f" (kept on the {unit.kept.home})" if unit.kept.leaves else ""))
-    words.append("parameters on the host" if unit.parameters.home == HOST_MEMORY else "parameters on the GPU")
+        words.append(_KEPT[unit.activations] + (f" (kept {_where(unit.kept.home)})" if unit.kept.leaves else ""))
+    words.append(f"parameters {_where(unit.parameters.home)}")
     if training is not UnitTraining.TRAINED:
         return ", ".join([*words, training])
-    states = f", states on {'NVMe' if unit.states.home == 'nvme' else 'the host'}" if unit.states.leaves else ""
+    states = f", states {_where(unit.states.home)}" if unit.states.leaves else ""
     share = f" ({100 * unit.gpu_share:.0f} % by the GPU)" if unit.gpu_share else ""
     words.append(f"{unit.update_on.upper()} updates{share}{states}")
     return ", ".join(words)
@@ -275,16 +279,17 @@ def _slower(each: Candidate, best: Candidate) -> str:
 
 def _shortage(summary: Summary) -> str:
     """One line: the memory, the bytes needed and the bytes available."""
-    memory = summary.verdict.removesuffix("-out-of-memory")
+    memory = summary.verdict.short
     peaks = {
         GPU_MEMORY: (summary.gpu_peak_bytes, summary.gpu_capacity_bytes),
         HOST_MEMORY: (summary.host_peak_bytes, summary.host_capacity_bytes),
         PINNED_MEMORY: (summary.pinned_peak_bytes, summary.pinned_capacity_bytes),
+        **{name: (use.peak_bytes, use.capacity_bytes) for name, use in summary.places.items()},
     }
     used, capacity = peaks.get(memory, (None, None))
     if used is None or capacity is None:
         return _fact(summary)
-    return f"needs {format_bytes(used)} of {_NAMES[memory]}, there are {format_bytes(capacity)}"
+    return f"needs {format_bytes(used)} of {_NAMES.get(memory, memory)}, there are {format_bytes(capacity)}"
 
 
 def _fact(summary: Summary) -> str:

@@ -26,23 +26,20 @@ from autohete.schedule import (
     HOST_MEMORY,
     KIND_MEANING,
     KIND_ORDER,
-    NVME_READ,
-    NVME_WRITE,
     PINNED_MEMORY,
     Kind,
+    Lane,
 )
 
 #: Lanes and memories as figures call them.
-LANE_NAMES = {
+_LANE_NAMES = {
     GPU: "GPU",
     H2D: "host to GPU",
     D2H: "GPU to host",
     CPU: "CPU",
-    NVME_READ: "NVMe read",
-    NVME_WRITE: "NVMe write",
     COLLECTIVE: "all GPUs",
 }
-MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host", PINNED_MEMORY: "pinned"}
+_MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host", PINNED_MEMORY: "pinned"}
 
 # Inches and points (1/72 inch) on paper.
 _WIDTH_IN, _LANE_IN, _MEMORY_IN, _MARGIN_IN = 7.0, 0.36, 1.3, 1.35
@@ -54,6 +51,19 @@ _GAP_PT = 0.5  # white gap between neighbours of one kind, if there is room for 
 _MERGE_PT = 2.0  # touching bars of one kind that are narrower than this are drawn as one: their seams would only be noise
 _LEAST_PT = 0.5  # minimum width of a bar, so that a task of microseconds is visible
 _BAR_HEIGHT = 0.78  # share of a lane's row
+
+
+def lane_title(lane: Lane) -> str:
+    """Return the name of a lane in figures: of one between a place and the GPU or its host, that of the place."""
+    if lane.name in _LANE_NAMES or lane.source is None:
+        return _LANE_NAMES.get(lane.name, lane.name)
+    reads = lane.target in _MEMORY_NAMES
+    return f"{lane.source} read" if reads else f"{lane.target} write"
+
+
+def memory_title(memory: str) -> str:
+    """Return the name of a memory in figures."""
+    return _MEMORY_NAMES.get(memory, memory)
 
 
 def window_ns(trace: Trace, first: int, last: int) -> tuple[int, int]:
@@ -251,7 +261,7 @@ def _draw_lanes(figure: Figure, rows: Sequence[_Row], first: int) -> None:
     for row in rows:
         lanes = row.trace.schedule.lanes
         row.axes.set_ylim(len(lanes) - 0.5, -0.5)
-        row.axes.set_yticks(range(len(lanes)), [LANE_NAMES.get(lane.name, lane.name) for lane in lanes])
+        row.axes.set_yticks(range(len(lanes)), [lane_title(lane) for lane in lanes])
         row.axes.tick_params(axis="y", length=0)
         row.axes.spines["left"].set_visible(False)
     bars = [_bars(row.trace, (row.span[0], row.end or row.span[1])) for row in rows]
@@ -373,7 +383,7 @@ def _draw_memory(axes: Axes, occupancy: Occupancy, span: tuple[int, int]) -> Non
         color="#A04600",
     )
     axes.set_ylim(0, max(capacity, float(used.max(initial=0)) / gib) * 1.2)
-    axes.set_ylabel(f"{MEMORY_NAMES.get(occupancy.memory, occupancy.memory)} memory\n(GiB)")
+    axes.set_ylabel(f"{memory_title(occupancy.memory)} memory\n(GiB)")
     peak = int(used.argmax())
     axes.plot([(float(times[peak]) - span[0]) / scale], [used[peak] / gib], "o", color="black", markersize=3, clip_on=False)
     axes.set_title(_peak_text(occupancy, int(used[peak])), loc="left", size="small")

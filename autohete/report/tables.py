@@ -21,7 +21,7 @@ from autohete.plan import PlanCounts, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES
 from autohete.quantities import format_bytes, format_seconds
-from autohete.schedule import CPU, GPU, HOST_MEMORY
+from autohete.schedule import CPU, GPU, GPU_MEMORY
 from autohete.simulate import Simulation
 from autohete.simulate.summary import (
     Summary,
@@ -229,10 +229,10 @@ def _print_decisions(out: Console, simulation: Simulation) -> None:
         shown.add_row(
             (str(first) if first == last else f"{first} to {last}") + role,
             "-" if trained is UnitTraining.FROZEN_BELOW else _forwards(unit),
-            "offloaded" if route.home == HOST_MEMORY else "resident",
+            f"in {route.home}" if route.far else "offloaded" if route.home != GPU_MEMORY else "resident",
             _optimizer(unit) if trained is UnitTraining.TRAINED else "frozen",
-            _passes(route.ahead_in_forward) if route.home == HOST_MEMORY else "-",
-            _passes(route.ahead_in_backward) if route.home == HOST_MEMORY else "-",
+            _passes(route.ahead_in_forward) if route.home != GPU_MEMORY else "-",
+            _passes(route.ahead_in_backward) if route.home != GPU_MEMORY else "-",
         )
     out.print(shown)
     if plan.rules:
@@ -240,7 +240,8 @@ def _print_decisions(out: Console, simulation: Simulation) -> None:
 
 
 def _optimizer(unit: UnitPlan) -> str:
-    return f"{unit.update_on}, {100 * unit.gpu_share:.0f} % gpu" if unit.gpu_share else unit.update_on
+    share = f", {100 * unit.gpu_share:.0f} % gpu" if unit.gpu_share else ""
+    return f"{unit.update_on}{share}{f', states in {unit.states.home}' if unit.states.far else ''}"
 
 
 def _forwards(unit: UnitPlan) -> str:
@@ -277,7 +278,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     for s in summaries:
         speeds.add_row(
             escape(s.policy),
-            s.verdict.value,
+            s.verdict,
             or_dash(s.iteration_seconds, format_seconds),
             or_dash(s.samples_per_second, "{:.2f}".format),
             or_dash(s.tokens_per_second, "{:,.0f}".format),

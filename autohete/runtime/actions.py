@@ -10,13 +10,13 @@ import torch
 from autohete.runtime.guard import Guard
 from autohete.runtime.ledger import accounting
 from autohete.runtime.passes import Passes
-from autohete.runtime.states import States
+from autohete.runtime.states import States, ends_of_copies
 from autohete.runtime.units import Memories
-from autohete.schedule import COPIES, GPU_MEMORY, Buffer, Copy, Free, Kind, Schedule, Task, Value
+from autohete.schedule import COPIES, GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Buffer, Free, Kind, Schedule, Task, Value
 
 #: Blocks whose gradients are allocated before a task, whose gradients replace parameters after it, whose gradients are added
-#: to those of earlier micro-batches after it, and whose parameters are released after it.
-_Room = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+#: to those of earlier micro-batches after it, whose parameters are released after it, and have passed the host.
+_Room = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Actions:
@@ -43,8 +43,14 @@ class Actions:
             Kind.ACCUMULATE: states.add_arrived,
             Kind.GRADIENT_NORM: states.measure_gradients,
             Kind.CLIP: states.clip,
-            **{kind: partial(self._copy, copy) for kind, copy in COPIES.items()},
         }
+        self._copies: dict[Value, Callable[[int, str, str], None]] = {
+            Value.PARAMETERS: states.copy_parameters,
+            Value.GRADIENTS: states.copy_gradients,
+            Value.ACTIVATIONS: passes.copy_activations,
+            Value.OPTIMIZER_STATES: states.copy_states,
+        }
+        self._ends = ends_of_copies(schedule)
         cuda = memories.torch_device.type == "cuda"
         self._stream = partial(torch.cuda.current_stream, memories.torch_device) if cuda else None
 
@@ -74,7 +80,7 @@ class Actions:
         current, states = self._memories.current, self._states
         current.task, current.iteration, current.alive = task.id.at(iteration), iteration, []
         current.micro_batch, current.part = task.id.micro_batch, task.id.again
-        makes, replaces, adds, releases = self._rooms[task.id]
+        makes, replaces, adds, releases, arrived = self._rooms[task.id]
         count = self._memories.count
         ledger = None if count is None else count.storages_of(task, iteration)
         try:
@@ -99,20 +105,17 @@ class Actions:
             current.alive = []
         for i in releases:
             states.release(i)
+        for i in arrived:
+            states.release_on_host(i)
 
     def _work(self, task: Task, makes: tuple[int, ...]) -> None:
         for i in makes:
             self._states.make_gradients(i)
-        self._actions[task.id.kind](task.id.unit)
-
-    def _copy(self, copy: Copy, i: int) -> None:
-        copies = {
-            Value.PARAMETERS: self._states.copy_parameters,
-            Value.GRADIENTS: self._states.copy_gradients,
-            Value.ACTIVATIONS: self._passes.copy_activations,
-            Value.OPTIMIZER_STATES: self._states.copy_states,
-        }
-        copies[copy.value](i, copy.source, copy.target)
+        copy = COPIES.get(task.id.kind)
+        if copy is None:
+            self._actions[task.id.kind](task.id.unit)
+        else:
+            self._copies[copy.value](task.id.unit, *self._ends[task.lane])
 
 
 def _left_by(task: Task) -> str:
@@ -136,4 +139,6 @@ def _room(task: Task) -> _Room:
     if task.id.micro_batch:  # what is freed at once is added, one parameter after another, to gradients that are there
         at_once = set(made) & set(ended)
         made, adds = (tuple(unit for unit in some if unit not in at_once) for some in (made, adds))
-    return made, replaces, adds, units(Value.PARAMETERS, task.frees)
+    on_host = (HOST_MEMORY, PINNED_MEMORY)
+    arrived = tuple(b.id.unit for b in task.frees if b.id.value is Value.PARAMETERS and b.id.memory in on_host)
+    return made, replaces, adds, units(Value.PARAMETERS, task.frees), tuple(unit for unit in arrived if unit is not None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from autohete.errors import InputError, NonFiniteGradientError
+from autohete.errors import InputError, NonFiniteGradientError, ScheduleError
 from autohete.runtime.batch import Batch, Inputs, Loss, on_device
 from autohete.runtime.forward_pass import BlockCall, ForwardPass, hidden_of, with_hidden
 from autohete.runtime.ledger import WORKSPACE
@@ -27,7 +27,7 @@ from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import Partition
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories, MovedStorage, Saved, UnitTensors
-from autohete.schedule import HOST_MEMORY, Kind, Schedule, Value
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, Value
 
 #: Backward of a block with such tasks needs values that may have moved since its forward.
 _MOVING = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD, Kind.OFFLOAD_ACTIVATIONS}
@@ -395,13 +395,34 @@ class Passes:
 
     def copy_activations(self, i: int, source: str, target: str) -> None:
         """Copy what backward needs from one memory to new places in another."""
-        if target == HOST_MEMORY:
-            self._offload_activations(i)
-        else:
+        unit = self.states.units[i]
+        if source != unit.kept_in:
+            raise ScheduleError(
+                f"{self.memories.current.task} copies what forward keeps from {source}, but it is in {unit.kept_in} memory"
+            )
+        unit.kept_in = target
+        if source == GPU_MEMORY:
+            self._offload_activations(i, target)
+        elif target == GPU_MEMORY:
             self._fetch_activations(i)
+        else:
+            for key, there in [*unit.moved.items()]:
+                unit.moved[key] = self._kept_in(target, there)
+                self._let_go(there)
 
-    def _offload_activations(self, i: int) -> None:
-        """Copy what backward needs to the host: each storage once, even if several saved tensors are views of it."""
+    def _kept_in(self, memory: str, data: Tensor) -> Tensor:
+        """Copy bytes to new memory on the host, or to a file."""
+        if memory != HOST_MEMORY:
+            return self.states.files.holding(data)
+        there = torch.empty(len(data), dtype=torch.uint8, device="cpu", pin_memory=self.memories.pins)
+        return self.memories.claim_host(there, "activations").copy_(data, non_blocking=True)
+
+    def _let_go(self, there: Tensor) -> None:
+        """Let a file that has been read be used again."""
+        self.states.files.release(there)
+
+    def _offload_activations(self, i: int, target: str) -> None:
+        """Copy what backward needs from the device: each storage once, even if several saved tensors are views of it."""
         unit, memories = self.states.units[i], self.memories
         if unit.checkpoint is not None:
             call, random = unit.checkpoint
@@ -416,10 +437,8 @@ class Passes:
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
             if key not in unit.moved:
-                there = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=memories.pins)
-                unit.moved[key] = memories.claim_host(there, "activations")
                 here = torch.empty(0, dtype=torch.uint8, device=memories.torch_device).set_(storage)
-                there.copy_(here, non_blocking=True)
+                unit.moved[key] = self._kept_in(target, here)
             saved.value = MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _fetch_activations(self, i: int) -> None:
@@ -429,6 +448,7 @@ class Passes:
         back: dict[int, Tensor] = {}
         for key, there in unit.moved.items():
             back[key] = memories.on_device(len(there), torch.uint8, "activations").copy_(there, non_blocking=True)
+            self._let_go(there)
         for saved in [*unit.still_saved(), *([unit.input] if unit.input else [])]:
             moved = saved.value
             if not isinstance(moved, MovedStorage):

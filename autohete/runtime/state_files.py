@@ -1,9 +1,11 @@
-"""Tensors in files, which rest on a drive while they are not used."""
+"""Tensors in files: where values rest whose home is another place than the GPU or the host."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import threading
+from collections import defaultdict
 from contextlib import ExitStack
 
 import torch
@@ -23,6 +25,9 @@ class Files:
         self._undo = ExitStack()
         self._folder: str | None = None
         self._count = 0
+        self._lock = threading.Lock()
+        #: Tensors in files that nothing uses any more, by type and number of elements.
+        self._unused: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
 
     def holding(self, tensor: Tensor) -> Tensor:
         """Return a tensor in a file with the values of ``tensor``, which must be contiguous and on the CPU.
@@ -32,22 +37,32 @@ class Files:
         """
         if not tensor.numel():
             return tensor
-        if self._folder is None:
-            self._folder = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="autohete-"))
-        path = os.path.join(self._folder, str(self._count))
-        self._count += 1
+        with self._lock:
+            if unused := self._unused[tensor.dtype, tensor.numel()]:
+                return unused.pop().view(tensor.shape).copy_(tensor)
+            if self._folder is None:
+                self._folder = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="autohete-"))
+            path = os.path.join(self._folder, str(self._count))
+            self._count += 1
         try:
             with open(path, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # otherwise a later write to a full drive kills the process
         except OSError as error:
             raise InputError(
-                f"{tensor.nbytes} bytes of optimizer states cannot rest in {self._folder}: {error.strerror}. Set TMPDIR to a "
-                "folder with more room, or train with a policy that does not use NVMe"
+                f"{tensor.nbytes} bytes cannot rest in {self._folder}: {error.strerror}. Set TMPDIR to a folder with more "
+                "room, or train with a policy that lets nothing rest in files"
             ) from error
         held = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         return held.view(tensor.shape).copy_(tensor)
+
+    def release(self, tensor: Tensor) -> None:
+        """Let the file of ``tensor``, which :meth:`holding` returned, be used again."""
+        if tensor.numel():
+            with self._lock:
+                self._unused[tensor.dtype, tensor.numel()].append(tensor)
 
     def close(self) -> None:
         """Remove the files. Their tensors stay valid while they are referenced."""
         self._undo.close()
         self._folder = None
+        self._unused.clear()

@@ -19,7 +19,7 @@ from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.nonfinite import UpdateGate
 from autohete.runtime.optimizer import Adam, AdamStates, ElementRange, parts_of, state_bytes
 from autohete.runtime.state_files import Files
-from autohete.runtime.units import Memories, MovingStates, Sums, UnitSide, UnitTensors
+from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors
 from autohete.schedule import (
     COPIES,
     CPU,
@@ -27,7 +27,7 @@ from autohete.schedule import (
     HOST_MEMORY,
     KIND_MEANING,
     KIND_ORDER,
-    NVME_MEMORY,
+    PINNED_MEMORY,
     Kind,
     Schedule,
     Value,
@@ -38,6 +38,7 @@ from autohete.schedule.parts import part_ranges
 #: Keys in a saved state for a parameter's values, and for the gradient that a delayed update has not applied yet.
 VALUES, GRADIENT = "values", "gradient"
 _PREFETCHES = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}
+_NEAR = (GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY)
 _UPDATES = {Kind.GPU_UPDATE, Kind.CPU_UPDATE}
 #: Kinds that need a whole block, so not one that both sides update: parameters or states that leave, sums on the host.
 _OF_WHOLE_BLOCKS = {Kind.ACCUMULATE, *COPIES} - {
@@ -92,13 +93,15 @@ class States:
         norms = (task for task in schedule.tasks if task.id.kind is Kind.GRADIENT_NORM)
         self._norm_on_host = {task.id.unit for task in norms if task.lane == CPU}
         #: The memories on the way of each block's optimizer states, from where they rest to where they are updated.
-        self._state_ways = [_way_of_states(kinds) for kinds in self.kinds]
+        self._state_ways = _ways_of_states(schedule, self.kinds)
+        #: The blocks whose parameters rest neither on the device nor on the host.
+        self._far = {b.id.unit for b in schedule.resident if b.id.value is Value.PARAMETERS and b.memory not in _NEAR}
         #: The number of parts in which they move.
         self._part_counts = [1] * len(owned)
         for task in schedule.tasks:
             if task.id.kind is Kind.GPU_UPDATE:
                 self._part_counts[task.id.unit] = max(self._part_counts[task.id.unit], task.id.again + 1)
-        self._files = Files()
+        self.files = Files()
         self.units = [UnitTensors(parameters, memories.torch_device) for parameters in owned]
         for i, unit in enumerate(self.units):
             unit.cut = self._cut_of(i)
@@ -117,16 +120,16 @@ class States:
         """Return the parameters to the modules, with their trained values, each in its own host memory."""
         self.memories.settle()
         for i, unit in enumerate(self.units):
-            if unit.device.parameters is None and unit.host.parameters is None:
+            if not any(side.parameters is not None for side in unit.sides):
                 continue  # take_over failed before this block
             for place, parameter in enumerate(unit.parameters):
                 parameter.data = self.values(i, place)
                 parameter.grad = None
         for unit in self.units:
-            unit.device, unit.host = UnitSide(), UnitSide()
+            unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
             unit.forget_passes()
         self._slots, self._buffers = None, []
-        self._files.close()
+        self.files.close()
 
     # --- between steps, after every update has ended
 
@@ -194,7 +197,8 @@ class States:
         if self.units[i].device.parameters is not None:
             yield
             return
-        self.copy_parameters(i, HOST_MEMORY, GPU_MEMORY)
+        far = self.units[i].far.parameters is not None
+        self.copy_parameters(i, FAR if far else HOST_MEMORY, GPU_MEMORY)
         try:
             yield
         finally:
@@ -213,7 +217,7 @@ class States:
         try:
             self._place_states(i, unit, flat)
         except BaseException:
-            unit.device, unit.host = UnitSide(), UnitSide()
+            unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
             for parameter, view in zip(unit.parameters, unit.views(flat), strict=True):
                 parameter.data = view.clone()
             raise
@@ -230,8 +234,8 @@ class States:
                 part = part.to(memories.torch_device) if home == GPU_MEMORY else part
                 states = AdamStates(self.adam, part, unit.sizes, first)
                 side.states.append(MovingStates(states, first))
-                if home == NVME_MEMORY:
-                    states.use([self._files.holding(tensor) for tensor in states.tensors])
+                if home not in _NEAR:
+                    states.use([self.files.holding(tensor) for tensor in states.tensors])
                     continue
                 claim = memories.claim if home == GPU_MEMORY else memories.claim_host
                 for tensor in states.tensors:
@@ -239,7 +243,9 @@ class States:
         there = flat[unit.cut :]
         if kinds & {Kind.CPU_UPDATE, Kind.FETCH_GRADIENTS}:
             unit.host.places = _split(memories.on_host(len(there), unit.dtype, "gradients"), unit)
-        if kinds & {Kind.CPU_UPDATE, *_PREFETCHES}:
+        if i in self._far:
+            unit.far.parameters = self.files.holding(there)
+        elif kinds & {Kind.CPU_UPDATE, *_PREFETCHES}:
             unit.host.parameters = memories.on_host(len(there), unit.dtype, "parameters").copy_(there)
         if Kind.PREFETCH_FORWARD not in kinds:  # they never leave, or the first forward fetches nothing
             unit.device.parameters = self._place_for(i).copy_(flat)
@@ -290,7 +296,7 @@ class States:
             # The updating side is current; what it updates on the device may have been written back and released.
             here, base = side.parameters, unit.cut if side is unit.host else 0
             if here is None:
-                here, base = unit.host.parameters, unit.cut
+                here, base = next(flat for flat in (unit.host.parameters, unit.far.parameters) if flat is not None), unit.cut
             for part in side.states:
                 if part.optimizer.master is not None:
                     newest.append((part.optimizer.master, part.begin))
@@ -306,7 +312,7 @@ class States:
     def _copies(self, i: int) -> list[tuple[Tensor, int]]:
         """The flat parameters of block ``i`` in all memories, each with the index of its first element."""
         unit = self.units[i]
-        places = ((unit.host.parameters, unit.cut), (unit.device.parameters, 0))
+        places = ((unit.host.parameters, unit.cut), (unit.far.parameters, 0), (unit.device.parameters, 0))
         return [(flat, begin) for flat, begin in places if flat is not None]
 
     def _trained(self, i: int, place: int, dtype: torch.dtype) -> Tensor:
@@ -361,6 +367,11 @@ class States:
             self._slots.append(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(flat.untyped_storage()))
         unit.device.parameters = None
         unit.bind()
+
+    def release_on_host(self, i: int) -> None:
+        """Release the host's memory of parameters of block ``i`` that have passed it."""
+        if i in self._far:
+            self.units[i].host.parameters = None
 
     def make_gradients(self, i: int) -> None:
         """Provide device memory for the gradients of block ``i``: in its slot, or wherever autograd allocates them."""
@@ -479,6 +490,9 @@ class States:
     ) -> None:
         part, parameters = side.states[self.memories.current.part], side.parameters
         optimizer = part.optimizer
+        if parameters is None and side is self.units[i].host and optimizer.master is not None:  # on the way to their place
+            there = self.memories.on_host(self.units[i].elements, self.units[i].dtype, "parameters")
+            parameters = side.parameters = there.copy_(optimizer.master)
         assert parameters is not None
         if len(part.resting) < len(self._state_ways[i]) - 1:
             raise ScheduleError(f"{self.memories.current.task} updates with states that the schedule has not fetched before it")
@@ -499,7 +513,13 @@ class States:
         """Copy parameters from one memory to their place in another, or to new memory on the device."""
         unit = self.units[i]
         there, here = unit.side(source).parameters, unit.side(target).parameters
-        assert there is not None
+        if there is None:
+            raise ScheduleError(f"{self.memories.current.task} copies parameters from {source}, but they are not there")
+        if here is None and target == HOST_MEMORY:
+            unit.host.parameters = self.memories.on_host(unit.elements, unit.dtype, "parameters").copy_(
+                there, non_blocking=True
+            )
+            return
         if here is not None:
             # Of a block that both sides update, only the host's part is copied, and only to the device.
             here[unit.cut :].copy_(there, non_blocking=True)
@@ -521,7 +541,7 @@ class States:
             raise ScheduleError(
                 f"{self.memories.current.task} copies states from {source}, but they are in {way[place]} memory"
             )
-        if source == NVME_MEMORY and Kind.WRITE_GRADIENTS in self.kinds[i]:
+        if source not in _NEAR and Kind.WRITE_GRADIENTS in self.kinds[i]:
             self._read_gradients(i)
         if target in way[place:]:
             part.resting.append(optimizer.tensors)
@@ -550,7 +570,7 @@ class States:
         """Write the gradients from their places on the host to a file. An update needs them read back."""
         side = self.units[i].host
         if not side.written:
-            side.written = [self._files.holding(place) for place in side.places]
+            side.written = [self.files.holding(place) for place in side.places]
         side.unread = [gradient is not None for gradient in side.gradients]
         for gradient, there in zip(side.gradients, side.written, strict=True):
             if gradient is not None:
@@ -571,7 +591,7 @@ class States:
         """Copy gradients from one memory to their places in another, or next to the sums to which they will be added. The
         source then drops them.
         """
-        if target == NVME_MEMORY:
+        if target not in _NEAR:
             self._write_gradients(i)
             return
         if target == GPU_MEMORY:
@@ -615,12 +635,28 @@ def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
             held.add_(gradient)
 
 
-def _way_of_states(kinds: set[Kind]) -> list[str]:
-    way = [GPU_MEMORY if Kind.GPU_UPDATE in kinds else HOST_MEMORY]
+def ends_of_copies(schedule: Schedule) -> dict[str, tuple[str, str]]:
+    """The memories between which each lane with copies copies: source and target.
+
+    Raises:
+        ScheduleError: a lane with a copy does not define them.
+    """
+    ends = {lane.name: lane.ends for lane in schedule.lanes}
+    for task in schedule.tasks:
+        if task.id.kind in COPIES and ends.get(task.lane) is None:
+            raise ScheduleError(f"{task.id} is a copy, but lane {task.lane} has no source and target: give it both")
+    return {name: pair for name, pair in ends.items() if pair is not None}
+
+
+def _ways_of_states(schedule: Schedule, kinds: Sequence[set[Kind]]) -> list[list[str]]:
+    """For each block, the memories on the way of its optimizer states, from where they rest to where they are updated."""
+    ends = ends_of_copies(schedule)
+    ways = [[GPU_MEMORY if Kind.GPU_UPDATE in some else HOST_MEMORY] for some in kinds]
     for kind in (Kind.FETCH_STATES, Kind.READ_STATES):
-        if kind in kinds:
-            way.insert(0, COPIES[kind].source)
-    return way
+        for task in schedule.tasks:
+            if task.id.kind is kind and ends[task.lane][0] not in ways[task.id.unit]:
+                ways[task.id.unit].insert(0, ends[task.lane][0])
+    return ways
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -20,6 +20,9 @@ from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import AdamStates, parts_of
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
+#: Stands for any place that is neither the device nor the host.
+FAR = "far"
+
 
 class Current(threading.local):
     """The task that the calling lane is running.
@@ -215,6 +218,8 @@ class UnitTensors:
     dtype: torch.dtype = field(init=False)
     device: UnitSide = field(default_factory=UnitSide)
     host: UnitSide = field(default_factory=UnitSide)
+    #: What rests in another place of the hardware.
+    far: UnitSide = field(default_factory=UnitSide)
     #: Its call, if it will be recomputed, and the random state before it; the state is None if it drew nothing.
     checkpoint: tuple[BlockCall, RandomState | None] | None = None
     #: Number of recomputations so far.
@@ -228,6 +233,8 @@ class UnitTensors:
     arrived: list[Tensor] = field(default_factory=list)
     saved: list[weakref.ref[Saved]] = field(default_factory=list)
     moved: dict[int, Tensor] = field(default_factory=dict)
+    #: The memory that has what its forward has kept.
+    kept_in: str = GPU_MEMORY
     #: Stand-ins for parameters that are not on the device: NaN. On a GPU, creating one is work that no task waits for.
     absent: list[Tensor] = field(init=False)
 
@@ -240,8 +247,13 @@ class UnitTensors:
         self.absent = [nan.expand(shape) for shape in self.shapes]
 
     def side(self, memory: str) -> UnitSide:
-        """The block's states in ``memory``."""
-        return {GPU_MEMORY: self.device, HOST_MEMORY: self.host}[memory]
+        """The block's states in ``memory``; in any other place if it is neither the device's nor the host's."""
+        return {GPU_MEMORY: self.device, HOST_MEMORY: self.host}.get(memory, self.far)
+
+    @property
+    def sides(self) -> tuple[UnitSide, ...]:
+        """Its states on the device, on the host, and in another place."""
+        return self.device, self.host, self.far
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat``, one for each parameter."""
@@ -268,4 +280,4 @@ class UnitTensors:
     def forget_passes(self) -> None:
         """Discard what lives between the passes."""
         self.checkpoint, self.input, self.root, self.saved, self.moved = None, None, None, [], {}
-        self.recomputed, self.replay = 0, None
+        self.recomputed, self.replay, self.kept_in = 0, None, GPU_MEMORY

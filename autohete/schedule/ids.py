@@ -7,19 +7,16 @@ create and ten times slower to look up in a dictionary.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from autohete.errors import ScheduleError, check_fields, check_member
+from autohete.errors import ScheduleError, check_member
 
 #: Names of the lanes and memories of one GPU and its host.
 GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"
 GPU_MEMORY, HOST_MEMORY = "gpu", "host"
 #: The page-locked part of the host's memory, if it has a separate limit.
 PINNED_MEMORY = "pinned"
-#: Names of the lanes and the memory of its drive.
-NVME_READ, NVME_WRITE, NVME_MEMORY = "nvme_read", "nvme_write", "nvme"
 #: Name of the lane for collectives of several GPUs.
 COLLECTIVE = "collective"
 #: Names of the resources that each GPU has for itself: the link whose two directions share a rate, its multiprocessors, and
@@ -51,6 +48,11 @@ class Kind(StrEnum):
     READ_STATES = "NR"
     WRITE_STATES = "NW"
     WRITE_GRADIENTS = "NG"
+    READ_ACTIVATIONS = "AR"
+    WRITE_ACTIVATIONS = "AW"
+    READ_FORWARD = "PRF"
+    READ_BACKWARD = "PRB"
+    WRITE_PARAMETERS = "PW"
     GATHER_FORWARD = "CF"
     GATHER_BACKWARD = "CB"
     REDUCE_GRADIENTS = "CR"
@@ -80,9 +82,14 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.FETCH_STATES: "fetch of optimizer states",
     Kind.WRITE_BACK_STATES: "write-back of optimizer states",
     Kind.ACCUMULATE: "accumulation of gradients on the host",
-    Kind.READ_STATES: "read of optimizer states from NVMe",
-    Kind.WRITE_STATES: "write of optimizer states to NVMe",
-    Kind.WRITE_GRADIENTS: "write of gradients to NVMe",
+    Kind.READ_STATES: "read of optimizer states from their place",
+    Kind.WRITE_STATES: "write of optimizer states to their place",
+    Kind.WRITE_GRADIENTS: "write of gradients to their place",
+    Kind.READ_ACTIVATIONS: "read of activations from their place",
+    Kind.WRITE_ACTIVATIONS: "write of activations to their place",
+    Kind.READ_FORWARD: "read of parameters from their place for forward",
+    Kind.READ_BACKWARD: "read of parameters from their place for backward",
+    Kind.WRITE_PARAMETERS: "write of updated parameters to their place",
     Kind.GATHER_FORWARD: "all-gather of parameters for forward",
     Kind.GATHER_BACKWARD: "all-gather of parameters for backward",
     Kind.REDUCE_GRADIENTS: "reduction of gradients over the GPUs",
@@ -177,34 +184,41 @@ class Value(StrEnum):
     __hash__ = str.__hash__
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """The value that a copy carries, and its source and target memory."""
+class Copy(NamedTuple):
+    """A kind of copy. Its lane tells both ends.
+
+    Args:
+        value: what it carries.
+        near: the end that is nearer to the GPU: the GPU's memory, or the host's on the way from or to a place behind it.
+        arrives: whether the value comes to that end; otherwise it leaves it.
+    """
 
     value: Value
-    source: str
-    target: str
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    near: str
+    arrives: bool
 
 
 #: The copies, by kind of task.
 COPIES = {
-    Kind.PREFETCH_FORWARD: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
-    Kind.PREFETCH_BACKWARD: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
-    Kind.REFRESH: Copy(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY),
-    Kind.WRITE_BACK_FORWARD: Copy(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY),
-    Kind.WRITE_BACK_BACKWARD: Copy(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY),
-    Kind.OFFLOAD_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY),
-    Kind.FETCH_GRADIENTS: Copy(Value.GRADIENTS, HOST_MEMORY, GPU_MEMORY),
-    Kind.OFFLOAD_ACTIVATIONS: Copy(Value.ACTIVATIONS, GPU_MEMORY, HOST_MEMORY),
-    Kind.FETCH_ACTIVATIONS: Copy(Value.ACTIVATIONS, HOST_MEMORY, GPU_MEMORY),
-    Kind.FETCH_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, GPU_MEMORY),
-    Kind.WRITE_BACK_STATES: Copy(Value.OPTIMIZER_STATES, GPU_MEMORY, HOST_MEMORY),
-    Kind.READ_STATES: Copy(Value.OPTIMIZER_STATES, NVME_MEMORY, HOST_MEMORY),
-    Kind.WRITE_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, NVME_MEMORY),
-    Kind.WRITE_GRADIENTS: Copy(Value.GRADIENTS, HOST_MEMORY, NVME_MEMORY),
+    Kind.PREFETCH_FORWARD: Copy(Value.PARAMETERS, GPU_MEMORY, arrives=True),
+    Kind.PREFETCH_BACKWARD: Copy(Value.PARAMETERS, GPU_MEMORY, arrives=True),
+    Kind.REFRESH: Copy(Value.PARAMETERS, GPU_MEMORY, arrives=True),
+    Kind.WRITE_BACK_FORWARD: Copy(Value.PARAMETERS, GPU_MEMORY, arrives=False),
+    Kind.WRITE_BACK_BACKWARD: Copy(Value.PARAMETERS, GPU_MEMORY, arrives=False),
+    Kind.READ_FORWARD: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=True),
+    Kind.READ_BACKWARD: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=True),
+    Kind.WRITE_PARAMETERS: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=False),
+    Kind.OFFLOAD_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, arrives=False),
+    Kind.FETCH_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, arrives=True),
+    Kind.WRITE_GRADIENTS: Copy(Value.GRADIENTS, HOST_MEMORY, arrives=False),
+    Kind.OFFLOAD_ACTIVATIONS: Copy(Value.ACTIVATIONS, GPU_MEMORY, arrives=False),
+    Kind.FETCH_ACTIVATIONS: Copy(Value.ACTIVATIONS, GPU_MEMORY, arrives=True),
+    Kind.READ_ACTIVATIONS: Copy(Value.ACTIVATIONS, HOST_MEMORY, arrives=True),
+    Kind.WRITE_ACTIVATIONS: Copy(Value.ACTIVATIONS, HOST_MEMORY, arrives=False),
+    Kind.FETCH_STATES: Copy(Value.OPTIMIZER_STATES, GPU_MEMORY, arrives=True),
+    Kind.WRITE_BACK_STATES: Copy(Value.OPTIMIZER_STATES, GPU_MEMORY, arrives=False),
+    Kind.READ_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, arrives=True),
+    Kind.WRITE_STATES: Copy(Value.OPTIMIZER_STATES, HOST_MEMORY, arrives=False),
 }
 
 

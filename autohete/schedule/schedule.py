@@ -8,12 +8,15 @@ from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple, cast
 
 from autohete.errors import check_fields
-from autohete.schedule.ids import BufferId, TaskId
+from autohete.schedule.ids import D2H, GPU_MEMORY, H2D, HOST_MEMORY, BufferId, TaskId
 
 #: First line of a schedule's text; the number is the version of the form.
 HEADER = "autohete-schedule 2"
 COUNTS_LANES = "counts-lanes"
 PART_OF = "part_of="
+TO = ">"
+#: The ends of the lanes of every GPU.
+_ENDS = {H2D: (HOST_MEMORY, GPU_MEMORY), D2H: (GPU_MEMORY, HOST_MEMORY)}
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -95,16 +98,33 @@ class Discipline(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """An engine that does one task at a time."""
+    """An engine that does one task at a time.
+
+    Args:
+        name: its name.
+        discipline: the order of its tasks.
+        source, target: the memories between which it copies. None: those of ``h2d`` and ``d2h`` follow from the name; others
+            copy nothing.
+    """
 
     name: str
     discipline: Discipline = Discipline.FIFO
+    source: str | None = None
+    target: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def ends(self) -> tuple[str, str] | None:
+        """The memories between which it copies: source and target. None: it copies nothing."""
+        if self.source is None or self.target is None:
+            return _ENDS.get(self.name)
+        return self.source, self.target
+
     def __str__(self) -> str:
-        return f"lane {self.name} {self.discipline}"
+        ends = f" {self.source}{TO}{self.target}" if self.source is not None else ""
+        return f"lane {self.name} {self.discipline}{ends}"
 
 
 @dataclass(frozen=True, slots=True)

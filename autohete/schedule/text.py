@@ -8,6 +8,7 @@ from autohete.schedule.schedule import (
     COUNTS_LANES,
     HEADER,
     PART_OF,
+    TO,
     Buffer,
     Discipline,
     Edge,
@@ -52,8 +53,10 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def _parse_lane(words: list[str]) -> Lane:
-    name, discipline = words
-    return Lane(name, Discipline(discipline))
+    name, discipline, *ends = words
+    if len(ends) > 1 or not all(TO in pair for pair in ends):
+        raise ValueError(f"{' '.join(ends)!r} is not SOURCE{TO}TARGET")
+    return Lane(name, Discipline(discipline), *(ends[0].split(TO, 1) if ends else ()))
 
 
 def _parse_memory(words: list[str]) -> Memory:

@@ -35,6 +35,14 @@ def _validate_order(schedule: Schedule) -> None:
     lanes = _unique("lane", [lane.name for lane in schedule.lanes])
     memories = _unique("memory", [memory.name for memory in schedule.memories])
     _validate_parts(schedule)
+    for lane in schedule.lanes:
+        for end in (lane.source, lane.target):
+            if end is not None and end not in memories:
+                raise ScheduleError(
+                    f"lane {lane.name!r} copies from or to {end!r}, which is not one of the memories {', '.join(memories)}"
+                )
+        if (lane.source is None) != (lane.target is None):
+            raise ScheduleError(f"lane {lane.name!r} has only one end: give source and target, or neither")
     places = {task.id: place for place, task in enumerate(schedule.tasks)}
     if len(places) < len(schedule.tasks):
         _unique("task", [str(task.id) for task in schedule.tasks])

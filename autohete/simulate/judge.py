@@ -48,9 +48,7 @@ class SimulatingJudge:
             known = self._known[plan] = Judgement(
                 found.verdict,
                 found.iteration_seconds,
-                found.gpu.peak_bytes,
-                found.host.peak_bytes,
-                0 if found.pinned is None else found.pinned.peak_bytes,
+                {one.memory: one.peak_bytes for one in found.memories},
             )
         return known
 

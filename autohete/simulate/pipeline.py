@@ -12,7 +12,7 @@ from autohete.plan import Plan
 from autohete.plan.policy import Policy
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import format_bytes
-from autohete.schedule import GPU_MEMORY, NVME_MEMORY
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate.budget import memory_bytes, with_memory
 from autohete.simulate.judge import judge_for
 from autohete.simulate.safety import safety, simulate_plan
@@ -88,7 +88,7 @@ def _try_safely(profile: Profile, policy: Policy, adapt: Callable[[Plan, Profile
     try:
         plan = adapt(policy.plan(profile, judge_for(profile)), profile)
     except InfeasibleError as error:
-        if error.constraint == NVME_MEMORY:  # not a budget: what rests on drives depends on the plan alone
+        if error.constraint not in (GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY):  # no budget: a place is as large as it is
             raise
         return _Short(error.constraint, error.needed_bytes, f"each of its plans needs at least {error.needed_bytes} B, ")
     found = simulate_plan(profile, plan)

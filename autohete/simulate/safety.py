@@ -10,6 +10,7 @@ from autohete.execution import Executor
 from autohete.lowering import lower
 from autohete.plan import Plan
 from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.simulate.simulation import Simulation, simulate_schedule
 
 
@@ -18,34 +19,40 @@ class Safety:
     """Whether a plan fits under any timing, and at what cost.
 
     Args:
-        gpu, host: the most that any execution of the simulated schedule occupies.
+        worst: the most that any execution of the simulated schedule occupies, of each memory.
         safe: the simulation with the waits that make all fit; the original one if it needs none; None if no such waits are
             known.
         cost: relative increase of the iteration time due to the waits.
-        pinned: the same for pinned host memory; None if it has no limit of its own.
     """
 
-    gpu: WorstCase
-    host: WorstCase
+    worst: dict[str, WorstCase]
     safe: Simulation | None
     cost: float
-    pinned: WorstCase | None = None
+
+    @property
+    def gpu(self) -> WorstCase:
+        """The worst case of the GPU's memory."""
+        return self.worst[GPU_MEMORY]
+
+    @property
+    def host(self) -> WorstCase:
+        """The worst case of the host's memory."""
+        return self.worst[HOST_MEMORY]
 
 
 def safety(simulation: Simulation, executor: Executor | None = None) -> Safety:
     """Compute the worst case of ``simulation``, and simulate its plan with the waits that make it fit under any timing."""
-    gpu, host, *parts = (worst_case(simulation.schedule, one.memory) for one in simulation.memories)
-    pinned = parts[0] if parts else None
-    if all(worst.fits for worst in (gpu, host, *parts)):
-        return Safety(gpu, host, simulation, 0.0, pinned)
+    worst = {one.memory: worst_case(simulation.schedule, one.memory) for one in simulation.memories}
+    if all(one.fits for one in worst.values()):
+        return Safety(worst, simulation, 0.0)
     schedule = with_memory_waits(simulation.schedule, simulation.trace)
     if schedule is None:
-        return Safety(gpu, host, None, 0.0, pinned)
+        return Safety(worst, None, 0.0)
     safe = simulate_schedule(simulation.profile, simulation.plan, schedule, executor)
     waits = sum(len(task.after) for task in schedule.tasks) - sum(len(task.after) for task in simulation.schedule.tasks)
     before = simulation.iteration_seconds
     cost = safe.iteration_seconds / before - 1 if before else 0.0
-    return Safety(gpu, host, replace(safe, waits=simulation.waits + waits), cost, pinned)
+    return Safety(worst, replace(safe, waits=simulation.waits + waits), cost)
 
 
 def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None) -> Simulation:

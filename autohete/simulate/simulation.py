@@ -33,10 +33,8 @@ class Simulation:
     schedule: Schedule
     trace: Trace
     steady: Steady
-    gpu: Occupancy
-    host: Occupancy
-    #: None if pinned memory has no limit of its own.
-    pinned: Occupancy | None = None
+    #: All memories: the GPU's, the host's, pinned host memory if that has a limit, and other places that the plan uses.
+    memories: tuple[Occupancy, ...]
     #: Number of waits for memory in the schedule, in addition to the plan's own waits.
     waits: int = 0
 
@@ -46,9 +44,19 @@ class Simulation:
         return verdict(*self.memories)
 
     @property
-    def memories(self) -> tuple[Occupancy, ...]:
-        """GPU, host, and pinned host memory if that has a limit."""
-        return (self.gpu, self.host) if self.pinned is None else (self.gpu, self.host, self.pinned)
+    def gpu(self) -> Occupancy:
+        """The GPU's memory."""
+        return next(one for one in self.memories if one.memory == GPU_MEMORY)
+
+    @property
+    def host(self) -> Occupancy:
+        """The host's memory."""
+        return next(one for one in self.memories if one.memory == HOST_MEMORY)
+
+    @property
+    def pinned(self) -> Occupancy | None:
+        """Pinned host memory; None if it has no limit of its own."""
+        return next((one for one in self.memories if one.memory == PINNED_MEMORY), None)
 
     @property
     def iteration_seconds(self) -> float:
@@ -74,7 +82,7 @@ class Simulation:
 def verdict(*memories: Occupancy) -> Verdict:
     """Return the verdict of occupancies; the first that does not fit decides."""
     short = next((one.memory for one in memories if not one.fits), None)
-    return Verdict.OK if short is None else Verdict(f"{short}-out-of-memory")
+    return Verdict.OK if short is None else Verdict.short_of(short)
 
 
 def run_until_steady(schedule: Schedule, executor: Executor, iterations: int = _FIRST_TRY) -> tuple[Trace, Steady]:
@@ -93,7 +101,5 @@ def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor
     executor = executor or SimExecutor()
     first_try = _FIRST_TRY_WITH_BARRIER if plan.has_barrier else _FIRST_TRY
     trace, steady = run_until_steady(schedule, executor, first_try)
-    gpu, host = (occupancy(trace, memory) for memory in (GPU_MEMORY, HOST_MEMORY))
-    limited = any(memory.name == PINNED_MEMORY for memory in schedule.memories)
-    pinned = occupancy(trace, PINNED_MEMORY) if limited else None
-    return Simulation(profile, plan, schedule, trace, steady, gpu, host, pinned)
+    memories = tuple(occupancy(trace, memory.name) for memory in schedule.memories)
+    return Simulation(profile, plan, schedule, trace, steady, memories)

@@ -17,8 +17,20 @@ from autohete.plan.policy import Verdict
 from autohete.policies import NamedPolicy
 from autohete.profile import Profile
 from autohete.quantities import format_bytes
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation, safety, simulate_policy
 from autohete.workload import Workload
+
+#: The memories that have fields of their own in a summary.
+_OWN_FIELDS = (GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceUse:
+    """What a plan uses of another place of the hardware."""
+
+    peak_bytes: int
+    capacity_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,7 @@ class Summary:
     pinned_peak_bytes: int | None
     pinned_capacity_bytes: int | None
     pinned_worst_bytes: int | None
+    places: dict[str, PlaceUse]
     memory_waits: int | None
     safe_iteration_seconds: float | None
     lanes: dict[str, float]
@@ -187,7 +200,10 @@ def summarize(simulation: Simulation, policy: NamedPolicy, *, only_numbers: bool
         host_worst_bytes=timing.host.peak_bytes if timing else None,
         pinned_peak_bytes=s.pinned.peak_bytes if s.pinned else None,
         pinned_capacity_bytes=s.profile.hardware.host.pinned_bytes,
-        pinned_worst_bytes=timing.pinned.peak_bytes if timing and timing.pinned else None,
+        pinned_worst_bytes=timing.worst[PINNED_MEMORY].peak_bytes if timing and s.pinned else None,
+        places={
+            one.memory: PlaceUse(one.peak_bytes, one.capacity_bytes) for one in s.memories if one.memory not in _OWN_FIELDS
+        },
         memory_waits=safe.waits if safe else None,
         safe_iteration_seconds=safe.iteration_seconds if safe else None,
         lanes={name: lane.busy_share for name, lane in use.lanes.items()},
@@ -205,7 +221,7 @@ def answer(profile: Profile, policy: NamedPolicy, *, only_numbers: bool = False)
     try:
         simulation = simulate_policy(profile, policy)
     except InfeasibleError as error:
-        return _unanswered(profile, policy, Verdict(f"{error.constraint}-out-of-memory"), str(error), error), None
+        return _unanswered(profile, policy, Verdict.short_of(error.constraint), str(error), error), None
     return summarize(simulation, policy, only_numbers=only_numbers), simulation
 
 
@@ -302,6 +318,9 @@ def _unanswered(
         pinned_peak_bytes=needed.get("pinned"),
         pinned_capacity_bytes=profile.hardware.host.pinned_bytes,
         pinned_worst_bytes=None,
+        places={}
+        if short is None or short.constraint in _OWN_FIELDS
+        else {short.constraint: PlaceUse(short.needed_bytes, short.capacity_bytes)},
         memory_waits=None,
         safe_iteration_seconds=None,
         lanes={},

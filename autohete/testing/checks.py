@@ -74,7 +74,7 @@ def policy_faults(profile: Profile, policy: Policy, judge: Judge) -> list[str]:
 def plan_faults(profile: Profile, plan: Plan) -> list[str]:
     """Faults of the schedule of ``plan`` and of its execution. A failure to lower or execute it is also a fault.
 
-    A plan whose states exceed the NVMe capacity has no schedule and no faults, because the hardware is too small.
+    A plan whose states exceed the capacity of a place has no schedule and no faults, because the hardware is too small.
     """
     try:
         schedule = validate(lower(profile, plan))
@@ -163,7 +163,7 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
             continue
         on_cpu = decisions.update_on is Processor.CPU
         route = decisions.parameters
-        leaves = route.home == HOST_MEMORY
+        leaves = route.home != GPU_MEMORY
         forward, backward = TaskId(Kind.FORWARD, unit), TaskId(Kind.BACKWARD, unit, end)
         update = TaskId(Kind.CPU_UPDATE, unit) if on_cpu else _update_parts(paths, unit)[-1]
         refresh = TaskId(Kind.REFRESH, unit)
@@ -196,10 +196,16 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
             faults += chain_faults(paths, (refresh, 0), (update, 1))  # which overwrites what the refresh reads
         if not on_cpu and stays_not:
             chain.append((written_back, 0))
+        through = _behind_host(schedule, route.home)
+        written, read_forward, read_backward = (
+            [TaskId(kind, unit)] if through else [] for kind in (Kind.WRITE_PARAMETERS, Kind.READ_FORWARD, Kind.READ_BACKWARD)
+        )
+        if stays_not:
+            chain += [(task, 0) for task in written]
         if gathers[gather_updated]:
             chain.append((gather_updated, 0))
         if stays_not:
-            chain.append((fetch_forward, 1))
+            chain += [*((task, 1) for task in read_forward), (fetch_forward, 1)]
         if stage == 3:
             chain.append((gather_forward, 1))
         faults += chain_faults(paths, *chain, (forward, 1))
@@ -212,7 +218,8 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
             user = TaskId(Kind.BACKWARD if decisions.activations is Activations.KEEP else Kind.RECOMPUTE, unit)
             if stage == 3:
                 faults += chain_faults(paths, (fetch_backward, 0), (gather_backward, 0), (user, 0))
-            faults += chain_faults(paths, (update, 0) if on_cpu else carried_by, (fetch_backward, 1), (user, 1))
+            between = [*((task, 0) for task in written), *((task, 1) for task in read_backward)]
+            faults += chain_faults(paths, (update, 0) if on_cpu else carried_by, *between, (fetch_backward, 1), (user, 1))
         # What was on the GPU before the update does not overwrite it on the host, nor is it overwritten while it is read.
         if route.moves:
             last_moved = TaskId(Kind.WRITE_BACK_FORWARD, unit, end)
@@ -240,6 +247,7 @@ _OF_TRAINED = (
     Kind.READ_STATES,
     Kind.WRITE_STATES,
     Kind.WRITE_GRADIENTS,
+    Kind.WRITE_PARAMETERS,
 )
 
 
@@ -307,7 +315,7 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             continue
         update = TaskId(Kind.CPU_UPDATE, unit)
         faults += _state_faults(paths, decisions, update)
-        if decisions.gradients_on_nvme:
+        if decisions.gradients.far:
             written, read = TaskId(Kind.WRITE_GRADIENTS, unit, micro_batches - 1), TaskId(Kind.READ_STATES, unit)
             faults += chain_faults(
                 paths, (backward._replace(kind=Kind.OFFLOAD_GRADIENTS), 0), (written, 0), (read, 0), (written, 1)
@@ -386,11 +394,15 @@ def _update_parts(paths: Paths, unit: int) -> list[TaskId]:
 
 def _state_faults(paths: Paths, decisions: UnitPlan, update: TaskId) -> list[str]:
     """Updates of states that are not there, or that are not brought home before the next."""
-    there = [Kind.READ_STATES] * decisions.reads_states + [Kind.FETCH_STATES] * decisions.fetches_states
-    home = [Kind.WRITE_BACK_STATES] * decisions.fetches_states + [Kind.WRITE_STATES] * decisions.reads_states
-    if not there:
+    chain = [
+        update._replace(kind=kind) for kind in (Kind.READ_STATES, Kind.FETCH_STATES, Kind.WRITE_BACK_STATES, Kind.WRITE_STATES)
+    ]
+    read, fetch, back, write = ([task] if task in paths.tasks else [] for task in chain)
+    if not decisions.states.leaves:
         return []
-    chain = [*(update._replace(kind=kind) for kind in there), update, *(update._replace(kind=kind) for kind in home)]
+    chain = [*read, *fetch, update, *back, *write]
+    if len(chain) == 1:
+        return [f"{update} updates with states that rest in {decisions.states.home} and never come"]
     return chain_faults(paths, *((task, 0) for task in chain), (chain[0], 1))
 
 
@@ -412,7 +424,9 @@ def activation_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[
             passes.append(TaskId(Kind.BACKWARD, unit, m))
             if plan.units[unit].kept.leaves:
                 user = Kind.BACKWARD if plan.units[unit].activations is Activations.KEEP else Kind.RECOMPUTE
-                way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS, user)
+                through = _behind_host(schedule, plan.units[unit].kept.home)
+                further = (Kind.WRITE_ACTIVATIONS, Kind.READ_ACTIVATIONS) if through else ()
+                way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, *further, Kind.FETCH_ACTIVATIONS, user)
                 faults += chain_faults(paths, *((TaskId(kind, unit, m), 0) for kind in way))
     present = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
     faults += [f"{task} is not in the plan" for task in present if task not in passes]
@@ -431,6 +445,11 @@ def _absence_faults(schedule: Schedule) -> Iterator[str]:
         yield from (f"{task.id} finds no {value} on the GPU" for value in needed if (value, unit, m) not in there)
         there |= {(b.id.value, b.id.unit, b.id.micro_batch) for b in task.allocates if b.memory == GPU_MEMORY}
         there -= {(f.id.value, f.id.unit, f.id.micro_batch) for f in task.frees if f.id.memory == GPU_MEMORY}
+
+
+def _behind_host(schedule: Schedule, home: str) -> bool:
+    """Whether ``home`` is a place from which values come through the host."""
+    return home not in (GPU_MEMORY, HOST_MEMORY) and (home, HOST_MEMORY) in [lane.ends for lane in schedule.lanes]
 
 
 def _several_gpus(schedule: Schedule) -> bool:
@@ -529,10 +548,17 @@ _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
 }
 
 
-#: The same for values on the host.
+#: The copies of what forward keeps, in order.
+_WAY_OF_ACTIVATIONS = (Kind.OFFLOAD_ACTIVATIONS, Kind.WRITE_ACTIVATIONS, Kind.READ_ACTIVATIONS, Kind.FETCH_ACTIVATIONS)
+#: The users of parameters that pass the host, by the task that brings them there.
+_USERS_ON_THE_WAY = {
+    Kind.READ_FORWARD: (Kind.PREFETCH_FORWARD,),
+    Kind.READ_BACKWARD: (Kind.PREFETCH_BACKWARD,),
+    Kind.WRITE_BACK_BACKWARD: (Kind.WRITE_PARAMETERS,),
+    Kind.CPU_UPDATE: (Kind.WRITE_PARAMETERS, Kind.REFRESH),
+}
+#: The same for other values that are not on the GPU.
 _HOST_USERS: dict[Value, tuple[Kind, ...]] = {
-    Value.INPUT: (Kind.FETCH_ACTIVATIONS,),
-    Value.ACTIVATIONS: (Kind.FETCH_ACTIVATIONS,),
     Value.ARRIVED_GRADIENTS: (Kind.ACCUMULATE, Kind.WRITE_GRADIENTS),
     Value.GRADIENTS: (Kind.CPU_UPDATE,),
     Value.OPTIMIZER_STATES: (Kind.FETCH_STATES, Kind.CPU_UPDATE, Kind.WRITE_BACK_STATES, Kind.WRITE_STATES),
@@ -545,6 +571,11 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
     kinds = _USERS.get((value, buffer.use), ())
     if unit is None or buffer.memory != GPU_MEMORY:
         kinds = _HOST_USERS.get(value, ())
+        if value in (Value.INPUT, Value.ACTIVATIONS) and begin.kind in _WAY_OF_ACTIVATIONS:
+            after = _WAY_OF_ACTIVATIONS[_WAY_OF_ACTIVATIONS.index(begin.kind) + 1 :]
+            kinds = tuple(kind for kind in after if begin._replace(kind=kind) in tasks)[:1]
+        elif value is Value.PARAMETERS:
+            kinds = _USERS_ON_THE_WAY.get(begin.kind, ())
     elif value is Value.ACTIVATIONS and end.kind is Kind.OFFLOAD_ACTIVATIONS:
         kinds = (Kind.FORWARD, end.kind)  # backward uses what is fetched again
     elif value is Value.LOGITS and end.kind is Kind.BACKWARD:

@@ -11,6 +11,7 @@ Values are small, and extreme on purpose: passes of no time, links a thousand ti
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cache, partial
@@ -19,7 +20,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from autohete.errors import InputError
-from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
+from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
 from autohete.lowering import least_parameter_slots, lower
 from autohete.plan import (
     Activations,
@@ -55,7 +56,6 @@ from autohete.schedule import (
     COPIES,
     GPU_MEMORY,
     HOST_MEMORY,
-    NVME_MEMORY,
     Buffer,
     BufferId,
     Discipline,
@@ -164,7 +164,7 @@ def hardware(draw: Draw) -> Hardware:
             draw(st.sampled_from([0.5, 1.0])),
             draw(st.sampled_from([0.0, 1e-5])),
         ),
-        nvme=draw(st.none() | st.builds(Nvme, st.just(10**14), _decades(6, 11), _decades(6, 11), _decades(-9, -4))),
+        places=tuple(draw(_places(name)) for name in draw(st.sampled_from(_PLACES))),
     )
 
 
@@ -233,7 +233,7 @@ def profiles_of_several_gpus(draw: Draw, max_gpus: int = 4, max_micro_batches: i
 def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
     """A stage that the other decisions allow."""
     route = unit.parameters
-    if route.home == HOST_MEMORY:
+    if route.home != GPU_MEMORY:
         whole = unit.update_on is Processor.GPU or route.moves or route.stays_after_backward or tied
         return draw(st.sampled_from([0] if whole or unit.gradients_replace_parameters else [0, 3]))
     return draw(st.integers(0, 1 if unit.gradients_replace_parameters or unit.sums_leave else 2 if tied else 3))
@@ -251,11 +251,12 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     fetched = Format(draw(st.sampled_from([None, 4])))
     replaced = profile.workload.precision is not Precision.FP32 and not accumulates and draw(st.booleans())
     common = UnitPlan(gradients=gradients, refresh=refresh, gradients_replace_parameters=replaced)
-    drives, may_write = profile.hardware.nvme is not None, not (delayed or accumulates)
-    units = [draw(_updated(common, nvme=drives, may_write=may_write)) for _ in profile.units]
+    may_write, places = not (delayed or accumulates), profile.hardware.places
+    units = [draw(_updated(common, places, may_write=may_write)) for _ in profile.units]
     for i, unit in enumerate(units):
         shared = i == 0 and profile.workload.tied_embeddings
-        unit = replace(unit, parameters=replace(draw(_routes(may_leave=not (delayed or shared))), fetched=fetched))
+        route = draw(_routes(may_leave=not (delayed or shared)))
+        unit = replace(unit, parameters=replace(draw(_further(route, unit, profile)), fetched=fetched))
         if profile.hardware.gpus > 1:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit if delayed else draw(_shared(unit, accumulates))
@@ -264,7 +265,8 @@ def plans(draw: Draw, profile: Profile) -> Plan:
             units[i] = replace(units[i], activations=Activations.SELECTIVE)
             continue
         rests = 0 < i < len(units) - 1 and first is not Activations.DROP and draw(st.booleans())
-        kept = Rest(HOST_MEMORY, draw(st.integers(0, 4))) if rests else Rest()
+        homes = [HOST_MEMORY, *(place.name for place in places)]
+        kept = Rest(draw(st.sampled_from(homes)), draw(st.integers(0, 4))) if rests else Rest()
         units[i] = replace(units[i], activations=first, again=tuple(again[:-1]), kept=kept)
     plan = Plan(
         policy="random",
@@ -378,10 +380,31 @@ def _forwards(draw: Draw, units: int) -> list[list[Activations]]:
     return forwards_of
 
 
+#: The names of the places of a node.
+_PLACES = ((), ("nvme",), ("cxl", "nvme"))
+
+
 @st.composite
-def _updated(draw: Draw, unit: UnitPlan, nvme: bool, may_write: bool) -> UnitPlan:
-    """The CPU updates it, or the GPU, with states that rest there, on the host, or on NVMe if there is one."""
-    homes = [GPU_MEMORY, HOST_MEMORY, *([NVME_MEMORY] if nvme else [])]
+def _places(draw: Draw, name: str) -> Place:
+    rate = _decades(6, 11)
+    beside = draw(st.sampled_from([HOST_MEMORY, HOST_MEMORY, GPU_MEMORY]))
+    return Place(name, 10**14, draw(rate), draw(rate), draw(_decades(-9, -4)), draw(st.none() | rate), beside)
+
+
+@st.composite
+def _further(draw: Draw, route: Route, unit: UnitPlan, profile: Profile) -> Route:
+    """The route, or the same from a place that the processor of the unit's updates reaches."""
+    on_cpu = unit.update_on is Processor.CPU
+    if route.home != HOST_MEMORY or route.moves or (on_cpu and not profile.workload.has_masters):
+        return route
+    homes = [place.name for place in profile.hardware.places if not (on_cpu and place.beside == GPU_MEMORY)]
+    return replace(route, home=draw(st.sampled_from([HOST_MEMORY, *homes])))
+
+
+@st.composite
+def _updated(draw: Draw, unit: UnitPlan, places: Sequence[Place], may_write: bool) -> UnitPlan:
+    """The CPU updates it, or the GPU, with states that rest there, on the host, or in a place that the processor reaches."""
+    homes = [GPU_MEMORY, HOST_MEMORY, *(place.name for place in places)]
     states = Rest(draw(st.sampled_from(homes)), draw(st.sampled_from([0, 1, 3])))
     if draw(st.booleans()):
         sums = draw(st.sampled_from([GPU_MEMORY, HOST_MEMORY]))
@@ -389,13 +412,13 @@ def _updated(draw: Draw, unit: UnitPlan, nvme: bool, may_write: bool) -> UnitPla
             states = replace(states, parts=draw(st.sampled_from([1, 1, 2, 3])))
         return replace(unit, states=states, gradients=replace(unit.gradients, home=sums, ahead=draw(st.integers(0, 3))))
     gradients = replace(unit.gradients, home=draw(st.sampled_from([GPU_MEMORY, HOST_MEMORY])))
-    if states.home == NVME_MEMORY:
+    if states.home in [place.name for place in places if place.beside == HOST_MEMORY]:
         unit = replace(unit, states=states)
-        gradients = replace(gradients, home=NVME_MEMORY) if may_write and draw(st.booleans()) else gradients
+        gradients = replace(gradients, home=states.home) if may_write and draw(st.booleans()) else gradients
     unit = replace(unit, update_on=Processor.CPU, gradients=gradients)
     if unit.accumulates_on_host:
         unit = replace(unit, sum_bytes=draw(st.sampled_from([None, 2, 8])))
-    return unit if unit.gradients_on_nvme else replace(unit, norm_on=draw(st.sampled_from([None, Processor.CPU])))
+    return unit if unit.gradients.far else replace(unit, norm_on=draw(st.sampled_from([None, Processor.CPU])))
 
 
 @st.composite

@@ -288,7 +288,7 @@ def test_no_more_than_the_slots_are_taken(kind: Kind, count: int) -> None:
     outer = UnitPlan(update_on=on, states=states)
     plan = Plan("by hand", (outer, *[replace(outer, kept=kept)] * 6, outer), update_bytes=28)
     # What leaves piles up behind slow copies, what comes behind slow users.
-    rate = "1MB/s" if COPIES[kind].source == GPU_MEMORY else "1PB/s"
+    rate = "1PB/s" if COPIES[kind].arrives else "1MB/s"
     links = {"links.h2d.bandwidth": rate, "links.d2h.bandwidth": rate, "host.memory_bandwidth": "1PB/s"}
     workload = Workload("small", 64, 6, 2, vocabulary_size=500, sequence_length=64, tied_embeddings=False)
     profile = analytic_profile(workload, load_hardware("rtx4090-workstation", links))

@@ -17,7 +17,7 @@ import autohete.testing
 from autohete.analysis.occupancy import Occupancy, occupancy
 from autohete.errors import InfeasibleError
 from autohete.execution.trace import Trace
-from autohete.hardware import Nvme, load_hardware
+from autohete.hardware import Place, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, Footprint, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.policy import Judge
@@ -27,7 +27,6 @@ from autohete.profile import Profile, analytic_profile
 from autohete.schedule import (
     GPU_MEMORY,
     HOST_MEMORY,
-    NVME_MEMORY,
     Buffer,
     BufferId,
     Edge,
@@ -48,7 +47,7 @@ from autohete.testing.strategies import without_contradictions
 from autohete.workload import Workload
 
 SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch_size=2)
-NODE = replace(load_hardware("a100-40gb-epyc7713"), nvme=Nvme(10**12, 1e9, 1e9, 1e-5))
+NODE = replace(load_hardware("a100-40gb-epyc7713"), places=(Place("nvme", 10**12, 1e9, 1e9, 1e-5),))
 PROFILE = analytic_profile(SMALL, NODE)
 #: The same with two micro-batches in an iteration.
 TWICE = analytic_profile(replace(SMALL, micro_batches=2), NODE)
@@ -124,9 +123,11 @@ PLANS = [
     ),
     *map(planned_by, ["stronghold:window=1", "stronghold:window=2,checkpointing=full", "autohete"]),
     with_gradients_replacing(planned_by("zero_offload:delayed_update")),
-    plan_of(UnitPlan(states=Rest(NVME_MEMORY))),
+    plan_of(UnitPlan(states=Rest("nvme"))),
     plan_of(UnitPlan(states=Rest(HOST_MEMORY, parts=2))),
-    plan_of(UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY), gradients=Rest(NVME_MEMORY))),
+    plan_of(UnitPlan(parameters=Route("nvme"), kept=Rest("nvme"))),
+    plan_of(UnitPlan(Activations.RECOMPUTE, Route("nvme"), Processor.CPU, states=Rest("nvme"), kept=Rest("nvme"))),
+    plan_of(UnitPlan(update_on=Processor.CPU, states=Rest("nvme"), gradients=Rest("nvme"))),
     *offloaded_in_every_way(),
     *in_segments(),
 ]

@@ -47,7 +47,7 @@ def planned_twice(draw: st.DrawFn) -> tuple[Profile, Profile, Plan]:
     profile, plan = draw(planned())
     other, node = draw(strategies.hardware()), profile.hardware
     pinned = None if node.host.pinned_bytes is None else other.host.memory_bytes
-    node = replace(other, host=replace(other.host, pinned_bytes=pinned), nvme=node.nvme)
+    node = replace(other, host=replace(other.host, pinned_bytes=pinned), places=node.places)
     blocks = tuple(
         replace(block, forward_seconds=2 * block.forward_seconds, backward_seconds=3 * block.backward_seconds)
         for block in profile.units

@@ -20,14 +20,9 @@ from autohete.profile import Profile
 from autohete.schedule import (
     COPIES,
     CPU,
-    D2H,
     GPU,
     GPU_MEMORY,
-    H2D,
     HOST_MEMORY,
-    NVME_MEMORY,
-    NVME_READ,
-    NVME_WRITE,
     PINNED_MEMORY,
     Buffer,
     BufferId,
@@ -62,6 +57,10 @@ def planned(draw: st.DrawFn) -> tuple[Profile, Plan]:
     return profile, draw(strategies.plans(profile))
 
 
+#: A place of a node.
+NVME = "nvme"
+
+
 def batches(move: Move, micro_batches: int) -> int:
     """In how many micro-batches of an iteration ``move`` is made."""
     some = {Batches.ALL: micro_batches, Batches.LAST: 1}
@@ -74,14 +73,14 @@ def test_every_move_is_one_copy(drawn: tuple[Profile, Plan]) -> None:
     """A schedule copies what the moves of its units state, as often and as long as they state, and nothing else."""
     profile, plan = drawn
     schedule, shards = lower(profile, plan), Shards(profile, plan)
-    h2d, d2h, nvme = profile.h2d_seconds, profile.d2h_seconds, profile.nvme_seconds
+    h2d, d2h, place = profile.h2d_seconds, profile.d2h_seconds, profile.place_seconds
     expected: Counter[tuple[int, str, str, str]] = Counter()
     nanoseconds: Counter[tuple[int, str, str]] = Counter()
     for i, unit in enumerate(without_frozen(profile, plan).units):
         for move in moves(unit, shards.sizes(i), has_backward=i >= profile.first_trained):
             times, way = batches(move, profile.workload.micro_batches), (move.source, move.target)
             value = Value.ACTIVATIONS if move.value is Value.INPUT else move.value
-            together = move.value is Value.GRADIENTS and way == (NVME_MEMORY, HOST_MEMORY)  # in the read of the states
+            together = move.value is Value.GRADIENTS and move.target == HOST_MEMORY and move.source != GPU_MEMORY
             if not together:
                 expected[i, value, *way] += times
             if way == (HOST_MEMORY, GPU_MEMORY):
@@ -89,14 +88,18 @@ def test_every_move_is_one_copy(drawn: tuple[Profile, Plan]) -> None:
             elif way == (GPU_MEMORY, HOST_MEMORY):
                 seconds = d2h(move.size_bytes, pinned=move.pinned)
             else:
-                write = move.target == NVME_MEMORY
-                seconds = nvme(move.size_bytes, write=write) - (nvme(0, write=write) if together else 0)
+                write = move.target not in (GPU_MEMORY, HOST_MEMORY)
+                name = move.target if write else move.source
+                seconds = place(name, move.size_bytes, write=write) - (place(name, 0, write=write) if together else 0)
             nanoseconds[i, *way] += times * round(seconds * 1e9)
     copied: Counter[tuple[int, str, str, str]] = Counter()
+    lanes = {lane.name: lane.ends for lane in schedule.lanes}
     for task in schedule.tasks:
         if copy := COPIES.get(task.id.kind):
-            copied[task.id.unit, copy.value, copy.source, copy.target] += 1
-            nanoseconds[task.id.unit, copy.source, copy.target] -= task.duration_ns
+            between = lanes[task.lane]
+            assert between is not None
+            copied[task.id.unit, copy.value, *between] += 1
+            nanoseconds[task.id.unit, *between] -= task.duration_ns
     assert copied == +expected
     assert all(abs(rest) <= 2 for rest in nanoseconds.values())  # one task of two moves is rounded once
 
@@ -132,8 +135,9 @@ def test_planners_count_the_seconds_that_are_lowered(drawn: tuple[Profile, Plan]
         if task.id.kind in COPIES or task.id.kind in (Kind.CPU_UPDATE, Kind.GPU_UPDATE, Kind.ACCUMULATE):
             lowered[task.id.unit, task.lane] += task.duration_ns
             tasks[task.id.unit, task.lane] += 1
+    copying = [lane.name for lane in schedule.lanes if lane.ends is not None]
     for i, cost in enumerate(costs_of(profile, plan)):
-        counted = {lane: cost.seconds(lane) for lane in (H2D, D2H, NVME_READ, NVME_WRITE)}
+        counted = {lane: cost.seconds(lane) for lane in copying}
         counted |= {CPU: cost.cpu_update + cost.sums, GPU: cost.gpu_update}
         for lane, seconds in counted.items():  # each task is rounded to nanoseconds
             assert seconds * 1e9 == pytest.approx(lowered[i, lane], abs=0.5 * tasks[i, lane] + 1e-3, rel=1e-12), (i, lane)
@@ -149,7 +153,7 @@ def test_planners_count_the_bytes_that_rest(drawn: tuple[Profile, Plan]) -> None
     for buffer in lower(profile, plan).resident:
         if buffer.id.value not in (Value.POLICY_BUFFERS, Value.PARAMETER_SLOTS):
             resident[buffer.memory] += buffer.size_bytes
-    counted = {memory: sum(one.resting_bytes(memory) for one in found) for memory in (GPU_MEMORY, NVME_MEMORY)}
+    counted = {memory: sum(one.resting_bytes(memory) for one in found) for memory in (GPU_MEMORY, "nvme", "cxl")}
     counted[HOST_MEMORY] = sum(one.host_bytes for one in found)
     resident[HOST_MEMORY] += resident[PINNED_MEMORY]
     assert counted == {memory: resident[memory] for memory in counted}
@@ -186,19 +190,19 @@ def test_what_the_cpu_updates_crosses_the_link_once_each_way() -> None:
 
 def test_states_on_drives_pass_through_the_host() -> None:
     """States on NVMe that the GPU updates come in two hops and return in two, and what forward keeps goes and returns."""
-    unit = UnitPlan(states=Rest(NVME_MEMORY), kept=Rest(HOST_MEMORY))
+    unit = UnitPlan(states=Rest(NVME), kept=Rest(HOST_MEMORY))
     kept, states = list(moves(unit, SIZES))[:2], list(moves(unit, SIZES))[2:]
     assert [(move.value, move.target, move.size_bytes) for move in kept] == [
         (Value.ACTIVATIONS, HOST_MEMORY, 50),
         (Value.ACTIVATIONS, GPU_MEMORY, 50),
     ]
     assert [(move.source, move.target) for move in states] == [
-        (NVME_MEMORY, HOST_MEMORY),
+        (NVME, HOST_MEMORY),
         (HOST_MEMORY, GPU_MEMORY),
         (GPU_MEMORY, HOST_MEMORY),
-        (HOST_MEMORY, NVME_MEMORY),
+        (HOST_MEMORY, NVME),
     ]
-    assert list(rests(unit, SIZES, Footprint(), HOST_MEMORY))[1:] == [Resting(Value.OPTIMIZER_STATES, NVME_MEMORY, 1200)]
+    assert list(rests(unit, SIZES, Footprint(), HOST_MEMORY))[1:] == [Resting(Value.OPTIMIZER_STATES, NVME, 1200)]
 
 
 def test_a_frozen_unit_has_parameters_alone() -> None:

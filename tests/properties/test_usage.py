@@ -147,7 +147,7 @@ def test_idleness_has_its_cause() -> None:
     ring = schedule("task F0 gpu 30 after=H0@-1\ntask G0 d2h 20 after=F0\ntask U0 cpu 100 after=G0\ntask H0 h2d 10 after=U0\n")
     trace, steady = run_until_steady(ring, SimExecutor())
     idle = {cause: round(seconds * 1e9) for cause, seconds in usage(trace, steady).idle_seconds.items()}
-    assert idle == {Cause.D2H: 20, Cause.OPTIMIZER: 100, Cause.H2D: 10, Cause.NVME: 0, Cause.COLLECTIVE: 0, Cause.NOTHING: 0}
+    assert idle == {Cause.D2H: 20, Cause.OPTIMIZER: 100, Cause.H2D: 10, Cause.PLACES: 0, Cause.COLLECTIVE: 0, Cause.NOTHING: 0}
 
 
 def test_overlap_is_what_the_gpu_hides() -> None:

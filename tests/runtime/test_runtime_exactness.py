@@ -27,7 +27,6 @@ from autohete.schedule import (
     COLLECTIVES,
     GPU_MEMORY,
     HOST_MEMORY,
-    NVME_MEMORY,
     BufferId,
     Kind,
     Schedule,
@@ -189,7 +188,7 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
-@pytest.mark.parametrize(("tied", "home", "clip_norm"), [(True, HOST_MEMORY, CLIP_NORM), (False, NVME_MEMORY, None)])
+@pytest.mark.parametrize(("tied", "home", "clip_norm"), [(True, HOST_MEMORY, CLIP_NORM), (False, "nvme", None)])
 def test_sums_away_and_states_in_parts_train_to_the_bit(
     precision: Precision, tied: bool, home: str, clip_norm: float | None
 ) -> None:
@@ -438,9 +437,14 @@ NEEDS: dict[Kind, UnitPlan] = {
     Kind.ACCUMULATE: UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY)),
     Kind.FETCH_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
     Kind.WRITE_BACK_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
-    Kind.READ_STATES: UnitPlan(states=Rest(NVME_MEMORY)),
-    Kind.WRITE_STATES: UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY)),
-    Kind.WRITE_GRADIENTS: UnitPlan(update_on=Processor.CPU, states=Rest(NVME_MEMORY), gradients=Rest(NVME_MEMORY)),
+    Kind.READ_STATES: UnitPlan(states=Rest("nvme")),
+    Kind.WRITE_STATES: UnitPlan(update_on=Processor.CPU, states=Rest("nvme")),
+    Kind.WRITE_GRADIENTS: UnitPlan(update_on=Processor.CPU, states=Rest("nvme"), gradients=Rest("nvme")),
+    Kind.WRITE_ACTIVATIONS: UnitPlan(kept=Rest("nvme")),
+    Kind.READ_ACTIVATIONS: UnitPlan(Activations.RECOMPUTE, kept=Rest("nvme")),
+    Kind.READ_FORWARD: UnitPlan(parameters=Route("nvme")),
+    Kind.READ_BACKWARD: UnitPlan(parameters=Route("nvme"), states=Rest("nvme")),
+    Kind.WRITE_PARAMETERS: UnitPlan(parameters=Route("nvme", stays_after_forward=True)),
     Kind.GRADIENT_NORM: UnitPlan(),
     Kind.CLIP: UnitPlan(),
 }

@@ -519,7 +519,7 @@ def test_a_policy_that_needs_drives_is_refused_without_them(policy: str) -> None
     """Drives have no budget to plan for again: a machine without them refuses at once, and names the table."""
     with (
         Trainer(model_for(MEDIUM), policy=policy, profile=profile_for(MEDIUM)) as trainer,
-        pytest.raises(InfeasibleError, match=r"rest on NVMe, but .* has none.*\[nvme\]") as refused,
+        pytest.raises(InfeasibleError, match=r"rest in nvme, but .* has no such place.*\[places.nvme\]") as refused,
     ):
         trainer.step(batches(MEDIUM, 1)[0])
     assert refused.value.constraint == "nvme"

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Nvme
+from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
 from autohete.profile import LossProfile, Profile, SelectiveProfile, UnitProfile
 from autohete.workload import BlockRole, Precision, Workload
 
@@ -57,7 +57,7 @@ def profile_with(
         d2h=link,
         host=Host(PLENTY, 1e12, 1.0, pinned_bytes),
         cpu=Cpu(1, 4e9),
-        nvme=Nvme(PLENTY, 4e9, 4e9, 0.0),
+        places=(Place("nvme", PLENTY, 4e9, 4e9, 0.0),),
         interconnect=Interconnect(2, 4e9, 0.0),
     ).shared_by(gpus)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autohete.hardware import Hardware, Nvme, load_hardware
+from autohete.hardware import Hardware, Place, load_hardware
 from autohete.plan import Activations, Plan, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.profile import Profile
@@ -12,7 +12,7 @@ from autohete.profile import Profile
 
 def with_drives(node: str) -> Hardware:
     """The preset with NVMe."""
-    return replace(load_hardware(node), nvme=Nvme(10**13, 7e9, 6e9, 1e-4))
+    return replace(load_hardware(node), places=(Place("nvme", 10**13, 7e9, 6e9, 1e-4),))
 
 
 def with_gradients_replacing(plan: Plan) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from autohete.hardware import Nvme, load_hardware
+from autohete.hardware import Place, load_hardware
 from autohete.profile import Profile, analytic_profile
 from autohete.workload import Precision, Workload
 from support.reference import Outcome, train_plainly
@@ -44,5 +44,6 @@ def plainly(workload: Workload, stale: frozenset[int] = frozenset()) -> Outcome:
 def profile_of(workload: Workload) -> Profile:
     """A profile in which copies and updates are slow: plans that search then use every mechanism."""
     slow = {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s", "cpu.update_bandwidth": "2GB/s"}
-    hardware = replace(load_hardware("a100-40gb-epyc7713", slow), nvme=Nvme(10**12, 1e9, 1e9, 1e-5))
-    return analytic_profile(workload, hardware)
+    drives = Place("nvme", 10**12, 1e9, 1e9, 1e-5)
+    places = drives, replace(drives, name="peer", both_bandwidth=1.5e9, beside="gpu")
+    return analytic_profile(workload, replace(load_hardware("a100-40gb-epyc7713", slow), places=places))

@@ -44,17 +44,17 @@ def on(hardware: str | Hardware, workload: Workload = SMALL) -> Profile:
 
 def test_a_file_leaves_tables_and_figures_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What `without` lists is gone, all else is the base's; the commands say so, and a file on top inherits it."""
-    without = write(tmp_path / "a.toml", 'without = ["nvme", "cpu.launch"]')
+    without = write(tmp_path / "a.toml", 'without = ["places.nvme", "cpu.launch"]')
     found, plain = load_hardware(without), load_hardware("rtx4090-workstation")
-    assert plain.nvme is not None
-    assert (found.nvme, found.cpu.launch_seconds) == (None, 0.0)
+    assert plain.places
+    assert (found.places, found.cpu.launch_seconds) == ((), 0.0)
     assert (found.gpu, found.h2d, found.host) == (plain.gpu, plain.h2d, plain.host)
     check(str(without))
     assert "a.toml: ok, " in (line := capsys.readouterr().out)
-    assert "; without nvme, cpu.launch of rtx4090-workstation" in line
+    assert "; without places.nvme, cpu.launch of rtx4090-workstation" in line
     above = write(tmp_path / "b.toml", "", "a.toml")
     assert load_hardware(above) == found
-    assert left_out(above) == left_out(without) == ["without nvme, cpu.launch of rtx4090-workstation"]
+    assert left_out(above) == left_out(without) == ["without places.nvme, cpu.launch of rtx4090-workstation"]
 
 
 def test_a_table_left_out_can_be_given_anew(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_a_table_left_out_can_be_given_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('without = ["nvm"]', r"a.toml': without: unknown key of its base 'nvm'.*did you mean 'nvme'"),
+        ('without = ["places.nvm"]', r"a.toml': without: unknown key of its base 'places.nvm'.*did you mean 'places.nvme'"),
         ('without = ["gpu.memory.range"]', "without: unknown key of its base 'gpu.memory.range'"),
-        ('without = "nvme"', r"without is 'nvme': give a list of keys, such as \[\"interconnect\", \"nvme\"\]"),
+        ('without = "nvme"', r"without is 'nvme': give a list of keys, such as \[\"interconnect\", \"places.nvme\"\]"),
         ("without = [3]", r"without is \[3\]: give a list of keys"),
         ('without = ["gpu.memory"]', r"a.toml': gpu.memory: missing: give it a table"),
         ('without = ["links"]', r"a.toml': links: missing: give it a table"),

@@ -341,12 +341,12 @@ def test_a_count_may_be_written_with_a_fraction_of_zero() -> None:
 
 def test_contradictory_plans_are_refused() -> None:
     """A plan checks itself once, in its constructor."""
-    with pytest.raises(InputError, match="only parameters whose home is the host"):
+    with pytest.raises(InputError, match="only parameters that leave the GPU stay or move"):
         Route(stays_after_forward=True)
     with pytest.raises(InputError, match="cannot be a negative number"):
         Route("host", ahead_in_forward=-1)
-    with pytest.raises(InputError, match="cannot rest in 'disk'"):
-        Route("disk")
+    with pytest.raises(InputError, match="nothing can rest in 'pinned'"):
+        Route("pinned")
     valid = Plan("x", (UnitPlan(),) * 3)
     offloaded = UnitPlan(parameters=Route("host"))
     with pytest.raises(InputError, match="needs embedding"):

@@ -400,7 +400,7 @@ def test_giving_up_is_not_the_same_as_not_fitting(monkeypatch: pytest.MonkeyPatc
     assert caught.value.proven
     monkeypatch.setattr("autohete.policies.autohete.least_bytes", lambda schedule, memory: 2**60 if memory == "gpu" else 0)
     with pytest.raises(InfeasibleError, match="the search gave up") as caught:
-        AutoHete().plan(large, lambda plan: Judgement(Verdict.GPU_OUT_OF_MEMORY, 1.0, 2**60, 0))
+        AutoHete().plan(large, lambda plan: Judgement(Verdict.GPU_OUT_OF_MEMORY, 1.0, {GPU_MEMORY: 2**60}))
     assert not caught.value.proven
 
 

@@ -13,7 +13,7 @@ from support.plans import with_drives
 from autohete.analysis.occupancy import contents
 from autohete.errors import InfeasibleError, InputError
 from autohete.execution.sharing import FULL_RATE, Sharing
-from autohete.hardware import Nvme, load_hardware
+from autohete.hardware import Place, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
@@ -22,7 +22,7 @@ from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import rounded_when_pinned
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, NVME_READ, NVME_WRITE, Kind, TaskId, parse_schedule
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, TaskId, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
 from autohete.simulate.summary import answer
@@ -353,7 +353,7 @@ def test_drives_read_and_write_in_turns(policy: str) -> None:
     found = simulate(FP16, fast, parse_policy(f"{policy}"))
     drives = work(found, Kind.READ_STATES) + work(found, Kind.WRITE_STATES) + work(found, Kind.WRITE_GRADIENTS)
     assert found.iteration_seconds > 0.98 * drives
-    both = Sharing(found.schedule).rates([NVME_READ, NVME_WRITE])
+    both = Sharing(found.schedule).rates(["nvme_read", "nvme_write"])
     assert sum(both.values()) == FULL_RATE
     assert [Sharing(found.schedule).rates([lane])[lane] for lane in both] == [FULL_RATE, FULL_RATE]
 
@@ -361,15 +361,15 @@ def test_drives_read_and_write_in_turns(policy: str) -> None:
 def test_states_on_drives_need_drives() -> None:
     """Where there are none, or too small ones, the answer names what is short, and how much it would take."""
     summary, found = answer(profile_of(), parse_policy("zero_infinity"))
-    assert (summary.verdict, found) == (Verdict.NVME_OUT_OF_MEMORY, None)
-    assert "has none" in summary.explanation
-    small = replace(NODE, nvme=Nvme(10**9, 1e9, 1e9, 0.0))
+    assert (summary.verdict, found) == (Verdict.short_of("nvme"), None)
+    assert "has no such place" in summary.explanation
+    small = replace(NODE, places=(Place("nvme", 10**9, 1e9, 1e9, 0.0),))
     with pytest.raises(InfeasibleError, match=r"has 953\.\d MiB of it") as caught:
         planned_on = replace(profile_of(), hardware=small)
         parse_policy("zero_infinity").plan(planned_on, judge_for(planned_on))
-    enough = replace(small, nvme=Nvme(caught.value.needed_bytes, 1e9, 1e9, 0.0))
+    enough = replace(small, places=(Place("nvme", caught.value.needed_bytes, 1e9, 1e9, 0.0),))
     planned_on = replace(profile_of(), hardware=enough)
-    assert parse_policy("zero_infinity").plan(planned_on, judge_for(planned_on)).units[1].reads_states
+    assert parse_policy("zero_infinity").plan(planned_on, judge_for(planned_on)).units[1].states.far
 
 
 @given(st.data())
