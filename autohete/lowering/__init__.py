@@ -64,7 +64,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     """Return the schedule of ``plan`` for the workload and hardware of ``profile``.
 
     Raises:
-        InfeasibleError: a place of the hardware is missing, or too small for what rests there.
+        InfeasibleError: the hardware does not have a place where values rest.
         OnePoolError: the hardware is unified, and the plan uses the CPU or its memory.
         InputError: the plan is for another number of units, its gradients replace parameters that are still needed, it has too
             few slots, several GPUs cannot shard what they should, or one of its rules contradicts another rule or the data
@@ -226,16 +226,15 @@ def _check_one_pool(name: str, tasks: tuple[Task, ...]) -> None:
 
 
 def _place_for(hardware: Hardware, name: str, needed: int) -> Place:
-    """Return the place that a plan uses. What always rests there does not depend on time."""
+    """Return the place that a plan uses."""
     place = hardware.place(name)
-    have = 0 if place is None else place.capacity_bytes
-    if place is None or needed > have:
-        there = "has no such place" if place is None else f"has {format_bytes(have)} of it"
+    if place is None:
+        there = f"its places are {', '.join(each.name for each in hardware.places)}" if hardware.places else "it has no places"
         raise InfeasibleError(
-            f"the plan lets {format_bytes(needed)} ({needed} B) rest in {name}, but {hardware.name} {there}: give it a "
-            f"{'' if place is None else 'larger '}table [places.{name}], choose other hardware, or another policy",
+            f"the plan lets {format_bytes(needed)} ({needed} B) rest in {name}, but {hardware.name} has no such place; "
+            f"{there}. Give it a table [places.{name}], choose other hardware, or another policy",
             constraint=name,
-            capacity_bytes=have,
+            capacity_bytes=0,
             needed_bytes=needed,
         )
     return place

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from autohete.errors import check_fields
@@ -27,11 +28,13 @@ class Budgets:
     Args:
         gpu_bytes, host_bytes: capacities.
         pinned_bytes: pinned part of the host memory. None: no separate limit.
+        places: capacities of other places.
     """
 
     gpu_bytes: float
     host_bytes: float
     pinned_bytes: float | None = None
+    places: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -39,7 +42,8 @@ class Budgets:
     @classmethod
     def of(cls, hardware: Hardware) -> Budgets:
         """The full capacity of ``hardware``."""
-        return cls(hardware.gpu_capacity_bytes, hardware.host.memory_bytes, hardware.host.pinned_bytes)
+        places = {place.name: float(place.capacity_bytes) for place in hardware.places}
+        return cls(hardware.gpu_capacity_bytes, hardware.host.memory_bytes, hardware.host.pinned_bytes, places)
 
     def limits(self) -> dict[Objective, float]:
         """The budget of each limited memory, cheapest to evaluate first."""
@@ -49,7 +53,9 @@ class Budgets:
     def excess(self, used: Judgement) -> float:
         """The largest relative excess over a budget among the memories; 0 if the plan fits."""
         peaks = _peaks(used)
-        return max(0.0, *(peaks[memory] / max(budget, 1) - 1 for memory, budget in self.limits().items()))
+        shares = [peaks[memory] / max(budget, 1) for memory, budget in self.limits().items()]
+        shares += [used.peaks.get(place, 0) / max(budget, 1) for place, budget in self.places.items()]
+        return max(0.0, max(shares) - 1)
 
     def tightened(self, capacity: Budgets, used: Judgement) -> Budgets:
         """Budgets for the next attempt, after a plan made for these budgets ``used`` more than ``capacity``."""

@@ -6,7 +6,7 @@ rest. Times and bytes of the two add up, except where parameters and updates int
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autohete.plan import Activations, Format, Processor, Rest, Route, UnitPlan
@@ -112,11 +112,24 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         gpu_sums.append(summed_away)
         cpu_sums.append(summed_here)
     routes = [RESIDENT, FETCHED, STAYS_AFTER_FORWARD, STAYS_AFTER_BACKWARD]
+    places = profile.hardware.places
+
+    def in_places(parts: int) -> Iterator[UnitPlan]:
+        """Updates with states that rest in other places, whose parameters may rest there as well."""
+        for place in places:
+            updates = [replace(on_gpu, states=Rest(place.name, parts=parts), gradients=summed) for summed in gpu_sums]
+            if place.beside == HOST_MEMORY and has_cpu_kernel(optimizer):
+                updates += (replace(on_cpu, states=Rest(place.name), gradients=summed) for summed in cpu_sums)
+            for update in updates:
+                yield from (replace(update, parameters=route) for route in routes)
+                if update.update_on is Processor.GPU or profile.workload.has_masters:
+                    yield replace(update, parameters=Route(place.name))
 
     def others(unit: int) -> tuple[UnitPlan, ...]:
         shared = unit == 0 and profile.workload.tied_embeddings
         if profile.units[unit].is_frozen:  # nothing to update; and without backward, nothing to stay for
             where = routes[:1] if shared else routes if unit >= profile.first_trained else routes[:2]
+            where = where if shared else [*where, *(Route(place.name) for place in places)]
             return tuple(replace(on_gpu, parameters=route) for route in where)
         # Of a unit larger than the blocks, such as the head of a large vocabulary, no more states are there than of a block.
         parts = max(1, -(-profile.units[unit].trained_parameters // largest)) if updates_any_share(optimizer) else 1
@@ -124,17 +137,19 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         updates = [replace(on_gpu, states=where, gradients=summed) for summed in gpu_sums for where in states]
         if has_cpu_kernel(optimizer):
             updates += (replace(on_cpu, gradients=summed) for summed in cpu_sums)
+        planned = [replace(update, parameters=route) for route in routes for update in updates]
         return tuple(
-            replace(update, parameters=replace(route, fetched=upload) if route.leaves else route)
-            for route in (routes[:1] if shared else routes)
-            for update in updates
+            replace(one, parameters=replace(one.parameters, fetched=upload)) if one.parameters.leaves else one
+            for one in (*planned, *in_places(parts))
+            if not (shared and one.parameters.leaves)
         )
 
     def activations(unit: int) -> tuple[UnitPlan, ...]:
         if unit in (0, last) or unit < profile.first_trained:
             return (KEEP,)
         selective = profile.units[unit].selective is not None
-        return (KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT, *((SELECTIVE,) if selective else ()))
+        away = [replace(one, kept=replace(one.kept, home=place.name)) for place in places for one in (OFFLOAD, OFFLOAD_INPUT)]
+        return (KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT, *((SELECTIVE,) if selective else ()), *away)
 
     return Choices(
         tuple(activations(unit) for unit in range(last + 1)),

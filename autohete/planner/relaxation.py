@@ -117,7 +117,13 @@ class Relaxation:
         }
         least, budgets = rows[self.objective], self.budgets.limits()
         limited = [memory for memory in rows if memory in budgets and memory is not self.objective]
-        shares = stacked(rows[memory] * (1 / max(budgets[memory], 1.0)) for memory in limited)
+        in_places = self.model.place_bytes.items()
+        shares = stacked(
+            [
+                *(rows[memory] * (1 / max(budgets[memory], 1.0)) for memory in limited),
+                *(some * (1 / max(self.budgets.places.get(place, 0), 1.0)) for place, some in in_places),
+            ]
+        )
         scale = max(float(least.of(((0, 0),) * len(self.choices.others)).max()), 1e-9)
         return Values(self.choices, least * (1 / scale), shares, scale)
 

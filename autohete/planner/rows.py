@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autohete.hardware import Place
+from autohete.lowering.copies import lane_between
 from autohete.plan import Activations, UnitPlan
 from autohete.plan.moves import When
 from autohete.planner.choices import Assignment, Choices
-from autohete.planner.unit_costs import Costs, UnitCosts
+from autohete.planner.unit_costs import Costs, UnitCopy, UnitCosts
 from autohete.profile import Profile
-from autohete.schedule import D2H, GPU_MEMORY, H2D, Value
+from autohete.schedule import D2H, GPU_MEMORY, H2D, HOST_MEMORY, Value
 
 Numbers = NDArray[np.float64]
 
@@ -127,6 +130,32 @@ def _state_bytes(one: UnitCosts) -> int:
     return max((copy.move.size_bytes for copy in one.at(H2D, When.BEFORE_UPDATE, Value.OPTIMIZER_STATES)), default=0)
 
 
+def _kept_down(one: UnitCosts) -> list[UnitCopy]:
+    """The copies of what forward keeps to the host."""
+    return one.at(D2H, When.AFTER_FORWARD, *_KEPT)
+
+
+def _passes_host(one: UnitCosts) -> bool:
+    """Whether what forward keeps only passes the host."""
+    return any(c.move.source == HOST_MEMORY and c.move.value in _KEPT and c.move.when is When.AFTER_FORWARD for c in one.copies)
+
+
+def _bytes_in(place: str, one: UnitCosts) -> float:
+    """What rests in a place, and what forward keeps there."""
+    kept = sum(c.move.size_bytes for c in one.copies if c.move.target == place and c.move.value in _KEPT)
+    return one.resting_bytes(place) + kept
+
+
+def _place_seconds(place: Place, one: UnitCosts) -> float:
+    """The least time that a place takes for its copies: reads and writes in turns, or at the rate of both together."""
+    read, write = (one.seconds(lane_between(*ends)) for ends in ((place.name, place.beside), (place.beside, place.name)))
+    if place.both_bandwidth is None:
+        return read + write
+    return (read * place.read_bandwidth + write * place.write_bandwidth) / max(
+        place.both_bandwidth, place.read_bandwidth, place.write_bandwidth
+    )
+
+
 _Alike = tuple[list[tuple[int, tuple[UnitPlan, ...]]], list[int]]
 
 
@@ -192,6 +221,7 @@ class Model:
         gpu_bytes: lower bound of what the GPU holds at a pass; ``pending``: what typical timing adds to each.
         host_bytes: lower bound of what the host holds, and the same with everything in transit.
         pinned_bytes: the pinned part of ``host_bytes``.
+        place_bytes: lower bound of what each other place of the hardware holds.
     """
 
     def __init__(self, costs: Costs, choices: Choices) -> None:
@@ -210,10 +240,15 @@ class Model:
         self._for_update = self._copies(H2D, When.BEFORE_UPDATE)
         #: Sizes of the copies of activations to the host.
         self._away = tables.moves(lambda one: sum(c.move.size_bytes for c in one.at(D2H, When.AFTER_FORWARD, *_KEPT)))
+        self._places = self._profile.hardware.places
         self.seconds, self.stalls = self._all_seconds()
         self.gpu_bytes, self.pending = self._all_gpu_bytes()
         self.host_bytes = self._on_host(lambda one: one.host_bytes)
         self.pinned_bytes = self._on_host(lambda one: one.pinned_bytes)
+        everything = np.ones((1, self._n))
+        self.place_bytes = {
+            place.name: self._sum(everything, tables.moves(partial(_bytes_in, place.name))) for place in self._places
+        }
 
     # --- time
 
@@ -239,7 +274,8 @@ class Model:
         base = self._gpu_from()
         cycles = [base + self._sum(under, one) for one in between]
         floor = 0.5e-9 * _TASKS_PER_UNIT * self._n * self._m
-        seconds = stacked([*loads, *cycles, self._before_backward(gpu)])
+        of_places = [self._sum(everything, tables.moves(partial(_place_seconds, place))) for place in self._places]
+        seconds = stacked([*loads, *cycles, self._before_backward(gpu), *of_places])
         stall = self._stall(gradients)
         nothing = self._sum(np.zeros((self._n * len(between), self._n)), stall)
         stalls = stacked(
@@ -248,6 +284,7 @@ class Model:
                 self._sum(np.zeros((len(loads) - 1, self._n)), stall),
                 Rows(nothing.fixed, *(np.tile(part, (len(between), 1, 1)) for part in self._above(stall))),
                 self._sum(under, stall),
+                *(self._sum(np.zeros((1, self._n)), stall) for _ in of_places),
             ]
         )
         return Rows(seconds.fixed - floor, seconds.activations, seconds.others), stalls
@@ -360,9 +397,10 @@ class Model:
 
     def _on_host(self, resting: Callable[[UnitCosts], float]) -> Rows:
         """Lower bound of what the host holds, and the same with everything in transit."""
+        away = self._tables.moves(lambda one: 0.0 if _passes_host(one) else sum(c.move.size_bytes for c in _kept_down(one)))
         everything = np.ones((1, self._n))
         rests = self._sum(everything, self._tables.others(resting))
-        return stacked([rests, rests + self._sum(everything, self._away * self._m)])
+        return stacked([rests, rests + self._sum(everything, away * self._m)])
 
     def _sum(self, weights: Numbers, table: Table, fixed: Numbers | None = None) -> Rows:
         """Rows that sum the units of ``table`` with ``weights``, of shape (rows, units)."""

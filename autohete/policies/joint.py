@@ -53,6 +53,8 @@ _ROUNDING_SECONDS = 1e-4
 _CORNERS, _MEASUREMENTS = 6, 24
 #: Up to this many units, plans that need waits for memory are tried where others fit: finding the waits takes long.
 _FEW_UNITS = 64
+#: Other places are left out if they make the bound lower by no more than this share.
+_NOT_WORTH = 1e-3
 #: How many of the last blocks keep their activations at most where that is tried one by one.
 _KEPT_LAST = 3
 
@@ -88,18 +90,22 @@ def _needs_no_host(unit: UnitPlan) -> bool:
 def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
     """The best plan of ``choices``, or of a shipped system if that is faster. Raises the errors of :meth:`Joint.plan`."""
     estimate = estimates(judge)
-    family = PlanFamily(profile, estimate, choices)
-    relaxed = family.relaxation()
+    every = PlanFamily(profile, estimate, choices)
+    relaxed = every.relaxation()
     bound = relaxed.bound()
-    parts = [] if bound is None else list(_parts(family))
-    problems = [relaxed if part is family else part.relaxation() for part in parts]
+    family = every.where(_needs_no_place) if profile.hardware.places else every
+    near = bound if family is every else family.relaxation().bound()
+    parts = [] if near is None else list(_parts(family))
+    if bound is not None and family is not every and (near is None or bound < near * (1 - _NOT_WORTH)):
+        parts.append(every)
+    problems = [relaxed if part is every else part.relaxation() for part in parts]
     several = profile.workload.micro_batches
     searches = [JointSearch(problem, part.judged, bound or 0.0, several) for part, problem in zip(parts, problems, strict=True)]
     for part, search in zip(parts, searches, strict=True):
         search.start(part.where(_keeps_on_gpu).relaxation())
     limit = searches[0].seconds if searches else math.inf
     candidates = list(_shipped(profile, estimate, limit))
-    coarse = of_blocks(family) if parts else None
+    coarse = of_blocks(parts[-1]) if parts else None
     # Each part starts from all earlier results and runs the same search as the last part would: more choices never hurt.
     for part, search in zip(parts, searches, strict=True):
         for plan in candidates:
@@ -110,11 +116,11 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
         search.go_on()
         for assignment in search.best_few():
             candidates += part.plans(assignment)
-    if len(family.profile.units) <= _FEW_UNITS and (waiting := family.waiting(relaxed)) is not None:
+    if len(profile.units) <= _FEW_UNITS and (waiting := every.waiting(relaxed)) is not None:
         candidates.append(waiting)
     found = fastest({plan: estimate(plan) for plan in candidates}, judge)
     if found is None:
-        return family.polished(family.frugal(relaxed, proven=bound is None))
+        return every.polished(every.frugal(relaxed, proven=bound is None))
     seconds = judge(found).seconds
     return replace(found, bound_seconds=seconds if bound is None else min(seconds, bound))
 
@@ -154,6 +160,11 @@ def _parts(family: PlanFamily) -> Iterator[PlanFamily]:
     if whole_units.choices != family.choices:
         yield whole_units
     yield family
+
+
+def _needs_no_place(unit: UnitPlan) -> bool:
+    """Exclude places besides the GPU and the host: they matter only where they are fast, or the host is small."""
+    return not any(rest.far for rest in (unit.parameters, unit.kept, unit.gradients, unit.states))
 
 
 def _keeps_on_gpu(unit: UnitPlan) -> bool:

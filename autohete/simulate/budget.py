@@ -11,6 +11,8 @@ from autohete.schedule import GPU_MEMORY, PINNED_MEMORY
 def memory_bytes(profile: Profile, memory: str) -> int:
     """Return the size of one memory, as far as it is there for tensors."""
     hardware = profile.hardware
+    if (place := hardware.place(memory)) is not None:
+        return place.capacity_bytes
     if memory == PINNED_MEMORY and hardware.host.pinned_bytes is not None:
         return hardware.host.pinned_bytes
     return hardware.gpu_capacity_bytes if memory == GPU_MEMORY else hardware.host.memory_bytes
@@ -22,6 +24,9 @@ def with_memory(profile: Profile, memory: str, size_bytes: int) -> Profile:
     if memory == GPU_MEMORY:
         gpu = replace(hardware.gpu, memory_bytes=size_bytes + hardware.gpu.reserved_bytes)
         return replace(profile, hardware=replace(hardware, gpu=gpu))
+    if hardware.place(memory) is not None:
+        places = (replace(one, capacity_bytes=size_bytes) if one.name == memory else one for one in hardware.places)
+        return replace(profile, hardware=replace(hardware, places=tuple(places)))
     host = hardware.host
     host = replace(host, pinned_bytes=size_bytes) if memory == PINNED_MEMORY else replace(host, memory_bytes=size_bytes)
     return replace(profile, hardware=replace(hardware, host=host))

@@ -88,7 +88,7 @@ def _try_safely(profile: Profile, policy: Policy, adapt: Callable[[Plan, Profile
     try:
         plan = adapt(policy.plan(profile, judge_for(profile)), profile)
     except InfeasibleError as error:
-        if error.constraint not in (GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY):  # no budget: a place is as large as it is
+        if error.constraint not in (GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY):  # a place that the hardware does not have
             raise
         return _Short(error.constraint, error.needed_bytes, f"each of its plans needs at least {error.needed_bytes} B, ")
     found = simulate_plan(profile, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import fields, replace
 
@@ -364,12 +365,15 @@ def test_states_on_drives_need_drives() -> None:
     assert (summary.verdict, found) == (Verdict.short_of("nvme"), None)
     assert "has no such place" in summary.explanation
     small = replace(NODE, places=(Place("nvme", 10**9, 1e9, 1e9, 0.0),))
-    with pytest.raises(InfeasibleError, match=r"has 953\.\d MiB of it") as caught:
-        planned_on = replace(profile_of(), hardware=small)
-        parse_policy("zero_infinity").plan(planned_on, judge_for(planned_on))
-    enough = replace(small, places=(Place("nvme", caught.value.needed_bytes, 1e9, 1e9, 0.0),))
-    planned_on = replace(profile_of(), hardware=enough)
-    assert parse_policy("zero_infinity").plan(planned_on, judge_for(planned_on)).units[1].states.far
+    summary, found = answer(replace(profile_of(), hardware=small), parse_policy("zero_infinity"))
+    assert summary.verdict is Verdict.short_of("nvme")
+    assert re.search(r"of nvme memory, there are 953\.\d MiB", summary.explanation)
+    needed = summary.places["nvme"].peak_bytes
+    enough = replace(small, places=(Place("nvme", needed, 1e9, 1e9, 0.0),))
+    summary, found = answer(replace(profile_of(), hardware=enough), parse_policy("zero_infinity"))
+    assert summary.verdict is Verdict.OK
+    assert found is not None
+    assert found.plan.units[1].states.far
 
 
 @given(st.data())

@@ -1,0 +1,163 @@
+"""Places: memories besides the GPU's and the host's, which a hardware file lists."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autohete.errors import InfeasibleError, InputError
+from autohete.execution.sharing import FULL_RATE, Sharing
+from autohete.hardware import Hardware, Place, load_hardware
+from autohete.lowering import lower
+from autohete.plan import Activations, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan.policy import Verdict
+from autohete.planner.rows import Model
+from autohete.planner.unit_costs import Costs
+from autohete.policies import parse_policy
+from autohete.policies.joint import every_choice
+from autohete.profile import Profile, analytic_profile
+from autohete.simulate import simulate_plan, simulate_policy
+from autohete.workload import Precision, Workload
+
+SMALL = Workload("small", 512, 4, 8, vocabulary_size=1000, sequence_length=256, batch_size=4, tied_embeddings=False)
+NODE = load_hardware("h100-pcie5")
+DRIVES = Place("drives", 10**12, 3e9, 2e9, 1e-5)
+PEER = Place("peer", 10**12, 50e9, 40e9, 1e-5, both_bandwidth=60e9, beside="gpu")
+BOTH = replace(NODE, places=(DRIVES, PEER))
+
+
+def profile_on(hardware: Hardware, workload: Workload = SMALL) -> Profile:
+    """The profile of the small model."""
+    return analytic_profile(workload, hardware)
+
+
+def plan_of(inner: UnitPlan) -> Plan:
+    """A plan whose transformer blocks are alike."""
+    outer = UnitPlan(update_on=inner.update_on)
+    return Plan("by hand", (outer, *[inner] * SMALL.transformer_blocks, outer), update_bytes=28)
+
+
+def place_text(name: str, beside: str, rate: str) -> str:
+    """The table of a place in a hardware file."""
+    figures = {"capacity": "1TB", "read_bandwidth": rate, "write_bandwidth": rate, "latency": "10us"}
+    tables = [f'[places.{name}]\nmodel = "a test\'s"\nbeside = "{beside}"']
+    tables += [f'[places.{name}.{key}]\nvalue = "{value}"\nsource = "a test"\ndate = "2026"' for key, value in figures.items()]
+    return "\n".join(tables) + "\n"
+
+
+def file_with(path: Path, *tables: str) -> Path:
+    """A hardware file that adds tables to a preset."""
+    path.write_text('base = "h100-pcie5"\nname = "more"\ntitle = "with more places"\n' + "".join(tables))
+    return path
+
+
+@pytest.mark.parametrize(("beside", "rate"), [("host", "40GB/s"), ("gpu", "200GB/s")])
+def test_a_place_of_a_hardware_file_is_planned_into(beside: str, rate: str, tmp_path: Path) -> None:
+    """A table in the file suffices for the planner to let values rest there, where GPU and host are too small or slower."""
+    path = file_with(tmp_path / "more.toml", place_text("attic", beside, rate))
+    small = {"gpu.memory": "1180MiB", "gpu.reserved_memory": "1GiB", "host.memory": "48MiB"}
+    profile = profile_on(load_hardware(path, small))
+    found = simulate_policy(profile, parse_policy("joint"))
+    homes = {home for unit in found.plan.units for home in unit.homes}
+    assert found.verdict is Verdict.OK
+    assert "attic" in homes
+    used = next(one for one in found.memories if one.memory == "attic")
+    assert 0 < used.peak_bytes <= used.capacity_bytes == 10**12
+    lanes = {lane.name: lane.ends for lane in found.schedule.lanes}
+    assert (lanes["attic_read"], lanes["attic_write"]) == (("attic", beside), (beside, "attic"))
+    with pytest.raises(InfeasibleError):
+        simulate_policy(profile_on(load_hardware("h100-pcie5", small)), parse_policy("joint"))
+
+
+def test_values_take_one_hop_or_two() -> None:
+    """What rests beside the GPU is copied once in each direction, what rests behind the host twice."""
+    everything = UnitPlan(parameters=Route("peer"), kept=Rest("peer"), states=Rest("peer"))
+    one = lower(profile_on(BOTH), plan_of(everything))
+    behind = replace(everything, parameters=Route("drives"), kept=Rest("drives"), states=Rest("drives"))
+    two = lower(profile_on(BOTH), plan_of(behind))
+    assert {task.lane for task in one.tasks} == {"gpu", "peer_read", "peer_write"}
+    assert {task.lane for task in two.tasks} == {"gpu", "h2d", "d2h", "drives_read", "drives_write"}
+    for lane, of_place, of_link in (("read", "drives_read", "h2d"), ("write", "drives_write", "d2h")):
+        assert len(one.tasks_of(f"peer_{lane}")) == len(two.tasks_of(of_place)) == len(two.tasks_of(of_link))
+
+
+def test_a_place_reads_and_writes_in_turns_or_at_once() -> None:
+    """Without a rate for both together each direction takes its turn; with one they share it."""
+    schedule = lower(profile_on(BOTH), plan_of(UnitPlan(states=Rest("drives"), kept=Rest("peer"))))
+    rates = Sharing(schedule).rates(["drives_read", "drives_write", "peer_read", "peer_write"])
+    assert rates["drives_read"] + rates["drives_write"] == pytest.approx(FULL_RATE, rel=1e-6)
+    together = (50e9 * rates["peer_read"] + 40e9 * rates["peer_write"]) / FULL_RATE
+    assert together == pytest.approx(60e9, rel=1e-6)
+
+
+def test_a_place_that_is_too_small_is_a_verdict() -> None:
+    """Its contents are counted over time like those of any memory."""
+    plan = plan_of(UnitPlan(kept=Rest("drives"), parameters=Route("drives")))
+    peak = next(one for one in simulate_plan(profile_on(BOTH), plan).memories if one.memory == "drives").peak_bytes
+    for size, verdict in ((peak, Verdict.OK), (peak - 1, Verdict.short_of("drives"))):
+        small = replace(BOTH, places=(replace(DRIVES, capacity_bytes=size), PEER))
+        assert simulate_plan(profile_on(small), plan).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("unit", "precision", "message"),
+    [
+        (UnitPlan(update_on=Processor.CPU, states=Rest("peer")), Precision.BF16, "only the GPU reaches, but the CPU updates"),
+        (UnitPlan(update_on=Processor.CPU, parameters=Route("drives")), Precision.FP32, "their own master weights"),
+    ],
+)
+def test_what_the_processor_does_not_reach_is_refused(unit: UnitPlan, precision: Precision, message: str) -> None:
+    """The error names the unit, the place, the reason and the cure."""
+    with pytest.raises(InputError, match=f"unit 1 .*{message}"):
+        lower(profile_on(BOTH, replace(SMALL, precision=precision)), plan_of(unit))
+
+
+def test_a_place_that_is_missing_is_named() -> None:
+    """The error names the place, what the hardware has, and the table to write."""
+    with pytest.raises(
+        InfeasibleError, match=r"rest in cxl, but .*its places are drives, peer. Give it a table \[places.cxl\]"
+    ):
+        lower(profile_on(BOTH), plan_of(UnitPlan(states=Rest("cxl"))))
+    with pytest.raises(InputError, match="peer: beside is 'cpu': give 'host' or 'gpu'"):
+        replace(PEER, beside="cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (place_text("gpu", "host", "1GB/s"), "places.gpu.*a place is named in lower-case letters"),
+        (place_text("Attic", "host", "1GB/s"), "places.Attic.*a place is named in lower-case letters"),
+        (place_text("attic", "disk", "1GB/s"), "places.attic.beside: Input should be 'host' or 'gpu'"),
+        (place_text("attic", "host", "1GB/s").replace("latency", "latencies"), "did you mean 'places.attic.latency'"),
+        ('[nvme]\nmodel = "x"\n', r"drives are a place: write \[places.nvme\]"),
+    ],
+)
+def test_a_place_is_described_in_full(text: str, message: str, tmp_path: Path) -> None:
+    """Names that are taken, unknown keys, and the table of earlier versions are errors that tell what to write."""
+    with pytest.raises(InputError, match=message):
+        load_hardware(file_with(tmp_path / "more.toml", text))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_rows_bound_plans_that_use_places(data: st.DataObject) -> None:
+    """The planner's rows are lower bounds of the simulated time and memory, in every memory."""
+    profile = profile_on(BOTH, replace(SMALL, transformer_blocks=2, micro_batches=data.draw(st.sampled_from([1, 2]))))
+    choices = every_choice(profile)
+    assignment = tuple(
+        (data.draw(st.integers(0, len(a) - 1)), data.draw(st.integers(0, len(o) - 1)))
+        for a, o in zip(choices.activations, choices.others, strict=True)
+    )
+    plan = replace(plan_of(UnitPlan()), units=choices.units(assignment))
+    found, model = simulate_plan(profile, plan), Model(Costs(profile, plan), choices)
+    assert found.iteration_seconds >= model.seconds.of(assignment).max() * (1 - 1e-9)
+    peaks = {one.memory: one.peak_bytes for one in found.memories}
+    assert peaks["gpu"] >= np.max(model.gpu_bytes.of(assignment)) * (1 - 1e-12)
+    for place, rows in model.place_bytes.items():
+        assert peaks.get(place, 0) >= rows.of(assignment)[0]
+    assert plan.checkpointed_units == sum(unit.activations is not Activations.KEEP for unit in plan.units)
