@@ -140,6 +140,10 @@ def _budgets(profile: Profile, system_bytes: int, simulation: Simulation | None)
         Budget(GPU_MEMORY, used[GPU_MEMORY], profile.hardware.gpu_capacity_bytes, gpu.memory_bytes),
         Budget(PINNED_MEMORY, used[PINNED_MEMORY], limit, total, host.pinned_bytes is not None),
         Budget(HOST_MEMORY, used[HOST_MEMORY], host.memory_bytes, total),
+        *(
+            Budget(place.name, used.get(place.name, 0), place.capacity_bytes, place.capacity_bytes)
+            for place in profile.hardware.places
+        ),
     )
 
 
@@ -150,11 +154,7 @@ def _peaks(simulation: Simulation) -> dict[str, int | None]:
         limited = replace(hardware, host=replace(hardware.host, pinned_bytes=hardware.host.memory_bytes))
         pinned = simulate_plan(replace(simulation.profile, hardware=limited), simulation.plan).pinned
     assert pinned is not None
-    return {
-        GPU_MEMORY: simulation.gpu.peak_bytes,
-        PINNED_MEMORY: pinned.peak_bytes,
-        HOST_MEMORY: simulation.host.peak_bytes,
-    }
+    return {**{one.memory: one.peak_bytes for one in simulation.memories}, PINNED_MEMORY: pinned.peak_bytes}
 
 
 # --- sizes and draws ----------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class Budget:
     """One memory under the recommended plan.
 
     Args:
-        memory: ``gpu``, ``pinned`` or ``host``.
+        memory: ``gpu``, ``pinned``, ``host``, or the name of a place.
         used_bytes: peak; None if nothing fits.
         available_bytes: for tensors.
         total_bytes: of which the rest is reserved or left to the system.
@@ -181,7 +181,7 @@ class Answer:
         tokens: the number of tokens to train on.
         candidates: all policies: what trains, fastest first, then the others. The first is recommended.
         simulation: of the recommended plan; None if nothing fits.
-        budgets: GPU, pinned and host memory.
+        budgets: GPU, pinned and host memory, and places.
         gains: the effect of each purchase; ``free``: the effect of each change that costs nothing. If nothing fits, faster
             links, memory or processors are left out, since they do not change that.
         adapters: if nothing fits, the result of training adapters instead of all parameters.

@@ -172,6 +172,8 @@ def _kept_back(budget: Budget) -> str:
         return f"{total}; {format_bytes(kept)} for CUDA and libraries"
     if budget.memory == HOST_MEMORY:
         return f"{total}; {format_bytes(kept)} left to the system"
+    if budget.memory != PINNED_MEMORY:
+        return "a place of the hardware"
     return "a limit of its own" if budget.limited else "the host's; no limit of its own"
 
 
