@@ -141,8 +141,9 @@ def _budgets(profile: Profile, system_bytes: int, simulation: Simulation | None)
         Budget(PINNED_MEMORY, used[PINNED_MEMORY], limit, total, host.pinned_bytes is not None),
         Budget(HOST_MEMORY, used[HOST_MEMORY], host.memory_bytes, total),
         *(
-            Budget(place.name, used.get(place.name, 0), place.capacity_bytes, place.capacity_bytes)
+            Budget(place.name, used[place.name], place.capacity_bytes, place.capacity_bytes)
             for place in profile.hardware.places
+            if used.get(place.name)
         ),
     )
 

@@ -69,6 +69,8 @@ class Judgement:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not isinstance(self.verdict, Verdict):
+            raise InputError(f"verdict is {self.verdict!r}: give a Verdict, such as Verdict.OK")
 
     @property
     def gpu_peak_bytes(self) -> int:

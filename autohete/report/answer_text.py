@@ -115,7 +115,7 @@ def _interval(interval: Interval, best: Candidate) -> str:
     low, high = format_seconds(interval.low_seconds), format_seconds(interval.high_seconds)
     draws, seed = interval.sampling.draws, interval.sampling.seed
     fitting = f"all {draws}" if interval.fitting == draws else f"{interval.fitting}"
-    short = ", ".join(f"{_NAMES[memory]} is short in {count}" for memory, count in interval.short.items())
+    short = ", ".join(f"{_named(memory)} is short in {count}" for memory, count in interval.short.items())
     return (
         f"{low} to {high} if the {interval.figures} uncertain figures of the hardware are drawn from their ranges "
         f"(5 to 95 % of {draws} draws, seed {seed}); this plan fits in {fitting}"
@@ -157,7 +157,7 @@ def _memory(answer: Answer) -> Iterator[str]:
         yield from _wrapped("of each GPU; host and pinned memory are its share of the node")
     if answer.best is not None and not answer.gains:
         return  # nothing was varied, so nothing is known to bind
-    names = " and ".join(_NAMES[memory] for memory in answer.binds)
+    names = " and ".join(_named(memory) for memory in answer.binds)
     if answer.best is None:
         yield from _wrapped(f"binds: {names or 'no memory alone'}")
     elif names:
@@ -222,6 +222,10 @@ _KEPT = {
     Activations.RECOMPUTE: "recompute activations",
     Activations.DROP: "recompute activations and input",
 }
+
+
+def _named(memory: str) -> str:
+    return _NAMES.get(memory, memory)
 
 
 def _where(home: str) -> str:
@@ -291,7 +295,7 @@ def _shortage(summary: Summary) -> str:
     used, capacity = peaks.get(memory, (None, None))
     if used is None or capacity is None:
         return _fact(summary)
-    return f"needs {format_bytes(used)} of {_NAMES.get(memory, memory)}, there are {format_bytes(capacity)}"
+    return f"needs {format_bytes(used)} of {_named(memory)}, there are {format_bytes(capacity)}"
 
 
 def _fact(summary: Summary) -> str:
@@ -367,7 +371,7 @@ def _assumed(answer: Answer) -> Iterator[str]:
         assumed.append(f"hardware {hardware.name}")
     for name, memory in (("gpu_memory", GPU_MEMORY), ("host_memory", HOST_MEMORY)):
         if name not in given:
-            assumed.append(f"{_NAMES[memory]} {_total(answer, memory)}")
+            assumed.append(f"{_named(memory)} {_total(answer, memory)}")
     if "system_memory" not in given and not hardware.unified:
         assumed.append(f"{format_bytes(answer.system_bytes)} of host memory left to the system")
     if "tokens" not in given:

@@ -69,7 +69,7 @@ def unchanged_random_state(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModulePlace:
     """Where a module keeps a buffer or an attribute.
 
     Args:
@@ -120,20 +120,22 @@ class Effects:
 NO_EFFECTS = Effects()
 
 
-def buffers_of(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
+def buffers_of(modules: Iterable[tuple[str, nn.Module]]) -> list[ModulePlace]:
     """Return the places of all buffers of the named modules themselves, not of their children."""
     return [
-        Place(f"{name}.{key}".lstrip("."), module._buffers, key)
+        ModulePlace(f"{name}.{key}".lstrip("."), module._buffers, key)
         for name, module in modules
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
 
 
-def attributes_of(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
+def attributes_of(modules: Iterable[tuple[str, nn.Module]]) -> list[ModulePlace]:
     """Return the places of all attributes of the named modules themselves."""
     return [
-        Place(f"{name}.{key}".lstrip("."), vars(module), key) for name, module in modules for key in _own_attributes(module)
+        ModulePlace(f"{name}.{key}".lstrip("."), vars(module), key)
+        for name, module in modules
+        for key in _own_attributes(module)
     ]
 
 

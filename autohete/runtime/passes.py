@@ -22,7 +22,7 @@ from autohete.runtime.batch import Batch, Inputs, Loss, on_device
 from autohete.runtime.forward_pass import BlockCall, ForwardPass, hidden_of, with_hidden
 from autohete.runtime.ledger import WORKSPACE
 from autohete.runtime.losses import check_loss
-from autohete.runtime.model_state import Place, RandomState, buffers_of, tensors_in, unchanged_random_state
+from autohete.runtime.model_state import ModulePlace, RandomState, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import Partition
 from autohete.runtime.states import States
@@ -147,7 +147,7 @@ class _Kept:
         buffers, holders = buffers_of(modules), {name: vars(module) for name, module in modules}
         self.changing = [place for place in buffers if place.name in effects.changing]
         self.unchanging = [place for place in buffers if place.name not in effects.changing]
-        self.copies: list[tuple[Place, Tensor]] = []
+        self.copies: list[tuple[ModulePlace, Tensor]] = []
         names = [name.rpartition(".")[::2] for name in sorted(effects.keeping)]
         self.attributes = [(holders[module], key) for module, key in names if module in holders]
 

@@ -14,7 +14,7 @@ from autohete.runtime.evaluation import Evaluation
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.guard import Guard, check_trainable
 from autohete.runtime.ledger import Counting, CudaMemory, DeviceCount, Ledger, keep_freed_memory
-from autohete.runtime.model_state import Place, buffers_of
+from autohete.runtime.model_state import ModulePlace, buffers_of
 from autohete.runtime.nonfinite import updates_wait_for_backward
 from autohete.runtime.partition import Partition
 from autohete.runtime.passes import Passes
@@ -131,7 +131,7 @@ class Takeover:
         self._undo.close()
 
 
-def _move_what_is_at(place: Place, device: torch.device) -> None:
+def _move_what_is_at(place: ModulePlace, device: torch.device) -> None:
     if isinstance(place.value, Tensor):
         _move(place.value, device)
 

@@ -7,10 +7,11 @@ create and ten times slower to look up in a dictionary.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from autohete.errors import ScheduleError, check_member
+from autohete.errors import ScheduleError, check_fields, check_member
 
 #: Names of the lanes and memories of one GPU and its host.
 GPU, H2D, D2H, CPU = "gpu", "h2d", "d2h", "cpu"
@@ -184,7 +185,8 @@ class Value(StrEnum):
     __hash__ = str.__hash__
 
 
-class Copy(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Copy:
     """A kind of copy. Its lane tells both ends.
 
     Args:
@@ -196,6 +198,9 @@ class Copy(NamedTuple):
     value: Value
     near: str
     arrives: bool
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 #: The copies, by kind of task.

@@ -110,7 +110,6 @@ def test_the_walk_finds_what_there_is() -> None:
         "UnitProfile.role",
         "BufferId.value",
         "PredictionComparison.clock",
-        "Judgement.verdict",
         "Lane.discipline",
         "StrongHold.checkpointing",
         "TaskId.kind",

@@ -139,7 +139,7 @@ def test_every_preset_loads_and_every_figure_has_its_source(name: str) -> None:
 
 def _figure(document: object, key: str) -> float:
     for part in key.split("."):
-        document = getattr(document, part)
+        document = document[part] if isinstance(document, dict) else getattr(document, part)
     value = document.value  # type: ignore[attr-defined]
     assert isinstance(value, float | int)
     return float(value)
