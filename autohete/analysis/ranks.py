@@ -19,6 +19,7 @@ from autohete.schedule import (
     Buffer,
     BufferId,
     Edge,
+    Flow,
     Free,
     Memory,
     Schedule,
@@ -48,7 +49,7 @@ def every_rank(schedule: Schedule, hardware: Hardware) -> Schedule:
     own = [lane for lane in schedule.lanes if lane.name != COLLECTIVE]
     together = [lane for lane in schedule.lanes if lane.name == COLLECTIVE]
     return Schedule(
-        lanes=(*(replace(lane, name=_numbered(lane.name, r)) for r in ranks for lane in own), *together),
+        lanes=(*(replace(lane, name=numbered(lane.name, r)) for r in ranks for lane in own), *together),
         tasks=tuple(made.task(task, r) for task in schedule.tasks for r in ranks if r == 0 or task.lane != COLLECTIVE),
         memories=tuple(made.memories()),
         resident=tuple(made.buffer(buffer, r) for r in ranks for buffer in schedule.resident),
@@ -62,8 +63,24 @@ def every_rank(schedule: Schedule, hardware: Hardware) -> Schedule:
     )
 
 
-def _numbered(name: str, number: int) -> str:
+def numbered(name: str, number: int) -> str:
+    """The name of a lane, memory or resource of one of several GPUs or nodes."""
     return f"{name}.{number}" if number else name
+
+
+def of_all_ranks(
+    memories: tuple[Memory, ...], flows: tuple[Flow, ...], resources: tuple[SharedResource, ...], hardware: Hardware
+) -> tuple[tuple[Memory, ...], tuple[Flow, ...], tuple[SharedResource, ...]]:
+    """Return the memories, flows and shared resources of all GPUs from those of one, which has an equal part of the host.
+
+    Args:
+        memories, flows, resources: of one GPU. The lane of collectives has no flow.
+        hardware: how many GPUs train together, and how many of them share a host.
+    """
+    one = Schedule((), (), memories, (), flows, resources)
+    made = _Ranks(one, hardware.gpus, hardware.gpus_of_node)
+    every = (replace(flow, lane=made.lane(flow.lane, r)) for r in range(hardware.gpus) for flow in flows)
+    return tuple(made.memories()), tuple(every), tuple(made.resources())
 
 
 class _Ranks:
@@ -73,7 +90,7 @@ class _Ranks:
 
     def lane(self, name: str, rank: int) -> str:
         """The lane of one GPU; all have that of collectives in common."""
-        return name if name == COLLECTIVE else _numbered(name, rank)
+        return name if name == COLLECTIVE else numbered(name, rank)
 
     def task(self, task: Task, rank: int) -> Task:
         """The task on one GPU, or the single task of a collective."""
@@ -96,7 +113,7 @@ class _Ranks:
 
     def _buffer_id(self, buffer: BufferId, rank: int) -> BufferId:
         number = rank if buffer.memory == GPU_MEMORY else rank // self._of_node
-        return buffer._replace(memory=_numbered(buffer.memory, number), rank=rank)
+        return buffer._replace(memory=numbered(buffer.memory, number), rank=rank)
 
     def memories(self) -> list[Memory]:
         """The memories of each GPU and of each node."""
@@ -105,8 +122,8 @@ class _Ranks:
             own = memory.name == GPU_MEMORY
             size = memory.capacity_bytes * (1 if own else self._of_node)
             count = self._gpus if own else self._gpus // self._of_node
-            parts = [None if memory.part_of is None else _numbered(memory.part_of, number) for number in range(count)]
-            copies += [Memory(_numbered(memory.name, number), size, part) for number, part in enumerate(parts)]
+            parts = [None if memory.part_of is None else numbered(memory.part_of, number) for number in range(count)]
+            copies += [Memory(numbered(memory.name, number), size, part) for number, part in enumerate(parts)]
         return copies
 
     def resources(self) -> list[SharedResource]:
@@ -118,7 +135,7 @@ class _Ranks:
                 lanes = [self.lane(lane, number * shared + r) for r in range(shared) for lane in resource.lanes]
                 copies.append(
                     replace(
-                        resource, name=_numbered(resource.name, number), capacity=resource.capacity * shared, lanes=tuple(lanes)
+                        resource, name=numbered(resource.name, number), capacity=resource.capacity * shared, lanes=tuple(lanes)
                     )
                 )
         return copies

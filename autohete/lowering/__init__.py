@@ -8,11 +8,12 @@ add order (``autohete/plan/rules.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autohete.analysis.occupancy import unavoidable_bytes
+from autohete.analysis.ranks import of_all_ranks
 from autohete.collector import paused_collector
 from autohete.errors import InfeasibleError, InputError, OnePoolError
 from autohete.hardware import Hardware, Place
@@ -28,9 +29,10 @@ from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
 from autohete.lowering.sizes import sizes_of
 from autohete.lowering.slots import least_slots, lives_of, share_slots
+from autohete.lowering.stages import PipelineStage, Transfers, buffer_of_rank, joined, lane_of_rank, stages_of
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
-from autohete.plan import Plan, Processor
+from autohete.plan import Activations, Plan, Processor
 from autohete.plan.rules import Rule
 from autohete.profile import LONGEST_TASK_SECONDS, Profile
 from autohete.quantities import format_bytes
@@ -44,6 +46,8 @@ from autohete.schedule import (
     HOST_MEMORY,
     KIND_MEANING,
     PINNED_MEMORY,
+    SEND,
+    Buffer,
     Discipline,
     Kind,
     Lane,
@@ -78,11 +82,14 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
         _check_one_pool(hardware.name, schedule.tasks)
     places = [_place_for(hardware, name, needed) for name, needed in lowered.places]
     flows, resources = shared_bandwidth(hardware, places, uses_cpu=lowered.uses_cpu)
+    memories = _memories(hardware, places)
+    if plan.is_pipeline:
+        memories, flows, resources = of_all_ranks(memories, flows, resources, hardware)
     seconds = [duration(profile) for duration in lowered.durations]
     if not all(each < LONGEST_TASK_SECONDS for each in seconds):
         _refuse_absurd([seconds[which] for which in lowered.lasts], schedule.tasks)
     whole = [round(each * 1e9) for each in seconds]
-    return schedule.timed([whole[which] for which in lowered.lasts], _memories(hardware, places), flows, resources)
+    return schedule.timed([whole[which] for which in lowered.lasts], memories, flows, resources)
 
 
 def never_fits(profile: Profile, plan: Plan) -> bool:
@@ -93,6 +100,8 @@ def never_fits(profile: Profile, plan: Plan) -> bool:
     """
     lowered = _for_all_rates(profile, plan)
     memories = _memories(profile.hardware, ())
+    if plan.is_pipeline:
+        memories, *_ = of_all_ranks(memories, (), (), profile.hardware)
     return any(unavoidable_bytes(lowered.schedule, memory.name) > memory.capacity_bytes for memory in memories)
 
 
@@ -166,28 +175,38 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
     _check_places(profile, plan)
+    stages = stages_of(plan, profile.workload.micro_batches)
+    hardware = profile.hardware
+    if plan.is_pipeline:
+        _check_pipeline(profile, plan, stages)
+        profile = replace(profile, hardware=replace(hardware, gpus=1))  # each unit is computed by one
     shards = Shards(profile, plan)
     shards.check()
-    builder, order = _ordered(profile, plan, shards)
+    ordered = [_ordered(profile, plan, shards, stage) for stage in stages]
+    builder, order = ordered[0]
     homes = {home for unit in plan.units for home in unit.homes} - {GPU_MEMORY, HOST_MEMORY}
     resident = tuple(resident_buffers(profile, plan, shards))
+    if plan.is_pipeline:
+        resident = tuple(_resident_of_ranks(plan, resident))
     used = tuple((home, sum(each.size_bytes for each in resident if each.memory == home)) for home in sorted(homes))
-    discipline, hardware = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO, profile.hardware
+    discipline = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO
     lanes = [] if hardware.unified else [Lane(name, discipline) for name in (H2D, D2H, CPU)]
     for home in sorted(homes):
         near = GPU_MEMORY if home in hardware.beside_gpu else HOST_MEMORY
         ends = (home, near), (near, home)
         lanes += [Lane(lane_between(*pair), discipline, *pair) for pair in ends]
-    # GPUs must agree on the order of their collectives: that of issue, or with priorities what is most urgent on all of them.
-    together = (Lane(COLLECTIVE, discipline),) if hardware.gpus > 1 else ()
-    schedule = Schedule(
-        lanes=(Lane(GPU), *lanes, *together),
-        tasks=builder.tasks(order),
-        memories=_memories(hardware, [Place(home, 0, 1.0, 1.0, 0.0) for home in sorted(homes)]),
-        resident=resident,
-    )
-    uses_cpu = any(task.lane == CPU for task in schedule.tasks)
-    durations = builder.durations(order)
+    lanes = [Lane(GPU), *lanes]
+    memories = _memories(hardware, [Place(home, 0, 1.0, 1.0, 0.0) for home in sorted(homes)])
+    if plan.is_pipeline:
+        lanes = [lane_of_rank(lane, stage.rank) for stage in stages for lane in (*lanes, Lane(SEND, discipline))]
+        memories, *_ = of_all_ranks(memories, (), (), hardware)
+        tasks, durations = joined(ordered)
+    else:
+        # GPUs must agree on the order of their collectives: that of issue, or with priorities what is most urgent on all.
+        lanes += [Lane(COLLECTIVE, discipline)] if hardware.gpus > 1 else []
+        tasks, durations = builder.tasks(order), builder.durations(order)
+    schedule = Schedule(lanes=tuple(lanes), tasks=tasks, memories=memories, resident=resident)
+    uses_cpu = any(task.lane.partition(".")[0] == CPU for task in schedule.tasks)
     places = {duration: place for place, duration in enumerate(dict.fromkeys(durations))}
     return _Lowered(schedule, tuple(places), tuple(places[duration] for duration in durations), used, uses_cpu)
 
@@ -199,9 +218,9 @@ def _memories(hardware: Hardware, places: Sequence[Place]) -> tuple[Memory, ...]
     return (*found, *(Memory(place.name, place.capacity_bytes) for place in places))
 
 
-def _ordered(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[int]]:
+def _ordered(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -> tuple[Builder, list[int]]:
     """Return the tasks with all waits from data, rules and slots, and their issue order."""
-    builder, stays = _tasks(profile, plan, shards)
+    builder, stays = _tasks(profile, plan, shards, stage)
     builder.order_by_data()
     _apply(plan.rules, builder)
     try:
@@ -217,7 +236,7 @@ def _ordered(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, lis
 
 def _check_one_pool(name: str, tasks: tuple[Task, ...]) -> None:
     """Refuse a plan with tasks that no engine of unified hardware runs."""
-    task = next((task for task in tasks if task.lane not in (GPU, COLLECTIVE)), None)
+    task = next((task for task in tasks if task.lane.partition(".")[0] not in (GPU, COLLECTIVE, SEND)), None)
     if task is not None:
         raise OnePoolError(
             f"needs lane {task.lane} ({task.id}), but {name} is unified: one pool of memory, and nothing to copy; choose "
@@ -258,6 +277,37 @@ def _check_places(profile: Profile, plan: Plan) -> None:
             )
 
 
+def _check_pipeline(profile: Profile, plan: Plan, stages: Sequence[PipelineStage]) -> None:
+    """Refuse what stages of a pipeline cannot do."""
+    hardware = profile.hardware
+    if plan.ranks != hardware.gpus:
+        raise InputError(
+            f"the plan's units are on {plan.ranks} ranks, but {hardware.gpus} GPUs train together: give the hardware as many"
+        )
+    if profile.workload.clips:
+        raise InputError("the norm of gradients on several ranks is not summed up: leave clip_norm out")
+    if profile.workload.tied_embeddings:
+        raise InputError("the head shares the embedding's matrix, but they are on two ranks: untie the embeddings")
+    for i, unit in enumerate(plan.units):
+        route = unit.parameters
+        if profile.workload.micro_batches > 1 and (route.stays_after_forward or route.stays_after_backward):
+            raise InputError(
+                f"parameters of unit {i} stay between forward and backward, but passes of other micro-batches come in between: "
+                "let them not stay, or train one micro-batch"
+            )
+    if dropping := [stage.first for stage in stages if plan.units[stage.first].activations is Activations.DROP]:
+        raise InputError(
+            f"unit {dropping[0]} drops its input, which comes from another rank and is not recomputed: let it keep its input"
+        )
+
+
+def _resident_of_ranks(plan: Plan, resident: Sequence[Buffer]) -> Iterator[Buffer]:
+    """What is permanently allocated on each rank: of its units, and what every rank holds besides."""
+    for buffer in resident:
+        ranks = range(plan.ranks) if buffer.id.unit is None else [plan.units[buffer.id.unit].rank or 0]
+        yield from (buffer._replace(id=buffer_of_rank(buffer.id, rank)) for rank in ranks)
+
+
 def _check_accumulation(profile: Profile, plan: Plan) -> None:
     if plan.delayed:
         raise InputError("delayed updates cannot be combined with gradient accumulation: use one micro-batch")
@@ -287,22 +337,27 @@ def least_parameter_slots(profile: Profile, plan: Plan) -> int:
     The result depends on whether slots have room for gradients, but not on the count in ``plan.slots``.
     """
     plan = without_frozen(profile, plan)
-    builder, stays = _tasks(profile, plan, Shards(profile, plan))
+    (stage,) = stages_of(plan, profile.workload.micro_batches)
+    builder, stays = _tasks(profile, plan, Shards(profile, plan), stage)
     builder.order_by_data()
     _apply(plan.rules, builder)
     return least_slots(lives_of(builder, stays, builder.order()), len(builder.passes))
 
 
-def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[Stay]]:
-    """Return the tasks of an iteration in program order, and the stays of parameters that come and go."""
+def _tasks(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -> tuple[Builder, list[Stay]]:
+    """Return the tasks of a stage's iteration in program order, and the stays of parameters that come and go."""
     micro_batches = profile.workload.micro_batches
     recomputations = plan.recomputations()
-    passes = passes_of(recomputations, micro_batches, profile.first_trained)
+    passes = passes_of(recomputations, micro_batches, profile.first_trained, stage)
     builder = Builder(passes, gradients_back=int(plan.delayed))
-    compute, clipping = Compute(builder, profile, plan, shards, recomputations), ClippingTasks(builder, profile, plan, shards)
+    compute, clipping = (
+        Compute(builder, profile, plan, shards, recomputations, stage),
+        ClippingTasks(builder, profile, plan, shards),
+    )
     copies = Copies(builder, profile, plan, shards)
-    updates = Updates(builder, profile, plan, shards, clipping, copies)
-    parameters = Parameters(builder, profile, plan, shards, copies)
+    updates = Updates(builder, profile, plan, shards, clipping, copies, stage.units)
+    parameters = Parameters(builder, profile, plan, shards, copies, stage.units)
+    transfers = Transfers(builder, profile, compute, stage)
     activations = OffloadedActivations(builder, copies, plan, pinned_memory(profile))
 
     def update(unit: int) -> None:
@@ -317,8 +372,11 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
             compute.loss(task)
             continue
         parameters.bring(task)
+        received = transfers.before(task)
         if task.kind is Kind.FORWARD:
             compute.forward(task)
+            builder.after(task, received)
+            transfers.after(task)
             parameters.after_forward(task)
             activations.after_forward(task)
             continue
@@ -328,6 +386,8 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
             continue
         updates.bring_sums(task)
         compute.backward(task)
+        builder.after(task, received)
+        transfers.after(task)
         if task.micro_batch + 1 < micro_batches:
             updates.between(task)
             parameters.after_backward(task.unit)
@@ -340,7 +400,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards) -> tuple[Builder, list[
         for unit in reversed(range(profile.first_trained, len(plan.units))):
             update(unit)
     parameters.refresh_all()
-    if shards.is_frozen(0):  # otherwise the first forward waits for its update, and so for the last backward
+    if shards.is_frozen(stage.first):  # otherwise the first forward waits for its update, and so for the last backward
         builder.after(builder.passes[0], builder.passes[-1], back=1)
     return builder, parameters.stays
 

@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autohete.errors import InputError
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.durations import Duration
 from autohete.lowering.shards import Shards
+from autohete.lowering.stages import PipelineStage
 from autohete.plan import Activations, Plan, Recomputation
 from autohete.profile import Profile, SelectiveProfile
 from autohete.schedule import GPU, BufferId, Kind, TaskId, Value
 
 
-def passes_of(recomputations: Sequence[Sequence[Recomputation]], micro_batches: int, first_trained: int = 0) -> list[TaskId]:
-    """The GPU's passes in order.
+def passes_of(
+    recomputations: Sequence[Sequence[Recomputation]],
+    micro_batches: int,
+    first_trained: int = 0,
+    stage: PipelineStage | None = None,
+) -> list[TaskId]:
+    """The passes of a GPU in order.
 
     Args:
         recomputations: for each unit, what is recomputed right before its backward.
         micro_batches: number of micro-batches.
         first_trained: the unit at which backward ends.
+        stage: the units of a stage of a pipeline. None: all.
     """
     last = len(recomputations) - 1
-    passes: list[TaskId] = []
+    stage = stage or PipelineStage(0, 0, last, last)
+
+    def forwards(m: int) -> Iterator[TaskId]:
+        yield from (task_id(Kind.FORWARD, unit, m) for unit in stage.units)
+        if stage.is_last:
+            yield task_id(Kind.LOSS, last, m)
+
+    def backwards(m: int) -> Iterator[TaskId]:
+        for unit in reversed(stage.units):
+            if unit >= first_trained:
+                yield from (task_id(Kind.RECOMPUTE, one.unit, m, again=one.again) for one in recomputations[unit])
+                yield task_id(Kind.BACKWARD, unit, m)
+
+    ahead = min(stage.forwards_ahead, micro_batches)
+    passes = [task for m in range(ahead) for task in forwards(m)]
     for m in range(micro_batches):
-        passes += (task_id(Kind.FORWARD, unit, m) for unit in range(last + 1))
-        passes.append(task_id(Kind.LOSS, last, m))
-        for unit in range(last, first_trained - 1, -1):
-            passes += (task_id(Kind.RECOMPUTE, one.unit, m, again=one.again) for one in recomputations[unit])
-            passes.append(task_id(Kind.BACKWARD, unit, m))
+        passes += backwards(m)
+        if m + ahead < micro_batches:
+            passes += forwards(m + ahead)
     return passes
 
 
@@ -42,6 +61,7 @@ class Compute:
         plan: whether activations are kept, recomputed or offloaded.
         shards: how several GPUs shard gradients.
         recomputations: for each unit, what is recomputed right before its backward.
+        stage: the units that this GPU computes.
     """
 
     def __init__(
@@ -51,15 +71,18 @@ class Compute:
         plan: Plan,
         shards: Shards,
         recomputations: Sequence[Sequence[Recomputation]],
+        stage: PipelineStage,
     ) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self._last, self._first_trained = len(plan.units) - 1, profile.first_trained
+        #: The unit whose backward is the last on the GPU of the head.
+        self._last_backward = max(stage.first, self._first_trained) if stage.is_last else None
         self._tied = profile.workload.tied_embeddings
         self._recomputations = {(one.unit, one.again): one for some in recomputations for one in some}
         #: For each unit, whether only its input is kept for backward, and not on the GPU.
         self._input_leaves = [unit.kept.leaves and unit.activations is Activations.RECOMPUTE for unit in plan.units]
-        #: The input of each unit, while it is on the GPU and has not been offloaded.
-        self._inputs: dict[int, BufferId] = {}
+        #: The input of each unit in a micro-batch, while it is on the GPU and has not been offloaded.
+        self._inputs: dict[tuple[int, int], BufferId] = {}
 
     def _pass(self, task: TaskId, duration: Duration) -> None:
         self._builder.add(task, GPU, duration)
@@ -111,7 +134,7 @@ class Compute:
         """Make the output, which is the input of the unit above."""
         above = task.unit + 1
         again = (task.kind, task.again) if task.kind is Kind.RECOMPUTE else (None, 0)
-        self._inputs[above] = buffer = on_gpu(Value.INPUT, above, task.micro_batch, *again)
+        self._inputs[above, task.micro_batch] = buffer = on_gpu(Value.INPUT, above, task.micro_batch, *again)
         make = self._builder.make if self._input_leaves[above] else self._builder.allocate
         make(task, buffer, self._profile.units[above].input_bytes)
 
@@ -132,14 +155,23 @@ class Compute:
         else:
             b.workspace(task, times.checkpointed_workspace_bytes + unused_bytes)
         if kept is Activations.DROP:
-            b.free(task, self._inputs.pop(unit))
+            b.free(task, self._inputs.pop((unit, task.micro_batch)))
 
     def _keep_nothing(self, task: TaskId) -> None:
         """Keep nothing of a unit without backward. The first unit's input comes from no other task."""
         unit, times = task.unit, self._profile.units[task.unit]
         self._builder.workspace(task, times.checkpointed_workspace_bytes + (0 if unit else times.input_bytes))
         if unit:
-            self._builder.free(task, self._inputs.pop(unit))
+            self._builder.free(task, self._inputs.pop((unit, task.micro_batch)))
+
+    def receive_input(self, receive: TaskId) -> None:
+        """Let ``receive`` make the input of a unit, as the unit below it would."""
+        buffer = self._inputs[receive.unit, receive.micro_batch] = on_gpu(Value.INPUT, receive.unit, receive.micro_batch)
+        self._builder.make(receive, buffer, self._profile.units[receive.unit].input_bytes)
+
+    def send_input(self, send: TaskId) -> None:
+        """Let ``send`` take the input of a unit to another GPU."""
+        self._builder.free(send, self._inputs.pop((send.unit, send.micro_batch)))
 
     def loss(self, task: TaskId) -> None:
         """Add the loss and the gradient of its logits."""
@@ -162,7 +194,7 @@ class Compute:
             b.free(task, on_gpu(Value.SELECTED_ACTIVATIONS, unit, micro_batch))
         if unit and not fetched:
             rests = plan.kept.leaves
-            b.free(task, on_gpu(Value.INPUT, unit, micro_batch, Kind.BACKWARD) if rests else self._inputs[unit])
+            b.free(task, on_gpu(Value.INPUT, unit, micro_batch, Kind.BACKWARD) if rests else self._inputs[unit, micro_batch])
         b.free(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch, Kind.BACKWARD if fetched else None))
         if unit == self._last:
             b.free(task, on_gpu(Value.LOGITS_GRADIENT, unit, micro_batch))
@@ -172,7 +204,7 @@ class Compute:
             b.free(task, on_gpu(Value.INPUT_GRADIENT, unit + 1, micro_batch))
         if unit > self._first_trained:
             b.allocate(task, on_gpu(Value.INPUT_GRADIENT, unit, micro_batch), times.input_bytes)
-        elif self._profile.loss.keeps_logits:
+        if self._profile.loss.keeps_logits and unit == self._last_backward:
             b.free(task, on_gpu(Value.LOGITS, self._last, micro_batch))
         b.workspace(task, times.backward_workspace_bytes)
         self._gradients(task)

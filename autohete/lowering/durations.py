@@ -79,6 +79,12 @@ def collective(size_bytes: int, rounds: int = 1) -> Duration:
 
 
 @_kept
+def transfer(size_bytes: int, sender: int, receiver: int) -> Duration:
+    """A transfer from one GPU to another."""
+    return lambda profile: profile.transfer_seconds(size_bytes, sender, receiver)
+
+
+@_kept
 def gpu_kernel(traffic_bytes: float) -> Duration:
     """A kernel on the GPU that its memory bounds."""
     return lambda profile: profile.gpu_memory_seconds(traffic_bytes)

@@ -41,11 +41,12 @@ def _untrained(unit: UnitPlan, *, has_backward: bool) -> UnitPlan:
     if not has_backward and route.leaves:
         route = replace(route, stays_after_forward=False, stays_after_backward=False)
     if not has_backward:
-        return UnitPlan(parameters=route, zero_stage=unit.zero_stage)
+        return UnitPlan(parameters=route, zero_stage=unit.zero_stage, rank=unit.rank)
     return UnitPlan(
         activations=unit.activations,
         parameters=route,
         kept=unit.kept,
         again=unit.again,
         zero_stage=unit.zero_stage,
+        rank=unit.rank,
     )

@@ -46,12 +46,13 @@ class Parameters:
         plan: the routes.
         shards: what several GPUs shard.
         copies: adds the copies.
+        mine: the units of the stage.
 
     Attributes:
         stays: the stays of fetched parameters that have been freed.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, copies: Copies) -> None:
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, copies: Copies, mine: range) -> None:
         self._builder, self._profile, self._plan, self._shards, self._copies = builder, profile, plan, shards, copies
         self.stays: list[Stay] = []
         #: Units whose parameters stay between forward and backward, or backward and forward.
@@ -67,7 +68,9 @@ class Parameters:
         last = builder.passes[-1].micro_batch
         #: Stays of units that leave, while they are on the GPU.
         self._here: dict[int, Stay] = {}
-        for unit, one in enumerate(plan.units):
+        self._mine = mine
+        for unit in mine:
+            one = plan.units[unit]
             if one.parameters.leaves and one.parameters.stays_after_backward:
                 fetch, user = TaskId(Kind.PREFETCH_BACKWARD, unit, last), builder.first_backward(unit, last)
                 self._here[unit] = Stay(fetch, user, self._buffer(user), back=1)
@@ -185,7 +188,7 @@ class Parameters:
         parts that each GPU has updated.
         """
         b = self._builder
-        units = reversed(range(len(self._plan.units)))
+        units = reversed(self._mine)
         found = [(unit, move) for unit in units if (move := self._copies.find(Kind.REFRESH, unit))]
         refreshes = [(self._refresh(unit), move.size_bytes) for unit, move in found]
         staged = [refresh for refresh, _ in refreshes if self._plan.units[refresh.unit].refresh.staged]
@@ -195,7 +198,7 @@ class Parameters:
             b.free(staged[-1], buffer)
             for refresh in staged[:-1]:
                 b.after(staged[-1], refresh)
-        for unit in reversed(range(len(self._plan.units))):
+        for unit in reversed(self._mine):
             if self._shards.stage(unit) in (1, 2) and not self._shards.is_frozen(unit):
                 self._gather_updated(unit)
 

@@ -35,15 +35,23 @@ class Updates:
         shards: what several GPUs shard.
         clipping: adds norms, and the scaling of gradients.
         copies: adds the copies.
+        mine: the units of the stage.
     """
 
     def __init__(
-        self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, clipping: ClippingTasks, copies: Copies
+        self,
+        builder: Builder,
+        profile: Profile,
+        plan: Plan,
+        shards: Shards,
+        clipping: ClippingTasks,
+        copies: Copies,
+        mine: range,
     ) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self._clipping, self._copies = clipping, copies
         self._last = builder.passes[-1].micro_batch
-        units = list(enumerate(plan.units))[::-1]
+        units = [(i, plan.units[i]) for i in reversed(mine)]
         if clipping.clips and plan.delayed:  # only delayed updates run before the last backward
             units.sort(key=lambda unit: unit[1].update_on is Processor.GPU)
         #: Parts of units whose states are fetched to the GPU, and those whose states come to the host, in update order.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import TypeVar
 
 from autohete.errors import InputError, RuleError, check_fields, check_whole
@@ -23,6 +24,7 @@ __all__ = [
     "Footprint",
     "Format",
     "ParameterSlots",
+    "PassOrder",
     "Plan",
     "PlanCounts",
     "Processor",
@@ -39,6 +41,15 @@ T = TypeVar("T")
 def _check_size(name: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise InputError(f"{name} is {value}: it must be a finite number of bytes, 0 or more")
+
+
+class PassOrder(StrEnum):
+    """The order in which a stage of a pipeline computes the passes of micro-batches: all forwards, then all backwards (GPipe,
+    arXiv 1811.06965); or, once the pipeline is full, one of each in turns (PipeDream-Flush, arXiv 2006.09503).
+    """
+
+    ALL_FORWARDS_FIRST = "gpipe"
+    ONE_FORWARD_ONE_BACKWARD = "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +167,7 @@ class Plan(Hashed):
             needs no extra pass.
         footprint: additional memory that the system holds.
         flat_buffers: what its collectives need besides.
+        pass_order: the order of forwards and backwards of micro-batches, if ranks compute different units.
         delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics).
         memory_waits: the plan fits only with extra waits, which cost time; :func:`autohete.simulate.simulate_plan` adds them.
         bound_seconds: lower bound of the iteration time over all plans that the policy could have chosen, proved by its
@@ -171,6 +183,7 @@ class Plan(Hashed):
     scales_gradients: bool = False
     footprint: Footprint = Footprint()
     flat_buffers: FlatBuffers = FlatBuffers()
+    pass_order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
     delayed: bool = False
     memory_waits: bool = False
     bound_seconds: float | None = field(default=None, compare=False)
@@ -192,8 +205,28 @@ class Plan(Hashed):
             raise InputError("the GPU updates with the gradients of this iteration: leave delayed or gpu_share out")
         if self.delayed and any(unit.gradients.far for unit in self.units):
             raise InputError("gradients of a delayed update wait on the host: let them rest there, or leave delayed out")
+        self._check_ranks()
         _check_size("update_bytes", self.update_bytes)
         _check_size("elementwise_bytes", self.elementwise_bytes)
+
+    def _check_ranks(self) -> None:
+        ranks = [unit.rank for unit in self.units]
+        if self.is_pipeline and set(ranks) != set(range(self.ranks)):
+            raise InputError(f"units are on ranks {ranks}: give each unit a rank, and each rank from 0 on a unit; or none")
+        if self.is_pipeline and ranks != sorted(rank or 0 for rank in ranks):
+            raise InputError(f"units are on ranks {ranks}: let each rank have consecutive units, in the order of the ranks")
+        if self.is_pipeline and (self.delayed or self.slots is not None):
+            raise InputError("stages of a pipeline neither delay updates nor have slots: leave delayed and slots out")
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether ranks compute different units."""
+        return any(unit.rank is not None for unit in self.units)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that compute different units; 1 if all compute all."""
+        return 1 + max((unit.rank or 0 for unit in self.units), default=0)
 
     def in_slot(self, unit: int) -> bool:
         """Whether the gradients of ``unit`` live in a slot with its parameters."""

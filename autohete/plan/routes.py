@@ -184,6 +184,7 @@ class UnitPlan(Hashed):
             gradients that are accumulated on the host, which are complete only there.
         gpu_share: fraction of the elements that the GPU updates, taken from the front; the CPU updates the rest. The states of
             this fraction stay on the GPU. The gradients stay on the GPU until both processors have taken their part.
+        rank: index of the GPU that computes the unit, as a stage of a pipeline. None: every GPU does, each with its own data.
     """
 
     activations: Activations = Activations.KEEP
@@ -199,6 +200,7 @@ class UnitPlan(Hashed):
     zero_stage: int = 0
     norm_on: Processor | None = None
     gpu_share: float = 0.0
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -244,6 +246,11 @@ class UnitPlan(Hashed):
             raise InputError(f"gpu_share is {self.gpu_share}: give 0 or more and less than 1; for all, update on the GPU")
         if self.gpu_share:
             self._check_shared_update()
+        if self.rank is not None and (self.rank < 0 or self.zero_stage):
+            raise InputError(
+                f"rank is {self.rank} with zero_stage {self.zero_stage}: give the index of the one GPU that has the unit, "
+                "from 0, and share nothing of it"
+            )
 
     def _check_formats(self) -> None:
         if (self.kept.carried, self.states.carried) != (Format(), Format()):

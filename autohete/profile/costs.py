@@ -268,6 +268,14 @@ class Profile:
         latency = (steps - between) * join.latency_seconds + between * join.network_latency_seconds
         return latency + size_bytes * steps / gpus / bandwidth
 
+    def transfer_seconds(self, size_bytes: float, sender: int, receiver: int) -> float:
+        """Time to send ``size_bytes`` from one GPU to another, by their ranks: through the network if they are on two nodes."""
+        join, of_node = self.hardware.interconnect, self.hardware.gpus_of_node
+        assert join is not None, "several GPUs are joined"
+        if sender // of_node == receiver // of_node or join.network_bandwidth is None:
+            return join.latency_seconds + size_bytes / join.bandwidth
+        return join.network_latency_seconds + size_bytes / min(join.bandwidth, join.network_bandwidth)
+
     def cpu_update_seconds(self, unit: int, kernel_bytes: float, elementwise_bytes: float = 0.0) -> float:
         """Time of the optimizer step of ``unit`` on the CPU, as measured or from the DRAM traffic per parameter.
 

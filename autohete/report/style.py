@@ -66,6 +66,8 @@ LOOKS: dict[Kind, Look] = {
     Kind.GATHER_BACKWARD: Look(GREEN, "++++++"),
     Kind.REDUCE_GRADIENTS: Look(BLUE, "//////"),
     Kind.GATHER_UPDATED: Look(ORANGE, "......"),
+    Kind.SEND_INPUT: Look(YELLOW, "//////"),
+    Kind.SEND_INPUT_GRADIENT: Look(YELLOW, "xxxxxx"),
     Kind.GRADIENT_NORM: Look(BLUE, "xxxxxx"),
     Kind.CLIP: Look(BLUE, "++++++"),
 }

@@ -21,7 +21,7 @@ from autohete.runtime.passes import Passes
 from autohete.runtime.settings import Recipe
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories
-from autohete.schedule import COLLECTIVES, GPU, Schedule
+from autohete.schedule import COLLECTIVES, GPU, TRANSFERS, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Takeover:
         *,
         poison: bool = False,
     ) -> None:
-        if any(task.id.kind in COLLECTIVES for task in schedule.tasks):
+        if any(task.id.kind in (*COLLECTIVES, *TRANSFERS) for task in schedule.tasks):
             raise InputError(
                 "the schedule is for several GPUs, but one process trains on one: lower it for hardware with one GPU"
             )

@@ -20,6 +20,8 @@ GPU_MEMORY, HOST_MEMORY = "gpu", "host"
 PINNED_MEMORY = "pinned"
 #: Name of the lane for collectives of several GPUs.
 COLLECTIVE = "collective"
+#: Name of the lane on which a rank sends to other ranks.
+SEND = "send"
 #: Names of the resources that each GPU has for itself: the link whose two directions share a rate, its multiprocessors, and
 #: what its work takes from the CPU's work beside it.
 LINK, MULTIPROCESSORS, CPU_BESIDE_GPU = "link", "multiprocessors", "cpu_beside_gpu"
@@ -60,6 +62,8 @@ class Kind(StrEnum):
     GATHER_UPDATED = "CU"
     GRADIENT_NORM = "N"
     CLIP = "C"
+    SEND_INPUT = "XF"
+    SEND_INPUT_GRADIENT = "XB"
 
     __hash__ = str.__hash__  # Enum's own __hash__ is a Python call, for every id that lowering looks up
 
@@ -97,7 +101,11 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.GATHER_UPDATED: "all-gather of updated parameters",
     Kind.GRADIENT_NORM: "norm of gradients",
     Kind.CLIP: "clip coefficient",
+    Kind.SEND_INPUT: "transfer of a unit's input to the next rank",
+    Kind.SEND_INPUT_GRADIENT: "transfer of its gradient to the rank before",
 }
+#: The transfers between ranks that compute different units.
+TRANSFERS = (Kind.SEND_INPUT, Kind.SEND_INPUT_GRADIENT)
 #: The kinds that all GPUs run together.
 COLLECTIVES = (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.REDUCE_GRADIENTS, Kind.GATHER_UPDATED)
 _MNEMONICS = frozenset(kind.value for kind in Kind)

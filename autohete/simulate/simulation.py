@@ -45,8 +45,8 @@ class Simulation:
 
     @property
     def gpu(self) -> Occupancy:
-        """The GPU's memory."""
-        return next(one for one in self.memories if one.memory == GPU_MEMORY)
+        """The GPU's memory; of ranks with different units, the fullest one."""
+        return max((one for one in self.memories if one.memory.partition(".")[0] == GPU_MEMORY), key=lambda one: one.peak_bytes)
 
     @property
     def host(self) -> Occupancy:
@@ -66,7 +66,8 @@ class Simulation:
     @property
     def samples_per_second(self) -> float:
         """Sequences per second on all GPUs."""
-        return self.profile.workload.samples * self.profile.hardware.gpus / self.iteration_seconds
+        batches = 1 if self.plan.is_pipeline else self.profile.hardware.gpus  # a pipeline has one batch
+        return self.profile.workload.samples * batches / self.iteration_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,7 +77,8 @@ class Simulation:
     @property
     def tflops_per_gpu(self) -> float:
         """Model TFLOP/s, not counting recomputation."""
-        return self.profile.workload.model_flops / self.iteration_seconds * 1e-12
+        shared_by = self.profile.hardware.gpus if self.plan.is_pipeline else 1
+        return self.profile.workload.model_flops / shared_by / self.iteration_seconds * 1e-12
 
 
 def verdict(*memories: Occupancy) -> Verdict:

@@ -74,8 +74,13 @@ def policy_faults(profile: Profile, policy: Policy, judge: Judge) -> list[str]:
 def plan_faults(profile: Profile, plan: Plan) -> list[str]:
     """Faults of the schedule of ``plan`` and of its execution. A failure to lower or execute it is also a fault.
 
-    A plan whose states exceed the capacity of a place has no schedule and no faults, because the hardware is too small.
+    A plan with values in a place that the hardware does not have has no schedule and no faults.
+
+    Raises:
+        InputError: the plan is a pipeline.
     """
+    if plan.is_pipeline:
+        raise InputError("plans are checked whose units every GPU computes, but this one has ranks: leave them out")
     try:
         schedule = validate(lower(profile, plan))
     except InfeasibleError:

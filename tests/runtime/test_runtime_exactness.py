@@ -27,6 +27,7 @@ from autohete.schedule import (
     COLLECTIVES,
     GPU_MEMORY,
     HOST_MEMORY,
+    TRANSFERS,
     BufferId,
     Kind,
     Schedule,
@@ -452,7 +453,7 @@ NEEDS: dict[Kind, UnitPlan] = {
 
 def test_every_kind_has_a_need() -> None:
     """All kinds are below, but for what several GPUs do together: the runtime trains with one."""
-    assert set(NEEDS) | set(COLLECTIVES) == set(Kind)
+    assert set(NEEDS) | {*COLLECTIVES, *TRANSFERS} == set(Kind)
 
 
 def test_a_schedule_of_several_gpus_is_refused() -> None:

@@ -1,0 +1,265 @@
+"""Pipelines: units that single ranks compute, in the order of GPipe and of one forward and one backward in turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.paper import profile_with
+
+from autohete.analysis.memory_waits import least_bytes
+from autohete.errors import InputError
+from autohete.execution.trace import check_trace
+from autohete.hardware import Interconnect
+from autohete.lowering import lower
+from autohete.plan import Activations, PassOrder, Plan, Processor, Rest, Route, UnitPlan
+from autohete.profile import LossProfile, Profile
+from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, TaskId, parse_schedule, validate
+from autohete.sim import SimExecutor
+from autohete.simulate import simulate_plan
+from autohete.testing import checks, strategies
+from autohete.testing.checks import Paths
+from autohete.testing.list_scheduler import list_schedule
+from autohete.workload import BlockRole
+
+PLENTY = 2**40
+#: Of five units, ranks 0 and 1 compute two and three.
+RANKS = (0, 0, 1, 1, 1)
+
+
+def plan_of(*units: UnitPlan, order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD) -> Plan:
+    """A plan of units that are on the ranks above."""
+    return Plan("by hand", tuple(replace(unit, rank=rank) for unit, rank in zip(units, RANKS, strict=True)), pass_order=order)
+
+
+def starts(schedule: Schedule, lane: str) -> dict[str, int]:
+    """When the tasks of a lane start in the first iteration, in ns."""
+    trace = SimExecutor().run(schedule, 2)
+    return {str(schedule.tasks[i].id._replace(rank=0)): int(trace.start_ns[0, i]) for i in schedule.tasks_of(lane)}
+
+
+def test_gpipe_on_paper() -> None:
+    """All forwards, then all backwards.
+
+    Stage 0 takes 2 + 6 ns forward and 12 + 4 back, stage 1 6 + 6 + 3 and a loss of 1, and 6 + 12 + 12 back; a transfer of 4
+    bytes takes 1. Stage 1 begins at 2 + 6 + 1 = 9, has 3 (16 + 30) ns of passes, and updates of the head (2) and a block (4)
+    before its last backward ends: at 153. Then follow 1 + 12 + 4 + 4 + 2, in all 176 ns.
+    """
+    plan, profile = plan_of(*[UnitPlan()] * 5, order=PassOrder.ALL_FORWARDS_FIRST), profile_with(PLENTY, 3, gpus=2)
+    schedule = validate(lower(profile, plan))
+    assert starts(schedule, "gpu") == {
+        "F0": 0, "F1": 2, "F0m1": 8, "F1m1": 10, "F0m2": 16, "F1m2": 18,
+        "B1": 88, "B0": 100, "B1m1": 118, "B0m1": 130, "B1m2": 154, "W1": 166, "B0m2": 170, "W0": 174,
+    }  # fmt: skip
+    assert starts(schedule, "gpu.1") == {
+        "F2": 9, "F3": 15, "F4": 21, "L4": 24, "F2m1": 25, "F3m1": 31, "F4m1": 37, "L4m1": 40,
+        "F2m2": 41, "F3m2": 47, "F4m2": 53, "L4m2": 56, "B4": 57, "B3": 63, "B2": 75, "B4m1": 87, "B3m1": 93, "B2m1": 105,
+        "B4m2": 117, "W4": 123, "B3m2": 125, "W3": 137, "B2m2": 141, "W2": 153,
+    }  # fmt: skip
+    assert starts(schedule, "send") == {"XF2": 8, "XF2m1": 16, "XF2m2": 24}
+    assert starts(schedule, "send.1") == {"XB2": 87, "XB2m1": 117, "XB2m2": 153}
+    found = simulate_plan(profile, plan)
+    assert found.iteration_seconds == pytest.approx(176e-9)
+    # Rank 0 at the first backward: parameters and states of 6, 12 bytes each; three micro-batches of 40 + 36 of activations and
+    # 4 of an input; gradients of a block; an arrived gradient, the one below it; 8 of workspace. Rank 1 at its first: 10
+    # parameters; three times 3 x 36 + 3 x 4 + 4 of logits' gradients; gradients of the head, the gradient below it; workspace.
+    peaks = {one.memory: one.peak_bytes for one in found.memories}
+    assert peaks["gpu"] == 6 * 12 + 3 * (76 + 4) + 16 + 4 + 4 + 8
+    assert peaks["gpu.1"] == 10 * 12 + 3 * (108 + 12 + 4) + 8 + 4 + 8
+
+
+def test_one_forward_one_backward_on_paper() -> None:
+    """Stage 0 begins with two forwards, stage 1 with one, then each has a backward and a forward in turns.
+
+    The period is that of GPipe, 9 + 3 (16 + 30) + 6 + 1 + 22 = 176 ns, since stage 1 is never idle in either; but fewer
+    micro-batches are under way.
+    """
+    plan, profile = plan_of(*[UnitPlan()] * 5), profile_with(PLENTY, 3, gpus=2)
+    schedule = validate(lower(profile, plan))
+    assert starts(schedule, "gpu") == {
+        "F0": 0, "F1": 2, "F0m1": 8, "F1m1": 10, "B1": 56, "B0": 68, "F0m2": 72, "F1m2": 74,
+        "B1m1": 102, "B0m1": 114, "B1m2": 154, "W1": 166, "B0m2": 170, "W0": 174,
+    }  # fmt: skip
+    assert starts(schedule, "gpu.1") == {
+        "F2": 9, "F3": 15, "F4": 21, "L4": 24, "B4": 25, "B3": 31, "B2": 43,
+        "F2m1": 55, "F3m1": 61, "F4m1": 67, "L4m1": 70, "B4m1": 71, "B3m1": 77, "B2m1": 89,
+        "F2m2": 101, "F3m2": 107, "F4m2": 113, "L4m2": 116,
+        "B4m2": 117, "W4": 123, "B3m2": 125, "W3": 137, "B2m2": 141, "W2": 153,
+    }  # fmt: skip
+    assert starts(schedule, "send") == {"XF2": 8, "XF2m1": 16, "XF2m2": 80}
+    assert starts(schedule, "send.1") == {"XB2": 55, "XB2m1": 101, "XB2m2": 153}
+    found = simulate_plan(profile, plan)
+    assert found.iteration_seconds == pytest.approx(176e-9)
+    # Rank 0 at the second backward of its block: two micro-batches; sums of block and embedding, and what is added to them.
+    # Rank 1 at the second of the head: one micro-batch; sums of all three units, and what is added.
+    peaks = {one.memory: one.peak_bytes for one in found.memories}
+    assert peaks["gpu"] == 6 * 12 + 2 * (76 + 4) + (16 + 8) + 16 + 4 + 4 + 8
+    assert peaks["gpu.1"] == 10 * 12 + (108 + 12 + 4) + (16 + 16 + 8) + 8 + 4 + 8
+    assert found.gpu.memory == "gpu.1"
+
+
+def even(stages: int, micro_batches: int) -> tuple[Profile, Plan]:
+    """Stages that take 10 ns forward and 20 back; transfers and updates take no time."""
+    profile = profile_with(PLENTY, micro_batches)
+    block = replace(
+        profile.units[1], role=BlockRole.TRANSFORMER, forward_seconds=10e-9, backward_seconds=20e-9, gpu_update_seconds=0.0
+    )
+    join = Interconnect(stages, 1e18, 0.0)
+    hardware = replace(profile.hardware, interconnect=join).shared_by(stages)
+    workload = replace(profile.workload, transformer_blocks=stages - 2)
+    units = (replace(block, role=BlockRole.EMBEDDING), *[block] * (stages - 2), replace(block, role=BlockRole.HEAD))
+    profile = Profile(workload, hardware, units, LossProfile(0.0, 4, 8))
+    return profile, Plan("even", tuple(UnitPlan(rank=rank) for rank in range(stages)))
+
+
+@pytest.mark.parametrize("order", PassOrder)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(3, 1), (3, 4), (4, 8), (5, 3)])
+def test_even_stages_have_the_bubble_of_the_papers(stages: int, micro_batches: int, order: PassOrder) -> None:
+    """With S even stages and M micro-batches an iteration takes M + S - 1 times a stage's passes (GPipe, section 2.2); the
+    first stage holds M micro-batches under GPipe, and min(M, S) in the other order.
+    """
+    profile, plan = even(stages, micro_batches)
+    found = simulate_plan(profile, replace(plan, pass_order=order))
+    assert found.iteration_seconds == pytest.approx((micro_batches + stages - 1) * 30e-9)
+    held = {
+        m
+        for m in range(micro_batches)
+        if starts(found.schedule, "gpu")[str(TaskId(Kind.FORWARD, 0, m))] < first_back(found.schedule)
+    }
+    assert len(held) == (micro_batches if order is PassOrder.ALL_FORWARDS_FIRST else min(micro_batches, stages))
+
+
+def first_back(schedule: Schedule) -> int:
+    """When the first stage's first backward starts."""
+    return starts(schedule, "gpu")["B0"]
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(st.data())
+def test_any_pipeline_does_the_work_of_the_plan(data: st.DataObject) -> None:
+    """Dealt to any ranks, in either order, any plan makes the same tasks, with one transfer each way at each border; two
+    executors agree on it, and every rank's memory repeats.
+    """
+    drawn = data.draw(strategies.profiles(max_micro_batches=3))
+    drawn = replace(
+        drawn,
+        workload=replace(drawn.workload, tied_embeddings=False, clip_norm=None),
+        hardware=replace(drawn.hardware, shared_cores=None, interconnect=Interconnect(8, 1e11, 1e-6, 1e9, 1e-5)),
+    )
+    ranks = data.draw(st.integers(1, min(3, len(drawn.units))))
+    profile = replace(drawn, hardware=drawn.hardware.shared_by(ranks))
+    alone = replace(profile, hardware=replace(profile.hardware, gpus=1))
+    plan = replace(data.draw(strategies.plans(alone)), slots=None, delayed=False, rules=())
+    borders = sorted(data.draw(st.sets(st.integers(1, len(plan.units) - 1), min_size=ranks - 1, max_size=ranks - 1)))
+    of = [sum(unit >= border for border in borders) for unit in range(len(plan.units))]
+    stay = plan.units if profile.workload.micro_batches == 1 else map(never_staying, plan.units)
+    plan = replace(plan, units=tuple(stay))
+    units = [replace(unit, rank=rank) for unit, rank in zip(plan.units, of, strict=True)]
+    for border in borders:
+        if units[border].activations is Activations.DROP:
+            return
+    pipeline = replace(plan, units=tuple(units), pass_order=data.draw(st.sampled_from(PassOrder)))
+    schedule, whole = validate(lower(profile, pipeline)), lower(alone, plan)
+    assert parse_schedule(str(schedule)) == schedule
+    made = Counter(
+        (task.id.kind, task.id.unit, task.id.micro_batch, task.id.again, task.duration_ns) for task in schedule.tasks
+    )
+    expected = Counter(
+        (task.id.kind, task.id.unit, task.id.micro_batch, task.id.again, task.duration_ns) for task in whole.tasks
+    )
+    transfers = made - expected
+    assert expected - made == Counter()
+    back = sum(border > profile.first_trained for border in borders)
+    assert sum(transfers.values()) == profile.workload.micro_batches * (len(borders) + back)
+    assert {kind for kind, *_ in transfers} <= set(TRANSFERS)
+    assert list(border_faults(schedule, borders, profile.first_trained)) == []
+    trace = SimExecutor().run(schedule, 4)
+    assert check_trace(trace) == []
+    again = list_schedule(schedule, 4)
+    assert (trace.start_ns == again.start_ns).all()
+    assert all(least_bytes(schedule, memory.name) >= 0 for memory in schedule.memories)
+
+
+def border_faults(schedule: Schedule, borders: list[int], first_trained: int) -> Iterator[str]:
+    """Passes at the borders of stages that may run without what they need from the other side."""
+    paths = Paths(schedule)
+    for rank, unit in enumerate(borders):
+        for m in range(schedule.micro_batches):
+            send, back = TaskId(Kind.SEND_INPUT, unit, m, rank), TaskId(Kind.SEND_INPUT_GRADIENT, unit, m, rank + 1)
+            below, above = TaskId(Kind.FORWARD, unit - 1, m, rank), TaskId(Kind.FORWARD, unit, m, rank + 1)
+            yield from checks.chain_faults(paths, (below, 0), (send, 0), (above, 0))
+            if unit > first_trained:
+                above, below = (task._replace(kind=Kind.BACKWARD) for task in (above, below))
+                yield from checks.chain_faults(paths, (above, 0), (back, 0), (below, 0))
+
+
+def never_staying(unit: UnitPlan) -> UnitPlan:
+    """The unit with parameters that leave after each pass, if they do."""
+    return replace(unit, parameters=replace(unit.parameters, stays_after_forward=False, stays_after_backward=False))
+
+
+def test_one_rank_is_the_ordinary_schedule() -> None:
+    """A pipeline of one stage has the tasks of a plan without ranks."""
+    profile = profile_with(PLENTY, 3)
+    inner = UnitPlan(Activations.RECOMPUTE, Route("host"), Processor.CPU, kept=Rest("host"))
+    outer = UnitPlan(update_on=Processor.CPU)
+    units = (outer, inner, inner, inner, outer)
+    ordinary = lower(profile, Plan("one", units))
+    pipeline = lower(profile, Plan("one", tuple(replace(unit, rank=0) for unit in units)))
+    assert (pipeline.tasks, pipeline.resident, pipeline.memories) == (ordinary.tasks, ordinary.resident, ordinary.memories)
+
+
+def test_a_pipeline_of_gpus_on_two_nodes_sends_through_the_network() -> None:
+    """A transfer takes the rate and the latency of what connects the two ranks."""
+    profile, plan = even(4, 1)
+    join = Interconnect(2, 1e9, 0.0, network_bandwidth=1e8, network_latency_seconds=3e-9)
+    node = replace(profile.hardware, gpus=1, interconnect=join)
+    schedule = lower(replace(profile, hardware=node.shared_by(4)), plan)
+    sizes = {task.id.unit: task.duration_ns for task in schedule.tasks if task.id.kind is Kind.SEND_INPUT}
+    assert sizes == {1: 4, 2: 43, 3: 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": (0, 1, 0, 1, 1)}, "let each rank have consecutive units"),
+        ({"ranks": (0, 0, None, 1, 1)}, "give each unit a rank"),
+        ({"ranks": (0, 0, 2, 2, 2)}, "each rank from 0 on a unit"),
+        ({"ranks": (0, 0, 0, 0, 0)}, "on 1 ranks, but 2 GPUs train together"),
+        ({"clip_norm": 1.0}, "leave clip_norm out"),
+        ({"tied": True}, "untie the embeddings"),
+        ({"drop": 2}, "unit 2 drops its input, which comes from another rank"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(change: dict[str, object], message: str) -> None:
+    """The error names the ranks or the unit, and what to do."""
+    profile = profile_with(PLENTY, 2, gpus=2, clip_norm=1.0 if "clip_norm" in change else None)
+    if "tied" in change:
+        profile = replace(profile, workload=replace(profile.workload, tied_embeddings=True))
+    ranks = change.get("ranks", RANKS)
+    assert isinstance(ranks, tuple)
+    units = [UnitPlan(rank=rank) for rank in ranks]
+    if "drop" in change:
+        units[1], units[2] = (
+            replace(unit, activations=kept)
+            for unit, kept in zip(units[1:3], ("recompute", "drop"), strict=True)
+            for kept in [Activations(kept)]
+        )
+    with pytest.raises(InputError, match=message):
+        lower(profile, Plan("by hand", tuple(units)))
+
+
+def test_memories_of_ranks_are_counted_apart() -> None:
+    """A rank that is too small is named in the verdict, whichever it is."""
+    plan, profile = plan_of(*[UnitPlan()] * 5), profile_with(PLENTY, 3, gpus=2)
+    peaks = {one.memory: one.peak_bytes for one in simulate_plan(profile, plan).memories}
+    assert peaks[GPU_MEMORY] < peaks["gpu.1"]
+    small = replace(
+        profile, hardware=replace(profile.hardware, gpu=replace(profile.hardware.gpu, memory_bytes=peaks["gpu.1"] - 1))
+    )
+    assert str(simulate_plan(small, plan).verdict) == "gpu.1-out-of-memory"
