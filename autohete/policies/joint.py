@@ -116,8 +116,9 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
         search.go_on()
         for assignment in search.best_few():
             candidates += part.plans(assignment)
-    if len(profile.units) <= _FEW_UNITS and (waiting := every.waiting(relaxed)) is not None:
-        candidates.append(waiting)
+    if len(profile.units) <= _FEW_UNITS:
+        waiting = [every.waiting(relaxed), *([family.waiting(family.relaxation())] if family is not every else [])]
+        candidates += [plan for plan in waiting if plan is not None]
     found = fastest({plan: estimate(plan) for plan in candidates}, judge)
     if found is None:
         return every.polished(every.frugal(relaxed, proven=bound is None))
