@@ -221,7 +221,7 @@ class Model:
         gpu_bytes: lower bound of what the GPU holds at a pass; ``pending``: what typical timing adds to each.
         host_bytes: lower bound of what the host holds, and the same with everything in transit.
         pinned_bytes: the pinned part of ``host_bytes``.
-        place_bytes: lower bound of what each other place of the hardware holds.
+        place_bytes: lower bound of what each other place holds that some choice uses.
     """
 
     def __init__(self, costs: Costs, choices: Choices) -> None:
@@ -240,7 +240,8 @@ class Model:
         self._for_update = self._copies(H2D, When.BEFORE_UPDATE)
         #: Sizes of the copies of activations to the host.
         self._away = tables.moves(lambda one: sum(c.move.size_bytes for c in one.at(D2H, When.AFTER_FORWARD, *_KEPT)))
-        self._places = self._profile.hardware.places
+        used = {home for every in (choices.activations, choices.others) for some in every for one in some for home in one.homes}
+        self._places = [place for place in self._profile.hardware.places if place.name in used]
         self.seconds, self.stalls = self._all_seconds()
         self.gpu_bytes, self.pending = self._all_gpu_bytes()
         self.host_bytes = self._on_host(lambda one: one.host_bytes)
