@@ -48,6 +48,8 @@ class MlpOffload:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not Rest(self.place).far:
+            raise InputError(f"mlp_offload:place={self.place} is no place besides the GPU and the host: give one, such as nvme")
         if self.cached is not None and self.cached < 0:
             raise InputError(f"mlp_offload:cached={self.cached} must be 0 or more units, or left out")
 

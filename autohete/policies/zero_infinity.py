@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autohete.errors import check_fields
+from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
@@ -51,6 +51,10 @@ class ZeroInfinity:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not Rest(self.place).far:
+            raise InputError(
+                f"zero_infinity:place={self.place} is no place besides the GPU and the host: give one, such as nvme"
+            )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

@@ -387,7 +387,8 @@ _PLACES = ((), ("nvme",), ("cxl", "nvme"))
 @st.composite
 def _places(draw: Draw, name: str) -> Place:
     rate = _decades(6, 11)
-    beside = draw(st.sampled_from([HOST_MEMORY, HOST_MEMORY, GPU_MEMORY]))
+    # Published systems let the CPU update what rests in the place named nvme.
+    beside = HOST_MEMORY if name == "nvme" else draw(st.sampled_from([HOST_MEMORY, GPU_MEMORY]))
     return Place(name, 10**14, draw(rate), draw(rate), draw(_decades(-9, -4)), draw(st.none() | rate), beside)
 
 
@@ -451,6 +452,8 @@ def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
             texts[flag] = st.sampled_from(
                 [f"{flag}={member.value}" for member in wanted if member is not Checkpointing.SELECTIVE]
             )
+        elif wanted is str:
+            texts[flag] = st.just(f"{flag}=nvme")
         else:
             texts[flag] = st.integers(1, 100).map(f"{flag}={{}}".format)
     return texts

@@ -117,6 +117,15 @@ def test_what_the_processor_does_not_reach_is_refused(unit: UnitPlan, precision:
         lower(profile_on(BOTH, replace(SMALL, precision=precision)), plan_of(unit))
 
 
+@pytest.mark.parametrize("policy", ["zero_infinity", "mlp_offload"])
+def test_a_policy_uses_the_place_that_it_is_given(policy: str) -> None:
+    """States rest in the place of that name; the host, which is none, is refused."""
+    plan = simulate_policy(profile_on(BOTH), parse_policy(f"{policy}:place=drives")).plan
+    assert {unit.states.home for unit in plan.units} <= {"drives", "gpu"}
+    with pytest.raises(InputError, match=f"{policy}:place=host is no place besides the GPU and the host"):
+        parse_policy(f"{policy}:place=host")
+
+
 def test_a_place_that_is_missing_is_named() -> None:
     """The error names the place, what the hardware has, and the table to write."""
     with pytest.raises(
