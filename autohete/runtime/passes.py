@@ -404,11 +404,12 @@ class Passes:
         if source == GPU_MEMORY:
             self._offload_activations(i, target)
         elif target == GPU_MEMORY:
+            moved = unit.moved
             self._fetch_activations(i)
+            self._leave(source, moved.values())
         else:
-            for key, there in [*unit.moved.items()]:
-                unit.moved[key] = self._kept_in(target, there)
-                self._let_go(there)
+            unit.moved, moved = {key: self._kept_in(target, there) for key, there in unit.moved.items()}, unit.moved
+            self._leave(source, moved.values())
 
     def _kept_in(self, memory: str, data: Tensor) -> Tensor:
         """Copy bytes to new memory on the host, or to a file."""
@@ -417,9 +418,11 @@ class Passes:
         there = torch.empty(len(data), dtype=torch.uint8, device="cpu", pin_memory=self.memories.pins)
         return self.memories.claim_host(there, "activations").copy_(data, non_blocking=True)
 
-    def _let_go(self, there: Tensor) -> None:
-        """Let a file that has been read be used again."""
-        self.states.files.release(there)
+    def _leave(self, memory: str, moved: Iterable[Tensor]) -> None:
+        """Let files that have been read be used again."""
+        if memory not in (GPU_MEMORY, HOST_MEMORY):
+            for there in moved:
+                self.states.files.release(there)
 
     def _offload_activations(self, i: int, target: str) -> None:
         """Copy what backward needs from the device: each storage once, even if several saved tensors are views of it."""
@@ -448,7 +451,6 @@ class Passes:
         back: dict[int, Tensor] = {}
         for key, there in unit.moved.items():
             back[key] = memories.on_device(len(there), torch.uint8, "activations").copy_(there, non_blocking=True)
-            self._let_go(there)
         for saved in [*unit.still_saved(), *([unit.input] if unit.input else [])]:
             moved = saved.value
             if not isinstance(moved, MovedStorage):

@@ -38,22 +38,25 @@ class Files:
         if not tensor.numel():
             return tensor
         with self._lock:
-            if unused := self._unused[tensor.dtype, tensor.numel()]:
-                return unused.pop().view(tensor.shape).copy_(tensor)
-            if self._folder is None:
-                self._folder = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="autohete-"))
-            path = os.path.join(self._folder, str(self._count))
-            self._count += 1
+            unused = self._unused[tensor.dtype, tensor.numel()]
+            held = unused.pop() if unused else self._created(tensor)
+        return held.view(tensor.shape).copy_(tensor)
+
+    def _created(self, like: Tensor) -> Tensor:
+        """Return a flat tensor in a new file."""
+        if self._folder is None:
+            self._folder = self._undo.enter_context(tempfile.TemporaryDirectory(prefix="autohete-"))
+        path = os.path.join(self._folder, str(self._count))
+        self._count += 1
         try:
             with open(path, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # otherwise a later write to a full drive kills the process
+                os.posix_fallocate(file.fileno(), 0, like.nbytes)  # otherwise a later write to a full drive kills the process
         except OSError as error:
             raise InputError(
-                f"{tensor.nbytes} bytes cannot rest in {self._folder}: {error.strerror}. Set TMPDIR to a folder with more "
+                f"{like.nbytes} bytes cannot rest in {self._folder}: {error.strerror}. Set TMPDIR to a folder with more "
                 "room, or train with a policy that lets nothing rest in files"
             ) from error
-        held = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-        return held.view(tensor.shape).copy_(tensor)
+        return torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype)
 
     def release(self, tensor: Tensor) -> None:
         """Let the file of ``tensor``, which :meth:`holding` returned, be used again."""
