@@ -53,7 +53,6 @@ def purchases(site: Site, simulation: Simulation | None) -> Iterator[Change]:
                 f"twice the {place.name} ({' and '.join(f'{rate / 1e9:.3g}' for rate in [*twice.values()][:2])} GB/s)",
                 {f"places.{place.name}.{name}": _rate(rate) for name, rate in twice.items()}
                 | {f"places.{place.name}.capacity": f"{2 * place.capacity_bytes}B"},
-                memory=place.name,
             )
     if now.interconnect is not None:
         more = site.gpus + 1 if site.gpus < now.interconnect.gpus else site.gpus + now.interconnect.gpus

@@ -11,8 +11,8 @@ from autohete.quantities import rounded_when_pinned
 #: Rates that differ by less are equal: measured ones are written with six digits.
 _ROUNDING = 1 + 1e-5
 #: The form of the name of a place, and names that other memories have.
-PLACE_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
-TAKEN_NAMES = frozenset({"gpu", "host", "pinned", "seconds"})
+_PLACE_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
+_TAKEN_NAMES = ("gpu", "host", "pinned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,19 @@ class Cpu:
     ranks_update_bandwidth: float | None = None
 
 
+def check_place_name(name: str) -> None:
+    """Check the name of a place.
+
+    Raises:
+        InputError: names the form, and the names that are taken.
+    """
+    if name in _TAKEN_NAMES or not _PLACE_NAME.fullmatch(name):
+        raise InputError(
+            f"{name!r} cannot name a place: give up to 31 lower-case letters, digits and underscores, beginning with a letter, "
+            f"but not {', '.join(_TAKEN_NAMES)}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Memory besides the GPU's and the host's in which values can rest: drives, CXL memory, the memory of another GPU.
@@ -175,11 +188,7 @@ class Place:
     beside: str = "host"
 
     def __post_init__(self) -> None:
-        if self.name in TAKEN_NAMES or not PLACE_NAME.fullmatch(self.name):
-            raise InputError(
-                f"a place is named {self.name!r}: give lower-case letters, digits and underscores, beginning with a letter, "
-                f"and none of {', '.join(sorted(TAKEN_NAMES))}"
-            )
+        check_place_name(self.name)
         if self.beside not in ("host", "gpu"):
             raise InputError(f"{self.name}: beside is {self.beside!r}: give 'host' or 'gpu'")
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from autohete.errors import InputError, suggestion
 from autohete.hardware.document import WITHOUT, Document, combine, figure_keys, find, follows, overridden, read_chain
-from autohete.hardware.node import PLACE_NAME, TAKEN_NAMES, Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
+from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place, check_place_name
 from autohete.quantities import EXAMPLES, parse_quantity
 
 
@@ -30,11 +30,10 @@ def _quantity(dimension: str) -> Callable[[object], object]:
 
 
 def _name_of_place(value: str) -> str:
-    if value in TAKEN_NAMES or not PLACE_NAME.fullmatch(value):
-        raise ValueError(
-            "a place is named in lower-case letters, digits and underscores, beginning with a letter, and not "
-            f"{', '.join(sorted(TAKEN_NAMES))}"
-        )
+    try:
+        check_place_name(value)
+    except InputError as error:
+        raise ValueError(str(error)) from None
     return value
 
 

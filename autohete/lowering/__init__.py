@@ -8,7 +8,7 @@ add order (``autohete/plan/rules.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -82,7 +82,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
         _check_one_pool(hardware.name, schedule.tasks)
     places = [_place_for(hardware, name, needed) for name, needed in lowered.places]
     flows, resources = shared_bandwidth(hardware, places, uses_cpu=lowered.uses_cpu)
-    memories = _memories(hardware, places)
+    memories = _memories(hardware, {place.name: place.capacity_bytes for place in places})
     if plan.is_pipeline:
         memories, flows, resources = of_all_ranks(memories, flows, resources, hardware)
     seconds = [duration(profile) for duration in lowered.durations]
@@ -99,7 +99,7 @@ def never_fits(profile: Profile, plan: Plan) -> bool:
         InputError: as for :func:`lower`.
     """
     lowered = _for_all_rates(profile, plan)
-    memories = _memories(profile.hardware, ())
+    memories = _memories(profile.hardware, {})
     if plan.is_pipeline:
         memories, *_ = of_all_ranks(memories, (), (), profile.hardware)
     return any(unavoidable_bytes(lowered.schedule, memory.name) > memory.capacity_bytes for memory in memories)
@@ -184,19 +184,19 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     shards.check()
     ordered = [_ordered(profile, plan, shards, stage) for stage in stages]
     builder, order = ordered[0]
-    homes = {home for unit in plan.units for home in unit.homes} - {GPU_MEMORY, HOST_MEMORY}
+    homes = sorted({home for unit in plan.units for home in unit.homes} - {GPU_MEMORY, HOST_MEMORY})
     resident = tuple(resident_buffers(profile, plan, shards))
     if plan.is_pipeline:
         resident = tuple(_resident_of_ranks(plan, resident))
-    used = tuple((home, sum(each.size_bytes for each in resident if each.memory == home)) for home in sorted(homes))
+    used = tuple((home, sum(each.size_bytes for each in resident if each.memory == home)) for home in homes)
     discipline = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO
     lanes = [] if hardware.unified else [Lane(name, discipline) for name in (H2D, D2H, CPU)]
-    for home in sorted(homes):
+    for home in homes:
         near = GPU_MEMORY if home in hardware.beside_gpu else HOST_MEMORY
         ends = (home, near), (near, home)
         lanes += [Lane(lane_between(*pair), discipline, *pair) for pair in ends]
     lanes = [Lane(GPU), *lanes]
-    memories = _memories(hardware, [Place(home, 0, 1.0, 1.0, 0.0) for home in sorted(homes)])
+    memories = _memories(hardware, dict.fromkeys(homes, 0))
     if plan.is_pipeline:
         lanes = [lane_of_rank(lane, stage.rank) for stage in stages for lane in (*lanes, Lane(SEND, discipline))]
         memories, *_ = of_all_ranks(memories, (), (), hardware)
@@ -211,11 +211,12 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     return _Lowered(schedule, tuple(places), tuple(places[duration] for duration in durations), used, uses_cpu)
 
 
-def _memories(hardware: Hardware, places: Sequence[Place]) -> tuple[Memory, ...]:
+def _memories(hardware: Hardware, places: Mapping[str, int]) -> tuple[Memory, ...]:
+    """The memories of a GPU and its host, and ``places`` with their capacities."""
     found = [Memory(GPU_MEMORY, hardware.gpu_capacity_bytes), Memory(HOST_MEMORY, hardware.host.memory_bytes)]
     if hardware.host.pinned_bytes is not None:
         found.append(Memory(PINNED_MEMORY, hardware.host.pinned_bytes, part_of=HOST_MEMORY))
-    return (*found, *(Memory(place.name, place.capacity_bytes) for place in places))
+    return (*found, *(Memory(name, capacity) for name, capacity in places.items()))
 
 
 def _ordered(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -> tuple[Builder, list[int]]:

@@ -25,6 +25,7 @@ from autohete.schedule import (
     Buffer,
     BufferId,
     Flow,
+    Kind,
     SharedResource,
     Value,
 )
@@ -48,6 +49,11 @@ def slot_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
 def pinned_memory(profile: Profile) -> str:
     """The memory of pinned buffers: a separate one only if pinned memory has its own limit."""
     return HOST_MEMORY if profile.hardware.host.pinned_bytes is None else PINNED_MEMORY
+
+
+def passing_parameters(profile: Profile, unit: int, use: Kind, micro_batch: int = 0) -> BufferId:
+    """The buffer on the host of parameters on the way between their place and the GPU."""
+    return BufferId(Value.PARAMETERS, pinned_memory(profile), unit, use, micro_batch)
 
 
 def resident_buffers(profile: Profile, plan: Plan, shards: Shards) -> Iterator[Buffer]:

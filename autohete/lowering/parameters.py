@@ -12,7 +12,7 @@ from typing import NamedTuple
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.copies import Copies
-from autohete.lowering.footprint import pinned_memory
+from autohete.lowering.footprint import passing_parameters
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan
 from autohete.profile import Profile
@@ -104,7 +104,7 @@ class Parameters:
         fetch = self._copies.add(kind, unit, priority, user.micro_batch)
         b.read(fetch, Value.PARAMETERS, unit, self._source(fetch))
         if read is not None:
-            b.free(fetch, self._on_host(unit, read.kind, user.micro_batch))
+            b.free(fetch, passing_parameters(self._profile, unit, read.kind, user.micro_batch))
             self._last_fetch[unit] = fetch
         if self._shards.stage(unit) == 3:
             b.make(fetch, self._part_of(fetch), size)
@@ -121,7 +121,7 @@ class Parameters:
             return None
         b, read = self._builder, self._copies.add(kind, unit, priority, user.micro_batch)
         b.read(read, Value.PARAMETERS, unit, move.source)
-        b.make(read, self._on_host(unit, kind, user.micro_batch), move.size_bytes)
+        b.make(read, passing_parameters(self._profile, unit, kind, user.micro_batch), move.size_bytes)
         ahead, source = self._ahead(user)
         b.beside(read, user, ahead + bool(ahead), source)
         if unit in self._last_fetch:  # never two copies at a time
@@ -131,10 +131,6 @@ class Parameters:
             kinds = [kind for kind in (Kind.PREFETCH_BACKWARD, Kind.PREFETCH_FORWARD) if self._copies.find(kind, unit, last)]
             b.after(read, TaskId(kinds[0], unit, last), back=1)
         return read
-
-    def _on_host(self, unit: int, use: Kind, micro_batch: int = 0) -> BufferId:
-        """The buffer of parameters on the way between their place and the GPU."""
-        return BufferId(Value.PARAMETERS, pinned_memory(self._profile), unit, use, micro_batch)
 
     def _source(self, copy: TaskId) -> str:
         move = self._copies.find(copy.kind, copy.unit, copy.micro_batch)
@@ -175,7 +171,7 @@ class Parameters:
             b, write = self._builder, self._copies.add(Kind.WRITE_PARAMETERS, unit, unit)
             b.read(write, Value.PARAMETERS, unit, HOST_MEMORY)
             b.write(write, Value.PARAMETERS, unit, home.target)
-            b.free(write, self._on_host(unit, Kind.WRITE_PARAMETERS))
+            b.free(write, passing_parameters(self._profile, unit, Kind.WRITE_PARAMETERS))
         self.after_backward(unit)
 
     def after_backward(self, unit: int) -> None:
@@ -223,7 +219,7 @@ class Parameters:
         if through is None:
             b.write(copy, Value.PARAMETERS, unit, move.target)
         else:
-            b.make(copy, self._on_host(unit, Kind.WRITE_PARAMETERS), through.size_bytes)
+            b.make(copy, passing_parameters(self._profile, unit, Kind.WRITE_PARAMETERS), through.size_bytes)
         return copy
 
     def _release(self, unit: int) -> None:

@@ -7,7 +7,7 @@ from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.clipping import ClippingTasks, scaled_bytes
 from autohete.lowering.copies import Copies
 from autohete.lowering.durations import Duration
-from autohete.lowering.footprint import pinned_memory
+from autohete.lowering.footprint import passing_parameters, pinned_memory
 from autohete.lowering.shards import Shards
 from autohete.plan import Plan, Processor, UnitPlan
 from autohete.plan.moves import Move
@@ -238,7 +238,7 @@ class Updates:
         b.read(update, Value.GRADIENTS, unit, HOST_MEMORY)
         self._clipping.scale(update)
         if home := self._copies.find(Kind.WRITE_PARAMETERS, unit):
-            b.make(update, self._parameters_on_host(unit), home.size_bytes)
+            b.make(update, passing_parameters(self._profile, unit, Kind.WRITE_PARAMETERS), home.size_bytes)
         else:
             b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
         if plan.units[unit].states.far:
@@ -266,10 +266,6 @@ class Updates:
 
     def _states_on_host(self, unit: int, part: int) -> BufferId:
         return BufferId(Value.OPTIMIZER_STATES, pinned_memory(self._profile), unit, again=part)
-
-    def _parameters_on_host(self, unit: int) -> BufferId:
-        """Updated parameters on the way to their place."""
-        return BufferId(Value.PARAMETERS, pinned_memory(self._profile), unit, Kind.WRITE_PARAMETERS)
 
     def _gradients_on_host(self, unit: int) -> BufferId:
         """The gradients that were read together with the states."""

@@ -239,7 +239,7 @@ class Model:
         self._for_backward = self._copies(H2D, When.BEFORE_BACKWARD)
         self._for_update = self._copies(H2D, When.BEFORE_UPDATE)
         #: Sizes of the copies of activations to the host.
-        self._away = tables.moves(lambda one: sum(c.move.size_bytes for c in one.at(D2H, When.AFTER_FORWARD, *_KEPT)))
+        self._away = tables.moves(lambda one: sum(c.move.size_bytes for c in _kept_down(one)))
         used = {home for every in (choices.activations, choices.others) for some in every for one in some for home in one.homes}
         self._places = [place for place in self._profile.hardware.places if place.name in used]
         self.seconds, self.stalls = self._all_seconds()
