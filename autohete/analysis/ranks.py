@@ -6,6 +6,7 @@ host, and a lane for collectives. :func:`every_rank` writes out all of them, to 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from autohete.errors import InputError
@@ -16,11 +17,13 @@ from autohete.schedule import (
     GPU_MEMORY,
     LINK,
     MULTIPROCESSORS,
+    TRANSFERS,
     Buffer,
     BufferId,
     Edge,
     Flow,
     Free,
+    Lane,
     Memory,
     Schedule,
     SharedResource,
@@ -44,98 +47,109 @@ def every_rank(schedule: Schedule, hardware: Hardware) -> Schedule:
     """
     if hardware.gpus == 1:
         raise InputError(f"{hardware.name} trains with one GPU: share it by several with Hardware.shared_by first")
-    made = _Ranks(schedule, hardware.gpus, hardware.gpus_of_node)
-    ranks = range(hardware.gpus)
+    ranks = Ranks(hardware, {task.id for task in schedule.tasks if task.lane == COLLECTIVE})
     own = [lane for lane in schedule.lanes if lane.name != COLLECTIVE]
     together = [lane for lane in schedule.lanes if lane.name == COLLECTIVE]
     return Schedule(
-        lanes=(*(replace(lane, name=numbered(lane.name, r)) for r in ranks for lane in own), *together),
-        tasks=tuple(made.task(task, r) for task in schedule.tasks for r in ranks if r == 0 or task.lane != COLLECTIVE),
-        memories=tuple(made.memories()),
-        resident=tuple(made.buffer(buffer, r) for r in ranks for buffer in schedule.resident),
-        flows=tuple(
-            replace(flow, lane=made.lane(flow.lane, r))
-            for r in ranks
-            for flow in schedule.flows
-            if r == 0 or flow.lane != COLLECTIVE
-        ),
-        resources=tuple(made.resources()),
+        lanes=(*ranks.lanes(own), *together),
+        tasks=tuple(ranks.task(task, r) for task in schedule.tasks for r in ranks.all if r == 0 or task.lane != COLLECTIVE),
+        memories=ranks.memories(schedule.memories),
+        resident=tuple(ranks.buffer(buffer, r) for r in ranks.all for buffer in schedule.resident),
+        flows=ranks.flows(schedule.flows),
+        resources=ranks.resources(schedule.resources),
     )
 
 
-def numbered(name: str, number: int) -> str:
-    """The name of a lane, memory or resource of one of several GPUs or nodes."""
+def _numbered(name: str, number: int) -> str:
     return f"{name}.{number}" if number else name
 
 
-def of_all_ranks(
-    memories: tuple[Memory, ...], flows: tuple[Flow, ...], resources: tuple[SharedResource, ...], hardware: Hardware
-) -> tuple[tuple[Memory, ...], tuple[Flow, ...], tuple[SharedResource, ...]]:
-    """Return the memories, flows and shared resources of all GPUs from those of one, which has an equal part of the host.
+class Ranks:
+    """What each of several GPUs has, from what one has that has an equal part of its host.
 
     Args:
-        memories, flows, resources: of one GPU. The lane of collectives has no flow.
-        hardware: how many GPUs train together, and how many of them share a host.
+        hardware: how many GPUs train together, how many of them share a host, and the places that each GPU has for itself.
+        together: tasks that exist once, for all GPUs.
+
+    Attributes:
+        all: the ranks.
     """
-    one = Schedule((), (), memories, (), flows, resources)
-    made = _Ranks(one, hardware.gpus, hardware.gpus_of_node)
-    every = (replace(flow, lane=made.lane(flow.lane, r)) for r in range(hardware.gpus) for flow in flows)
-    return tuple(made.memories()), tuple(every), tuple(made.resources())
 
+    def __init__(self, hardware: Hardware, together: Collection[TaskId] = ()) -> None:
+        self.all, self._of_node, self._together = range(hardware.gpus), hardware.gpus_of_node, together
+        self._own = {GPU_MEMORY, *hardware.beside_gpu}
 
-class _Ranks:
-    def __init__(self, schedule: Schedule, gpus: int, gpus_of_node: int) -> None:
-        self._schedule, self._gpus, self._of_node = schedule, gpus, gpus_of_node
-        self._together = {task.id for task in schedule.tasks if task.lane == COLLECTIVE}
+    def memory(self, name: str, rank: int) -> str:
+        """The memory of a GPU: its own, or that of its node."""
+        return _numbered(name, rank if name in self._own else rank // self._of_node)
 
-    def lane(self, name: str, rank: int) -> str:
-        """The lane of one GPU; all have that of collectives in common."""
-        return name if name == COLLECTIVE else numbered(name, rank)
+    def lane_name(self, name: str, rank: int) -> str:
+        """The name of a lane of a GPU; all have that of collectives in common."""
+        return name if name == COLLECTIVE else _numbered(name, rank)
+
+    def lanes(self, lanes: Iterable[Lane]) -> tuple[Lane, ...]:
+        """The lanes of all GPUs, each between the memories of its GPU."""
+        return tuple(self._lane(lane, rank) for rank in self.all for lane in lanes)
+
+    def _lane(self, lane: Lane, rank: int) -> Lane:
+        named = replace(lane, name=self.lane_name(lane.name, rank))
+        if lane.ends is None or named.ends == lane.ends:
+            return named
+        source, target = (self.memory(end, rank) for end in lane.ends)
+        return replace(named, source=source, target=target)
 
     def task(self, task: Task, rank: int) -> Task:
-        """The task on one GPU, or the single task of a collective."""
-        together = task.lane == COLLECTIVE
-        ranks = range(self._gpus) if together else [rank]
+        """The task on one GPU, or the single task of all."""
+        ranks = self.all if task.id in self._together else [rank]
         edges = [Edge(copy, edge.back) for edge in task.after for copy in self._tasks(edge.task, ranks)]
         return task._replace(
-            id=task.id._replace(rank=rank),
-            lane=self.lane(task.lane, rank),
+            id=self._id(task.id, rank),
+            lane=self.lane_name(task.lane, rank),
             after=tuple(edges),
             allocates=tuple(self.buffer(buffer, r) for r in ranks for buffer in task.allocates),
             frees=tuple(Free(self._buffer_id(free.id, r), free.back) for r in ranks for free in task.frees),
         )
 
-    def _tasks(self, task: TaskId, ranks: range | list[int]) -> list[TaskId]:
-        return [task] if task in self._together else [task._replace(rank=r) for r in ranks]
+    def _id(self, task: TaskId, rank: int) -> TaskId:
+        """Its id on a GPU. A transfer has the rank of its sender on both."""
+        return task if task.kind in TRANSFERS else task._replace(rank=rank)
+
+    def _tasks(self, task: TaskId, ranks: Iterable[int]) -> list[TaskId]:
+        return [task] if task in self._together else [self._id(task, rank) for rank in ranks]
 
     def buffer(self, buffer: Buffer, rank: int) -> Buffer:
+        """The buffer of one GPU."""
         return buffer._replace(id=self._buffer_id(buffer.id, rank))
 
     def _buffer_id(self, buffer: BufferId, rank: int) -> BufferId:
-        number = rank if buffer.memory == GPU_MEMORY else rank // self._of_node
-        return buffer._replace(memory=numbered(buffer.memory, number), rank=rank)
+        return buffer._replace(memory=self.memory(buffer.memory, rank), rank=rank)
 
-    def memories(self) -> list[Memory]:
+    def memories(self, memories: Iterable[Memory]) -> tuple[Memory, ...]:
         """The memories of each GPU and of each node."""
         copies = []
-        for memory in self._schedule.memories:
-            own = memory.name == GPU_MEMORY
-            size = memory.capacity_bytes * (1 if own else self._of_node)
-            count = self._gpus if own else self._gpus // self._of_node
-            parts = [None if memory.part_of is None else numbered(memory.part_of, number) for number in range(count)]
-            copies += [Memory(numbered(memory.name, number), size, part) for number, part in enumerate(parts)]
-        return copies
+        for memory in memories:
+            shared = 1 if memory.name in self._own else self._of_node
+            for number in range(len(self.all) // shared):
+                part = None if memory.part_of is None else _numbered(memory.part_of, number)
+                copies.append(Memory(_numbered(memory.name, number), memory.capacity_bytes * shared, part))
+        return tuple(copies)
 
-    def resources(self) -> list[SharedResource]:
+    def flows(self, flows: Sequence[Flow]) -> tuple[Flow, ...]:
+        """The flows of all lanes."""
+        return tuple(
+            replace(flow, lane=self.lane_name(flow.lane, rank))
+            for rank in self.all
+            for flow in flows
+            if rank == 0 or flow.lane != COLLECTIVE
+        )
+
+    def resources(self, resources: Iterable[SharedResource]) -> tuple[SharedResource, ...]:
         """Those of each GPU, and the shared resources of each node."""
         copies = []
-        for resource in self._schedule.resources:
-            shared = 1 if resource.name in (LINK, MULTIPROCESSORS, CPU_BESIDE_GPU) else self._of_node
-            for number in range(self._gpus // shared):
-                lanes = [self.lane(lane, number * shared + r) for r in range(shared) for lane in resource.lanes]
-                copies.append(
-                    replace(
-                        resource, name=numbered(resource.name, number), capacity=resource.capacity * shared, lanes=tuple(lanes)
-                    )
-                )
-        return copies
+        for resource in resources:
+            shared = 1 if resource.name in {LINK, MULTIPROCESSORS, CPU_BESIDE_GPU, *self._own} else self._of_node
+            for number in range(len(self.all) // shared):
+                lanes = [self.lane_name(lane, number * shared + r) for r in range(shared) for lane in resource.lanes]
+                name, capacity = _numbered(resource.name, number), resource.capacity * shared
+                copies.append(replace(resource, name=name, capacity=capacity, lanes=tuple(lanes)))
+        return tuple(copies)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autohete.execution.trace import Nanoseconds, Steady, Trace
-from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, graph_of
+from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, SEND, Lane, graph_of
 
 
 class Cause(StrEnum):
@@ -28,7 +28,16 @@ _CAUSE = {
     D2H: Cause.D2H,
     CPU: Cause.OPTIMIZER,
     COLLECTIVE: Cause.COLLECTIVE,
+    SEND: Cause.COLLECTIVE,
 }
+
+
+def _cause(lane: Lane) -> Cause:
+    """The cause of a wait for the work of ``lane``."""
+    name, _, other_rank = lane.name.partition(".")
+    if name == GPU and other_rank:
+        return Cause.COLLECTIVE
+    return _CAUSE.get(name, Cause.NOTHING if lane.ends is None else Cause.PLACES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +134,7 @@ class _Walk:
     def __init__(self, trace: Trace) -> None:
         graph = graph_of(trace.schedule)
         self.schedule, self.index = trace.schedule, graph.index
-        copying = {lane.name: Cause.PLACES for lane in trace.schedule.lanes if lane.ends is not None}
-        self.causes = copying | _CAUSE
+        self.causes = {lane.name: _cause(lane) for lane in trace.schedule.lanes}
         self.tasks = len(trace.schedule.tasks)
         starts, ends = trace.start_ns.ravel(), trace.end_ns.ravel()
         order = np.lexsort((ends, starts))
@@ -162,6 +170,6 @@ class _Walk:
                 end = self.end[binding]
             start = max(begin, self.start[binding])
             lane = self.schedule.tasks[binding % self.tasks].lane
-            idle.append((self.causes.get(lane, Cause.NOTHING), end - start))
+            idle.append((self.causes[lane], end - start))
             instance, end = binding, start
         return idle

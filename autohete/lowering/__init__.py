@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autohete.analysis.occupancy import unavoidable_bytes
-from autohete.analysis.ranks import of_all_ranks
+from autohete.analysis.ranks import Ranks
 from autohete.collector import paused_collector
 from autohete.errors import InfeasibleError, InputError, OnePoolError
 from autohete.hardware import Hardware, Place
@@ -29,7 +29,8 @@ from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
 from autohete.lowering.sizes import sizes_of
 from autohete.lowering.slots import least_slots, lives_of, share_slots
-from autohete.lowering.stages import PipelineStage, Transfers, buffer_of_rank, joined, lane_of_rank, stages_of
+from autohete.lowering.stages import PipelineStage, joined, stages_of
+from autohete.lowering.transfers import Transfers
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
 from autohete.plan import Activations, Plan, Processor
@@ -81,10 +82,13 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     if hardware.unified:
         _check_one_pool(hardware.name, schedule.tasks)
     places = [_place_for(hardware, name, needed) for name, needed in lowered.places]
-    flows, resources = shared_bandwidth(hardware, places, uses_cpu=lowered.uses_cpu)
+    # A pipeline has no collectives, which would slow its GPUs.
+    one = replace(hardware, gpus=1) if plan.is_pipeline else hardware
+    flows, resources = shared_bandwidth(one, places, uses_cpu=lowered.uses_cpu)
     memories = _memories(hardware, {place.name: place.capacity_bytes for place in places})
     if plan.is_pipeline:
-        memories, flows, resources = of_all_ranks(memories, flows, resources, hardware)
+        ranks = Ranks(hardware)
+        memories, flows, resources = ranks.memories(memories), ranks.flows(flows), ranks.resources(resources)
     seconds = [duration(profile) for duration in lowered.durations]
     if not all(each < LONGEST_TASK_SECONDS for each in seconds):
         _refuse_absurd([seconds[which] for which in lowered.lasts], schedule.tasks)
@@ -101,7 +105,7 @@ def never_fits(profile: Profile, plan: Plan) -> bool:
     lowered = _for_all_rates(profile, plan)
     memories = _memories(profile.hardware, {})
     if plan.is_pipeline:
-        memories, *_ = of_all_ranks(memories, (), (), profile.hardware)
+        memories = Ranks(profile.hardware).memories(memories)
     return any(unavoidable_bytes(lowered.schedule, memory.name) > memory.capacity_bytes for memory in memories)
 
 
@@ -186,8 +190,6 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     builder, order = ordered[0]
     homes = sorted({home for unit in plan.units for home in unit.homes} - {GPU_MEMORY, HOST_MEMORY})
     resident = tuple(resident_buffers(profile, plan, shards))
-    if plan.is_pipeline:
-        resident = tuple(_resident_of_ranks(plan, resident))
     used = tuple((home, sum(each.size_bytes for each in resident if each.memory == home)) for home in homes)
     discipline = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO
     lanes = [] if hardware.unified else [Lane(name, discipline) for name in (H2D, D2H, CPU)]
@@ -198,9 +200,10 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     lanes = [Lane(GPU), *lanes]
     memories = _memories(hardware, dict.fromkeys(homes, 0))
     if plan.is_pipeline:
-        lanes = [lane_of_rank(lane, stage.rank) for stage in stages for lane in (*lanes, Lane(SEND, discipline))]
-        memories, *_ = of_all_ranks(memories, (), (), hardware)
-        tasks, durations = joined(ordered)
+        ranks = Ranks(hardware)
+        lanes, memories = [*ranks.lanes([*lanes, Lane(SEND, discipline)])], ranks.memories(memories)
+        resident = tuple(_resident_of_ranks(plan, resident, ranks))
+        tasks, durations = joined(ordered, ranks)
     else:
         # GPUs must agree on the order of their collectives: that of issue, or with priorities what is most urgent on all.
         lanes += [Lane(COLLECTIVE, discipline)] if hardware.gpus > 1 else []
@@ -302,11 +305,11 @@ def _check_pipeline(profile: Profile, plan: Plan, stages: Sequence[PipelineStage
         )
 
 
-def _resident_of_ranks(plan: Plan, resident: Sequence[Buffer]) -> Iterator[Buffer]:
+def _resident_of_ranks(plan: Plan, resident: Sequence[Buffer], ranks: Ranks) -> Iterator[Buffer]:
     """What is permanently allocated on each rank: of its units, and what every rank holds besides."""
     for buffer in resident:
-        ranks = range(plan.ranks) if buffer.id.unit is None else [plan.units[buffer.id.unit].rank or 0]
-        yield from (buffer._replace(id=buffer_of_rank(buffer.id, rank)) for rank in ranks)
+        some = ranks.all if buffer.id.unit is None else [plan.units[buffer.id.unit].rank or 0]
+        yield from (ranks.buffer(buffer, rank) for rank in some)
 
 
 def _check_accumulation(profile: Profile, plan: Plan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from autohete.hardware import Cpu, Gpu, Hardware, Host, Link, Place
+from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
 from autohete.profile import Profile, UnitProfile
 
 
@@ -17,18 +17,27 @@ def sizes_of(profile: Profile) -> Profile:
     hardware, host = profile.hardware, profile.hardware.host
     return Profile(
         profile.workload,
-        _without_rates(hardware.gpus, hardware.unified, host.rounds_pinned, host.pinned_bytes is not None, hardware.beside_gpu),
+        _without_rates(
+            (hardware.gpus, hardware.gpus_of_node),
+            hardware.unified,
+            host.rounds_pinned,
+            host.pinned_bytes is not None,
+            hardware.beside_gpu,
+        ),
         tuple(map(_without_times, profile.units)),
         replace(profile.loss, seconds=0.0),
     )
 
 
 @lru_cache
-def _without_rates(gpus: int, unified: bool, rounds_pinned: bool, limits_pinned: bool, beside_gpu: tuple[str, ...]) -> Hardware:
+def _without_rates(
+    gpus: tuple[int, int], unified: bool, rounds_pinned: bool, limits_pinned: bool, beside_gpu: tuple[str, ...]
+) -> Hardware:
     gpu, link = Gpu(0, 0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0), Link(1.0, 1.0, 0.0)
     host = Host(0, 1.0, 1.0, 0 if limits_pinned else None, rounds_pinned=rounds_pinned)
     places = tuple(Place(name, 0, 1.0, 1.0, 0.0, beside="gpu") for name in beside_gpu)
-    return Hardware("any", gpu, link, link, host, Cpu(1, 1.0), gpus=gpus, unified=unified, places=places)
+    join = Interconnect(gpus[1], 1.0, 0.0)
+    return Hardware("any", gpu, link, link, host, Cpu(1, 1.0), places=places, interconnect=join, gpus=gpus[0], unified=unified)
 
 
 @lru_cache(maxsize=512)

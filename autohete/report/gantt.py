@@ -27,6 +27,7 @@ from autohete.schedule import (
     KIND_MEANING,
     KIND_ORDER,
     PINNED_MEMORY,
+    SEND,
     Kind,
     Lane,
 )
@@ -38,6 +39,7 @@ _LANE_NAMES = {
     D2H: "GPU to host",
     CPU: "CPU",
     COLLECTIVE: "all GPUs",
+    SEND: "transfers",
 }
 _MEMORY_NAMES = {GPU_MEMORY: "GPU", HOST_MEMORY: "host", PINNED_MEMORY: "pinned"}
 
@@ -54,11 +56,9 @@ _BAR_HEIGHT = 0.78  # share of a lane's row
 
 
 def lane_title(lane: Lane) -> str:
-    """Return the name of a lane in figures: of one between a place and the GPU or its host, that of the place."""
-    if lane.name in _LANE_NAMES or lane.source is None:
-        return _LANE_NAMES.get(lane.name, lane.name)
-    reads = lane.target in _MEMORY_NAMES
-    return f"{lane.source} read" if reads else f"{lane.target} write"
+    """Return the name of a lane in figures, such as ``host to GPU 1`` for ``h2d.1``, a lane of the second GPU."""
+    name, _, rank = lane.name.partition(".")
+    return f"{_LANE_NAMES.get(name, name.replace('_', ' '))} {rank}".rstrip()
 
 
 def memory_title(memory: str) -> str:
@@ -132,7 +132,7 @@ def _stacked(runs: Sequence[tuple[str, Trace]], iteration: int, title: str, lane
     spans = [window_ns(trace, iteration, iteration) for _, trace in runs]
     longest = max(end - begin for begin, end in spans)
     with style():
-        lanes = [len(trace.schedule.lanes) for _, trace in runs]
+        lanes = [len(_drawn_lanes(trace)) for _, trace in runs]
         height = _MARGIN_IN + _MARGIN_BETWEEN_IN * (len(runs) - 1) + lane_in * sum(lanes)
         figure = Figure(figsize=(_WIDTH_IN, height))
         axes = figure.subplots(len(runs), sharex=True, height_ratios=lanes, squeeze=False)[:, 0]
@@ -178,7 +178,7 @@ def combined_figure(trace: Trace, occupancy: Occupancy, first: int, last: int, t
     with style():
         height = _gantt_height(trace)
         figure = Figure(figsize=(_WIDTH_IN, height + _MEMORY_IN))
-        above, below = figure.subplots(2, sharex=True, height_ratios=[_LANE_IN * len(trace.schedule.lanes), _MEMORY_IN - 0.3])
+        above, below = figure.subplots(2, sharex=True, height_ratios=[_LANE_IN * len(_drawn_lanes(trace)), _MEMORY_IN - 0.3])
         _draw_memory(below, occupancy, span)
         _time_axis(below, span, trace.clock)
         above.set_title(title, pad=_TITLE_PT)
@@ -187,7 +187,15 @@ def combined_figure(trace: Trace, occupancy: Occupancy, first: int, last: int, t
 
 
 def _gantt_height(trace: Trace) -> float:
-    return _MARGIN_IN + _LANE_IN * len(trace.schedule.lanes)
+    return _MARGIN_IN + _LANE_IN * len(_drawn_lanes(trace))
+
+
+def _drawn_lanes(trace: Trace) -> list[Lane]:
+    """The lanes that have a row: all, but of several GPUs only those that work."""
+    lanes = trace.schedule.lanes
+    working = {task.lane for task in trace.schedule.tasks}
+    several = any("." in lane.name for lane in lanes)
+    return [lane for lane in lanes if lane.name in working or not several]
 
 
 # --- time ---------------------------------------------------------------------------------------------------------
@@ -222,7 +230,7 @@ class _GanttBar:
 
 def _bars(trace: Trace, span: tuple[int, int]) -> list[_GanttBar]:
     """Return the bars visible in ``span``, lane by lane in order of time."""
-    lanes = {lane.name: i for i, lane in enumerate(trace.schedule.lanes)}
+    lanes = {lane.name: i for i, lane in enumerate(_drawn_lanes(trace))}
     bars = [
         _GanttBar(lanes[s.lane], s.task.kind, s.task.unit, s.iteration, max(s.start_ns, span[0]), min(s.end_ns, span[1]))
         for s in trace.spans()
@@ -259,7 +267,7 @@ class _Row:
 def _draw_lanes(figure: Figure, rows: Sequence[_Row], first: int) -> None:
     """Draw bars, separators and one legend; the titles and the limits of the time axis must be set."""
     for row in rows:
-        lanes = row.trace.schedule.lanes
+        lanes = _drawn_lanes(row.trace)
         row.axes.set_ylim(len(lanes) - 0.5, -0.5)
         row.axes.set_yticks(range(len(lanes)), [lane_title(lane) for lane in lanes])
         row.axes.tick_params(axis="y", length=0)
@@ -356,7 +364,8 @@ def _draw_iterations(axes: Axes, trace: Trace, span: tuple[int, int], points: fl
         text = f"iteration {iteration}"
         if (end - begin) * points > len(text) * _DIGIT_PT:
             middle = ((begin + end) / 2 - span[0]) / scale
-            axes.text(middle, 1.02, text, transform=axes.get_xaxis_transform(), ha="center", va="bottom", size="small")
+            top = axes.get_xaxis_transform()
+            axes.annotate(text, (middle, 1), (0, 2), top, "offset points", ha="center", va="bottom", size="small")
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

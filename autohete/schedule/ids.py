@@ -101,8 +101,8 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.GATHER_UPDATED: "all-gather of updated parameters",
     Kind.GRADIENT_NORM: "norm of gradients",
     Kind.CLIP: "clip coefficient",
-    Kind.SEND_INPUT: "transfer of a unit's input to the next rank",
-    Kind.SEND_INPUT_GRADIENT: "transfer of its gradient to the rank before",
+    Kind.SEND_INPUT: "transfer of an input to the next rank",
+    Kind.SEND_INPUT_GRADIENT: "transfer of an input's gradient to the rank before",
 }
 #: The transfers between ranks that compute different units.
 TRANSFERS = (Kind.SEND_INPUT, Kind.SEND_INPUT_GRADIENT)

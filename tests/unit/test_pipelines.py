@@ -12,19 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paper import profile_with
 
+from autohete.analysis.usage import Cause, usage
 from autohete.errors import InputError
 from autohete.execution.trace import check_trace
-from autohete.hardware import Interconnect
+from autohete.hardware import Interconnect, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, PassOrder, Plan, Processor, Rest, Route, UnitPlan
-from autohete.profile import LossProfile, Profile
+from autohete.profile import LossProfile, Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, TaskId, Value, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import simulate_plan
 from autohete.testing import checks, strategies
 from autohete.testing.checks import Paths
 from autohete.testing.list_scheduler import list_schedule
-from autohete.workload import BlockRole
+from autohete.workload import BlockRole, Workload
 
 PLENTY = 2**40
 #: Of five units, ranks 0 and 1 compute two and three.
@@ -263,6 +264,30 @@ def test_what_a_pipeline_cannot_do_is_refused(change: dict[str, object], message
         )
     with pytest.raises(InputError, match=message):
         lower(profile, Plan("by hand", tuple(units)))
+
+
+def test_a_pipeline_on_two_nodes_uses_the_memory_of_both() -> None:
+    """What a rank offloads is on the host of its node, and each of its lanes copies between the memories that it has."""
+    profile, plan = even(4, 1)
+    node = replace(profile.hardware, gpus=1, interconnect=Interconnect(2, 1e9, 0.0, network_bandwidth=1e8))
+    units = tuple(replace(unit, states=Rest("host")) for unit in plan.units)
+    schedule = validate(lower(replace(profile, hardware=node.shared_by(4)), replace(plan, units=units)))
+    hosts = {b.id.unit: b.memory for b in schedule.resident if b.id.value is Value.OPTIMIZER_STATES}
+    assert hosts == {0: "host", 1: "host", 2: "host.1", 3: "host.1"}
+    ends = {lane.name: lane.ends for lane in schedule.lanes}
+    assert (ends["h2d"], ends["h2d.1"], ends["d2h.3"]) == (("host", "gpu"), ("host", "gpu.1"), ("gpu.3", "host.1"))
+
+
+@pytest.mark.parametrize("node", ["h100-8gpu", "a100-40gb-epyc7713"])
+def test_a_pipeline_runs_on_a_preset(node: str) -> None:
+    """Where collectives slow GPUs down and where they do not: there are none. All ranks together train one batch."""
+    workload = Workload("small", 512, 6, 8, 1000, sequence_length=64, batch_size=2, micro_batches=4, tied_embeddings=False)
+    profile = analytic_profile(workload, load_hardware(node).shared_by(2))
+    units = tuple(UnitPlan(rank=int(unit > 3)) for unit in range(len(profile.units)))
+    found = simulate_plan(profile, Plan("two stages", units))
+    assert found.tokens_per_second == pytest.approx(2 * 4 * 64 / found.iteration_seconds)
+    assert {lane.name for lane in found.schedule.lanes} >= {"gpu", "send", "gpu.1", "send.1"}
+    assert usage(found.trace, found.steady).idle_seconds[Cause.COLLECTIVE] > 0
 
 
 def test_memories_of_ranks_are_counted_apart() -> None:
