@@ -30,11 +30,12 @@ torch.set_num_threads(1)  # how many there are changes the bits of gradients
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """Losses, final parameters, and the most that was in host memory."""
+    """Losses, final parameters, the most that was in host memory, and what was left there after the last step."""
 
     losses: list[float]
     parameters: list[Tensor]
     host_peak_bytes: int = 0
+    host_left_bytes: int = 0
 
     def __eq__(self, other: object) -> bool:
         """Losses and parameters bit for bit; NaN equals nothing, so poison never passes for agreement."""
@@ -138,7 +139,7 @@ def train_by_schedule(
                 training.passes.give(step, *(Batch(*pair) for pair in itertools.islice(drawn, workload.micro_batches)))
                 lanes.admit()
         losses = [training.passes.losses[step] for step in range(steps)]
-        return Outcome(losses, training.parameters(), host.peak_bytes), lanes.trace()
+        return Outcome(losses, training.parameters(), host.peak_bytes, host.used_bytes), lanes.trace()
     finally:
         training.close()
 
