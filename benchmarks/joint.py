@@ -41,17 +41,18 @@ def unequal(units: int, seed: int) -> Profile:
     blocks = list(profile.units)
     for place in range(1, units + 1):
         factor, block = rng.uniform(0.3, 1.7), blocks[place]
-        part = block.selective
-        if part is not None:
-            part = replace(part, kept_bytes=round(part.kept_bytes * factor), seconds=part.seconds * factor)
+        saved = tuple(
+            replace(one, size_bytes=round(one.size_bytes * factor), seconds=one.seconds and one.seconds * factor)
+            for one in block.saved
+        )
         blocks[place] = replace(
             block,
             parameters=round(block.parameters * factor),
             forward_seconds=block.forward_seconds * factor,
             backward_seconds=block.backward_seconds * factor,
             gpu_update_seconds=block.gpu_update_seconds * factor,
-            activation_bytes=round(block.kept_bytes * factor) + block.input_bytes,
-            selective=part,
+            activation_bytes=sum(one.size_bytes for one in saved) + block.input_bytes,
+            saved=saved,
         )
     return replace(profile, units=tuple(blocks))
 

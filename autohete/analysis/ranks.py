@@ -57,6 +57,7 @@ def every_rank(schedule: Schedule, hardware: Hardware) -> Schedule:
         resident=tuple(ranks.buffer(buffer, r) for r in ranks.all for buffer in schedule.resident),
         flows=ranks.flows(schedule.flows),
         resources=ranks.resources(schedule.resources),
+        saved=schedule.saved,
     )
 
 

@@ -54,7 +54,7 @@ class Candidate:
         return self.plan is not None and not any(
             unit.parameters.home != GPU_MEMORY
             or unit.update_on is Processor.CPU
-            or unit.kept.leaves
+            or unit.activations_leave
             or unit.states.leaves
             or unit.gradients.leaves
             for unit in self.plan.units

@@ -33,7 +33,7 @@ from autohete.lowering.stages import PipelineStage, joined, stages_of
 from autohete.lowering.transfers import Transfers
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
-from autohete.plan import Activations, Plan, Processor
+from autohete.plan import Activations, Plan, Processor, Rest
 from autohete.plan.rules import Rule
 from autohete.profile import LONGEST_TASK_SECONDS, Profile
 from autohete.quantities import format_bytes
@@ -53,6 +53,7 @@ from autohete.schedule import (
     Kind,
     Lane,
     Memory,
+    SavedNames,
     Schedule,
     Task,
 )
@@ -208,10 +209,19 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         # GPUs must agree on the order of their collectives: that of issue, or with priorities what is most urgent on all.
         lanes += [Lane(COLLECTIVE, discipline)] if hardware.gpus > 1 else []
         tasks, durations = builder.tasks(order), builder.durations(order)
-    schedule = Schedule(lanes=tuple(lanes), tasks=tasks, memories=memories, resident=resident)
+    saved = tuple(_saved_names(plan, shards))
+    schedule = Schedule(lanes=tuple(lanes), tasks=tasks, memories=memories, resident=resident, saved=saved)
     uses_cpu = any(task.lane.partition(".")[0] == CPU for task in schedule.tasks)
     places = {duration: place for place, duration in enumerate(dict.fromkeys(durations))}
     return _Lowered(schedule, tuple(places), tuple(places[duration] for duration in durations), used, uses_cpu)
+
+
+def _saved_names(plan: Plan, shards: Shards) -> Iterator[SavedNames]:
+    """The names of the saved tensors in each part, but the one where the others are."""
+    for i, unit in enumerate(plan.units):
+        parts = enumerate(shards.saved_parts(i)) if unit.saved else ()
+        kept = unit.kept if unit.kept.leaves else Rest()
+        yield from (SavedNames(i, at, tuple(sorted(one.names))) for at, one in parts if one.recomputed or one.rest != kept)
 
 
 def _memories(hardware: Hardware, places: Mapping[str, int]) -> tuple[Memory, ...]:
@@ -362,7 +372,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -
     updates = Updates(builder, profile, plan, shards, clipping, copies, stage.units)
     parameters = Parameters(builder, profile, plan, shards, copies, stage.units)
     transfers = Transfers(builder, profile, compute, stage)
-    activations = OffloadedActivations(builder, copies, plan, pinned_memory(profile))
+    activations = OffloadedActivations(builder, copies, plan, shards, pinned_memory(profile))
 
     def update(unit: int) -> None:
         if shards.is_frozen(unit):

@@ -27,8 +27,8 @@ from autohete.schedule import (
     Value,
 )
 
-#: Where a value is: the value, its unit, the memory, and the micro-batch or the part.
-Place = tuple[Value, int | None, str, int]
+#: Where a value is: the value, its unit, the memory, the micro-batch and the part.
+Place = tuple[Value, int | None, str, int, int]
 
 #: An access of a task (its index among the drafts) to a place: whether it writes, and whether it starts afresh in newly
 #: allocated memory. A plain tuple, because accesses are by far the most numerous objects.
@@ -38,7 +38,6 @@ Access = tuple[int, bool, bool]
 _OF_MICRO_BATCHES = frozenset(
     {
         Value.ACTIVATIONS,
-        Value.SELECTED_ACTIVATIONS,
         Value.INPUT,
         Value.INPUT_GRADIENT,
         Value.LOGITS,
@@ -49,6 +48,8 @@ _OF_MICRO_BATCHES = frozenset(
 )
 
 
+#: Values of which parts have places of their own.
+_IN_PARTS = (Value.OPTIMIZER_STATES, Value.ACTIVATIONS)
 #: When updates wait for the whole backward, the last gradients are issued before the copies for an update. Refreshes come last:
 #: on a fifo lane, one that waits for its update must not block what is needed earlier.
 _PHASES = {
@@ -79,9 +80,8 @@ def on_gpu(value: Value, unit: int | None, micro_batch: int = 0, use: Kind | Non
 def _place(value: Value, unit: int | None, memory: str, micro_batch: int, part: int) -> Place:
     if memory == PINNED_MEMORY:  # readers of a value on the host need not know whether it is pinned
         memory = HOST_MEMORY
-    if value is Value.OPTIMIZER_STATES:
-        return value, unit, memory, part
-    return value, unit, memory, micro_batch if micro_batch and value in _OF_MICRO_BATCHES else 0
+    micro_batch = micro_batch if micro_batch and value in _OF_MICRO_BATCHES else 0
+    return value, unit, memory, micro_batch, part if part and value in _IN_PARTS else 0
 
 
 @lru_cache(_IDS)
@@ -217,9 +217,14 @@ class Builder:
 
     # --- values
 
-    def read(self, task: TaskId, value: Value, unit: int, memory: str = GPU_MEMORY) -> None:
-        """``task`` reads the value as left by the tasks declared before it, or else by the previous iteration."""
-        self._accesses[_place(value, unit, memory, task.micro_batch, task.again)].append((self._index[task], False, False))
+    def read(self, task: TaskId, value: Value, unit: int, memory: str = GPU_MEMORY, part: int | None = None) -> None:
+        """``task`` reads a value, or a part of it, as left by the tasks declared before it, or else by the previous iteration.
+
+        Args:
+            part: None: the one that the task's id names.
+        """
+        place = _place(value, unit, memory, task.micro_batch, task.again if part is None else part)
+        self._accesses[place].append((self._index[task], False, False))
 
     def write(self, task: TaskId, value: Value, unit: int, memory: str = GPU_MEMORY) -> None:
         """``task`` changes the value in place, after all readers of the old one."""

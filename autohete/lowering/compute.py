@@ -11,7 +11,8 @@ from autohete.lowering.durations import Duration
 from autohete.lowering.shards import Shards
 from autohete.lowering.stages import PipelineStage
 from autohete.plan import Activations, Plan, Recomputation
-from autohete.profile import Profile, SelectiveProfile
+from autohete.plan.moves import SavedPart
+from autohete.profile import Profile
 from autohete.schedule import GPU, BufferId, Kind, TaskId, Value
 
 
@@ -92,12 +93,10 @@ class Compute:
         if self._input_leaves[task.unit]:
             self._builder.read(task, Value.INPUT, task.unit)
 
-    def _selective(self, unit: int) -> SelectiveProfile | None:
-        """The costs of the unit's selective recomputation, if the plan uses it."""
-        if self._plan.units[unit].activations is not Activations.SELECTIVE:
-            return None
-        found = self._profile.units[unit].selective
-        if found is None:
+    def _parts(self, unit: int) -> tuple[SavedPart, ...]:
+        """The parts of what a forward that does not recompute everything keeps."""
+        plan, found = self._plan.units[unit], self._shards.saved_parts(unit)
+        if plan.activations is Activations.SELECTIVE and not (found and found[0].recomputed):
             raise InputError(
                 f"unit {unit} ({self._profile.units[unit].role}) is to be recomputed selectively, but its profile does not "
                 "say how: keep or recompute it; or if the profile is older than selective recomputation, measure it again"
@@ -120,9 +119,11 @@ class Compute:
     def recompute(self, task: TaskId) -> None:
         """Add a recomputation, for the unit's activations or for the input of the unit above."""
         unit, recomputation = task.unit, self._recomputations[task.unit, task.again]
-        if self._selective(unit) is not None:
-            self._pass(task, durations.selective(unit))
-            self._builder.read(task, Value.SELECTED_ACTIVATIONS, unit)
+        if self._plan.units[unit].activations is Activations.SELECTIVE:
+            again, *others = self._parts(unit)
+            self._pass(task, durations.selective(unit, again.names))
+            for part, _ in enumerate(others, 1):
+                self._builder.read(task, Value.ACTIVATIONS, unit, part=part)
         else:
             self._pass(task, durations.forward(unit) if recomputation.hands_on else durations.recompute(unit))
         # Its output is not needed again, except within a segment.
@@ -141,19 +142,19 @@ class Compute:
     def _keep(self, task: TaskId, kept: Activations, unused_bytes: int = 0) -> None:
         """Allocate what ``task`` leaves of the unit, and what lives only while it runs."""
         b, unit, times = self._builder, task.unit, self._profile.units[task.unit]
-        selective = self._selective(unit)
-        selected_bytes = 0 if selective is None else selective.kept_bytes
-        if kept is Activations.SELECTIVE:
-            b.make(task, on_gpu(Value.SELECTED_ACTIVATIONS, unit, task.micro_batch), selected_bytes)
-            b.workspace(task, times.selective_workspace_bytes[0] + unused_bytes)
-        elif kept is Activations.KEEP:
-            # The first unit has no input from below. Selected activations already exist.
-            size = times.activation_bytes if unit == 0 else times.kept_bytes - selected_bytes
-            b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch), size)
-            workspace = times.forward_workspace_bytes if selective is None else times.selective_workspace_bytes[1]
-            b.workspace(task, workspace + unused_bytes)
-        else:
+        if kept not in (Activations.SELECTIVE, Activations.KEEP):
             b.workspace(task, times.checkpointed_workspace_bytes + unused_bytes)
+        elif self._plan.units[unit].activations in (Activations.RECOMPUTE, Activations.DROP):  # all of it again
+            b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch), times.kept_bytes)
+            b.workspace(task, times.forward_workspace_bytes + unused_bytes)
+        else:
+            parts, again = self._parts(unit), task.kind is Kind.RECOMPUTE
+            for part, one in enumerate(parts):
+                if one.recomputed is again:
+                    size = one.size_bytes if unit else times.activation_bytes  # the first unit has no input from below
+                    b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch, again=part), size)
+            workspaces = times.workspace_bytes_without(parts[0].names if parts[0].recomputed else ())
+            b.workspace(task, workspaces[again])
         if kept is Activations.DROP:
             b.free(task, self._inputs.pop((unit, task.micro_batch)))
 
@@ -186,16 +187,15 @@ class Compute:
         """Add a backward: gradients of the parameters and of the input."""
         b, unit, micro_batch = self._builder, task.unit, task.micro_batch
         times, plan = self._profile.units[unit], self._plan.units[unit]
-        fetched = plan.kept.leaves and plan.activations is Activations.KEEP  # then the input is part of what was fetched
+        parts = self._shards.saved_parts(unit)
         self._pass(task, durations.backward(unit))
-        b.read(task, Value.ACTIVATIONS, unit)
-        if plan.activations is Activations.SELECTIVE:
-            b.read(task, Value.SELECTED_ACTIVATIONS, unit)
-            b.free(task, on_gpu(Value.SELECTED_ACTIVATIONS, unit, micro_batch))
-        if unit and not fetched:
+        if unit and not (parts and plan.kept.leaves):  # otherwise it is part of what was fetched
             rests = plan.kept.leaves
             b.free(task, on_gpu(Value.INPUT, unit, micro_batch, Kind.BACKWARD) if rests else self._inputs[unit, micro_batch])
-        b.free(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch, Kind.BACKWARD if fetched else None))
+        for part, one in enumerate(parts) if parts else [(0, None)]:
+            fetched = one is not None and one.rest.leaves
+            b.read(task, Value.ACTIVATIONS, unit, part=part)
+            b.free(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch, Kind.BACKWARD if fetched else None, part))
         if unit == self._last:
             b.free(task, on_gpu(Value.LOGITS_GRADIENT, unit, micro_batch))
             if self._profile.loss.in_place:

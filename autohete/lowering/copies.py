@@ -46,6 +46,9 @@ class Copies:
         self._builder = builder
         self._last = builder.passes[-1].micro_batch
         self._moves = [_by_kind(unit, shards.sizes(i), i >= profile.first_trained) for i, unit in enumerate(plan.units)]
+        away = [sorted({part for kind, _, _, part in some if kind is Kind.OFFLOAD_ACTIVATIONS}) for some in self._moves]
+        #: For each unit, the parts of what forward keeps that rest elsewhere than on the GPU.
+        self.parts_away: list[list[int]] = away
 
     def find(self, kind: Kind, unit: int, micro_batch: int = 0, part: int = 0) -> Move | None:
         """Return the move that a copy of ``kind`` makes; None if the unit has no such copy in this micro-batch."""

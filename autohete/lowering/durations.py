@@ -32,15 +32,9 @@ def recompute(unit: int) -> Duration:
 
 
 @_kept
-def selective(unit: int) -> Duration:
-    """The selective recomputation of ``unit``."""
-
-    def seconds(profile: Profile) -> float:
-        found = profile.units[unit].selective
-        assert found is not None, "the plan was lowered for units that can be recomputed selectively"
-        return found.seconds
-
-    return seconds
+def selective(unit: int, names: frozenset[str]) -> Duration:
+    """The recomputation of some saved tensors of ``unit``."""
+    return lambda profile: profile.units[unit].again_seconds(names)
 
 
 @_kept

@@ -46,6 +46,7 @@ def _untrained(unit: UnitPlan, *, has_backward: bool) -> UnitPlan:
         activations=unit.activations,
         parameters=route,
         kept=unit.kept,
+        saved=unit.saved,
         again=unit.again,
         zero_stage=unit.zero_stage,
         rank=unit.rank,

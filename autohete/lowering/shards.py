@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from autohete.errors import InputError, OptimizerError
-from autohete.plan import Plan, Processor, UnitPlan
-from autohete.plan.moves import UnitSizes
-from autohete.profile import Profile
+from autohete.plan import Activations, Plan, Processor, UnitPlan
+from autohete.plan.moves import SavedPart, SavedSize, UnitSizes, saved_parts
+from autohete.profile import Profile, SavedTensors, UnitProfile
 from autohete.schedule import GPU_MEMORY, Value
 from autohete.workload.optimizers import check_cpu_kernel, updates_any_share
 
@@ -55,8 +57,13 @@ class Shards:
             saved_bytes=profile.saved_bytes(unit, on_cpu),
             input_bytes=profile.units[unit].input_bytes,
             activation_bytes=profile.units[unit].activation_bytes,
+            saved=_saved_sizes(profile.units[unit].saved),
             beside_gpu=profile.hardware.beside_gpu,
         )
+
+    def saved_parts(self, unit: int) -> tuple[SavedPart, ...]:
+        """The parts of what the unit's forward keeps besides its input; none if it keeps at most that."""
+        return parts_of(self._plan.units[unit], self._profile.units[unit])
 
     def stage(self, unit: int) -> int:
         """The unit's ZeRO stage."""
@@ -159,6 +166,18 @@ class Shards:
                 f"the plan updates parts of a unit by themselves, but {optimizer} needs whole matrices: "
                 "choose another optimizer, such as adamw, or leave zero_stage and gpu_share at 0 and parts at 1"
             )
+
+
+def parts_of(unit: UnitPlan, costs: UnitProfile) -> tuple[SavedPart, ...]:
+    """The parts of what a forward keeps besides its input; none if it keeps at most that."""
+    if unit.activations in (Activations.RECOMPUTE, Activations.DROP):
+        return ()
+    return saved_parts(unit, _saved_sizes(costs.saved), costs.kept_bytes)
+
+
+@lru_cache(maxsize=2**8)
+def _saved_sizes(saved: tuple[SavedTensors, ...]) -> tuple[SavedSize, ...]:
+    return tuple([SavedSize(one.name, one.size_bytes, one.selective) for one in saved])
 
 
 def _updated_on_gpu(unit: UnitPlan, count: int) -> int:

@@ -42,13 +42,13 @@ def _without_rates(
 
 @lru_cache(maxsize=512)
 def _without_times(unit: UnitProfile) -> UnitProfile:
-    selective = unit.selective and replace(unit.selective, seconds=0.0)
+    saved = tuple(one if one.seconds is None else replace(one, seconds=0.0, launch_seconds=0.0) for one in unit.saved)
     return replace(
         unit,
         forward_seconds=0.0,
         backward_seconds=0.0,
         gpu_update_seconds=0.0,
         cpu_update_seconds=None,
-        selective=selective,
+        saved=saved,
         shorter_recompute_seconds=None,
     )

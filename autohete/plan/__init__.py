@@ -14,7 +14,7 @@ from typing import TypeVar
 from autohete.errors import InputError, RuleError, check_fields, check_whole
 from autohete.hashing import Hashed, hashed_once, same_objects
 from autohete.plan.recomputation import Recomputation, Recomputations, recomputations
-from autohete.plan.routes import Activations, Format, Processor, Rest, Route, UnitPlan
+from autohete.plan.routes import Activations, Format, Processor, Rest, Route, SavedRoute, UnitPlan
 from autohete.plan.rules import Barrier, Rule
 from autohete.schedule import GPU_MEMORY, Value
 
@@ -31,6 +31,7 @@ __all__ = [
     "Recomputation",
     "Rest",
     "Route",
+    "SavedRoute",
     "UnitPlan",
     "without_refused_rules",
 ]
@@ -193,7 +194,7 @@ class Plan(Hashed):
         if len(self.units) < 3:
             raise InputError(f"a plan needs embedding, transformer blocks and head: got {len(self.units)} units")
         for unit in (self.units[0], self.units[-1]):
-            if unit.activations is not Activations.KEEP or unit.kept.leaves:
+            if unit.activations is not Activations.KEEP or unit.kept.leaves or unit.saved:
                 raise InputError("embedding and head keep their activations on the GPU: plan them so")
         object.__setattr__(self, "units", same_objects(self.units))
         recomputations(self.units)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from autohete.plan import Activations, Footprint, Processor, UnitPlan
+from autohete.errors import InputError
+from autohete.plan import Activations, Footprint, Processor, Rest, UnitPlan
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Value
 from autohete.schedule.parts import part_ranges
 
@@ -29,6 +31,36 @@ class Resting(NamedTuple):
     value: Value
     memory: str
     size_bytes: int
+
+
+class SavedSize(NamedTuple):
+    """The size of some of the tensors that a forward saves.
+
+    Args:
+        name: their name.
+        size_bytes: of one micro-batch.
+        selective: selective recomputation makes them again.
+    """
+
+    name: str
+    size_bytes: int
+    selective: bool
+
+
+class SavedPart(NamedTuple):
+    """The saved tensors of a unit that share a route. They are a part of its activations.
+
+    Args:
+        rest: where they rest.
+        recomputed: they are made again before backward instead.
+        size_bytes: of one micro-batch, without the input.
+        names: their names.
+    """
+
+    rest: Rest
+    recomputed: bool
+    size_bytes: int
+    names: frozenset[str]
 
 
 class When(StrEnum):
@@ -65,7 +97,7 @@ class Move(NamedTuple):
         when: the moment.
         batches: the micro-batches with that moment in which the copy is made.
         pinned: the host's side is pinned memory.
-        part: index of the part of the value.
+        part: index of the part of the value: of activations, that of :func:`saved_parts`.
     """
 
     value: Value
@@ -95,6 +127,7 @@ class UnitSizes:
         summed_bytes: size of the sums of several micro-batches on the GPU; 0 with one.
         saved_bytes: by how much the states on the CPU are smaller than those of AdamW.
         input_bytes, activation_bytes: of one micro-batch: the input; everything that backward needs.
+        saved: what that has besides the input, tensor by tensor. Empty: not known.
         beside_gpu: the places of the hardware that exchange data with the GPU. All others are behind the host.
     """
 
@@ -113,6 +146,7 @@ class UnitSizes:
     saved_bytes: int
     input_bytes: int
     activation_bytes: int
+    saved: tuple[SavedSize, ...] = ()
     beside_gpu: tuple[str, ...] = ()
 
     def way(self, home: str, processor: Processor = Processor.GPU) -> tuple[str, ...]:
@@ -170,14 +204,8 @@ def moves(unit: UnitPlan, sizes: UnitSizes, *, has_backward: bool = True) -> Ite
         has_backward: whether the unit has a backward. Frozen units below all trained ones have none.
     """
     yield from _moves_of_parameters(unit, sizes, has_backward)
-    if unit.kept.leaves and has_backward:
-        whole = unit.activations is Activations.KEEP
-        value, size = (Value.ACTIVATIONS, sizes.activation_bytes) if whole else (Value.INPUT, sizes.input_bytes)
-        way = sizes.way(unit.kept.home)
-        for source, target in pairwise(reversed(way)):
-            yield Move(value, source, target, size, When.AFTER_FORWARD, Batches.ALL)
-        for source, target in pairwise(way):
-            yield Move(value, source, target, size, When.BEFORE_BACKWARD, Batches.ALL)
+    if has_backward:
+        yield from _moves_of_activations(unit, sizes)
     if sizes.is_trained:
         yield from _moves_of_gradients(unit, sizes)
         yield from _moves_of_states(unit, sizes)
@@ -217,6 +245,74 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
     if unit.refreshed:
         size = unit.refresh.bytes_of(sizes.cpu_updated, sizes.element_bytes)
         yield Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, size, When.AFTER_UPDATE, pinned=unit.refresh.pinned)
+
+
+@lru_cache(maxsize=2**10)  # most units are alike
+def saved_parts(unit: UnitPlan, saved: tuple[SavedSize, ...], kept_bytes: int) -> tuple[SavedPart, ...]:
+    """The saved tensors of a unit that keeps activations, or some of them, by route.
+
+    What is recomputed comes first, then what stays on the GPU, then what rests with the input elsewhere, then all others. A
+    part is there even if it is empty where something is made again from it, or where the input belongs to it.
+
+    Args:
+        unit: the decisions.
+        saved: the sizes of the tensors. Empty: not known.
+        kept_bytes: of all of them.
+
+    Raises:
+        InputError: the plan names tensors that the profile does not.
+    """
+    routes = {one.name: one for one in unit.saved}
+    sizes = {one.name: one.size_bytes for one in saved}
+    if unknown := routes.keys() - sizes.keys():
+        known = f"it names {', '.join(sizes)}" if sizes else "it names none"
+        raise InputError(
+            f"the plan has a route for the saved tensors {min(unknown)!r}, which the profile does not name ({known}): plan for "
+            "this profile"
+        )
+    again = {one.name for one in unit.saved if one.recomputed}
+    if unit.activations is Activations.SELECTIVE and not again:
+        again = {one.name for one in saved if one.selective} - routes.keys()
+    kept = unit.kept if unit.kept.leaves else Rest()
+    names: dict[tuple[Rest, bool], list[str]] = {}
+    for name in sizes:
+        rest = routes[name].rest if name in routes else kept
+        names.setdefault((Rest(), True) if name in again else (rest if rest.leaves else Rest(), False), []).append(name)
+    unnamed = kept_bytes - sum(sizes.values())  # all that there is if nothing has a name
+    if unnamed or unit.saved or kept.leaves or all(recomputed for _, recomputed in names):
+        names.setdefault((kept, False), [])
+
+    def order(key: tuple[Rest, bool]) -> tuple[bool, ...]:
+        rest, recomputed = key
+        return not recomputed, rest.leaves, rest != kept
+
+    return tuple(
+        SavedPart(*key, sum(sizes[name] for name in names[key]) + unnamed * (key == (kept, False)), frozenset(names[key]))
+        for key in sorted(names, key=order)
+    )
+
+
+def _moves_of_activations(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
+    """Of activations each part that rests elsewhere, the input with that of ``unit.kept``; or only the input."""
+    if unit.activations in (Activations.RECOMPUTE, Activations.DROP):
+        if unit.kept.leaves:
+            yield from _there_and_back(Value.INPUT, sizes.way(unit.kept.home), sizes.input_bytes)
+        return
+    if not (unit.kept.leaves or unit.saved):
+        return
+    parts = saved_parts(unit, sizes.saved, sizes.activation_bytes - sizes.input_bytes)
+    for index, part in enumerate(parts):
+        if part.rest.leaves:
+            size = part.size_bytes + sizes.input_bytes * (part.rest == unit.kept)
+            yield from _there_and_back(Value.ACTIVATIONS, sizes.way(part.rest.home), size, index)
+
+
+def _there_and_back(value: Value, way: tuple[str, ...], size_bytes: int, part: int = 0) -> Iterator[Move]:
+    """To where it rests after forward, and back for backward; ``way`` begins there."""
+    for source, target in pairwise(reversed(way)):
+        yield Move(value, source, target, size_bytes, When.AFTER_FORWARD, Batches.ALL, part=part)
+    for source, target in pairwise(way):
+        yield Move(value, source, target, size_bytes, When.BEFORE_BACKWARD, Batches.ALL, part=part)
 
 
 def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:

@@ -154,15 +154,39 @@ class Route:
         return self.home not in (GPU_MEMORY, HOST_MEMORY)
 
 
+@dataclass(frozen=True, slots=True)
+class SavedRoute:
+    """What becomes of some of the tensors that a forward saves for backward, by the name that the profile gives them.
+
+    Args:
+        name: their name.
+        rest: where they rest until backward.
+        recomputed: they are released after forward, and made again before backward from the input and the other ones.
+    """
+
+    name: str
+    rest: Rest = Rest()
+    recomputed: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not re.fullmatch(r"[^\s,#]+", self.name):
+            raise InputError(f"saved tensors are named {self.name!r}: give a name without spaces, commas and '#'")
+        if self.recomputed and self.rest != Rest():
+            raise InputError(f"{self.name} is recomputed, so it rests nowhere: leave rest out, or do not recompute it")
+        if (self.rest.carried, self.rest.parts) != (Format(), 1):
+            raise InputError(f"{self.name} is copied as it is, and as a whole: leave carried and parts out")
+
+
 @hashed_once
 @dataclass(frozen=True, slots=True)
 class UnitPlan(Hashed):
     """The decisions for one unit.
 
     Args:
-        activations: keep everything backward needs; recompute it from the input; with ``selective``, recompute it from what the
-            profile lists as kept; with ``drop``, the unit is inside a segment that begins below it, and its input is recomputed
-            as well.
+        activations: keep everything backward needs; recompute it from the input; with ``selective``, recompute some of it from
+            the rest: what ``saved`` says, or if that recomputes nothing, what the profile selects; with ``drop``, the unit is
+            inside a segment that begins below it, and its input is recomputed as well.
         parameters: where they rest and how they are fetched.
         update_on: the processor that updates.
         gradients: where the gradients of several micro-batches are summed, or rest between these, and their format on the way
@@ -172,7 +196,8 @@ class UnitPlan(Hashed):
             with the states.
         refresh: format of the copy of updated parameters to a copy that stays on the GPU.
         gradients_replace_parameters: a finished gradient overwrites the 16-bit parameters on the GPU.
-        kept: where the values that forward keeps rest: activations, or with recomputation the input.
+        kept: where the values that forward keeps rest: activations with the input, or with recomputation the input.
+        saved: the tensors that forward saves and that go another way.
         states: where the optimizer states rest. States that the CPU updates rest on the host unless this names a place.
         sum_bytes: bytes per element in which the CPU accumulates gradients, and in which they are copied after each micro-batch
             but the last. None: as in ``gradients``.
@@ -194,6 +219,7 @@ class UnitPlan(Hashed):
     refresh: Format = Format()
     gradients_replace_parameters: bool = False
     kept: Rest = Rest()
+    saved: tuple[SavedRoute, ...] = ()
     states: Rest = Rest()
     sum_bytes: int | None = None
     again: tuple[Activations, ...] = ()
@@ -212,8 +238,7 @@ class UnitPlan(Hashed):
             raise InputError("what a selective forward keeps is all that its one recomputation needs: leave again out")
         if Activations.SELECTIVE in self.again:
             raise InputError("only a forward is selective, not a recomputation: let again keep the input, or drop it")
-        if self.activations is Activations.SELECTIVE and self.kept.leaves:
-            raise InputError("what a selective forward keeps rests on the GPU: leave kept out, or keep or recompute all")
+        self._check_saved()
         if Activations.KEEP in self.again:
             raise InputError("the last recomputation always keeps everything, and only the last: leave keep out of again")
         if (Activations.RECOMPUTE, Activations.DROP) in pairwise(self.forwards):
@@ -251,6 +276,15 @@ class UnitPlan(Hashed):
                 f"rank is {self.rank} with zero_stage {self.zero_stage}: give the index of the one GPU that has the unit, "
                 "from 0, and share nothing of it"
             )
+
+    def _check_saved(self) -> None:
+        if self.saved and self.activations not in (Activations.KEEP, Activations.SELECTIVE):
+            raise InputError(f"a forward that keeps at most its input ({self.activations}) saves no tensors: leave saved out")
+        names = [one.name for one in self.saved]
+        if len(set(names)) < len(names):
+            raise InputError(f"saved names {names}: give each name once")
+        if self.activations is Activations.KEEP and (again := [one.name for one in self.saved if one.recomputed]):
+            raise InputError(f"saved recomputes {again[0]}, but activations are kept: make them selective")
 
     def _check_formats(self) -> None:
         if (self.kept.carried, self.states.carried) != (Format(), Format()):
@@ -293,9 +327,15 @@ class UnitPlan(Hashed):
         return self.update_on is Processor.GPU and self.gradients.home == HOST_MEMORY
 
     @property
+    def activations_leave(self) -> bool:
+        """Whether anything that forward keeps leaves the GPU until backward."""
+        return self.kept.leaves or any(one.rest.leaves for one in self.saved)
+
+    @property
     def homes(self) -> tuple[str, ...]:
         """The homes of its values."""
-        return self.parameters.home, self.kept.home, self.gradients.home, self.states.home
+        saved = tuple(one.rest.home for one in self.saved)
+        return (self.parameters.home, self.kept.home, self.gradients.home, self.states.home, *saved)
 
     @property
     def refreshed(self) -> bool:

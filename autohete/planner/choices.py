@@ -23,6 +23,7 @@ SELECTIVE = UnitPlan(Activations.SELECTIVE)
 #: What backward needs arrives while the unit above is computed, which takes two passes if that unit is recomputed.
 OFFLOAD = UnitPlan(kept=Rest(HOST_MEMORY, ahead=1))
 OFFLOAD_INPUT = UnitPlan(Activations.RECOMPUTE, kept=Rest(HOST_MEMORY, ahead=2))
+OFFLOAD_SELECTED = UnitPlan(Activations.SELECTIVE, kept=Rest(HOST_MEMORY, ahead=2))
 
 RESIDENT = Route()
 FETCHED = Route(HOST_MEMORY)
@@ -47,7 +48,7 @@ class Choices:
     def units(self, assignment: Assignment) -> tuple[UnitPlan, ...]:
         """The unit plans of ``assignment``."""
         return tuple(
-            replace(others[o], activations=activations[a].activations, kept=activations[a].kept)
+            replace(others[o], activations=activations[a].activations, kept=activations[a].kept, saved=activations[a].saved)
             for activations, others, (a, o) in zip(self.activations, self.others, assignment, strict=True)
         )
 
@@ -69,6 +70,8 @@ class Choices:
 
 def _kept_alike(one: UnitPlan, other: UnitPlan) -> bool:
     """Whether the decisions on activations are equal, ignoring distances."""
+    if one.saved or other.saved:
+        return (one.activations, one.kept, one.saved) == (other.activations, other.kept, other.saved)
     return one.activations is other.activations and one.kept.home == other.kept.home
 
 
@@ -86,7 +89,7 @@ def _places(unit: UnitPlan) -> tuple[object, ...]:
 def _rest_without_distances(unit: UnitPlan) -> UnitPlan:
     route = replace(unit.parameters, ahead_in_forward=1, ahead_in_backward=1)
     states = replace(unit.states, ahead=1, parts=1)
-    return replace(unit, activations=Activations.KEEP, kept=Rest(), parameters=route, states=states)
+    return replace(unit, activations=Activations.KEEP, kept=Rest(), saved=(), parameters=route, states=states)
 
 
 def _largest_block(profile: Profile) -> int:
@@ -147,9 +150,10 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
     def activations(unit: int) -> tuple[UnitPlan, ...]:
         if unit in (0, last) or unit < profile.first_trained:
             return (KEEP,)
-        selective = profile.units[unit].selective is not None
-        away = [replace(one, kept=replace(one.kept, home=place.name)) for place in places for one in (OFFLOAD, OFFLOAD_INPUT)]
-        return (KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT, *((SELECTIVE,) if selective else ()), *away)
+        some = (SELECTIVE, OFFLOAD_SELECTED) if profile.units[unit].selected else ()
+        offloads = (OFFLOAD, OFFLOAD_INPUT, *some[1:])
+        away = [replace(one, kept=replace(one.kept, home=place.name)) for place in places for one in offloads]
+        return (KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT, *some, *away)
 
     return Choices(
         tuple(activations(unit) for unit in range(last + 1)),

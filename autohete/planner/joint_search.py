@@ -286,7 +286,7 @@ def _targets(choices: Choices) -> Iterator[tuple[int, Places]]:
 
 
 def _activations(one: UnitPlan) -> Hashable:
-    return one.activations, one.kept.home
+    return one.activations, one.kept.home, one.saved
 
 
 def _parameters(one: UnitPlan) -> Hashable:

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from autohete.hardware import Place
 from autohete.lowering.copies import lane_between
+from autohete.lowering.shards import parts_of
 from autohete.plan import Activations, UnitPlan
 from autohete.plan.moves import When
 from autohete.planner.choices import Assignment, Choices
 from autohete.planner.unit_costs import Costs, UnitCopy, UnitCosts
-from autohete.profile import Profile
+from autohete.profile import Profile, UnitProfile
 from autohete.schedule import D2H, GPU_MEMORY, H2D, HOST_MEMORY, Value
 
 Numbers = NDArray[np.float64]
@@ -95,14 +96,16 @@ def kept_bytes(profile: Profile, unit: int, one: UnitPlan) -> int:
     if unit < profile.first_trained or one.activations is Activations.DROP:
         return 0
     block = profile.units[unit]
-    if one.activations is Activations.SELECTIVE and block.selective is not None:
-        return block.input_bytes + block.selective.kept_bytes
-    return block.input_bytes if one.activations is Activations.RECOMPUTE else block.activation_bytes
+    return block.input_bytes + sum(part.size_bytes for part in parts_of(one, block) if not part.recomputed)
 
 
 def here_bytes(profile: Profile, unit: int, one: UnitPlan) -> int:
     """The same, if it is on the GPU."""
-    return 0 if one.kept.leaves else kept_bytes(profile, unit, one)
+    if unit < profile.first_trained or one.activations is Activations.DROP:
+        return 0
+    block = profile.units[unit]
+    here = sum(part.size_bytes for part in parts_of(one, block) if not (part.recomputed or part.rest.leaves))
+    return here + block.input_bytes * (not one.kept.leaves)
 
 
 def _forward_bytes(profile: Profile, unit: int, one: UnitPlan) -> int:
@@ -110,9 +113,12 @@ def _forward_bytes(profile: Profile, unit: int, one: UnitPlan) -> int:
     block = profile.units[unit]
     if one.activations is Activations.RECOMPUTE or unit < profile.first_trained:
         return block.input_bytes + block.checkpointed_workspace_bytes
-    if one.activations is Activations.SELECTIVE:
-        return kept_bytes(profile, unit, one) + block.selective_workspace_bytes[0]
-    return block.activation_bytes + block.forward_workspace_bytes
+    return kept_bytes(profile, unit, one) + block.workspace_bytes_without(_recomputed(block, one))[0]
+
+
+def _recomputed(block: UnitProfile, one: UnitPlan) -> frozenset[str]:
+    """The saved tensors that are made again."""
+    return frozenset(name for part in parts_of(one, block) if part.recomputed for name in part.names)
 
 
 def _recompute_seconds(profile: Profile, unit: int, one: UnitPlan) -> float:
@@ -120,8 +126,8 @@ def _recompute_seconds(profile: Profile, unit: int, one: UnitPlan) -> float:
     block = profile.units[unit]
     if unit < profile.first_trained:
         return 0.0
-    if one.activations is Activations.SELECTIVE and block.selective is not None:
-        return block.selective.seconds
+    if one.activations is Activations.SELECTIVE:
+        return block.again_seconds(_recomputed(block, one))
     return block.recompute_seconds if one.activations is Activations.RECOMPUTE else 0.0
 
 

@@ -136,7 +136,7 @@ class Costs:
     def _planned_everywhere(self, one: UnitPlan) -> tuple[Plan, Shards]:
         """The plan that decides the same for every unit. What forward keeps is no matter of sizes, and not free everywhere."""
         if one not in self._everywhere:
-            units = (replace(one, activations=Activations.KEEP, again=(), kept=Rest()),) * len(self.profile.units)
+            units = (replace(one, activations=Activations.KEEP, again=(), kept=Rest(), saved=()),) * len(self.profile.units)
             plan = replace(self._plan, units=units)
             self._everywhere[one] = plan, Shards(self.profile, plan)
         return self._everywhere[one]

@@ -42,7 +42,7 @@ from autohete.planner.unit_costs import Costs
 from autohete.policies.autohete import AutoHete
 from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile, analytic_profile
-from autohete.schedule import Kind, Schedule
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule
 from autohete.workload import Units
 
 #: Systems that never move parameters, gradients or states. They are skipped if these do not fit.
@@ -83,7 +83,7 @@ def every_choice(profile: Profile) -> Choices:
 
 
 def _needs_no_host(unit: UnitPlan) -> bool:
-    leaves = unit.parameters.leaves or unit.states.leaves or unit.kept.leaves
+    leaves = unit.parameters.leaves or unit.states.leaves or unit.activations_leave
     return not leaves and unit.update_on is Processor.GPU
 
 
@@ -165,12 +165,12 @@ def _parts(family: PlanFamily) -> Iterator[PlanFamily]:
 
 def _needs_no_place(unit: UnitPlan) -> bool:
     """Exclude places besides the GPU and the host: they matter only where they are fast, or the host is small."""
-    return not any(rest.far for rest in (unit.parameters, unit.kept, unit.gradients, unit.states))
+    return {GPU_MEMORY, HOST_MEMORY}.issuperset(unit.homes)
 
 
 def _keeps_on_gpu(unit: UnitPlan) -> bool:
     """Exclude offloaded activations: the rows do not capture how strongly their copies contend with each other."""
-    return not unit.kept.leaves
+    return not unit.activations_leave
 
 
 class PlanFamily:
@@ -315,7 +315,7 @@ class PlanFamily:
         units, rules = self.choices.units(assignment), list[Rule]()
         if sum(unit.update_on is Processor.CPU or unit.sums_leave for unit in units) > GRADIENT_SLOTS:
             rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS))
-        if any(unit.parameters.leaves or unit.states.leaves or unit.kept.leaves for unit in units) or rules:
+        if any(unit.parameters.leaves or unit.states.leaves or unit.activations_leave for unit in units) or rules:
             rules.append(ByPriority())
         return replace(self._template, units=units, rules=tuple(rules))
 
@@ -427,11 +427,13 @@ def _outer_units_stay(plan: Plan) -> Plan:
 
 def _last_kept(plan: Plan) -> Plan:
     """Keep the activations of the last unit that does not: its backward follows soon."""
-    places = [place for place, unit in enumerate(plan.units) if unit.activations is not Activations.KEEP or unit.kept.leaves]
+    places = [
+        place for place, unit in enumerate(plan.units) if unit.activations is not Activations.KEEP or unit.activations_leave
+    ]
     if not places:
         return plan
     units = list(plan.units)
-    units[places[-1]] = replace(units[places[-1]], activations=Activations.KEEP, kept=Rest(), again=())
+    units[places[-1]] = replace(units[places[-1]], activations=Activations.KEEP, kept=Rest(), saved=(), again=())
     return replace(plan, units=tuple(units))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
@@ -15,23 +16,27 @@ LONGEST_TASK_SECONDS = 5e7
 
 
 @dataclass(frozen=True, slots=True)
-class SelectiveProfile:
-    """Selective recomputation of a unit: a forward that keeps what is slow to compute, and a short recomputation.
+class SavedTensors:
+    """Tensors that a forward saves for backward besides its input, and that share a route.
 
     Args:
-        kept_bytes: activations that this forward keeps for backward, without its input.
-        seconds: GPU time of the recomputation of the rest.
-        measured_forward_workspace_bytes: temporaries of that forward, if measured.
-        measured_workspace_bytes: temporaries of the recomputation, without its output, if measured.
+        name: what a plan calls them.
+        size_bytes: their size.
+        seconds: GPU time to make them again from the input and the others. None: only a recomputation of the whole unit does.
+        launch_seconds: time in which the host launches the kernels that do it, which is the least it takes.
+        selective: selective recomputation makes them again.
     """
 
-    kept_bytes: int
-    seconds: float
-    measured_forward_workspace_bytes: int | None = None
-    measured_workspace_bytes: int | None = None
+    name: str
+    size_bytes: int
+    seconds: float | None = None
+    launch_seconds: float = 0.0
+    selective: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.selective and self.seconds is None:
+            raise InputError(f"selective recomputation makes {self.name!r} again, but seconds does not say how long it takes")
 
 
 @hashed_once
@@ -51,7 +56,9 @@ class UnitProfile(Hashed):
         gpu_update_workspace_bytes: the same for the optimizer step on the GPU.
         measured_checkpointed_workspace_bytes: the same for a forward that keeps only the input, if measured.
         cpu_update_seconds: optimizer step on the CPU, if measured. None: derived from the plan's bytes per parameter.
-        selective: its selective recomputation. None: not available or not measured.
+        saved: what ``activation_bytes`` has besides the input, tensor by tensor. What is not listed shares the input's route.
+        measured_selective_workspace_bytes: temporaries of a forward whose selected tensors are made again, and of the pass that
+            does so, without its output, if measured.
         frozen_parameters: those of ``parameters`` that are not trained: they have no gradients, states or updates.
         frozen_bytes: size of these, if they are not in the format the GPU computes with (quantised).
         state_bytes: size of its optimizer states, with master weights. None: those of AdamW.
@@ -71,7 +78,8 @@ class UnitProfile(Hashed):
     gpu_update_workspace_bytes: int = 0
     cpu_update_seconds: float | None = None
     measured_checkpointed_workspace_bytes: int | None = None
-    selective: SelectiveProfile | None = None
+    saved: tuple[SavedTensors, ...] = ()
+    measured_selective_workspace_bytes: tuple[int, int] | None = None
     frozen_parameters: int = 0
     frozen_bytes: int | None = None
     state_bytes: int | None = None
@@ -93,11 +101,13 @@ class UnitProfile(Hashed):
             )
         if not 0 <= self.frozen_parameters <= self.parameters:
             raise InputError(f"{self.frozen_parameters} of {self.parameters} parameters are frozen: give 0 up to all of them")
-        if self.selective is not None and self.selective.kept_bytes > self.kept_bytes:
+        if sum(one.size_bytes for one in self.saved) > self.kept_bytes:
             raise InputError(
-                f"a selective forward would keep {self.selective.kept_bytes} bytes, more than the {self.kept_bytes} of one "
-                "that keeps all: leave selective out"
+                f"the saved tensors have {sum(one.size_bytes for one in self.saved)} bytes together, but a forward keeps "
+                f"{self.kept_bytes} besides its input: leave those out that it does not keep"
             )
+        if len({one.name for one in self.saved}) < len(self.saved):
+            raise InputError(f"saved tensors are called {[one.name for one in self.saved]}: give each a name of its own")
 
     @property
     def recompute_seconds(self) -> float:
@@ -133,16 +143,26 @@ class UnitProfile(Hashed):
         return self.measured_checkpointed_workspace_bytes
 
     @property
-    def selective_workspace_bytes(self) -> tuple[int, int]:
-        """Temporaries of a selective forward, and of its recomputation: at most as much as if everything is kept."""
-        selective = self.selective
-        if selective is None:
-            return self.forward_workspace_bytes, self.forward_workspace_bytes
-        forward, again = selective.measured_forward_workspace_bytes, selective.measured_workspace_bytes
-        return (
-            self.forward_workspace_bytes + self.kept_bytes - selective.kept_bytes if forward is None else forward,
-            self.forward_workspace_bytes if again is None else again,
-        )
+    def selected(self) -> tuple[str, ...]:
+        """Names of the saved tensors that selective recomputation makes again."""
+        return tuple([one.name for one in self.saved if one.selective])
+
+    def bytes_of(self, names: Collection[str]) -> int:
+        """Size of the saved tensors of these names."""
+        return sum([one.size_bytes for one in self.saved if one.name in names])
+
+    def again_seconds(self, names: Collection[str]) -> float:
+        """GPU time to make the saved tensors of these names again."""
+        made = [one for one in self.saved if one.name in names]
+        return max(sum([one.seconds or 0.0 for one in made]), sum([one.launch_seconds for one in made]))
+
+    def workspace_bytes_without(self, names: Collection[str]) -> tuple[int, int]:
+        """Temporaries of a forward that does not keep the saved tensors of these names, and of the pass that makes them again:
+        if not measured, at most as much as if everything is kept.
+        """
+        if self.measured_selective_workspace_bytes is not None and set(names) == set(self.selected):
+            return self.measured_selective_workspace_bytes
+        return self.forward_workspace_bytes + self.bytes_of(names), self.forward_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,12 @@ def read_profile(path: str | Path) -> Profile:
         raise InputError(f"profile {str(path)!r}: {error.title} {where}: {fault['msg']}; measure it again") from error
     except InputError as error:
         raise InputError(f"profile {str(path)!r}: {error}; measure it again") from error
-    selective = [unit.selective for unit in units if unit.selective is not None]
-    numbers = [n for unit in units for n in astuple(replace(unit, selective=None)) if not isinstance(n, str)]
-    for number in (*numbers, *(n for part in selective for n in astuple(part)), *astuple(loss)):
-        if number is not None and not (math.isfinite(number) and 0 <= number < _ABSURD):
+    saved = [one for unit in units for one in unit.saved]
+    numbers = [n for unit in units for n in astuple(replace(unit, saved=(), measured_selective_workspace_bytes=None))]
+    numbers += [n for unit in units for n in unit.measured_selective_workspace_bytes or ()]
+    numbers += [n for some in (*map(astuple, saved), astuple(loss)) for n in some]
+    for number in (n for n in numbers if isinstance(n, (int, float))):
+        if not (math.isfinite(number) and 0 <= number < _ABSURD):
             raise InputError(
                 f"profile {str(path)!r} holds {number}: times and sizes are finite and not negative; measure it again"
             )

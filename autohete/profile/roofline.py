@@ -7,12 +7,14 @@ its kernels.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from functools import lru_cache
 
 from autohete.errors import InputError
 from autohete.hardware import Gpu, Hardware
 from autohete.profile.adapters import additions
-from autohete.profile.costs import LossProfile, Profile, SelectiveProfile, UnitProfile
+from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.kernels.decoders import INPUT_ROWS, TRANSFORMERS_HEAD, both_parts, decoder_part
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, IMPLEMENTATIONS, Part, without_inputs
 from autohete.profile.loop import expert_loop
@@ -181,7 +183,7 @@ class _Roofline:
         w, element, role = self.workload, self.element, self.workload.role(unit)
         hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
         parameters = w.unit_parameters(unit)
-        selective: SelectiveProfile | None = None
+        saved: tuple[SavedTensors, ...] = ()
         shorter: float | None = None
         activations: float
         workspaces: tuple[float, float]
@@ -205,14 +207,9 @@ class _Roofline:
             workspaces = (0, hidden_bytes)
         else:
             part, scores = self._part(unit), self._scores(unit)
-            h, total = w.hidden_size, part.total
-            activations = total("kept") * hidden_bytes + (total("kept_mask") + 4 * total("kept_fp32")) * w.tokens * h
-            activations += (total("kept_scores") * element + total("kept_score_mask")) * scores
-            if element == 2:
-                activations += 4 * (total("kept_casts") * w.tokens * h + total("kept_score_casts") * scores)
+            total = part.total
             gemm, gemm_backward = self._products_seconds(unit)
             added = additions(w, unit, self._product_seconds, self.bandwidth) + expert_loop(w, unit, self.bandwidth)
-            activations += added.kept_bytes
             forward = self._pass_seconds(
                 gemm + self._elementwise_seconds(part, "forward", scores) + added.forward_seconds,
                 total("forward_kernels") + added.forward_kernels,
@@ -221,7 +218,8 @@ class _Roofline:
                 gemm_backward + self._elementwise_seconds(part, "backward", scores) + added.backward_seconds,
                 total("backward_kernels") + added.backward_kernels,
             )
-            selective = self._selective(unit, part, round(activations - hidden_bytes))
+            saved = self._saved(unit, part, scores, round(added.kept_bytes))
+            activations = min(self._kept_bytes(part, scores), hidden_bytes) + sum(one.size_bytes for one in saved)
             shorter = self._shorter_recompute_seconds(unit, part, scores)
             # The table's workspaces include the output, and in backward its gradient and that of the input.
             workspaces = (
@@ -242,7 +240,7 @@ class _Roofline:
             activation_bytes=round(activations),
             forward_workspace_bytes=round(workspaces[0]),
             backward_workspace_bytes=round(workspaces[1]),
-            selective=selective,
+            saved=saved,
             frozen_parameters=frozen_parameters,
             frozen_bytes=w.frozen_bytes(unit),
             state_bytes=None if w.training.optimizer is Optimizer.ADAMW else states,
@@ -283,19 +281,34 @@ class _Roofline:
             )
         return seconds, states
 
-    def _selective(self, unit: int, part: Part, kept_bytes: int) -> SelectiveProfile | None:
-        """Selective recomputation of a part that keeps ``kept_bytes`` in addition to its input."""
-        chosen, w, scores = part.selection, self.workload, self._scores(unit)
-        if chosen is None:
-            return None
-        saved = chosen.kept * self.element * w.tokens * w.hidden_size
-        saved += (chosen.kept_scores * self.element + chosen.kept_score_mask) * scores
-        again = Part(tuple(operation for operation in part.operations if operation.name in chosen.again), 0, 0)
-        busy = self._elementwise_seconds(again, "forward", scores)
-        if chosen.products:
-            busy += self._core_seconds(w.block(unit).mixer)[0]
-        seconds = self._pass_seconds(busy, again.total("forward_kernels"))
-        return SelectiveProfile(kept_bytes - round(saved), seconds)
+    def _kept_bytes(self, part: Part, scores: int) -> float:
+        """Size of what ``part`` keeps for backward, its input included."""
+        w, total = self.workload, part.total
+        casts = 4 * (self.element == 2)
+        of_hidden = total("kept") * self.element + total("kept_mask") + 4 * total("kept_fp32") + casts * total("kept_casts")
+        of_scores = total("kept_scores") * self.element + total("kept_score_mask") + casts * total("kept_score_casts")
+        return of_hidden * w.tokens * w.hidden_size + of_scores * scores
+
+    def _saved(self, unit: int, part: Part, scores: int, added_bytes: int) -> tuple[SavedTensors, ...]:
+        """What ``part`` keeps besides its input, tensor by tensor, and ``added_bytes`` of adapters and loops."""
+        w, found, names = self.workload, [], Counter[str]()
+        input_bytes = self.element * w.tokens * w.hidden_size
+        for one in part.saved():
+            size = round(self._kept_bytes(one.kept, scores))
+            there = min(size, input_bytes) if one.again is None else 0
+            size, input_bytes = size - there, input_bytes - there
+            if not size:
+                continue
+            name = re.sub(r"\W+", "_", one.name)
+            names[name] += 1
+            name = f"{name}_{names[name]}" if names[name] > 1 else name
+            if one.again is None:
+                found.append(SavedTensors(name, size))
+                continue
+            busy, kernels = self._elementwise_seconds(one.again, "forward", scores), one.again.total("forward_kernels")
+            busy += self._core_seconds(w.block(unit).mixer)[0] * one.products + kernels * self.overhead
+            found.append(SavedTensors(name, size, busy, kernels * self.launch, one.selective))
+        return (*found, *([SavedTensors("adapters", added_bytes)] if added_bytes else []))
 
     def loss(self) -> LossProfile:
         w, element = self.workload, self.element

@@ -48,7 +48,7 @@ _STACK = {
             Value.CLIP_COEFFICIENT,
         ),
     ),
-    "activations": (PURPLE, (Value.ACTIVATIONS, Value.SELECTED_ACTIVATIONS, Value.INPUT, Value.INPUT_GRADIENT)),
+    "activations": (PURPLE, (Value.ACTIVATIONS, Value.INPUT, Value.INPUT_GRADIENT)),
     "logits": (YELLOW, (Value.LOGITS, Value.LOGITS_GRADIENT)),
     "buffers and workspace": (ORANGE, (Value.WORKSPACE, Value.POLICY_BUFFERS, Value.OTHER)),
 }

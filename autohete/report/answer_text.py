@@ -236,7 +236,9 @@ def describe(unit: UnitPlan, training: UnitTraining) -> str:
     """Return a unit's decisions in words, but not those that mean nothing where it is frozen."""
     words = []
     if training is not UnitTraining.FROZEN_BELOW:
-        words.append(_KEPT[unit.activations] + (f" (kept {_where(unit.kept.home)})" if unit.kept.leaves else ""))
+        where = [f"kept {_where(unit.kept.home)}"] if unit.kept.leaves else []
+        where += [f"{one.name} {'again' if one.recomputed else _where(one.rest.home)}" for one in unit.saved]
+        words.append(_KEPT[unit.activations] + (f" ({', '.join(where)})" if where else ""))
     words.append(f"parameters {_where(unit.parameters.home)}")
     if training is not UnitTraining.TRAINED:
         return ", ".join([*words, training])

@@ -122,7 +122,7 @@ def _left_by(task: Task) -> str:
     """Return the buffer group of what a pass leaves behind."""
     if task.id.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         made = {buffer.id.value for buffer in task.allocates}
-        return next((v.value for v in (Value.ACTIVATIONS, Value.SELECTED_ACTIVATIONS) if v in made), "input")
+        return Value.ACTIVATIONS.value if Value.ACTIVATIONS in made else "input"
     return "logits_gradient" if task.id.kind is Kind.LOSS else "workspace"
 
 

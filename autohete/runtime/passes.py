@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from autohete.errors import InputError, NonFiniteGradientError, ScheduleError
 from autohete.runtime.batch import Batch, Inputs, Loss, on_device
@@ -25,35 +25,13 @@ from autohete.runtime.losses import check_loss
 from autohete.runtime.model_state import ModulePlace, RandomState, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import Partition
+from autohete.runtime.saved import Geometry, Recorder, Remaking, Saved
 from autohete.runtime.states import States
-from autohete.runtime.units import Memories, MovedStorage, Saved, UnitTensors
+from autohete.runtime.units import Memories, UnitTensors
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, Value
 
 #: Backward of a block with such tasks needs values that may have moved since its forward.
 _MOVING = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD, Kind.OFFLOAD_ACTIVATIONS}
-
-
-#: What a selective forward keeps: results of linear layers, which take the most time. Other matrix products are not kept: those
-#: of attention are its scores.
-_KEPT_RESULTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-#: FlashAttention is kept as well. Its fourth argument is its dropout probability. If it draws random numbers, it is recomputed,
-#: so that later operations draw the same ones.
-_FLASH_ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-)
-
-
-def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts for a forward that keeps the results of some operations, and for the recomputation that uses them."""
-
-    def keeps(context: Any, operation: object, *args: Any, **kwargs: Any) -> bool:
-        if operation in _FLASH_ATTENTION:
-            return len(args) < 4 or args[3] == 0.0
-        return operation in _KEPT_RESULTS
-
-    selecting, replaying = create_selective_checkpoint_contexts(keeps)  # type: ignore[no-untyped-call]
-    return selecting, replaying
 
 
 class _Cut(torch.autograd.Function):
@@ -79,7 +57,7 @@ class _Forward:
 
     Args:
         keeps_all: it keeps everything backward needs.
-        selects: it keeps what is slow to compute.
+        selects: it keeps some of what backward needs, and the rest is made again from it.
         keeps_input: it keeps at least the input.
         hands_on: its output is the input of the block above, which runs next.
     """
@@ -93,13 +71,46 @@ class _Forward:
 def _forwards_of(schedule: Schedule, units: int) -> list[list[_Forward]]:
     """The forwards of each block, in order. They are the same for all micro-batches."""
     found: list[list[_Forward]] = [[] for _ in range(units)]
+    recomputed = {task.id.unit for task in schedule.tasks if task.id.kind is Kind.RECOMPUTE}
     for task in schedule.tasks:
         unit = task.id.unit
         if task.id.kind in (Kind.FORWARD, Kind.RECOMPUTE) and not task.id.micro_batch:
             made = {(buffer.id.value, buffer.id.unit) for buffer in task.allocates}
             dropped = any((free.id.value, free.id.unit) == (Value.INPUT, unit) for free in task.frees)
-            keeps_all, selects = ((value, unit) in made for value in (Value.ACTIVATIONS, Value.SELECTED_ACTIVATIONS))
-            found[unit].append(_Forward(keeps_all, selects, not dropped, (Value.INPUT, unit + 1) in made))
+            keeps = (Value.ACTIVATIONS, unit) in made
+            selects = keeps and task.id.kind is Kind.FORWARD and unit in recomputed
+            found[unit].append(_Forward(keeps and not selects, selects, not dropped, (Value.INPUT, unit + 1) in made))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of a block's activations, of which each goes its own way.
+
+    Args:
+        names: the part of the saved tensors that the schedule names.
+        others: the part of all others, and of the input.
+        recomputes: part 0 is made again.
+        selective: it is what is cheap to make again.
+    """
+
+    names: Mapping[str, int]
+    others: int
+    recomputes: bool
+    selective: bool
+
+
+def _parts_of(schedule: Schedule, forwards: Sequence[Sequence[_Forward]]) -> list[_Parts | None]:
+    """The parts of each block's activations; None if all of them go one way."""
+    names: list[dict[str, int]] = [{} for _ in forwards]
+    for unit, part, some in schedule.saved:
+        names[unit] |= dict.fromkeys(some, part)
+    found: list[_Parts | None] = []
+    for named, passes in zip(names, forwards, strict=True):
+        selects = bool(passes) and passes[0].selects
+        taken = {*named.values(), *([0] if selects else [])}
+        others = next(part for part in range(len(taken) + 1) if part not in taken)
+        found.append(_Parts(named, others, selects, selects and not named) if taken else None)
     return found
 
 
@@ -192,6 +203,11 @@ class Passes:
         self._lasting: set[int] = set()
         self._kept = [_Kept(partition, i) for i in range(partition.last + 1)]
         self._passes = _forwards_of(states.schedule, partition.last + 1)
+        self._parts = _parts_of(states.schedule, self._passes)
+        #: Whether what a block's backward needs is kept in movable form.
+        self._moves = [
+            bool(kinds & _MOVING) or parts is not None for kinds, parts in zip(states.kinds, self._parts, strict=True)
+        ]
         self._interception = ExitStack()
         #: The blocks' original forwards.
         self._forwards: list[Callable[..., Any]] = []
@@ -214,7 +230,7 @@ class Passes:
     def _saved_by(self, i: int) -> list[Tensor]:
         """The tensors that block ``i`` keeps on the device for backward."""
         unit = self.states.units[i]
-        if self.states.kinds[i] & _MOVING:
+        if self._moves[i]:
             return [saved.value for saved in unit.still_saved() if isinstance(saved.value, Tensor)]
         return list(_saved(unit.root))
 
@@ -222,7 +238,7 @@ class Passes:
         """Allocate copies for recomputation, which live as long as the training. Call it once the buffers are in place."""
         self._lasting = _addresses(self.partition.lasting)
         for kept, forwards in zip(self._kept, self._passes, strict=True):
-            if len(forwards) > 1:
+            if len(forwards) > 1 and not forwards[0].selects:
                 kept.make_copies()
 
     def give(self, iteration: int, *batches: Batch) -> None:
@@ -264,12 +280,11 @@ class Passes:
         call, transit.call = transit.call, None
         assert call is not None
         now = self._passes[i][0]
-        if now.keeps_all:
+        if now.keeps_all or now.selects:
             result = self._compute_with_graph(i, call)
         else:
             random = RandomState(self.memories.torch_device)
-            selecting, unit.replay = _selective() if now.selects else (nullcontext(), None)
-            with torch.no_grad(), self._remembered(i), selecting:
+            with torch.no_grad(), self._remembered(i):
                 result = call.on(self._forwards[i - 1], call.hidden)
             self._checkpoint(unit, call, None if random.is_current() else random, now)
         result = with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)
@@ -281,8 +296,13 @@ class Passes:
                 transit.forward.let_go()
 
     def recompute(self, i: int) -> None:
-        """Run forward again from the checkpoint, with its random state and buffers; the current ones are preserved."""
+        """Run forward again from the checkpoint, with its random state and buffers; the current ones are preserved. If forward
+        has only released some of what it saves, make that again.
+        """
         unit, transit = self.states.units[i], self._transit
+        if unit.remaking is not None:
+            self.make_again(i, unit.remaking)
+            return
         assert unit.checkpoint is not None
         (call, random), unit.checkpoint = unit.checkpoint, None
         if transit.redone is not None:
@@ -394,22 +414,23 @@ class Passes:
         return receive
 
     def copy_activations(self, i: int, source: str, target: str) -> None:
-        """Copy what backward needs from one memory to new places in another."""
-        unit = self.states.units[i]
-        if source != unit.kept_in:
+        """Copy what backward needs, or a part of it, from one memory to new places in another."""
+        unit, part = self.states.units[i], self.memories.current.part
+        there = unit.kept_in.get(part, GPU_MEMORY)
+        if source != there:
             raise ScheduleError(
-                f"{self.memories.current.task} copies what forward keeps from {source}, but it is in {unit.kept_in} memory"
+                f"{self.memories.current.task} copies what forward keeps from {source}, but it is in {there} memory"
             )
-        unit.kept_in = target
+        unit.kept_in[part] = target
         if source == GPU_MEMORY:
-            self._offload_activations(i, target)
-        elif target == GPU_MEMORY:
-            moved = unit.moved
-            self._fetch_activations(i)
-            self._leave(source, moved.values())
+            self._offload_activations(i, target, part)
+            return
+        moved = unit.moved.pop(part, {})
+        if target == GPU_MEMORY:
+            self._fetch_activations(i, moved, part)
         else:
-            unit.moved, moved = {key: self._kept_in(target, there) for key, there in unit.moved.items()}, unit.moved
-            self._leave(source, moved.values())
+            unit.moved[part] = {key: self._kept_in(target, there) for key, there in moved.items()}
+        self._leave(source, moved.values())
 
     def _kept_in(self, memory: str, data: Tensor) -> Tensor:
         """Copy bytes to new memory on the host, or to a file."""
@@ -424,45 +445,44 @@ class Passes:
             for there in moved:
                 self.states.files.release(there)
 
-    def _offload_activations(self, i: int, target: str) -> None:
+    def _offload_activations(self, i: int, target: str, part: int) -> None:
         """Copy what backward needs from the device: each storage once, even if several saved tensors are views of it."""
         unit, memories = self.states.units[i], self.memories
         if unit.checkpoint is not None:
             call, random = unit.checkpoint
-            unit.input = Saved(call.hidden)
+            unit.input = Saved(call.hidden, part=part)
             unit.checkpoint = (_without_input(call), random)
-        for saved in [*unit.still_saved(), *([unit.input] if unit.input else [])]:
+        moved = unit.moved.setdefault(part, {})
+        for saved in self._movable(unit, part):
             tensor = saved.value
-            assert isinstance(tensor, Tensor)
-            if tensor.device.type != memories.torch_device.type:
-                continue  # a random seed that attention keeps on the host
+            if isinstance(tensor, Geometry) or tensor.device.type != memories.torch_device.type:
+                continue  # it is made again, or is a random seed that attention keeps on the host
             memories.current.alive.append(tensor)
             storage = tensor.untyped_storage()
-            key = storage.data_ptr()
-            if key not in unit.moved:
+            saved.storage = storage.data_ptr()
+            if saved.storage not in moved:
                 here = torch.empty(0, dtype=torch.uint8, device=memories.torch_device).set_(storage)
-                unit.moved[key] = self._kept_in(target, here)
-            saved.value = MovedStorage(key, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+                moved[saved.storage] = self._kept_in(target, here)
+            saved.value = Geometry.of(tensor)
 
-    def _fetch_activations(self, i: int) -> None:
+    def _fetch_activations(self, i: int, moved: dict[int, Tensor], part: int) -> None:
         """Copy what backward needs back to the device."""
         unit, memories = self.states.units[i], self.memories
-        memories.current.alive.append(unit.moved)
+        memories.current.alive.append(moved)
         back: dict[int, Tensor] = {}
-        for key, there in unit.moved.items():
+        for key, there in moved.items():
             back[key] = memories.on_device(len(there), torch.uint8, "activations").copy_(there, non_blocking=True)
-        for saved in [*unit.still_saved(), *([unit.input] if unit.input else [])]:
-            moved = saved.value
-            if not isinstance(moved, MovedStorage):
-                continue
-            storage = back[moved.key].untyped_storage()
-            tensor = torch.empty(0, dtype=moved.dtype, device=memories.torch_device)
-            saved.value = tensor.set_(storage, moved.offset, moved.size, moved.stride)
-        unit.moved = {}
+        for saved in self._movable(unit, part):
+            if isinstance(saved.value, Geometry) and saved.storage in back:
+                saved.value = saved.value.within(back[saved.storage].untyped_storage())
         if unit.checkpoint is not None and unit.input is not None:
             call, random = unit.checkpoint
-            assert isinstance(unit.input.value, Tensor)
-            unit.checkpoint, unit.input = (replace(call, hidden=unit.input.value), random), None
+            unit.checkpoint, unit.input = (replace(call, hidden=unit.input.tensor), random), None
+
+    @staticmethod
+    def _movable(unit: UnitTensors, part: int) -> list[Saved]:
+        """What is saved in a part of the activations."""
+        return [one for one in (*unit.still_saved(), *([unit.input] if unit.input else [])) if one.part == part]
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> Tensor:
@@ -512,14 +532,47 @@ class Passes:
                 )
 
     def _compute_with_graph(self, i: int, call: BlockCall) -> Any:
-        unit = self.states.units[i]
-        replay, unit.replay = unit.replay or nullcontext(), None
-        with torch.enable_grad(), self._saving(i, tensors_in((call.args, call.kwargs))):
+        unit, parts = self.states.units[i], self._parts[i]
+        recorder = Recorder(self.partition.modules[i - 1], partial(self._described, unit, call)) if parts else None
+        with torch.enable_grad(), self._saving(i, tensors_in((call.args, call.kwargs)), recorder):
             cut = self._cut(unit, call.hidden)
-            with replay:  # only the block's own operations, as in its forward
+            with recorder.recording() if recorder else nullcontext():  # only the block's own operations
                 result = call.on(self._forwards[i - 1], cut)
         unit.root = _edge(hidden_of(result))
+        if recorder is not None and parts is not None:
+            unit.named = recorder.finished()
+            unit.named.assign(parts.names, selective=parts.selective)
+            if parts.recomputes:
+                unit.input = Saved(call.hidden, part=parts.others)
+                unit.remaking = unit.named.release(0)
         return with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)
+
+    def _described(self, unit: UnitTensors, call: BlockCall, tensor: Tensor) -> object:
+        """What comes from outside of a block's forward: where it is in what may move, or the tensor."""
+        flat, storage = unit.device.parameters, tensor.untyped_storage().data_ptr()
+        assert flat is not None, "forward without parameters"
+        if flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.nbytes:
+            return "parameters", Geometry.of(tensor)
+        if storage == call.hidden.untyped_storage().data_ptr():
+            return "input", Geometry.of(tensor)
+        return tensor
+
+    def make_again(self, i: int, remaking: Remaking) -> None:
+        """Make what the forward of block ``i`` has released from what it has kept."""
+        unit = self.states.units[i]
+        given, flat = unit.input, unit.device.parameters
+        assert given is not None
+        assert flat is not None, "recomputation without parameters"
+
+        def outside(described: object) -> Tensor:
+            if isinstance(described, Tensor):
+                return described
+            assert isinstance(described, tuple)
+            what, place = described
+            assert isinstance(place, Geometry)
+            return place.within((flat if what == "parameters" else given.tensor).untyped_storage())
+
+        remaking.run(outside)
 
     def _cut(self, unit: UnitTensors, hidden: Tensor) -> Tensor:
         unit.arrived = []
@@ -527,16 +580,17 @@ class Passes:
         return cut
 
     @contextmanager
-    def _saving(self, i: int, beside: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Keep what backward needs in movable form, if anything of the block moves before its backward.
+    def _saving(self, i: int, beside: Iterable[Tensor] = (), recorder: Recorder | None = None) -> Iterator[None]:
+        """Keep what backward needs in movable form, if anything of the block moves or is released before its backward.
 
-        Buffers, frozen parameters and ``beside`` stay where they are.
+        Buffers, frozen parameters and ``beside`` stay where they are. ``recorder`` is told of all else.
         """
         unit = self.states.units[i]
         assert unit.device.parameters is not None, "forward without parameters"
-        if not self.states.kinds[i] & _MOVING:
+        if not self._moves[i]:
             yield
             return
+        parts = self._parts[i]
         begin = unit.device.parameters.data_ptr()
         end = begin + unit.device.parameters.nbytes
         staying = self._lasting | _addresses(beside)
@@ -548,8 +602,10 @@ class Passes:
             tensor = tensor.detach()  # break the reference cycle with the graph, or it would never be freed
             if tensor.untyped_storage().data_ptr() in staying:
                 return tensor
-            saved = Saved(tensor)
+            saved = Saved(tensor, part=parts.others if parts else 0)
             unit.saved.append(weakref.ref(saved))
+            if recorder is not None:
+                recorder.note(saved)
             return saved
 
         def unpack(handle: object) -> Tensor:
@@ -559,8 +615,7 @@ class Passes:
                 assert unit.device.parameters is not None, "backward without parameters"
                 return unit.device.parameters.as_strided(*handle)
             assert isinstance(handle, Saved)
-            assert isinstance(handle.value, Tensor), "backward without activations"
-            return handle.value
+            return handle.tensor
 
         with saved_tensors_hooks(pack, unpack):
             yield

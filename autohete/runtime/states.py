@@ -41,11 +41,9 @@ _PREFETCHES = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}
 _NEAR = (GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY)
 _UPDATES = {Kind.GPU_UPDATE, Kind.CPU_UPDATE}
 #: Kinds that need a whole block, so not one that both sides update: parameters or states that leave, sums on the host.
-_OF_WHOLE_BLOCKS = {Kind.ACCUMULATE, *COPIES} - {
+_OF_WHOLE_BLOCKS = {Kind.ACCUMULATE, *(kind for kind, copy in COPIES.items() if copy.value is not Value.ACTIVATIONS)} - {
     Kind.OFFLOAD_GRADIENTS,
     Kind.REFRESH,
-    Kind.OFFLOAD_ACTIVATIONS,
-    Kind.FETCH_ACTIVATIONS,
 }
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from autohete.runtime.forward_pass import BlockCall
 from autohete.runtime.ledger import CudaMemory, DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import AdamStates, parts_of
+from autohete.runtime.saved import Remaking, Saved, SavedTensors
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
 #: Stands for any place that is neither the device nor the host.
@@ -181,27 +180,6 @@ class UnitSide:
 
 
 @dataclass(slots=True)
-class MovedStorage:
-    """Position of a saved tensor in a storage that has moved, with the storage's old address."""
-
-    key: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Saved:
-    """A tensor that a graph keeps for backward: on the device, or its position in a storage that has moved.
-
-    Only the graph keeps it alive: what no backward can reach any more is freed at once, as in plain PyTorch.
-    """
-
-    value: Tensor | MovedStorage
-
-
-@dataclass(slots=True)
 class UnitTensors:
     """One block: its parameters, their states on both sides, and what lives between its passes."""
 
@@ -224,17 +202,18 @@ class UnitTensors:
     checkpoint: tuple[BlockCall, RandomState | None] | None = None
     #: Number of recomputations so far.
     recomputed: int = 0
-    #: Context in which a recomputation reuses what a selective forward has kept.
-    replay: AbstractContextManager[Any] | None = None
-    #: The input in the checkpoint, while it is not on the device.
+    #: What a forward with parts has saved, and what makes its released part again.
+    named: SavedTensors | None = None
+    remaking: Remaking | None = None
+    #: The input: in the checkpoint while it is not on the device, or for what is made again.
     input: Saved | None = None
     #: The start of backward, and the destination of the input's gradient.
     root: GradientEdge | None = None
     arrived: list[Tensor] = field(default_factory=list)
     saved: list[weakref.ref[Saved]] = field(default_factory=list)
-    moved: dict[int, Tensor] = field(default_factory=dict)
-    #: The memory that has what its forward has kept.
-    kept_in: str = GPU_MEMORY
+    #: By part of the activations: the storages that have moved, and the memory that has them.
+    moved: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    kept_in: dict[int, str] = field(default_factory=dict)
     #: Stand-ins for parameters that are not on the device: NaN. On a GPU, creating one is work that no task waits for.
     absent: list[Tensor] = field(init=False)
 
@@ -280,4 +259,4 @@ class UnitTensors:
     def forget_passes(self) -> None:
         """Discard what lives between the passes."""
         self.checkpoint, self.input, self.root, self.saved, self.moved = None, None, None, [], {}
-        self.recomputed, self.replay, self.kept_in = 0, None, GPU_MEMORY
+        self.recomputed, self.named, self.remaking, self.kept_in = 0, None, None, {}

@@ -32,7 +32,19 @@ from autohete.schedule.ids import (
     parse_instance,
     parse_task_id,
 )
-from autohete.schedule.schedule import Buffer, Discipline, Edge, Flow, Free, Lane, Memory, Schedule, SharedResource, Task
+from autohete.schedule.schedule import (
+    Buffer,
+    Discipline,
+    Edge,
+    Flow,
+    Free,
+    Lane,
+    Memory,
+    SavedNames,
+    Schedule,
+    SharedResource,
+    Task,
+)
 from autohete.schedule.text import parse_schedule
 from autohete.schedule.validation import validate
 
@@ -65,6 +77,7 @@ __all__ = [
     "Kind",
     "Lane",
     "Memory",
+    "SavedNames",
     "Schedule",
     "SharedResource",
     "Task",

@@ -178,7 +178,6 @@ class Value(StrEnum):
     OPTIMIZER_STATES = "optimizer_states"
     PINNED_STATES = "pinned_states"
     ACTIVATIONS = "activations"
-    SELECTED_ACTIVATIONS = "selected_activations"
     INPUT = "input"
     INPUT_GRADIENT = "input_gradient"
     LOGITS = "logits"

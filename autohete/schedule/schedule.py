@@ -182,6 +182,23 @@ class Memory:
         return f"memory {self.name} {self.capacity_bytes}{part}"
 
 
+class SavedNames(NamedTuple):
+    """Tensors that a forward saves and that are one part of its activations.
+
+    Args:
+        unit: index of the unit.
+        part: index of the part.
+        names: their names, as the plan gives them.
+    """
+
+    unit: int
+    part: int
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"saved {self.unit} {self.part} {','.join(self.names)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The tasks of one iteration.
@@ -191,6 +208,8 @@ class Schedule:
         tasks: in issue order; a fifo lane executes its tasks in this order.
         memories: capacities against which occupancy is checked.
         resident: buffers that live permanently.
+        saved: for units whose saved tensors go several ways, the names of those in each part of the activations. What has
+            another name is in the part that is not listed.
         flows, resources: shared bandwidth.
     """
 
@@ -200,13 +219,14 @@ class Schedule:
     resident: tuple[Buffer, ...] = ()
     flows: tuple[Flow, ...] = ()
     resources: tuple[SharedResource, ...] = ()
+    saved: tuple[SavedNames, ...] = ()
     #: Results of :meth:`once`, by function and arguments.
     _known: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         parts = (*self.lanes, *self.memories, *self.flows, *self.resources)
         resident = (f"resident {buffer}" for buffer in self.resident)
-        return "\n".join([HEADER, *map(str, parts), *resident, *map(str, self.tasks)]) + "\n"
+        return "\n".join([HEADER, *map(str, parts), *resident, *map(str, self.saved), *map(str, self.tasks)]) + "\n"
 
     @property
     def micro_batches(self) -> int:

@@ -16,6 +16,7 @@ from autohete.schedule.schedule import (
     Free,
     Lane,
     Memory,
+    SavedNames,
     Schedule,
     SharedResource,
     Task,
@@ -28,7 +29,7 @@ def parse_schedule(text: str) -> Schedule:
     Raises:
         ScheduleError: a line is invalid; states its number.
     """
-    parts: dict[str, list[object]] = {key: [] for key in ("lane", "memory", "flow", "share", "resident", "task")}
+    parts: dict[str, list[object]] = {key: [] for key in ("lane", "memory", "flow", "share", "resident", "saved", "task")}
     lines = [(number, line.split("#", 1)[0].split()) for number, line in enumerate(text.splitlines(), 1)]
     lines = [(number, words) for number, words in lines if words]
     if not lines or " ".join(lines[0][1]) != HEADER:
@@ -47,6 +48,7 @@ def parse_schedule(text: str) -> Schedule:
         tasks=tuple(parts["task"]),  # type: ignore[arg-type]
         memories=tuple(parts["memory"]),  # type: ignore[arg-type]
         resident=tuple(parts["resident"]),  # type: ignore[arg-type]
+        saved=tuple(parts["saved"]),  # type: ignore[arg-type]
         flows=tuple(parts["flow"]),  # type: ignore[arg-type]
         resources=tuple(parts["share"]),  # type: ignore[arg-type]
     )
@@ -81,6 +83,11 @@ def _parse_share(words: list[str]) -> SharedResource:
 def _parse_buffer(text: str) -> Buffer:
     buffer, _, size = text.rpartition(":")
     return Buffer(parse_buffer_id(buffer), int(size))
+
+
+def _parse_saved(words: list[str]) -> SavedNames:
+    unit, part, names = words
+    return SavedNames(int(unit), int(part), tuple(names.split(",")))
 
 
 def _parse_resident(words: list[str]) -> Buffer:
@@ -129,5 +136,6 @@ _PARSERS = {
     "flow": _parse_flow,
     "share": _parse_share,
     "resident": _parse_resident,
+    "saved": _parse_saved,
     "task": _parse_task,
 }

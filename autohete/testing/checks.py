@@ -16,6 +16,7 @@ Only written edges count, not the order of fifo lanes: an executor with wider la
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from autohete.analysis.worst_case import worst_case
 from autohete.errors import InfeasibleError, InputError, ScheduleError
 from autohete.execution.trace import Trace, check_trace
 from autohete.lowering import lower
+from autohete.lowering.shards import parts_of
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.plan.policy import Judge, Policy
 from autohete.plan.rules import Rule
@@ -35,7 +37,6 @@ from autohete.schedule import (
     HOST_MEMORY,
     Buffer,
     BufferId,
-    Free,
     Kind,
     Schedule,
     TaskId,
@@ -427,29 +428,50 @@ def activation_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[
         for unit, recomputed in reversed([*enumerate(plan.recomputations())][profile.first_trained :]):
             passes += [TaskId(Kind.RECOMPUTE, again.unit, m, again=again.again) for again in recomputed]
             passes.append(TaskId(Kind.BACKWARD, unit, m))
-            if plan.units[unit].kept.leaves:
-                user = Kind.BACKWARD if plan.units[unit].activations is Activations.KEEP else Kind.RECOMPUTE
-                through = _behind_host(schedule, plan.units[unit].kept.home)
+            user = Kind.BACKWARD if plan.units[unit].activations is Activations.KEEP else Kind.RECOMPUTE
+            for part, home in _homes_of_activations(profile, plan, unit):
+                through = _behind_host(schedule, home)
                 further = (Kind.WRITE_ACTIVATIONS, Kind.READ_ACTIVATIONS) if through else ()
-                way = (Kind.FORWARD, Kind.OFFLOAD_ACTIVATIONS, *further, Kind.FETCH_ACTIVATIONS, user)
-                faults += chain_faults(paths, *((TaskId(kind, unit, m), 0) for kind in way))
+                way = (Kind.OFFLOAD_ACTIVATIONS, *further, Kind.FETCH_ACTIVATIONS)
+                copies = [(TaskId(kind, unit, m, again=part), 0) for kind in way]
+                faults += chain_faults(paths, (TaskId(Kind.FORWARD, unit, m), 0), *copies, (TaskId(user, unit, m), 0))
     present = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
     faults += [f"{task} is not in the plan" for task in present if task not in passes]
-    return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults, *_absence_faults(schedule)]
+    moved = {i for i, unit in enumerate(plan.units) if unit.kept.leaves and parts_of(unit, profile.units[i])}
+    return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults, *_absence_faults(schedule, moved)]
 
 
-def _absence_faults(schedule: Schedule) -> Iterator[str]:
-    """Passes whose input or activations nothing has left on the GPU, in the order of the schedule."""
-    there: set[tuple[Value, int | None, int]] = set()
+def _homes_of_activations(profile: Profile, plan: Plan, unit: int) -> list[tuple[int, str]]:
+    """The parts of what forward keeps that leave the GPU, with where they rest."""
+    decisions = plan.units[unit]
+    parts = parts_of(decisions, profile.units[unit])
+    if not parts:
+        return [(0, decisions.kept.home)] * decisions.kept.leaves
+    return [(index, part.rest.home) for index, part in enumerate(parts) if part.rest.leaves]
+
+
+def _absence_faults(schedule: Schedule, moved: set[int]) -> Iterator[str]:
+    """Passes whose input or activations nothing has left on the GPU, in the order of the schedule. The inputs of the units
+    ``moved`` leave with their activations.
+    """
+    there: set[tuple[Value, int | None, int, int]] = set()
+    parts: defaultdict[tuple[int | None, int], set[int]] = defaultdict(lambda: {0})
     for task in schedule.tasks:
-        unit, m = task.id.unit, task.id.micro_batch
-        needed: tuple[Value, ...] = (Value.ACTIVATIONS,) if task.id.kind is Kind.BACKWARD else ()
-        fetched = BufferId(Value.ACTIVATIONS, GPU_MEMORY, unit, Kind.BACKWARD, m)  # the input is among them
-        if task.id.kind in _PASSES and task.id.kind is not Kind.LOSS and unit and Free(fetched) not in task.frees:
-            needed = (*needed, Value.INPUT)
-        yield from (f"{task.id} finds no {value} on the GPU" for value in needed if (value, unit, m) not in there)
-        there |= {(b.id.value, b.id.unit, b.id.micro_batch) for b in task.allocates if b.memory == GPU_MEMORY}
-        there -= {(f.id.value, f.id.unit, f.id.micro_batch) for f in task.frees if f.id.memory == GPU_MEMORY}
+        unit, m, kind = task.id.unit, task.id.micro_batch, task.id.kind
+        needed = [(Value.ACTIVATIONS, part) for part in sorted(parts[unit, m]) if kind is Kind.BACKWARD]
+        if kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) and unit and (kind is Kind.FORWARD or unit not in moved):
+            needed.append((Value.INPUT, 0))
+        yield from (f"{task.id} finds no {value} on the GPU" for value, part in needed if (value, unit, m, part) not in there)
+        made, freed = ([each.id for each in some if each.id.memory == GPU_MEMORY] for some in (task.allocates, task.frees))
+        for buffer in made:
+            if buffer.value is Value.ACTIVATIONS:
+                parts[buffer.unit, buffer.micro_batch].add(buffer.again)
+        there |= {_there(buffer) for buffer in made}
+        there -= {_there(buffer) for buffer in freed}
+
+
+def _there(buffer: BufferId) -> tuple[Value, int | None, int, int]:
+    return buffer.value, buffer.unit, buffer.micro_batch, buffer.again * (buffer.value is Value.ACTIVATIONS)
 
 
 def _behind_host(schedule: Schedule, home: str) -> bool:
@@ -526,7 +548,6 @@ _USERS: dict[tuple[Value, Kind | None], tuple[Kind, ...]] = {
     (Value.OPTIMIZER_STATES, None): (Kind.GPU_UPDATE, Kind.WRITE_BACK_STATES),
     (Value.ACTIVATIONS, None): (Kind.BACKWARD,),
     (Value.ACTIVATIONS, Kind.BACKWARD): (Kind.BACKWARD,),
-    (Value.SELECTED_ACTIVATIONS, None): (Kind.RECOMPUTE, Kind.BACKWARD),
     (Value.LOGITS, None): (Kind.LOSS,),
     (Value.LOGITS_GRADIENT, None): (Kind.BACKWARD,),
     (Value.INPUT_GRADIENT, None): (Kind.BACKWARD,),
@@ -583,6 +604,8 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
             kinds = _USERS_ON_THE_WAY.get(begin.kind, ())
     elif value is Value.ACTIVATIONS and end.kind is Kind.OFFLOAD_ACTIVATIONS:
         kinds = (Kind.FORWARD, end.kind)  # backward uses what is fetched again
+    elif value is Value.ACTIVATIONS and begin.kind is not Kind.RECOMPUTE:
+        kinds = (Kind.RECOMPUTE, Kind.BACKWARD)  # other parts are made again from it
     elif value is Value.LOGITS and end.kind is Kind.BACKWARD:
         kinds = (*kinds, Kind.BACKWARD)  # the model's output holds them until then
     elif value is Value.GRADIENTS and end.kind is Kind.BACKWARD:
@@ -609,7 +632,7 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
             micro_batch = 0
         # The gradient of a unit's input is for the unit below.
         user = TaskId(kind, (unit or 0) - (value is Value.INPUT_GRADIENT), micro_batch)
-        if value is Value.OPTIMIZER_STATES:
+        if value is Value.OPTIMIZER_STATES or (value is Value.ACTIVATIONS and kind in _WAY_OF_ACTIVATIONS):
             user = user._replace(again=buffer.again)
         if user in tasks:
             yield user, later

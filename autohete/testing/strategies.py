@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cache, partial
+from itertools import pairwise
 
 from hypothesis import reject
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from autohete.plan import (
     Processor,
     Rest,
     Route,
+    SavedRoute,
     UnitPlan,
     without_refused_rules,
 )
@@ -51,7 +53,7 @@ from autohete.plan.rules import (
 )
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.policies.checkpointing import Checkpointing
-from autohete.profile import LossProfile, Profile, SelectiveProfile, UnitProfile, analytic_profile
+from autohete.profile import LossProfile, Profile, SavedTensors, UnitProfile, analytic_profile
 from autohete.schedule import (
     COPIES,
     GPU_MEMORY,
@@ -169,6 +171,19 @@ def hardware(draw: Draw) -> Hardware:
 
 
 @st.composite
+def _saved_tensors(draw: Draw, kept: int) -> tuple[SavedTensors, ...]:
+    """Tensors with ``kept`` bytes together, or none that are named."""
+    count = draw(st.integers(0, 4))
+    cuts = sorted(draw(st.lists(st.integers(0, kept), min_size=count - 1, max_size=count - 1))) if count else []
+    sizes = [end - begin for begin, end in pairwise([0, *cuts, kept])] if count else []
+    seconds = [draw(st.none() | _decades(-8, 0)) for _ in sizes]
+    return tuple(
+        SavedTensors(f"saved{i}", size, spent, draw(st.sampled_from([0.0, 1e-5])), spent is not None and draw(st.booleans()))
+        for i, (size, spent) in enumerate(zip(sizes, seconds, strict=True))
+    )
+
+
+@st.composite
 def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
     """Blocks with any times and sizes, zero included, that no roofline would give."""
     workload = draw(workloads(max_micro_batches=max_micro_batches))
@@ -187,8 +202,6 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
         parameters = draw(st.one_of(st.integers(1, 9), st.integers(1, 10**7)))
         kept = draw(sizes)
         given = draw(st.integers(0, kept))
-        measured = st.none() | sizes
-        selective = st.builds(SelectiveProfile, st.integers(0, kept - given), seconds, measured, measured)
         forward = draw(seconds)
         return UnitProfile(
             role=workload.role(index),
@@ -203,7 +216,8 @@ def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
             activation_bytes=kept,
             forward_workspace_bytes=draw(sizes),
             backward_workspace_bytes=draw(sizes),
-            selective=draw(st.none() | selective) if 0 < index < workload.unit_count - 1 else None,
+            saved=draw(_saved_tensors(kept - given)) if 0 < index < workload.unit_count - 1 else (),
+            measured_selective_workspace_bytes=draw(st.none() | st.tuples(sizes, sizes)),
             shorter_recompute_seconds=draw(st.sampled_from([None, 0.0, forward / 2, forward])),
         )
 
@@ -240,6 +254,21 @@ def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
 
 
 @st.composite
+def _saved_routes(draw: Draw, unit: UnitPlan, costs: UnitProfile, homes: Sequence[str]) -> UnitPlan:
+    """A unit that keeps its activations, with any routes of its saved tensors; some of them may be made again."""
+    if draw(st.booleans()) and costs.selected:
+        return replace(unit, activations=Activations.SELECTIVE)
+    routes = []
+    for one in costs.saved:
+        if one.seconds is not None and draw(st.booleans()):
+            routes.append(SavedRoute(one.name, recomputed=True))
+        elif draw(st.booleans()):
+            routes.append(SavedRoute(one.name, Rest(draw(st.sampled_from([GPU_MEMORY, *homes])), draw(st.integers(0, 2)))))
+    selective = any(one.recomputed for one in routes)
+    return replace(unit, activations=Activations.SELECTIVE if selective else Activations.KEEP, saved=tuple(routes))
+
+
+@st.composite
 def plans(draw: Draw, profile: Profile) -> Plan:
     """Plans for ``profile``: any routes, and any rules but those that contradict each other."""
     accumulates = profile.workload.micro_batches > 1
@@ -261,13 +290,12 @@ def plans(draw: Draw, profile: Profile) -> Plan:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit if delayed else draw(_shared(unit, accumulates))
     for i, (first, *again) in enumerate(forwards):
-        if first is Activations.KEEP and profile.units[i].selective is not None and draw(st.booleans()):
-            units[i] = replace(units[i], activations=Activations.SELECTIVE)
-            continue
         rests = 0 < i < len(units) - 1 and first is not Activations.DROP and draw(st.booleans())
         homes = [HOST_MEMORY, *(place.name for place in places)]
         kept = Rest(draw(st.sampled_from(homes)), draw(st.integers(0, 4))) if rests else Rest()
         units[i] = replace(units[i], activations=first, again=tuple(again[:-1]), kept=kept)
+        if first is Activations.KEEP and 0 < i < len(units) - 1:
+            units[i] = draw(_saved_routes(units[i], profile.units[i], homes))
     plan = Plan(
         policy="random",
         units=tuple(units),

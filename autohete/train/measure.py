@@ -24,7 +24,7 @@ from autohete.errors import InputError
 from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.plan import Activations
-from autohete.profile import LossProfile, Profile, SelectiveProfile, UnitProfile, analytic_profile
+from autohete.profile import LossProfile, Profile, SavedTensors, UnitProfile, analytic_profile
 from autohete.runtime.batch import Batch, Inputs, leading, padded
 from autohete.runtime.forward_pass import call_of, replaced_forwards, with_hidden
 from autohete.runtime.lanes import LaneThreads
@@ -147,7 +147,7 @@ def _with_handover(profile: Profile) -> Profile:
             backward_seconds=unit.backward_seconds + here,
             gpu_update_seconds=unit.gpu_update_seconds + here,
             cpu_update_seconds=(unit.cpu_update_seconds or 0.0) + across,
-            selective=None if unit.selective is None else replace(unit.selective, seconds=unit.selective.seconds + here),
+            saved=tuple(one if one.seconds is None else replace(one, seconds=one.seconds + here) for one in unit.saved),
         )
         for unit in profile.units
     )
@@ -256,6 +256,23 @@ class _MeasuredPass:
     keeps_output: bool
 
 
+#: Something that can be recomputed; its size and time do not matter.
+_SAVED = (SavedTensors("recomputed", 0, 0.0, selective=True),)
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredSaved:
+    """Measurements of what a forward saves.
+
+    Args:
+        saved: what has a name, and how long it takes to make it again.
+        workspaces: temporaries of a forward that releases what is selected, and of the pass that makes it again.
+    """
+
+    saved: tuple[SavedTensors, ...]
+    workspaces: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class _Measurement:
     """What is measured.
@@ -282,7 +299,7 @@ class _Measurement:
         passes = self._passes(Activations.KEEP, _REPEATS)
         checkpointed = self._passes(Activations.RECOMPUTE, 1)
         hosts = [_cpu_update_seconds(owned, self.recipe.adam) for owned in self.partition.owned]
-        selective = self._selective()
+        saved = self._saved()
         inputs = sum(_size(value) for value in self.batch.named.values() if isinstance(value, Tensor))
         last = len(counts) - 1
         units = []
@@ -293,7 +310,7 @@ class _Measurement:
             # An output that backward keeps outlives its use as the input of the block above.
             twice = forward.handed_on if forward.keeps_output else 0
             alone = checkpointed[TaskId(Kind.FORWARD, i)]
-            selected = selective.get(i)
+            selected = saved.get(i)
             units.append(
                 UnitProfile(
                     role=self.analytic.workload.role(i),
@@ -308,37 +325,55 @@ class _Measurement:
                     gpu_update_workspace_bytes=max(0, update.peak - update.brought),
                     cpu_update_seconds=hosts[i],
                     measured_checkpointed_workspace_bytes=max(0, alone.peak - alone.brought - alone.handed_on),
-                    # One that keeps more than all that backward needs saves nothing.
-                    selective=selected if selected is not None and selected.kept_bytes <= kept + twice - given else None,
+                    saved=() if selected is None else selected.saved,
+                    measured_selective_workspace_bytes=None if selected is None else selected.workspaces,
                     largest_parameter=max((parameter.numel() for parameter in self.partition.owned[i]), default=None),
                 )
             )
         found = passes[TaskId(Kind.LOSS, last)]
         return units, LossProfile(found.seconds, found.brought, max(0, found.peak - found.brought - found.handed_on))
 
-    def _selective(self) -> dict[int, SelectiveProfile]:
-        """What selective forwards of the blocks keep, and what their recomputations take; of those for which it is possible."""
-        try:
-            passes = self._passes(Activations.SELECTIVE, _SELECTIVE_REPEATS)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # a block changes in place what would be kept
-            return {}
+    def _saved(self) -> dict[int, _MeasuredSaved]:
+        """What forwards of the blocks save by name, and how long it takes to make each again; of those that save something."""
+        named: dict[int, tuple[SavedTensors, ...]] = {}
+
+        def list_saved(training: Takeover, task: TaskId) -> None:
+            if task.kind is Kind.RECOMPUTE:
+                named[task.unit] = tuple(self._named(training, task.unit))
+
+        passes = self._passes(Activations.SELECTIVE, _SELECTIVE_REPEATS, list_saved)
         found = {}
-        for i in range(1, self.partition.last):
+        for i, saved in named.items():
             forward, again = (passes[TaskId(kind, i)] for kind in (Kind.FORWARD, Kind.RECOMPUTE))
-            if forward.kept > forward.brought:
-                found[i] = SelectiveProfile(
-                    forward.kept - forward.brought,
-                    again.seconds,
-                    max(0, forward.peak - forward.kept - forward.handed_on),
-                    max(0, again.peak - again.brought - again.kept - forward.handed_on),
-                )
+            selected = sum(one.seconds or 0.0 for one in saved if one.selective)
+            share = again.seconds / selected if selected else 1.0  # one pass costs less than one for each name
+            saved = tuple(one if one.seconds is None else replace(one, seconds=one.seconds * share) for one in saved)
+            workspaces = (
+                max(0, forward.peak - forward.kept - forward.handed_on),
+                max(0, again.peak - again.brought - again.kept),
+            )
+            found[i] = _MeasuredSaved(saved, workspaces)
         return found
 
-    def _passes(self, activations: Activations, repeats: int) -> dict[TaskId, _MeasuredPass]:
+    def _named(self, training: Takeover, unit: int) -> Iterator[SavedTensors]:
+        """What a unit has saved, all of which is there now."""
+        named = training.states.units[unit].named
+        assert named is not None, "a selective forward has saved something"
+        for one in named.listed():
+            if one.remaking is None:
+                yield SavedTensors(one.name, one.size_bytes)
+                continue
+            begin = time.perf_counter()
+            training.passes.make_again(unit, one.remaking)
+            if self.torch_device.type == "cuda":
+                torch.cuda.synchronize(self.torch_device)
+            yield SavedTensors(one.name, one.size_bytes, time.perf_counter() - begin, selective=one.selective)
+
+    def _passes(
+        self, activations: Activations, repeats: int, after: Callable[[Takeover, TaskId], None] = lambda training, task: None
+    ) -> dict[TaskId, _MeasuredPass]:
         """Measure each task of fully resident training in the last of several iterations; seconds are the median of all but the
-        first.
+        first. ``after`` is called after each task.
         """
         schedule, on_cuda = self._schedule(activations), self.torch_device.type == "cuda"
         memory = CudaMemory(self.torch_device) if on_cuda else Ledger(GPU_MEMORY)
@@ -368,6 +403,7 @@ class _Measurement:
                     keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
                     kept = left - handed_on - base
                     passes[task.id] = _MeasuredPass(spent, peak, kept, brought, handed_on, made, keeps_output)
+                    after(training, task.id)
         finally:
             training.close()
         return passes
@@ -377,7 +413,7 @@ class _Measurement:
         counts = [sum(parameter.numel() for parameter in owned) for owned in self.partition.owned]
         inner = range(1, self.partition.last)
         units = tuple(
-            replace(unit, parameters=count, selective=SelectiveProfile(0, 0.0) if i in inner else None)
+            replace(unit, parameters=count, activation_bytes=unit.input_bytes, saved=_SAVED if i in inner else ())
             for i, (unit, count) in enumerate(zip(self.analytic.units, counts, strict=True))
         )
         profile = replace(self.analytic, units=units)

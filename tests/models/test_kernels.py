@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn import functional
 from autohete.hardware import Hardware, load_hardware, preset_names
 from autohete.profile import Profile, analytic_profile
 from autohete.profile.kernels.decoders import TRANSFORMERS_HEAD
-from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, HeadKernels, Selection
+from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, HeadKernels
 from autohete.profile.roofline import _Roofline
 from autohete.runtime.precision import DTYPES
 from autohete.testing import strategies
@@ -246,8 +246,7 @@ def predicted_bytes(
     (found,) = (unit for unit in analytic_profile(workload, A100).units if unit.role is role)
     if not selective:
         return found.activation_bytes
-    assert found.selective is not None
-    return found.input_bytes + found.selective.kept_bytes
+    return found.activation_bytes - found.bytes_of(found.selected)
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
@@ -300,30 +299,30 @@ class _Again(torch.autograd.Function):
         raise NotImplementedError
 
 
-def select(whole: MegatronBlock | HuggingFaceBlock, selection: Selection, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a block keep what ``selection`` says: what it computes again keeps its inputs alone."""
+def select(whole: MegatronBlock | HuggingFaceBlock, again: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the operations ``again``, which a block computes again, keep their inputs alone."""
     if isinstance(whole, MegatronBlock):
         up, down = whole.up, whole.down
-        if "scores" in selection.again:
+        if "scores" in again:
             monkeypatch.setattr(whole, "_scores", Again(whole._scores).forward)
-        if "input layer norm" in selection.again:
+        if "input layer norm" in again:
             whole.qkv, whole.norm1 = Again(whole.norm1, whole.qkv), nn.Identity()  # type: ignore[assignment]
-        if "post-attention layer norm" in selection.again:
+        if "post-attention layer norm" in again:
             before = Again(whole.norm2, lambda x: functional.linear(x, up.weight))
             after = Again(lambda x: BiasGelu.apply(x, up.bias), lambda x: functional.linear(x, down.weight))  # type: ignore[no-untyped-call]
             whole.norm2 = nn.Identity()  # type: ignore[assignment]
             monkeypatch.setattr(whole, "_mlp", lambda x: after(before(x)))
         return
     b = whole.block
-    if "scores" in selection.again:
+    if "scores" in again:
 
         def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **_: object) -> tuple[Tensor, None]:
             return Again(lambda q, k, v: eager_attention_of_4_28(module, q, k, v, mask)[0])(q, k, v), None
 
         monkeypatch.setattr(modeling_gpt2, "eager_attention_forward", attention)
-    if "ln_1" in selection.again:
+    if "ln_1" in again:
         b.attn.c_attn, b.ln_1 = Again(b.ln_1, b.attn.c_attn), nn.Identity()
-    if "ln_2" in selection.again:
+    if "ln_2" in again:
         b.mlp.c_fc, b.ln_2 = Again(b.ln_2, b.mlp.c_fc), nn.Identity()
         b.mlp.c_proj, b.mlp.act = Again(b.mlp.act, b.mlp.c_proj), nn.Identity()
 
@@ -335,12 +334,11 @@ def test_a_selective_forward_keeps_what_the_table_says(
 ) -> None:
     """A block or a sublayer in which what is computed again keeps its inputs alone keeps what the profile says, within 2 %."""
     batch, sequence = 4, 128
-    selection = IMPLEMENTATIONS[kernels].part(role).selection
-    assert selection is not None
-    assert set(selection.again) <= {operation.name for operation in IMPLEMENTATIONS[kernels].part(role).operations}
+    part = IMPLEMENTATIONS[kernels].part(role)
+    again = {part.operations[row].name for one in part.selections if one.selective for row in one.again}
     whole = block(kernels, WIDTH, HEADS)
     assert isinstance(whole, (MegatronBlock, HuggingFaceBlock))
-    select(whole, selection, monkeypatch)
+    select(whole, again, monkeypatch)
     module = whole if role is BlockRole.TRANSFORMER else Sublayer(whole, role).train()
     kept = kept_bytes(module, given_input(kernels, batch, sequence, WIDTH))
     assert kept == pytest.approx(predicted_bytes(kernels, batch, sequence, role=role, selective=True), rel=0.02)

@@ -240,7 +240,6 @@ def test_what_nothing_makes_again_is_refused(units: list[UnitPlan], message: str
         ({"activations": RECOMPUTE, "again": (DROP,)}, "let again drop none after it"),
         ({"activations": DROP, "again": ("drop",)}, "^again is 'drop': give Activations.KEEP"),
         ({"activations": DROP, "kept": Rest(HOST_MEMORY)}, "leave kept out, or keep its input"),
-        ({"activations": SELECTIVE, "kept": Rest(HOST_MEMORY)}, "rests on the GPU: leave kept out"),
         ({"activations": SELECTIVE, "again": (RECOMPUTE,)}, "all that its one recomputation needs: leave again out"),
         ({"activations": DROP, "again": (SELECTIVE,)}, "only a forward is selective"),
     ],

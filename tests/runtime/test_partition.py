@@ -851,7 +851,7 @@ def test_what_is_not_the_blocks_own_stays_on_the_device(model: Callable[[], Net]
             for task in schedule.tasks:
                 training.actions.perform(task, step)
                 if task.id.kind is Kind.OFFLOAD_ACTIVATIONS:
-                    copied += [bytes(there.numpy()) for there in training.states.units[task.id.unit].moved.values()]
+                    copied += [bytes(there.numpy()) for there in training.states.units[task.id.unit].moved[0].values()]
         outcome = _outcome(net, [training.passes.losses[step] for step in range(STEPS)], training.parameters())
     finally:
         training.close()

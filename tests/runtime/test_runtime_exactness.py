@@ -127,7 +127,8 @@ def test_selective_recomputation_computes_no_linear_layer_again(units: Units) ->
     again = [name for task, names in computed.items() if task.kind is Kind.RECOMPUTE for name in names]
     assert forward.count("addmm") == 4
     assert not {"mm", "addmm"} & set(again)
-    assert again.count("bernoulli_") == forward.count("bernoulli_") > 0
+    assert forward.count("bernoulli_") > 0
+    assert "bernoulli_" not in again  # what is random is kept
     assert again.count("native_layer_norm") == forward.count("native_layer_norm") == 2
 
 
@@ -135,7 +136,7 @@ def test_what_cannot_be_selected_is_refused() -> None:
     """A profile that does not say how a unit is recomputed selectively is refused by the unit's name."""
     profile = profile_of(SMALL)
     plan = parse_policy("resident:checkpointing=selective").plan(profile, judge_for(profile))
-    measured = replace(profile, units=tuple(replace(block, selective=None) for block in profile.units))
+    measured = replace(profile, units=tuple(replace(block, saved=()) for block in profile.units))
     with pytest.raises(InputError, match=r"unit 1 \(transformer\) is to be recomputed selectively, but its profile does not"):
         lower(measured, plan)
 

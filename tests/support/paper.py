@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autohete.hardware import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
-from autohete.profile import LossProfile, Profile, SelectiveProfile, UnitProfile
+from autohete.profile import LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.workload import BlockRole, Precision, Workload
 
 PLENTY = 10**12
@@ -61,11 +61,13 @@ def profile_with(
         interconnect=Interconnect(2, 4e9, 0.0),
     ).shared_by(gpus)
 
+    saved = SavedTensors("result", 16), SavedTensors("norm", 20, 2e-9, selective=True)
+
     def block(role: BlockRole, parameters: int, forward_ns: int, backward_ns: int, update_ns: int) -> UnitProfile:
         return UnitProfile(
             role, parameters, forward_ns * 1e-9, backward_ns * 1e-9, update_ns * 1e-9,
             input_bytes=4, activation_bytes=40, forward_workspace_bytes=0, backward_workspace_bytes=8,
-            selective=SelectiveProfile(16, 2e-9) if selective and role is BlockRole.TRANSFORMER else None,
+            saved=saved if selective and role is BlockRole.TRANSFORMER else (),
         )  # fmt: skip
 
     inner = block(BlockRole.TRANSFORMER, 4, 6, 12, 4)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
 from autohete.hardware import Place, load_hardware
-from autohete.profile import Profile, analytic_profile
+from autohete.profile import Profile, SavedTensors, analytic_profile
+from autohete.runtime.precision import DTYPES
+from autohete.runtime.saved import Recorder, Saved
 from autohete.workload import Precision, Workload
-from support.reference import Outcome, train_plainly
+from support.reference import Outcome, model_for, train_plainly
 
 STEPS = 3
 #: Less than the global norm of the small model's gradients, which is about 0.6.
@@ -46,4 +52,33 @@ def profile_of(workload: Workload) -> Profile:
     slow = {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s", "cpu.update_bandwidth": "2GB/s"}
     drives = Place("nvme", 10**12, 1e9, 1e9, 1e-5)
     places = drives, replace(drives, name="peer", both_bandwidth=1.5e9, beside="gpu")
-    return analytic_profile(workload, replace(load_hardware("a100-40gb-epyc7713", slow), places=places))
+    profile = analytic_profile(workload, replace(load_hardware("a100-40gb-epyc7713", slow), places=places))
+    inner = named_by(replace(workload, transformer_blocks=1, micro_batches=1, clip_norm=None))
+    first, *others, last = profile.units
+    units = (replace(unit, saved=inner[i % len(inner)]) for i, unit in enumerate(others))
+    return replace(profile, units=(first, *units, last))
+
+
+@cache
+def named_by(workload: Workload) -> tuple[tuple[SavedTensors, ...], ...]:
+    """What the blocks of the reference model save, by the names that the runtime gives it, without their sizes."""
+    found = []
+    for block in model_for(workload).blocks:
+        recorder, saved = Recorder(block, str), list[Saved]()
+
+        def pack(tensor: Tensor, recorder: Recorder = recorder, saved: list[Saved] = saved) -> Saved:
+            saved.append(Saved(tensor.detach()))
+            recorder.note(saved[-1])
+            return saved[-1]
+
+        shape = workload.batch_size, workload.sequence_length, workload.hidden_size
+        x = torch.zeros(shape, dtype=DTYPES[workload.precision], device="cpu", requires_grad=True)
+        with saved_tensors_hooks(pack, lambda saved: saved.tensor), recorder.recording():
+            block(x)
+        found.append(
+            tuple(
+                SavedTensors(one.name, 0, None if one.remaking is None else 1e-6, selective=one.selective)
+                for one in recorder.finished().listed()
+            )
+        )
+    return tuple(found)

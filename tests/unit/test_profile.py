@@ -115,11 +115,9 @@ def test_selective_recomputation_follows_korthikanti() -> None:
     """With scores in memory a block keeps 34 b s h of its 34 b s h + 5 b s^2 a bytes, and computes no linear layer again."""
     workload = Workload("x", 1024, 2, 16, sequence_length=512, batch_size=4, kernels=Kernels.FUSED_SOFTMAX)
     block = analytic_profile(workload, A100).units[1]
-    assert block.selective is not None
-    assert block.input_bytes + block.selective.kept_bytes == 34 * 4 * 512 * 1024
+    assert block.activation_bytes - block.bytes_of(block.selected) == 34 * 4 * 512 * 1024
     longer = analytic_profile(replace(workload, hidden_size=2048, heads=16), A100).units[1]  # twice the width of a head
-    assert longer.selective is not None
-    assert longer.selective.seconds < 2 * block.selective.seconds
+    assert longer.again_seconds(longer.selected) < 2 * block.again_seconds(block.selected)
     assert longer.forward_seconds > 2 * block.forward_seconds
 
 
@@ -130,12 +128,11 @@ def test_selective_recomputation_saves_more_per_second_than_all_of_it(units: Uni
     """On every preset what is selected costs less time for each byte that it saves than a whole forward does."""
     profile = analytic_profile(named_workload("gpt-4b", kernels=kernels, units=units), load_hardware(node))
     for block in profile.units[1:-1]:
-        assert block.selective is not None
-        saved = block.kept_bytes - block.selective.kept_bytes
-        assert 0 < block.selective.seconds < block.forward_seconds
-        assert saved / block.selective.seconds > 1.1 * block.kept_bytes / block.forward_seconds
-    assert profile.units[0].selective is None
-    assert profile.units[-1].selective is None
+        saved, seconds = block.bytes_of(block.selected), block.again_seconds(block.selected)
+        assert 0 < seconds < block.forward_seconds
+        assert saved / seconds > 1.1 * block.kept_bytes / block.forward_seconds
+    assert profile.units[0].selected == ()
+    assert profile.units[-1].selected == ()
 
 
 @pytest.mark.parametrize("node", preset_names())

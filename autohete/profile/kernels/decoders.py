@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autohete.profile.kernels.gpt2 import HeadKernels, Operation, Part, Selection
+from autohete.profile.kernels.gpt2 import HeadKernels, Operation, Part, Selection, core_alone
 from autohete.workload.model import (
     LINEAR_CHUNK,
     Activation,
@@ -70,22 +70,18 @@ def decoder_part(block: Block, hidden_size: int, component: Mixer | FeedForward,
     operations = (*[first] * before, *inner, *[last] * after, *rows.residual())
     scores = sum(one.kept_scores > 0 for one in operations)
     forward, backward = rows.workspace(component)
-    return Part(operations, forward / hidden_size, backward / hidden_size, scores, _selection(operations))
+    return Part(operations, forward / hidden_size, backward / hidden_size, scores, _selections(operations))
 
 
 def both_parts(first: Part, second: Part) -> Part:
     """Two sublayers as one block: while one is computed, the other keeps nothing yet, or nothing more."""
-    one, other = first.selection, second.selection
-    assert one is not None
-    assert other is not None
-    # Where scores are in memory, what is published of a block is the core of attention alone.
-    chosen = one if one.products else Selection((*one.again, *other.again), one.kept + other.kept)
+    both = first.selections + tuple(one.after(len(first.operations)) for one in second.selections)
     return Part(
         (*first.operations, *second.operations),
         max(first.forward_workspace, second.forward_workspace),
         max(first.backward_workspace, second.backward_workspace),
         max(first.backward_score_workspace, second.backward_score_workspace),
-        chosen,
+        core_alone(both),
     )
 
 
@@ -100,14 +96,10 @@ def _places(place: NormPlace) -> tuple[int, int]:
 _CORE, _NORM, _ACTIVATION = "scores", "norm", "activation"
 
 
-def _selection(operations: tuple[Operation, ...]) -> Selection:
-    for one in operations:
-        if one.name == _CORE:
-            return Selection((_CORE,), 0, one.kept_scores, one.kept_score_mask, products=True)
-    followed = [
-        (one, after) for one, after in zip(operations, operations[1:], strict=False) if one.name in (_NORM, _ACTIVATION)
-    ]
-    return Selection(tuple(dict.fromkeys(one.name for one, _ in followed)), sum(after.kept for _, after in followed))
+def _selections(operations: tuple[Operation, ...]) -> tuple[Selection, ...]:
+    core = [Selection((row,), (row,), products=True) for row, one in enumerate(operations) if one.name == _CORE]
+    followed = (row for row, one in enumerate(operations[:-1]) if one.name in (_NORM, _ACTIVATION))
+    return core_alone((*core, *(Selection((row + 1,), (row,)) for row in followed if operations[row + 1].kept)))
 
 
 class _Rows(ABC):

@@ -8,7 +8,7 @@ gradients are counted in their rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from autohete.workload import BlockRole, Kernels
@@ -78,24 +78,47 @@ class HeadKernels:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The operations that selective recomputation releases after forward and recomputes before backward.
+    """Tensors that can be released after forward, and made again before backward.
 
     Args:
-        again: names of the operations that are recomputed.
-        kept: tensors of ``tokens x hidden`` elements that are released.
-        kept_scores, kept_score_mask: tensors of scores, and bytes of mask per score, that are released.
+        rows: indices of the operations that keep them. Columns that no selection can release stay.
+        again: indices of the operations that make them again.
         products: the matrix products of attention are recomputed as well.
+        selective: what is published as selective recomputation does so.
     """
 
-    again: tuple[str, ...]
-    kept: float = 0
-    kept_scores: float = 0
-    kept_score_mask: float = 0
+    rows: tuple[int, ...]
+    again: tuple[int, ...]
     products: bool = False
+    selective: bool = True
+
+    def after(self, count: int) -> Selection:
+        """The same in a table with ``count`` more operations before."""
+        return replace(self, rows=tuple(row + count for row in self.rows), again=tuple(row + count for row in self.again))
 
 
-#: The columns of what is kept for backward.
+#: The columns of what is kept for backward, and those of them that a selection releases.
 _KEPT = ("kept", "kept_mask", "kept_scores", "kept_score_mask", "kept_fp32", "kept_casts", "kept_score_casts")
+_RELEASED = ("kept", "kept_scores", "kept_score_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """Tensors of a part that are kept for backward.
+
+    Args:
+        name: name of the operation that keeps them.
+        kept: what it keeps, as a table of its own.
+        again: the operations that make them again. None: only the whole part does.
+        products: the matrix products of attention do so as well.
+        selective: selective recomputation makes them again.
+    """
+
+    name: str
+    kept: Part
+    again: Part | None = None
+    products: bool = False
+    selective: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +131,14 @@ class Part:
             workspace of a block is not the larger of its sublayers': while one of them is computed, the other keeps nothing
             yet, or nothing more.
         backward_score_workspace: tensors of scores that live only during backward.
-        selection: its selective recomputation. None: not supported.
+        selections: what can be made again by itself.
     """
 
     operations: tuple[Operation, ...]
-    forward_workspace: float
-    backward_workspace: float
+    forward_workspace: float = 0
+    backward_workspace: float = 0
     backward_score_workspace: float = 0
-    selection: Selection | None = None
+    selections: tuple[Selection, ...] = ()
 
     def total(self, column: str) -> float:
         """The sum of one column of the table."""
@@ -126,23 +149,34 @@ class Part:
         last = max(i for i, one in enumerate(self.operations) if one.name == LAST or any(getattr(one, c) for c in _KEPT))
         return replace(self, operations=self.operations[: last + 1])
 
+    def saved(self) -> Iterator[SavedRows]:
+        """What is kept for backward, tensor by tensor. The input is what the first row keeps."""
+        released = {row for one in self.selections for row in one.rows}
+        first = {one.rows[0]: one for one in self.selections}
+        for row, operation in enumerate(self.operations):
+            if (one := first.get(row)) is not None:
+                rows = tuple(_only(self.operations[kept], _RELEASED) for kept in one.rows)
+                again = Part(tuple(self.operations[made] for made in one.again))
+                yield SavedRows(operation.name, Part(rows), again, one.products, one.selective)
+            rest = _only(operation, [column for column in _KEPT if row not in released or column not in _RELEASED])
+            if any(getattr(rest, column) for column in _KEPT):
+                yield SavedRows(operation.name, Part((rest,)))
+
+
+def _only(operation: Operation, columns: Collection[str]) -> Operation:
+    """Some columns of a row."""
+    return Operation(operation.name, operation.source, **{column: getattr(operation, column) for column in columns})
+
 
 def without_inputs(part: Part, names: Collection[str]) -> Part:
     """``part`` without what the operations ``names``, products with frozen weights, keep: inputs, which only the gradients of
-    weights need. What selective recomputation would have released of it is released anyway.
+    weights need. So selective recomputation has nothing to release of them.
     """
-    kept, released, previous = [], 0.0, ""
-    for one in part.operations:
-        frozen = one.name in names
-        if frozen and part.selection is not None and previous in part.selection.again:
-            released += one.kept
-        kept.append(replace(one, kept=0) if frozen else one)
-        if one.forward_kernels:
-            previous = one.name
-    selection = part.selection
-    if selection is not None and not selection.products:
-        selection = replace(selection, kept=selection.kept - released)
-    return replace(part, operations=tuple(kept), selection=selection)
+    operations = tuple(replace(one, kept=0) if one.name in names else one for one in part.operations)
+    still = tuple(
+        one for one in part.selections if any(getattr(operations[row], column) for row in one.rows for column in _RELEASED)
+    )
+    return replace(part, operations=operations, selections=still)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,66 +328,94 @@ _MEGATRON_SCORES_ATTENTION = (*_MEGATRON_NORM, *_MEGATRON_SCORES, *_MEGATRON_PRO
 _HF_SCORES_ATTENTION = (*_HF_BEFORE_SCORES, *_HF_SCORES, *_HF_MERGE, *_HF_PROJECTION)
 _HF_FLASH_ATTENTION = (*_HF_BEFORE_SCORES[:2], *_HF_FLASH, *_HF_PROJECTION)
 
+#: What selective recomputation makes again: for the operations that keep it, those that are repeated.
+_Selected = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+
 #: If scores are in memory: the core of attention, that is products, softmax and dropout (Korthikanti et al. 2022, section 5;
 #: Megatron-LM v3.0, ``megatron/model/transformer.py``, ``CoreAttention`` with ``--recompute-granularity selective``). Its
-#: inputs and its result stay, because the surrounding products keep them anyway. For a block this is all, as published. An MLP
-#: that is a separate unit recomputes the elementwise results below.
-_MEGATRON_CORE = Selection(
-    ("scores", "scale, mask, softmax", "attention dropout", "context", "copy of context"),
-    kept_scores=2,
-    kept_score_mask=1,
-    products=True,
+#: inputs and its result stay, because the surrounding products keep them anyway. For a block this is all, as published.
+_MEGATRON_CORE: _Selected = (
+    (
+        ("scale, mask, softmax", "attention dropout"),
+        ("scores", "scale, mask, softmax", "attention dropout", "context", "copy of context"),
+    ),
 )
-_HF_CORE = Selection(
-    ("copies of q, k, v", "scores", "scale", "causal mask", "softmax", "attention dropout", "context"),
-    kept_scores=2,
-    kept_score_mask=1,
-    products=True,
+_HF_CORE: _Selected = (
+    (
+        ("softmax", "attention dropout"),
+        ("copies of q, k, v", "scores", "scale", "causal mask", "softmax", "attention dropout", "context"),
+    ),
 )
 #: FlashAttention does this inside its kernel. What remains is elementwise: results of norms and of the activation function,
 #: which the products after them keep (Megatron Core, ``--recompute-modules layernorm mlp_act``).
-_MEGATRON_NORM_AGAIN = Selection(("input layer norm",), kept=1)
-_MEGATRON_MLP_AGAIN = Selection(("post-attention layer norm", "bias, gelu"), kept=1 + 4)
-_HF_NORM_AGAIN = Selection(("ln_1",), kept=1)
+_MEGATRON_NORM_AGAIN: _Selected = ((("query_key_value",), ("input layer norm",)),)
+_MEGATRON_MLP_AGAIN: _Selected = (
+    (("dense_h_to_4h",), ("post-attention layer norm",)),
+    (("dense_4h_to_h",), ("bias, gelu",)),
+)
+_HF_NORM_AGAIN: _Selected = ((("c_attn",), ("ln_1",)),)
 #: For an activation function in eight kernels, only its input stays.
-_HF_MLP_AGAIN = Selection(
-    ("ln_2", *(operation.name for operation in _HF_MLP if operation.name.startswith("gelu"))), kept=1 + 4 + 8 + 4
+_HF_MLP_AGAIN: _Selected = (
+    (("c_fc",), ("ln_2",)),
+    (
+        ("gelu: tanh", "gelu: product", "mlp c_proj"),
+        tuple(operation.name for operation in _HF_MLP if operation.name.startswith("gelu")),
+    ),
 )
 
 
-def _both(attention: Selection, mlp: Selection) -> Selection:
-    """Combine the selections of a block whose sublayers save only hidden tensors."""
-    return Selection((*attention.again, *mlp.again), attention.kept + mlp.kept)
+def _part(
+    operations: tuple[Operation, ...], forward: float, backward: float, scores: float = 0, selected: _Selected = ()
+) -> Part:
+    """A part whose selections are given by name."""
+    index = {operation.name: row for row, operation in enumerate(operations)}
+    selections = tuple(
+        Selection(tuple(index[name] for name in rows), tuple(index[name] for name in again), products="scores" in again)
+        for rows, again in selected
+    )
+    return Part(operations, forward, backward, scores, core_alone(selections))
+
+
+def core_alone(selections: tuple[Selection, ...]) -> tuple[Selection, ...]:
+    """Where scores are in memory, what is published of a block is the core of attention alone."""
+    core = any(one.products for one in selections)
+    return tuple(replace(one, selective=one.products or not core) for one in selections)
 
 
 IMPLEMENTATIONS: dict[Kernels, Implementation] = {
     Kernels.FUSED: Implementation(
-        Part((*_MEGATRON_FLASH_ATTENTION, *_MEGATRON_MLP), 2, 6.5, selection=_both(_MEGATRON_NORM_AGAIN, _MEGATRON_MLP_AGAIN)),
-        Part(_MEGATRON_FLASH_ATTENTION, 3.5, 4.5, selection=_MEGATRON_NORM_AGAIN),
-        Part(_MEGATRON_MLP, 2, 6.5, selection=_MEGATRON_MLP_AGAIN),
+        _part((*_MEGATRON_FLASH_ATTENTION, *_MEGATRON_MLP), 2, 6.5, 0, (*_MEGATRON_NORM_AGAIN, *_MEGATRON_MLP_AGAIN)),
+        _part(_MEGATRON_FLASH_ATTENTION, 3.5, 4.5, selected=_MEGATRON_NORM_AGAIN),
+        _part(_MEGATRON_MLP, 2, 6.5, selected=_MEGATRON_MLP_AGAIN),
         _MEGATRON_HEAD,
         flash=True,
     ),
     Kernels.FUSED_SOFTMAX: Implementation(
-        Part((*_MEGATRON_SCORES_ATTENTION, *_MEGATRON_MLP), 2, 6.5, 1, _MEGATRON_CORE),
-        Part(_MEGATRON_SCORES_ATTENTION, 2, 4.5, 1, _MEGATRON_CORE),
-        Part(_MEGATRON_MLP, 2, 6.5, selection=_MEGATRON_MLP_AGAIN),
+        _part(
+            (*_MEGATRON_SCORES_ATTENTION, *_MEGATRON_MLP),
+            2,
+            6.5,
+            1,
+            (*_MEGATRON_CORE, *_MEGATRON_NORM_AGAIN, *_MEGATRON_MLP_AGAIN),
+        ),
+        _part(_MEGATRON_SCORES_ATTENTION, 2, 4.5, 1, (*_MEGATRON_CORE, *_MEGATRON_NORM_AGAIN)),
+        _part(_MEGATRON_MLP, 2, 6.5, selected=_MEGATRON_MLP_AGAIN),
         _MEGATRON_HEAD,
         flash=False,
     ),
     Kernels.EAGER: Implementation(
-        Part((*_HF_SCORES_ATTENTION, *_HF_MLP), 3, 9.5, 1, _HF_CORE),
-        Part(_HF_SCORES_ATTENTION, 2, 3.5, 1, _HF_CORE),
-        Part(_HF_MLP, 2, 9.5, selection=_HF_MLP_AGAIN),
+        _part((*_HF_SCORES_ATTENTION, *_HF_MLP), 3, 9.5, 1, (*_HF_CORE, *_HF_NORM_AGAIN, *_HF_MLP_AGAIN)),
+        _part(_HF_SCORES_ATTENTION, 2, 3.5, 1, (*_HF_CORE, *_HF_NORM_AGAIN)),
+        _part(_HF_MLP, 2, 9.5, selected=_HF_MLP_AGAIN),
         _HF_HEAD,
         flash=False,
         instructions=_EAGER_INSTRUCTIONS,
         eager=True,
     ),
     Kernels.EAGER_FLASH: Implementation(
-        Part((*_HF_FLASH_ATTENTION, *_HF_MLP), 3, 9.5, selection=_both(_HF_NORM_AGAIN, _HF_MLP_AGAIN)),
-        Part(_HF_FLASH_ATTENTION, 2, 5.5, selection=_HF_NORM_AGAIN),
-        Part(_HF_MLP, 2, 9.5, selection=_HF_MLP_AGAIN),
+        _part((*_HF_FLASH_ATTENTION, *_HF_MLP), 3, 9.5, 0, (*_HF_NORM_AGAIN, *_HF_MLP_AGAIN)),
+        _part(_HF_FLASH_ATTENTION, 2, 5.5, selected=_HF_NORM_AGAIN),
+        _part(_HF_MLP, 2, 9.5, selected=_HF_MLP_AGAIN),
         _HF_HEAD,
         flash=True,
         instructions=_EAGER_INSTRUCTIONS,
