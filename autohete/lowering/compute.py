@@ -101,6 +101,14 @@ class Compute:
                 f"unit {unit} ({self._profile.units[unit].role}) is to be recomputed selectively, but its profile does not "
                 "say how: keep or recompute it; or if the profile is older than selective recomputation, measure it again"
             )
+        costs = self._profile.units[unit]
+        if found and found[0].recomputed:
+            alone = next((one for one in costs.saved if one.name in found[0].names and one.seconds is None), None)
+            if alone is not None:
+                raise InputError(
+                    f"the saved tensors {alone.name} of unit {unit} ({costs.role}) are to be made again, but only a "
+                    "recomputation of the whole unit makes them: let them rest somewhere, or recompute the unit"
+                )
         return found
 
     def forward(self, task: TaskId) -> None:

@@ -31,7 +31,12 @@ from support.reference import Outcome
 STEPS = 3
 VOCABULARY = 61
 #: Between them these recompute, copy parameters and gradients both ways, and update on both sides.
-EVERYTHING_MOVES = ["resident:checkpointing=full", "stronghold:window=1", "autohete"]
+EVERYTHING_MOVES = [
+    "resident:checkpointing=full",
+    "stronghold:window=1,checkpointing=selective",
+    "stronghold:window=1",
+    "autohete",
+]
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
