@@ -81,8 +81,9 @@ class Shape:
     tied_embeddings:
         Whether the head uses the embedding's matrix.
     kernels:
-        Implementation of a block: fused (Megatron with FlashAttention), fused_softmax (attention scores in memory), eager
-        (Hugging Face GPT-2, a kernel per operation) or eager_flash (the same with PyTorch's attention).
+        Implementation of a block: fused (Megatron with FlashAttention), lean (the same, but backward makes results of norms and
+        of the activation function again), fused_softmax (attention scores in memory), eager (Hugging Face GPT-2, a kernel per
+        operation) or eager_flash (the same with PyTorch's attention).
     units:
         Smallest part that is planned by itself: block, or sublayer (attention and MLP of each block).
     chunked_loss:

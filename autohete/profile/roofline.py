@@ -16,7 +16,7 @@ from autohete.hardware import Gpu, Hardware
 from autohete.profile.adapters import additions
 from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.kernels.decoders import INPUT_ROWS, TRANSFORMERS_HEAD, both_parts, decoder_part
-from autohete.profile.kernels.gpt2 import GPT2_ROWS, IMPLEMENTATIONS, Part, without_inputs
+from autohete.profile.kernels.gpt2 import GPT2_ROWS, IMPLEMENTATIONS, Part, leaned, without_inputs
 from autohete.profile.loop import expert_loop
 from autohete.workload import BlockRole, Precision, Workload
 from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
@@ -156,7 +156,8 @@ class _Roofline:
         if frozen:
             used_by = [{layer.row for layer in adapted if layer.mixes is (one is block.mixer)} for one in w.components(unit)]
             parts = [without_inputs(part, INPUT_ROWS - used) for part, used in zip(parts, used_by, strict=True)]
-        return both_parts(*parts) if len(parts) == 2 else parts[0]
+        part = both_parts(*parts) if len(parts) == 2 else parts[0]
+        return leaned(part) if self.kernels.lean else part
 
     def _scores(self, unit: int) -> int:
         """Number of attention scores: ``batch x heads x sequence x sequence``."""

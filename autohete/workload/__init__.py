@@ -40,12 +40,14 @@ class Kernels(StrEnum):
     """The implementation that computes a transformer block; :mod:`autohete.profile.kernels.gpt2` counts what each of them does.
 
     ``FUSED``: fused kernels and FlashAttention (Megatron-LM). ``FUSED_SOFTMAX``: fused kernels, attention scores in memory
-    (Megatron-LM before that). ``EAGER``: Hugging Face GPT-2 in PyTorch, a kernel per operation. ``EAGER_FLASH``: the same
+    (Megatron-LM before that). ``LEAN``: ``FUSED``, but backward makes again the results of norms and of the activation function
+    instead of keeping them. ``EAGER``: Hugging Face GPT-2 in PyTorch, a kernel per operation. ``EAGER_FLASH``: the same
     with ``scaled_dot_product_attention``.
     """
 
     FUSED = "fused"
     FUSED_SOFTMAX = "fused_softmax"
+    LEAN = "lean"
     EAGER = "eager"
     EAGER_FLASH = "eager_flash"
 
@@ -185,10 +187,10 @@ class Workload(Hashed):
             raise InputError(
                 f"document_length is {self.document_length}: give 1 up to the {self.sequence_length} tokens of a sequence"
             )
-        if self.kernels not in (Kernels.FUSED, Kernels.EAGER_FLASH):
+        if self.kernels not in (Kernels.FUSED, Kernels.LEAN, Kernels.EAGER_FLASH):
             raise InputError(
                 f"kernels {self.kernels} compute scores between all tokens of a sequence, so documents save nothing: use "
-                "fused or eager_flash, or leave document_length out"
+                "fused, lean or eager_flash, or leave document_length out"
             )
 
     def _check_loop(self) -> None:

@@ -16,9 +16,11 @@ from autohete.errors import InputError
 from autohete.hardware import Hardware, Place, load_hardware
 from autohete.plan import Activations, Plan, Rest, SavedRoute, UnitPlan
 from autohete.plan.policy import Judge
-from autohete.profile import Profile
+from autohete.profile import Profile, analytic_profile
 from autohete.train.measured import measured_profile_on
 from autohete.train.trainer import Trainer
+from autohete.workload import Kernels, Precision
+from autohete.workload.config import parse_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -83,6 +85,10 @@ def test_saved_tensors_are_named_by_the_modules_that_make_them() -> None:
     assert set(unit.selected) == {"input_layernorm", "post_attention_layernorm", "mlp.act_fn", "mlp"}
     assert all(one.seconds is not None for one in unit.saved)  # nothing in it is random
     assert sum(one.size_bytes for one in unit.saved) == unit.kept_bytes
+    config = {**llama().config.to_dict(), "num_hidden_layers": 3}
+    workload = replace(parse_model(config, "llama"), batch_size=2, sequence_length=8, precision=Precision.FP32)
+    lean = analytic_profile(replace(workload, kernels=Kernels.LEAN), node()).units[1]
+    assert unit.kept_bytes - unit.bytes_of(unit.selected) == pytest.approx(lean.kept_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,7 +99,7 @@ def test_every_tensor_may_go_any_way(turn: int, dtype: torch.dtype) -> None:
     """
     ways: list[Callable[[str], SavedRoute]] = [
         lambda name: SavedRoute(name, recomputed=True),
-        *(lambda name, home=home: SavedRoute(name, Rest(home)) for home in ("host", "nvme", "peer")),  # type: ignore[misc]
+        *(lambda name, home=home: SavedRoute(name, Rest(home)) for home in ("host", "nvme", "peer")),
     ]
     names = [one.name for one in profile_of(llama, dtype).units[1].saved]
     routes = tuple(ways[(turn + place) % len(ways)](name) for place, name in enumerate(names))

@@ -179,6 +179,27 @@ def without_inputs(part: Part, names: Collection[str]) -> Part:
     return replace(part, operations=operations, selections=still)
 
 
+def leaned(part: Part) -> Part:
+    """``part`` if it makes again, within backward, what selective recomputation would make again before it."""
+    operations, largest = list(part.operations), 0.0
+    for one in (one for one in part.selections if one.selective):
+        largest = max(largest, sum(operations[row].kept for row in one.rows))
+        for row in one.rows:
+            operations[row] = replace(operations[row], kept=0, kept_scores=0, kept_score_mask=0)
+        for row in one.again:
+            made = operations[row]
+            operations[row] = replace(
+                made, backward=made.backward + made.forward, backward_kernels=made.backward_kernels + made.forward_kernels
+            )
+    return replace(
+        part,
+        operations=tuple(operations),
+        forward_workspace=part.forward_workspace + largest,
+        backward_workspace=part.backward_workspace + largest,
+        selections=(),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """The kernels of one implementation.
@@ -190,6 +211,7 @@ class Implementation:
         flash: attention scores stay out of memory (FlashAttention).
         instructions: instructions per lane and element access, which are the limit if memory is fast. 0: never the limit.
         eager: one kernel per operation.
+        lean: its parts are to be :func:`leaned`.
     """
 
     block: Part
@@ -199,10 +221,12 @@ class Implementation:
     flash: bool
     instructions: float = 0
     eager: bool = False
+    lean: bool = False
 
     def part(self, role: BlockRole) -> Part:
         """The part for a block of GPT-2, or for one of its sublayers."""
-        return {BlockRole.TRANSFORMER: self.block, BlockRole.ATTENTION: self.attention, BlockRole.MLP: self.mlp}[role]
+        found = {BlockRole.TRANSFORMER: self.block, BlockRole.ATTENTION: self.attention, BlockRole.MLP: self.mlp}[role]
+        return leaned(found) if self.lean else found
 
 
 def _rows(prefix: dict[str, str], *rows: tuple[object, ...]) -> tuple[Operation, ...]:
@@ -382,14 +406,17 @@ def core_alone(selections: tuple[Selection, ...]) -> tuple[Selection, ...]:
     return tuple(replace(one, selective=one.products or not core) for one in selections)
 
 
+_FUSED = Implementation(
+    _part((*_MEGATRON_FLASH_ATTENTION, *_MEGATRON_MLP), 2, 6.5, 0, (*_MEGATRON_NORM_AGAIN, *_MEGATRON_MLP_AGAIN)),
+    _part(_MEGATRON_FLASH_ATTENTION, 3.5, 4.5, selected=_MEGATRON_NORM_AGAIN),
+    _part(_MEGATRON_MLP, 2, 6.5, selected=_MEGATRON_MLP_AGAIN),
+    _MEGATRON_HEAD,
+    flash=True,
+)
+
 IMPLEMENTATIONS: dict[Kernels, Implementation] = {
-    Kernels.FUSED: Implementation(
-        _part((*_MEGATRON_FLASH_ATTENTION, *_MEGATRON_MLP), 2, 6.5, 0, (*_MEGATRON_NORM_AGAIN, *_MEGATRON_MLP_AGAIN)),
-        _part(_MEGATRON_FLASH_ATTENTION, 3.5, 4.5, selected=_MEGATRON_NORM_AGAIN),
-        _part(_MEGATRON_MLP, 2, 6.5, selected=_MEGATRON_MLP_AGAIN),
-        _MEGATRON_HEAD,
-        flash=True,
-    ),
+    Kernels.FUSED: _FUSED,
+    Kernels.LEAN: replace(_FUSED, lean=True),
     Kernels.FUSED_SOFTMAX: Implementation(
         _part(
             (*_MEGATRON_SCORES_ATTENTION, *_MEGATRON_MLP),
