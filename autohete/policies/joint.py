@@ -156,10 +156,12 @@ def _refined(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
 
 
 def _parts(family: PlanFamily) -> Iterator[PlanFamily]:
-    """A subset of the choices, then all. Selective recomputation adds so many neighbours that a search misses others."""
-    whole_units = family.where(lambda unit: unit.activations is not Activations.SELECTIVE)
-    if whole_units.choices != family.choices:
-        yield whole_units
+    """A subset of the choices, then all. Selective recomputation, and sums of gradients that leave the GPU, add so many
+    neighbours that a search misses others.
+    """
+    plain = family.where(lambda unit: unit.activations is not Activations.SELECTIVE and not unit.sums_leave)
+    if plain.choices != family.choices:
+        yield plain
     yield family
 
 
