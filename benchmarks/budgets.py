@@ -25,8 +25,8 @@ from autohete.quantities import format_bytes
 from autohete.report.tables import console, table
 from autohete.schedule import GPU_MEMORY
 from autohete.simulate import simulate_policy, with_memory
-from autohete.workload import Optimizer
 from autohete.workload.config import read_model
+from autohete.workload.optimizers import Optimizer
 
 NODE = "h100-pcie5"
 MODELS = (
