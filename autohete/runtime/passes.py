@@ -25,7 +25,7 @@ from autohete.runtime.losses import check_loss
 from autohete.runtime.model_state import ModulePlace, RandomState, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import Partition
-from autohete.runtime.saved import Geometry, Recorder, Remaking, Saved
+from autohete.runtime.recorder import Geometry, Recorder, Remaking, Saved
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories, UnitTensors
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, Value

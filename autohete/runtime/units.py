@@ -16,7 +16,7 @@ from autohete.runtime.forward_pass import BlockCall
 from autohete.runtime.ledger import CudaMemory, DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import AdamStates, parts_of
-from autohete.runtime.saved import Remaking, Saved, SavedTensors
+from autohete.runtime.recorder import Recorded, Remaking, Saved
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
 #: Stands for any place that is neither the device nor the host.
@@ -203,7 +203,7 @@ class UnitTensors:
     #: Number of recomputations so far.
     recomputed: int = 0
     #: What a forward with parts has saved, and what makes its released part again.
-    named: SavedTensors | None = None
+    named: Recorded | None = None
     remaking: Remaking | None = None
     #: The input: in the checkpoint while it is not on the device, or for what is made again.
     input: Saved | None = None

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autohete.hardware import Place, load_hardware
 from autohete.profile import Profile, SavedTensors, analytic_profile
 from autohete.runtime.precision import DTYPES
-from autohete.runtime.saved import Recorder, Saved
+from autohete.runtime.recorder import Recorder, Saved
 from autohete.workload import Precision, Workload
 from support.reference import Outcome, model_for, train_plainly
 

@@ -401,7 +401,7 @@ def test_a_window_is_not_widened_by_documents() -> None:
         (Shape(document_length=2000), "document_length is 2000.*1024 tokens"),
         (
             Shape(document_length=64, kernels=Kernels.EAGER),
-            "kernels eager compute scores.*documents save nothing: use fused or eager_flash",
+            "kernels eager compute scores.*documents save nothing: use fused, lean or eager_flash",
         ),
         (Shape(train_last=0), "last 0 blocks"),
         (Shape(optimizer="adamw_bf16", precision="fp32"), "adamw_bf16 is for parameters in bf16, but precision is fp32.*bf16"),

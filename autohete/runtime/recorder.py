@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made is not None and made.call is not None:
             made.saved.append(weakref.ref(saved))
 
-    def finished(self) -> SavedTensors:
+    def finished(self) -> Recorded:
         """What was saved, once the forward has ended. The hooks of its graph keep this recorder, which keeps nothing more."""
         calls = self._calls
         self._calls, self._storages, self._outside = [], {}, str
@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for made in call.results:
                 if made is not None and not made.changes:
                     made.cheap = cheap
-        return SavedTensors([made for call in calls for made in call.results if made is not None and made.alive()])
+        return Recorded([made for call in calls for made in call.results if made is not None and made.alive()])
 
 
 def _cheap(call: _Call) -> bool | None:
@@ -284,7 +284,7 @@ class Listed:
     remaking: Remaking | None
 
 
-class SavedTensors:
+class Recorded:
     """The storages that a forward has made and that its graph keeps.
 
     Args:
