@@ -33,6 +33,10 @@ STAYS_AFTER_FORWARD = Route(HOST_MEMORY, stays_after_forward=True)
 STAYS_AFTER_BACKWARD = Route(HOST_MEMORY, stays_after_backward=True)
 
 
+#: Each part is a copy and an update of its own. Real vocabularies want at most 20, but units of a few parameters any number.
+_MOST_PARTS = 32
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The available choices of every unit.
@@ -135,7 +139,8 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
             where = where if shared else [*where, *(Route(place.name) for place in places)]
             return tuple(replace(on_gpu, parameters=route) for route in where)
         # Of a unit larger than the blocks, such as the head of a large vocabulary, no more states are there than of a block.
-        parts = max(1, -(-profile.units[unit].trained_parameters // largest)) if updates_any_share(optimizer) else 1
+        wanted = -(-profile.units[unit].trained_parameters // largest)
+        parts = min(max(1, wanted), _MOST_PARTS) if updates_any_share(optimizer) else 1
         states = (Rest(), Rest(HOST_MEMORY, parts=parts))
         updates = [replace(on_gpu, states=where, gradients=summed) for summed in gpu_sums for where in states]
         if has_cpu_kernel(optimizer):

@@ -17,7 +17,7 @@ from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, Edge, Kind, Schedule, Task, TaskId
 
 _PREFETCHES = (Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD)
-_PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
+PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
 def tune_prefetches(profile: Profile, plan: Plan) -> tuple[UnitPlan, ...]:
@@ -33,7 +33,7 @@ class _Tuning:
         self.profile, self.plan = profile, plan
         schedule = lower(profile, plan)
         self.capacity = next(m.capacity_bytes for m in schedule.memories if m.name == GPU_MEMORY)
-        self.steps = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
+        self.steps = [task.id for task in schedule.tasks if task.id.kind in PASSES]
         self.place = {task: i for i, task in enumerate(self.steps)}
         self.seconds = {task.id: task.duration_ns * 1e-9 for task in schedule.tasks}
         self.used = bytes_at_steps(schedule, self.steps)

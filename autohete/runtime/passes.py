@@ -540,7 +540,7 @@ class Passes:
                 result = call.on(self._forwards[i - 1], cut)
         unit.root = _edge(hidden_of(result))
         if recorder is not None and parts is not None:
-            unit.named = recorder.finished()
+            unit.named = recorder.finished(self._kept[i].tensors())
             unit.named.assign(parts.names, selective=parts.selective)
             if parts.recomputes:
                 unit.input = Saved(call.hidden, part=parts.others)

@@ -226,16 +226,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made is not None and made.call is not None:
             made.saved.append(weakref.ref(saved))
 
-    def finished(self) -> Recorded:
-        """What was saved, once the forward has ended. The hooks of its graph keep this recorder, which keeps nothing more."""
-        calls = self._calls
+    def finished(self, held: Iterable[Tensor]) -> Recorded:
+        """What was saved, once the forward has ended. The hooks of its graph keep this recorder, which keeps nothing more.
+
+        Args:
+            held: what the model itself holds on to, which a graph cannot release.
+        """
+        calls, staying = self._calls, {self._made(tensor) for tensor in held}
         self._calls, self._storages, self._outside = [], {}, str
         for call in calls:
             cheap = _cheap(call)
             for made in call.results:
                 if made is not None and not made.changes:
                     made.cheap = cheap
-        return Recorded([made for call in calls for made in call.results if made is not None and made.alive()])
+        results = [made for call in calls for made in call.results if made is not None and made not in staying]
+        return Recorded([made for made in results if made.alive()])
 
 
 def _cheap(call: _Call) -> bool | None:

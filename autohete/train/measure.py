@@ -325,7 +325,7 @@ class _Measurement:
                     gpu_update_workspace_bytes=max(0, update.peak - update.brought),
                     cpu_update_seconds=hosts[i],
                     measured_checkpointed_workspace_bytes=max(0, alone.peak - alone.brought - alone.handed_on),
-                    saved=() if selected is None else selected.saved,
+                    saved=() if selected is None else _within(selected.saved, kept + twice - given),
                     measured_selective_workspace_bytes=None if selected is None else selected.workspaces,
                     largest_parameter=max((parameter.numel() for parameter in self.partition.owned[i]), default=None),
                 )
@@ -418,6 +418,20 @@ class _Measurement:
         )
         profile = replace(self.analytic, units=units)
         return lower(profile, everything_resident(profile, activations))
+
+
+def _within(saved: tuple[SavedTensors, ...], kept: int) -> tuple[SavedTensors, ...]:
+    """Reduce ``saved`` to what a forward keeps besides its input.
+
+    A unit whose backward does not need its input, such as a frozen linear layer and its activation, keeps the input as soon as
+    something is made again from it. So making it again frees that much less.
+    """
+    more, found = sum(one.size_bytes for one in saved) - kept, {}
+    for one in sorted(saved, key=lambda one: (not one.selective, one.seconds is None)):
+        less = min(max(more, 0), one.size_bytes)
+        more -= less
+        found[one.name] = replace(one, size_bytes=one.size_bytes - less)
+    return tuple(found[one.name] for one in saved)
 
 
 def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:
