@@ -49,7 +49,7 @@ UNITS: dict[str, Callable[[UnitPlan], bool]] = {
     "host_kept": lambda unit: unit.kept.leaves,
     "host_parameters": lambda unit: unit.parameters.leaves,
     "staying_parameters": lambda unit: unit.parameters.stays_after_forward or unit.parameters.stays_after_backward,
-    "cpu_updated": lambda unit: unit.update_on is Processor.CPU,
+    "cpu_updated": lambda unit: unit.update.on is Processor.CPU,
     "streamed": lambda unit: unit.fetches_states,
 }
 

@@ -157,7 +157,7 @@ def phases(simulation: Simulation) -> dict[str, float]:
     back = int(trace.end_ns[at, backward].max())
     following = int(trace.start_ns[at + 1, kinds[Kind.FORWARD]].min())
     updated = sum(
-        block.parameters for block, decided in zip(profile.units, plan.units, strict=True) if decided.update_on is Processor.CPU
+        block.parameters for block, decided in zip(profile.units, plan.units, strict=True) if decided.update.on is Processor.CPU
     )
     cpu = profile.hardware.cpu
     unscale = updated * traffic.UNSCALE / (cpu.elementwise_bandwidth or cpu.update_bandwidth)

@@ -33,7 +33,7 @@ from autohete.lowering.stages import PipelineStage, joined, stages_of
 from autohete.lowering.transfers import Transfers
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
-from autohete.plan import Activations, Plan, Processor, Rest
+from autohete.plan import Activations, Plan, Processor, Route
 from autohete.plan.rules import Rule
 from autohete.profile import LONGEST_TASK_SECONDS, Profile
 from autohete.quantities import format_bytes
@@ -169,7 +169,7 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     """Lower ``plan`` for a profile without times and rates."""
     plan = without_frozen(profile, plan)
     if not profile.workload.has_masters and any(
-        unit.gradients_replace_parameters and unit.update_on is Processor.GPU for unit in plan.units
+        unit.gradients_replace_parameters and unit.update.on is Processor.GPU for unit in plan.units
     ):
         raise InputError(
             "gradients cannot replace parameters that the GPU updates and that are their own master weights: update on the "
@@ -220,8 +220,8 @@ def _saved_names(plan: Plan, shards: Shards) -> Iterator[SavedNames]:
     """The names of the saved tensors in each part, but the one where the others are."""
     for i, unit in enumerate(plan.units):
         parts = enumerate(shards.saved_parts(i)) if unit.saved else ()
-        kept = unit.kept if unit.kept.leaves else Rest()
-        yield from (SavedNames(i, at, tuple(sorted(one.names))) for at, one in parts if one.recomputed or one.rest != kept)
+        kept = unit.kept if unit.kept.leaves else Route()
+        yield from (SavedNames(i, at, tuple(sorted(one.names))) for at, one in parts if one.recomputed or one.route != kept)
 
 
 def _memories(hardware: Hardware, places: Mapping[str, int]) -> tuple[Memory, ...]:
@@ -277,7 +277,7 @@ def _check_places(profile: Profile, plan: Plan) -> None:
     """Refuse what the CPU updates with values that it cannot reach."""
     beside = profile.hardware.beside_gpu
     for i, unit in enumerate(plan.units):
-        if unit.update_on is not Processor.CPU or profile.units[i].is_frozen:
+        if unit.update.on is not Processor.CPU or profile.units[i].is_frozen:
             continue
         if wrong := [home for home in (unit.states.home, unit.gradients.home, unit.parameters.home) if home in beside]:
             raise InputError(
@@ -333,10 +333,10 @@ def _check_accumulation(profile: Profile, plan: Plan) -> None:
                 f"gradients of unit {i} would replace parameters that the next micro-batch needs: use one micro-batch, or let "
                 "gradients have memory of their own"
             )
-        if unit.gpu_share and unit.accumulates_on_host:
+        if unit.update.share and unit.accumulates_on_host:
             raise InputError(
                 f"gradients of unit {i} are accumulated on the host, but the GPU updates a part: accumulate on the GPU, use "
-                "one micro-batch, or leave gpu_share out"
+                "one micro-batch, or leave the share out"
             )
         if plan.in_slot(i) and not unit.accumulates_on_host:
             raise InputError(

@@ -75,11 +75,11 @@ class OffloadedActivations:
     def _has_input(self, unit: int, part: int) -> bool:
         """Whether the input goes with a part."""
         parts = self._parts(unit)
-        return not parts or parts[part].rest == self._plan.units[unit].kept
+        return not parts or parts[part].route == self._plan.units[unit].kept
 
     def _ahead(self, unit: int, part: int) -> int:
         parts = self._parts(unit)
-        return (parts[part].rest if parts else self._plan.units[unit].kept).ahead
+        return (parts[part].route if parts else self._plan.units[unit].kept).ahead
 
     def _at(self, memory: str, move: Move, unit: int, micro_batch: int, use: Kind | None = None) -> BufferId:
         return BufferId(move.value, self._pinned if memory == HOST_MEMORY else memory, unit, use, micro_batch, move.part)

@@ -41,12 +41,12 @@ class ClippingTasks:
         if not self.clips:
             return None
         on_host = plan.accumulates_on_host and self._builder.passes[-1].micro_batch > 0
-        if on_host and plan.norm_on is Processor.GPU:
+        if on_host and plan.update.norm_on is Processor.GPU:
             raise InputError(
                 f"the GPU is to compute the norm of gradients of unit {unit}, which are accumulated on the host: leave norm_on "
                 "out, accumulate on the GPU, or use one micro-batch"
             )
-        return Processor.CPU if on_host else plan.norm_on or Processor.GPU
+        return Processor.CPU if on_host else plan.update.norm_on or Processor.GPU
 
     def norm(self, unit: int) -> None:
         """Add the norm of the unit's gradients, which are complete."""

@@ -201,7 +201,7 @@ class Compute:
             rests = plan.kept.leaves
             b.free(task, on_gpu(Value.INPUT, unit, micro_batch, Kind.BACKWARD) if rests else self._inputs[unit, micro_batch])
         for part, one in enumerate(parts) if parts else [(0, None)]:
-            fetched = one is not None and one.rest.leaves
+            fetched = one is not None and one.route.leaves
             b.read(task, Value.ACTIVATIONS, unit, part=part)
             b.free(task, on_gpu(Value.ACTIVATIONS, unit, micro_batch, Kind.BACKWARD if fetched else None, part))
         if unit == self._last:

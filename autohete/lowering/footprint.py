@@ -63,7 +63,7 @@ def resident_buffers(profile: Profile, plan: Plan, shards: Shards) -> Iterator[B
     for i, unit in enumerate(plan.units):
         for value, memory, size in rests(unit, shards.sizes(i), held, pinned):
             yield Buffer(BufferId(value, memory, i), size)
-        if unit.update_on is Processor.CPU:
+        if unit.update.on is Processor.CPU:
             updated.append(shards.updated_on(i, Processor.CPU))
     arrays = [sum(updated)] if held.host_pinned_together else updated
     slots = slot_bytes(profile, plan, shards) * (plan.slots.count if plan.slots else 0)

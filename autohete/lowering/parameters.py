@@ -92,8 +92,8 @@ class Parameters:
         """How early the parameters may be fetched, and after which pass at the earliest."""
         route = self._plan.units[user.unit].parameters
         if user.kind is Kind.FORWARD:
-            return route.ahead_in_forward, None
-        return route.ahead_in_backward, TaskId(Kind.FORWARD, user.unit, user.micro_batch)
+            return route.ahead, None
+        return route.ahead_of_backward, TaskId(Kind.FORWARD, user.unit, user.micro_batch)
 
     def _fetch(self, user: TaskId, buffer: BufferId) -> TaskId:
         """Fetch the parameters from the host: all of them, or this GPU's part."""

@@ -96,7 +96,7 @@ class Shards:
 
     def updates_on(self, unit: int, side: Processor) -> bool:
         """Whether that processor has an update to run. A frozen unit has none."""
-        return not self.is_frozen(unit) and (self._plan.units[unit].update_on is side or self.updated_on(unit, side) > 0)
+        return not self.is_frozen(unit) and (self._plan.units[unit].update.on is side or self.updated_on(unit, side) > 0)
 
     def share(self, unit: int, side: Processor | None = None) -> float:
         """Fraction of the work of an update, for one processor or both. A unit may have nothing to update."""
@@ -137,7 +137,7 @@ class Shards:
                     "zero_stage 3, or nothing with 0"
                 )
             on_host = route.home != GPU_MEMORY
-            written = plan.update_on is Processor.GPU and not self.is_frozen(unit)
+            written = plan.update.on is Processor.GPU and not self.is_frozen(unit)
             if stage == 3 and on_host and (written or route.moves or route.stays_after_backward):
                 raise InputError(
                     f"parameters of unit {unit} rest elsewhere in parts: update them on the CPU, and let them neither move "
@@ -160,11 +160,11 @@ class Shards:
         if any(self.updates_on(unit, Processor.CPU) for unit in units):
             check_cpu_kernel(optimizer)
         if not updates_any_share(optimizer) and any(
-            self.stage(unit) or plan.units[unit].gpu_share or plan.units[unit].states.parts > 1 for unit in units
+            self.stage(unit) or plan.units[unit].update.share or plan.units[unit].states.parts > 1 for unit in units
         ):
             raise OptimizerError(
                 f"the plan updates parts of a unit by themselves, but {optimizer} needs whole matrices: "
-                "choose another optimizer, such as adamw, or leave zero_stage and gpu_share at 0 and parts at 1"
+                "choose another optimizer, such as adamw, or leave zero_stage and the share of the update at 0 and parts at 1"
             )
 
 
@@ -182,4 +182,4 @@ def _saved_sizes(saved: tuple[SavedTensors, ...]) -> tuple[SavedSize, ...]:
 
 def _updated_on_gpu(unit: UnitPlan, count: int) -> int:
     """The number of ``count`` parameters that the GPU updates. The CPU has at least one if it updates."""
-    return count if unit.update_on is Processor.GPU else min(round(count * unit.gpu_share), max(count - 1, 0))
+    return count if unit.update.on is Processor.GPU else min(round(count * unit.update.share), max(count - 1, 0))

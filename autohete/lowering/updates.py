@@ -53,7 +53,7 @@ class Updates:
         self._last = builder.passes[-1].micro_batch
         units = [(i, plan.units[i]) for i in reversed(mine)]
         if clipping.clips and plan.delayed:  # only delayed updates run before the last backward
-            units.sort(key=lambda unit: unit[1].update_on is Processor.GPU)
+            units.sort(key=lambda unit: unit[1].update.on is Processor.GPU)
         #: Parts of units whose states are fetched to the GPU, and those whose states come to the host, in update order.
         self._fetched = [part for i, unit in units if unit.fetches_states for part in self._parts(i)]
         self._read = [part for i, _ in units if copies.find(Kind.READ_STATES, i) for part in self._parts(i)]
@@ -67,7 +67,7 @@ class Updates:
         if self._shards.is_frozen(unit):
             return
         self._reduce_gradients(unit, last)
-        on_cpu, norm_on = self._plan.units[unit].update_on is Processor.CPU, self._clipping.norm_on(unit)
+        on_cpu, norm_on = self._plan.units[unit].update.on is Processor.CPU, self._clipping.norm_on(unit)
         if on_cpu and self._plan.delayed:
             self._cpu_update(unit)
         if norm_on is Processor.GPU:
@@ -140,7 +140,7 @@ class Updates:
     def _parts(self, unit: int) -> list[tuple[int, int]]:
         """The unit's index with that of each part of its states."""
         plan = self._plan.units[unit]
-        side = Processor.CPU if plan.update_on is Processor.CPU and not plan.gpu_share else Processor.GPU
+        side = Processor.CPU if plan.update.on is Processor.CPU and not plan.update.share else Processor.GPU
         return [(unit, i) for i, _ in enumerate(part_ranges(self._shards.updated_on(unit, side), plan.states.parts))]
 
     def _update_part(self, unit: int, part: int, seconds: Duration, *, is_last: bool) -> None:

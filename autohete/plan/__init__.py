@@ -14,7 +14,7 @@ from typing import TypeVar
 from autohete.errors import InputError, RuleError, check_fields, check_whole
 from autohete.hashing import Hashed, hashed_once, same_objects
 from autohete.plan.recomputation import Recomputation, Recomputations, recomputations
-from autohete.plan.routes import Activations, Format, Processor, Rest, Route, SavedRoute, UnitPlan
+from autohete.plan.routes import Activations, Format, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.plan.rules import Barrier, Rule
 from autohete.schedule import GPU_MEMORY, Value
 
@@ -29,10 +29,10 @@ __all__ = [
     "PlanCounts",
     "Processor",
     "Recomputation",
-    "Rest",
     "Route",
     "SavedRoute",
     "UnitPlan",
+    "Update",
     "without_refused_rules",
 ]
 
@@ -202,8 +202,8 @@ class Plan(Hashed):
             raise InputError(
                 "a delayed update writes the host's parameters during the next iteration: it excludes offloaded parameters"
             )
-        if self.delayed and any(unit.gpu_share for unit in self.units):
-            raise InputError("the GPU updates with the gradients of this iteration: leave delayed or gpu_share out")
+        if self.delayed and any(unit.update.share for unit in self.units):
+            raise InputError("the GPU updates with the gradients of this iteration: leave delayed or the share out")
         if self.delayed and any(unit.gradients.far for unit in self.units):
             raise InputError("gradients of a delayed update wait on the host: let them rest there, or leave delayed out")
         self._check_ranks()
@@ -259,7 +259,7 @@ class Plan(Hashed):
     @property
     def offloaded_optimizer_units(self) -> int:
         """Units that the CPU updates, fully or in part."""
-        return sum(unit.update_on is Processor.CPU for unit in self.units)
+        return sum(unit.update.on is Processor.CPU for unit in self.units)
 
     @property
     def counts(self) -> PlanCounts:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autohete.errors import InputError
-from autohete.plan import Activations, Footprint, Processor, Rest, UnitPlan
+from autohete.plan import Activations, Footprint, Processor, Route, UnitPlan
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Value
 from autohete.schedule.parts import part_ranges
 
@@ -57,7 +57,7 @@ class SavedPart(NamedTuple):
         names: their names.
     """
 
-    rest: Rest
+    route: Route
     recomputed: bool
     size_bytes: int
     names: frozenset[str]
@@ -165,12 +165,12 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Ite
         held: what the system holds for what the CPU updates.
         pinned: the memory of pinned buffers.
     """
-    on_cpu = unit.update_on is Processor.CPU
+    on_cpu = unit.update.on is Processor.CPU
     if not unit.parameters.leaves:
         yield Resting(sizes.parameters, GPU_MEMORY, sizes.kept * sizes.element_bytes + sizes.frozen_bytes)
     else:
         copy = 0 if held.one_host_copy and on_cpu else sizes.kept * held.host_parameter_bytes
-        memory = pinned if unit.parameters.fetched.pinned else HOST_MEMORY
+        memory = pinned if unit.parameters.carried.pinned else HOST_MEMORY
         if unit.parameters.far:
             copy, memory = sizes.kept * sizes.element_bytes, unit.parameters.home
         yield Resting(Value.PARAMETERS, memory, copy + sizes.frozen_bytes)
@@ -212,12 +212,12 @@ def moves(unit: UnitPlan, sizes: UnitSizes, *, has_backward: bool = True) -> Ite
 
 
 def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -> Iterator[Move]:
-    route, on_cpu = unit.parameters, unit.update_on is Processor.CPU
+    route, on_cpu = unit.parameters, unit.update.on is Processor.CPU
     way = sizes.way(route.home)
     if route.leaves:
         # Of parameters that the GPU updates, the host has only a copy in the format in which the GPU computes.
         element = sizes.element_bytes
-        carried = route.fetched.bytes_of(sizes.kept, element) if on_cpu and sizes.is_trained else sizes.kept * element
+        carried = route.carried.bytes_of(sizes.kept, element) if on_cpu and sizes.is_trained else sizes.kept * element
         for source, target in pairwise(way):
             fetch = Move(
                 Value.PARAMETERS,
@@ -226,7 +226,7 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
                 carried + sizes.frozen_bytes,
                 When.BEFORE_FORWARD,
                 Batches.ALL,
-                route.fetched.pinned,
+                route.carried.pinned,
             )
             if not route.stays_after_backward:
                 yield fetch
@@ -273,16 +273,16 @@ def saved_parts(unit: UnitPlan, saved: tuple[SavedSize, ...], kept_bytes: int) -
     again = {one.name for one in unit.saved if one.recomputed}
     if unit.activations is Activations.SELECTIVE and not again:
         again = {one.name for one in saved if one.selective} - routes.keys()
-    kept = unit.kept if unit.kept.leaves else Rest()
-    names: dict[tuple[Rest, bool], list[str]] = {}
+    kept = unit.kept if unit.kept.leaves else Route()
+    names: dict[tuple[Route, bool], list[str]] = {}
     for name in sizes:
-        rest = routes[name].rest if name in routes else kept
-        names.setdefault((Rest(), True) if name in again else (rest if rest.leaves else Rest(), False), []).append(name)
+        rest = routes[name].route if name in routes else kept
+        names.setdefault((Route(), True) if name in again else (rest if rest.leaves else Route(), False), []).append(name)
     unnamed = kept_bytes - sum(sizes.values())  # all that there is if nothing has a name
     if unnamed or unit.saved or kept.leaves or all(recomputed for _, recomputed in names):
         names.setdefault((kept, False), [])
 
-    def order(key: tuple[Rest, bool]) -> tuple[bool, ...]:
+    def order(key: tuple[Route, bool]) -> tuple[bool, ...]:
         rest, recomputed = key
         return not recomputed, rest.leaves, rest != kept
 
@@ -302,9 +302,9 @@ def _moves_of_activations(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
         return
     parts = saved_parts(unit, sizes.saved, sizes.activation_bytes - sizes.input_bytes)
     for index, part in enumerate(parts):
-        if part.rest.leaves:
-            size = part.size_bytes + sizes.input_bytes * (part.rest == unit.kept)
-            yield from _there_and_back(Value.ACTIVATIONS, sizes.way(part.rest.home), size, index)
+        if part.route.leaves:
+            size = part.size_bytes + sizes.input_bytes * (part.route == unit.kept)
+            yield from _there_and_back(Value.ACTIVATIONS, sizes.way(part.route.home), size, index)
 
 
 def _there_and_back(value: Value, way: tuple[str, ...], size_bytes: int, part: int = 0) -> Iterator[Move]:
@@ -320,7 +320,7 @@ def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
         size = sizes.summed_bytes
         yield Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_BACKWARD, Batches.OTHERS)
         yield Move(Value.GRADIENTS, HOST_MEMORY, GPU_MEMORY, size, When.BEFORE_BACKWARD, Batches.LATER)
-    if unit.update_on is Processor.GPU:
+    if unit.update.on is Processor.GPU:
         return
     carried = unit.gradients.carried
     size, pinned = carried.bytes_of(sizes.cpu_updated, sizes.element_bytes), carried.pinned
@@ -338,8 +338,8 @@ def _moves_of_states(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
     """The states of a whole unit, as one processor updates it, part by part."""
     if not unit.states.leaves:
         return
-    on_cpu = unit.update_on is Processor.CPU
-    way = sizes.way(unit.states.home, unit.update_on)
+    on_cpu = unit.update.on is Processor.CPU
+    way = sizes.way(unit.states.home, unit.update.on)
     total, count = (sizes.cpu_state_bytes, sizes.cpu_updated) if on_cpu else (sizes.gpu_state_bytes, sizes.gpu_updated)
     for part, elements in enumerate(part_ranges(count, unit.states.parts)):
         size = total * elements.stop // max(count, 1) - total * elements.start // max(count, 1)

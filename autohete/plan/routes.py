@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import pairwise
 
@@ -68,74 +68,42 @@ def _check_home(home: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """Where a value rests between two uses: the GPU, pinned host memory, or another place of the hardware.
+class Route:
+    """Where a value rests between uses, and how it gets to a use.
 
-    What rests in a place behind the host is copied through pinned host memory.
+    A use away from ``home`` fetches the value, and a change away from ``home`` is copied back. A copy away from ``home`` is
+    released after its use unless it stays. What rests in a place behind the host is copied through pinned host memory.
 
     Args:
-        home: ``gpu``, ``host``, or the name of a place. The value is sent there after a use and
-            fetched from there for the next.
-        ahead: how early it may be fetched. For what backward needs: how many GPU passes before the unit's own the fetch may
-            overlap; 0: synchronous. For optimizer states: how many others, or parts of others, may be in flight.
-        carried: format of the copies to the host; of gradients only.
+        home: ``gpu``, ``host``, or the name of a place of the hardware.
+        ahead: how early a fetch may run: how many GPU passes before the one that needs the value it may overlap; 0:
+            synchronous. For optimizer states: how many others, or parts of others, may be in flight.
+        carried: format of the copies to the GPU of parameters, and of those to the host of gradients; of no other value.
         parts: the value comes, is used and goes in so many parts, one after another; of optimizer states only.
+        ahead_in_backward: of parameters, how early a fetch for backward may run. None: as ``ahead``.
+        stays_after_forward: fetched parameters stay on the GPU from forward to backward.
+        stays_after_backward: they stay from backward to the next forward.
+        moves: they are copied home after forward although they have not changed (systems that *move* instead of copy).
     """
 
     home: str = GPU_MEMORY
     ahead: int = 1
     carried: Format = Format()
     parts: int = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        _check_home(self.home)
-        if self.ahead < 0:
-            raise InputError(f"ahead is {self.ahead}: a fetch cannot be less than 0 ahead, which is synchronous")
-        if self.parts < 1:
-            raise InputError(f"parts is {self.parts}: give at least 1, which moves a value as a whole")
-
-    @property
-    def leaves(self) -> bool:
-        """Whether the value ever leaves the GPU."""
-        return self.home != GPU_MEMORY
-
-    @property
-    def far(self) -> bool:
-        """Whether it rests in another place than the GPU or the host."""
-        return self.home not in (GPU_MEMORY, HOST_MEMORY)
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where parameters rest between uses, and how they reach the GPU.
-
-    A use away from ``home`` fetches them, and a change away from ``home`` is copied back. A copy away from ``home`` is released
-    after its use unless it stays.
-
-    Args:
-        home: ``gpu``, ``host``, or the name of a place.
-        stays_after_forward: fetched parameters stay on the GPU from forward to backward.
-        stays_after_backward: they stay from backward to the next forward.
-        moves: they are copied home after forward although they have not changed (systems that *move* instead of copy).
-        ahead_in_forward: how many GPU passes before the unit's own the fetch for forward may overlap; 0: synchronous.
-        ahead_in_backward: the same for backward.
-        fetched: format of a fetch.
-    """
-
-    home: str = GPU_MEMORY
+    ahead_in_backward: int | None = None
     stays_after_forward: bool = False
     stays_after_backward: bool = False
     moves: bool = False
-    ahead_in_forward: int = 1
-    ahead_in_backward: int = 1
-    fetched: Format = Format()
 
     def __post_init__(self) -> None:
         check_fields(self)
         _check_home(self.home)
-        if min(self.ahead_in_forward, self.ahead_in_backward) < 0:
+        if self.ahead_in_backward == self.ahead:
+            object.__setattr__(self, "ahead_in_backward", None)
+        if min(self.ahead, self.ahead_in_backward or 0) < 0:
             raise InputError("a fetch cannot be a negative number of passes ahead: 0 means synchronous, 1 one pass ahead")
+        if self.parts < 1:
+            raise InputError(f"parts is {self.parts}: give at least 1, which moves a value as a whole")
         if self.home == GPU_MEMORY and (self.stays_after_forward or self.stays_after_backward or self.moves):
             raise InputError("only parameters that leave the GPU stay or move: give them another home")
         if self.far and self.moves:
@@ -145,13 +113,24 @@ class Route:
 
     @property
     def leaves(self) -> bool:
-        """Whether the parameters ever leave the GPU."""
+        """Whether the value ever leaves the GPU."""
         return self.home != GPU_MEMORY and not (self.stays_after_forward and self.stays_after_backward)
 
     @property
     def far(self) -> bool:
-        """Whether their home is another place than the GPU or the host."""
+        """Whether it rests in another place than the GPU or the host."""
         return self.home not in (GPU_MEMORY, HOST_MEMORY)
+
+    @property
+    def ahead_of_backward(self) -> int:
+        """How early a fetch of parameters for backward may run."""
+        return self.ahead if self.ahead_in_backward is None else self.ahead_in_backward
+
+    @property
+    def only_parameters_have(self) -> list[str]:
+        """Its fields that mean something for parameters alone."""
+        unset = Route(self.home, self.ahead, self.carried, self.parts)
+        return [one.name for one in fields(self) if getattr(self, one.name) != getattr(unset, one.name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,22 +139,48 @@ class SavedRoute:
 
     Args:
         name: their name.
-        rest: where they rest until backward.
+        route: where they rest until backward, and how early they come back.
         recomputed: they are released after forward, and made again before backward from the input and the other ones.
     """
 
     name: str
-    rest: Rest = Rest()
+    route: Route = Route()
     recomputed: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not re.fullmatch(r"[^\s,#]+", self.name):
             raise InputError(f"saved tensors are named {self.name!r}: give a name without spaces, commas and '#'")
-        if self.recomputed and self.rest != Rest():
-            raise InputError(f"{self.name} is recomputed, so it rests nowhere: leave rest out, or do not recompute it")
-        if (self.rest.carried, self.rest.parts) != (Format(), 1):
-            raise InputError(f"{self.name} is copied as it is, and as a whole: leave carried and parts out")
+        if self.recomputed and self.route != Route():
+            raise InputError(f"{self.name} is recomputed, so it rests nowhere: leave route out, or do not recompute it")
+        if self.route != Route(self.route.home, self.route.ahead):
+            raise InputError(f"{self.name} is copied as it is, and as a whole: give home and ahead only")
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Who updates a unit's parameters.
+
+    Args:
+        on: the processor that updates.
+        share: fraction of the elements that the GPU updates, taken from the front, while the CPU updates the rest. The states
+            of this fraction stay on the GPU. The gradients stay on the GPU until both processors have taken their part.
+        norm_on: the processor that computes the norm of the gradients when they are clipped. None: the GPU, except for
+            gradients that are accumulated on the host, which are complete only there.
+    """
+
+    on: Processor = Processor.GPU
+    share: float = 0.0
+    norm_on: Processor | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 <= self.share < 1:
+            raise InputError(f"share of the update is {self.share}: give 0 or more and less than 1; for all, update on the GPU")
+        if self.share and self.on is Processor.GPU:
+            raise InputError(f"share is {self.share}, but the GPU updates all: leave share out, or update on the CPU")
+        if self.share and self.norm_on is Processor.CPU:
+            raise InputError(f"share is {self.share}: the host has no norm of gradients of which the GPU keeps a part")
 
 
 @hashed_once
@@ -188,7 +193,7 @@ class UnitPlan(Hashed):
             the rest: what ``saved`` says, or if that recomputes nothing, what the profile selects; with ``drop``, the unit is
             inside a segment that begins below it, and its input is recomputed as well.
         parameters: where they rest and how they are fetched.
-        update_on: the processor that updates.
+        update: who updates.
         gradients: where the gradients of several micro-batches are summed, or rest between these, and their format on the way
             to the host. ``gpu``: they stay there until the last micro-batch has been added. ``host``: they are copied there
             after each micro-batch; for an update on the CPU, which adds them, and for one on the GPU to come back for the
@@ -205,27 +210,21 @@ class UnitPlan(Hashed):
             is recomputed one more time than there are entries.
         zero_stage: what several GPUs shard instead of replicating (ZeRO): from 1 on the optimizer states, from 2 on the
             gradients, with 3 the parameters.
-        norm_on: the processor that computes the norm of the gradients when they are clipped. None: the GPU, except for
-            gradients that are accumulated on the host, which are complete only there.
-        gpu_share: fraction of the elements that the GPU updates, taken from the front; the CPU updates the rest. The states of
-            this fraction stay on the GPU. The gradients stay on the GPU until both processors have taken their part.
         rank: index of the GPU that computes the unit, as a stage of a pipeline. None: every GPU does, each with its own data.
     """
 
     activations: Activations = Activations.KEEP
     parameters: Route = Route()
-    update_on: Processor = Processor.GPU
-    gradients: Rest = Rest()
+    update: Update = Update()
+    gradients: Route = Route()
     refresh: Format = Format()
     gradients_replace_parameters: bool = False
-    kept: Rest = Rest()
+    kept: Route = Route()
     saved: tuple[SavedRoute, ...] = ()
-    states: Rest = Rest()
+    states: Route = Route()
     sum_bytes: int | None = None
     again: tuple[Activations, ...] = ()
     zero_stage: int = 0
-    norm_on: Processor | None = None
-    gpu_share: float = 0.0
     rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -245,12 +244,12 @@ class UnitPlan(Hashed):
             raise InputError("an input that a forward keeps is kept until backward: let again drop none after it")
         if self.activations is Activations.DROP and self.kept.leaves:
             raise InputError("a unit that drops its input has nothing to rest elsewhere: leave kept out, or keep its input")
-        if self.update_on is Processor.CPU and self.states != Rest() and not self.states.far:
+        if self.update.on is Processor.CPU and self.states != Route() and not self.states.far:
             raise InputError(
                 f"states rest with {self.states}, but the CPU updates them: they are on the host, so leave that out, let them "
                 "rest in another place, or update on the GPU"
             )
-        if self.gradients.far and not (self.states.home == self.gradients.home and self.update_on is Processor.CPU):
+        if self.gradients.far and not (self.states.home == self.gradients.home and self.update.on is Processor.CPU):
             raise InputError(
                 f"gradients wait in {self.gradients.home} only where they come back with states that the CPU updates: let the "
                 f"states rest in {self.gradients.home} and the CPU update, or let the gradients rest on the host"
@@ -262,14 +261,12 @@ class UnitPlan(Hashed):
             raise InputError(
                 f"sum_bytes is {self.sum_bytes}: give 1 to 64 bytes if the CPU accumulates gradients, or leave it out"
             )
-        if self.norm_on is Processor.CPU and (self.update_on is Processor.GPU or self.gradients.far):
+        if self.update.norm_on is Processor.CPU and (self.update.on is Processor.GPU or self.gradients.far):
             raise InputError(
                 "the CPU takes the norm of gradients that rest on the host, but these are "
                 f"{f'in {self.gradients.home}' if self.gradients.far else 'updated with on the GPU'}: leave norm_on out"
             )
-        if not 0 <= self.gpu_share < 1:
-            raise InputError(f"gpu_share is {self.gpu_share}: give 0 or more and less than 1; for all, update on the GPU")
-        if self.gpu_share:
+        if self.update.share:
             self._check_shared_update()
         if self.rank is not None and (self.rank < 0 or self.zero_stage):
             raise InputError(
@@ -287,22 +284,21 @@ class UnitPlan(Hashed):
             raise InputError(f"saved recomputes {again[0]}, but activations are kept: make them selective")
 
     def _check_formats(self) -> None:
+        for name in ("gradients", "kept", "states"):
+            if wrong := getattr(self, name).only_parameters_have:
+                raise InputError(f"{name} has {wrong[0]}, which only parameters have: leave it out")
         if (self.kept.carried, self.states.carried) != (Format(), Format()):
             raise InputError("activations and optimizer states are copied as they are: leave carried out")
-        if (self.kept.parts, self.gradients.parts) != (1, 1) or (self.states.parts > 1 and not self.fetches_states):
+        parts = self.parameters.parts, self.kept.parts, self.gradients.parts, 1 if self.fetches_states else self.states.parts
+        if max(parts) > 1:
             raise InputError("only optimizer states that are fetched to the GPU move in parts: leave parts out for others")
 
     def _check_shared_update(self) -> None:
-        if self.update_on is Processor.GPU:
-            raise InputError(f"gpu_share is {self.gpu_share}, but the GPU updates all: leave it out, or update on the CPU")
-        if self.parameters.home != GPU_MEMORY or self.gradients_replace_parameters or self.states != Rest():
+        if self.parameters.home != GPU_MEMORY or self.gradients_replace_parameters or self.states != Route():
             raise InputError(
-                f"gpu_share is {self.gpu_share}, but parameters, gradients or states leave the GPU, where a part of them is "
-                "updated: let parameters stay there, give gradients memory of their own, and leave states out; or leave "
-                "gpu_share out"
+                f"the GPU updates a share ({self.update.share}), but parameters, gradients or states leave it: let parameters "
+                "stay there, give gradients memory of their own, and leave states out; or leave share out"
             )
-        if self.norm_on is Processor.CPU:
-            raise InputError(f"gpu_share is {self.gpu_share}: the host has no norm of gradients of which the GPU keeps a part")
 
     @property
     def forwards(self) -> tuple[Activations, ...]:
@@ -314,31 +310,31 @@ class UnitPlan(Hashed):
     @property
     def fetches_states(self) -> bool:
         """Whether the optimizer states are fetched to the GPU for each update."""
-        return self.states.leaves and self.update_on is Processor.GPU
+        return self.states.leaves and self.update.on is Processor.GPU
 
     @property
     def accumulates_on_host(self) -> bool:
         """Whether the gradients of each micro-batch are copied to the host, where the CPU adds them."""
-        return self.update_on is Processor.CPU and self.gradients.home == HOST_MEMORY
+        return self.update.on is Processor.CPU and self.gradients.home == HOST_MEMORY
 
     @property
     def sums_leave(self) -> bool:
         """Whether the sums of several micro-batches rest on the host, though the GPU adds to them and updates."""
-        return self.update_on is Processor.GPU and self.gradients.home == HOST_MEMORY
+        return self.update.on is Processor.GPU and self.gradients.home == HOST_MEMORY
 
     @property
     def activations_leave(self) -> bool:
         """Whether anything that forward keeps leaves the GPU until backward."""
-        return self.kept.leaves or any(one.rest.leaves for one in self.saved)
+        return self.kept.leaves or any(one.route.leaves for one in self.saved)
 
     @property
     def homes(self) -> tuple[str, ...]:
         """The homes of its values."""
-        saved = tuple(one.rest.home for one in self.saved)
+        saved = tuple(one.route.home for one in self.saved)
         return (self.parameters.home, self.kept.home, self.gradients.home, self.states.home, *saved)
 
     @property
     def refreshed(self) -> bool:
         """Whether the GPU has a copy of parameters that the CPU updates; otherwise they come with the next fetch."""
         stays = not self.parameters.leaves or self.parameters.stays_after_backward
-        return self.update_on is Processor.CPU and stays
+        return self.update.on is Processor.CPU and stays

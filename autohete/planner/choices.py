@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from autohete.plan import Activations, Format, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, Format, Processor, Route, UnitPlan, Update
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.workload.optimizers import has_cpu_kernel, updates_any_share
@@ -21,9 +21,9 @@ KEEP = UnitPlan()
 RECOMPUTE = UnitPlan(Activations.RECOMPUTE)
 SELECTIVE = UnitPlan(Activations.SELECTIVE)
 #: What backward needs arrives while the unit above is computed, which takes two passes if that unit is recomputed.
-OFFLOAD = UnitPlan(kept=Rest(HOST_MEMORY, ahead=1))
-OFFLOAD_INPUT = UnitPlan(Activations.RECOMPUTE, kept=Rest(HOST_MEMORY, ahead=2))
-OFFLOAD_SELECTED = UnitPlan(Activations.SELECTIVE, kept=Rest(HOST_MEMORY, ahead=2))
+OFFLOAD = UnitPlan(kept=Route(HOST_MEMORY, ahead=1))
+OFFLOAD_INPUT = UnitPlan(Activations.RECOMPUTE, kept=Route(HOST_MEMORY, ahead=2))
+OFFLOAD_SELECTED = UnitPlan(Activations.SELECTIVE, kept=Route(HOST_MEMORY, ahead=2))
 
 RESIDENT = Route()
 FETCHED = Route(HOST_MEMORY)
@@ -87,13 +87,13 @@ def _rest_alike(one: UnitPlan, other: UnitPlan) -> bool:
 def _places(unit: UnitPlan) -> tuple[object, ...]:
     """The fields in which most choices differ."""
     route = unit.parameters
-    return unit.update_on, unit.states.home, route.home, route.stays_after_forward, route.stays_after_backward
+    return unit.update.on, unit.states.home, route.home, route.stays_after_forward, route.stays_after_backward
 
 
 def _rest_without_distances(unit: UnitPlan) -> UnitPlan:
-    route = replace(unit.parameters, ahead_in_forward=1, ahead_in_backward=1)
+    route = replace(unit.parameters, ahead=1, ahead_in_backward=None)
     states = replace(unit.states, ahead=1, parts=1)
-    return replace(unit, activations=Activations.KEEP, kept=Rest(), saved=(), parameters=route, states=states)
+    return replace(unit, activations=Activations.KEEP, kept=Route(), saved=(), parameters=route, states=states)
 
 
 def _largest_block(profile: Profile) -> int:
@@ -110,9 +110,9 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         gradients: format in which their gradients are copied to the host.
     """
     last = len(profile.units) - 1
-    summed_here, summed_away = Rest(GPU_MEMORY, carried=gradients), Rest(HOST_MEMORY, carried=gradients)
+    summed_here, summed_away = Route(GPU_MEMORY, carried=gradients), Route(HOST_MEMORY, carried=gradients)
     on_gpu = UnitPlan(gradients=summed_here, refresh=upload)
-    on_cpu = replace(on_gpu, update_on=Processor.CPU)
+    on_cpu = replace(on_gpu, update=Update(Processor.CPU))
     optimizer, largest = profile.workload.training.optimizer, _largest_block(profile)
     gpu_sums, cpu_sums = [summed_here], [summed_away]
     if profile.workload.micro_batches > 1:
@@ -124,12 +124,12 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
     def in_places(parts: int) -> Iterator[UnitPlan]:
         """Updates with states that rest in other places, whose parameters may rest there as well."""
         for place in places:
-            updates = [replace(on_gpu, states=Rest(place.name, parts=parts), gradients=summed) for summed in gpu_sums]
+            updates = [replace(on_gpu, states=Route(place.name, parts=parts), gradients=summed) for summed in gpu_sums]
             if place.beside == HOST_MEMORY and has_cpu_kernel(optimizer):
-                updates += (replace(on_cpu, states=Rest(place.name), gradients=summed) for summed in cpu_sums)
+                updates += (replace(on_cpu, states=Route(place.name), gradients=summed) for summed in cpu_sums)
             for update in updates:
                 yield from (replace(update, parameters=route) for route in routes)
-                if update.update_on is Processor.GPU or profile.workload.has_masters:
+                if update.update.on is Processor.GPU or profile.workload.has_masters:
                     yield replace(update, parameters=Route(place.name))
 
     def others(unit: int) -> tuple[UnitPlan, ...]:
@@ -141,13 +141,13 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         # Of a unit larger than the blocks, such as the head of a large vocabulary, no more states are there than of a block.
         wanted = -(-profile.units[unit].trained_parameters // largest)
         parts = min(max(1, wanted), _MOST_PARTS) if updates_any_share(optimizer) else 1
-        states = (Rest(), Rest(HOST_MEMORY, parts=parts))
+        states = (Route(), Route(HOST_MEMORY, parts=parts))
         updates = [replace(on_gpu, states=where, gradients=summed) for summed in gpu_sums for where in states]
         if has_cpu_kernel(optimizer):
             updates += (replace(on_cpu, gradients=summed) for summed in cpu_sums)
         planned = [replace(update, parameters=route) for route in routes for update in updates]
         return tuple(
-            replace(one, parameters=replace(one.parameters, fetched=upload)) if one.parameters.leaves else one
+            replace(one, parameters=replace(one.parameters, carried=upload)) if one.parameters.leaves else one
             for one in (*planned, *in_places(parts))
             if not (shared and one.parameters.leaves)
         )

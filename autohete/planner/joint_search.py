@@ -294,7 +294,7 @@ def _parameters(one: UnitPlan) -> Hashable:
 
 
 def _update(one: UnitPlan) -> Hashable:
-    return one.update_on, one.states.home, one.gradients.home
+    return one.update.on, one.states.home, one.gradients.home
 
 
 #: The decisions within each half that change independently.

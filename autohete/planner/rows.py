@@ -104,7 +104,7 @@ def here_bytes(profile: Profile, unit: int, one: UnitPlan) -> int:
     if unit < profile.first_trained or one.activations is Activations.DROP:
         return 0
     block = profile.units[unit]
-    here = sum(part.size_bytes for part in parts_of(one, block) if not (part.recomputed or part.rest.leaves))
+    here = sum(part.size_bytes for part in parts_of(one, block) if not (part.recomputed or part.route.leaves))
     return here + block.input_bytes * (not one.kept.leaves)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autohete.plan import Activations, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.moves import When
 from autohete.planner.unit_costs import Costs, UnitCosts
 from autohete.profile import Profile
@@ -54,9 +54,9 @@ class Counts:
 def _planned(gradients: Format, upload: Format, gpus: int, *, offloaded: bool, on_cpu: bool) -> UnitPlan:
     """Where the parameters of a unit rest, and who updates them."""
     return UnitPlan(
-        parameters=Route(HOST_MEMORY, fetched=upload) if offloaded and (on_cpu or gpus == 1) else Route(),
-        update_on=Processor.CPU if on_cpu else Processor.GPU,
-        gradients=Rest(HOST_MEMORY if on_cpu else GPU_MEMORY, carried=gradients),
+        parameters=Route(HOST_MEMORY, carried=upload) if offloaded and (on_cpu or gpus == 1) else Route(),
+        update=Update(Processor.CPU if on_cpu else Processor.GPU),
+        gradients=Route(HOST_MEMORY if on_cpu else GPU_MEMORY, carried=gradients),
         refresh=upload,
         zero_stage=0 if gpus == 1 else 3 if offloaded else 2,
     )

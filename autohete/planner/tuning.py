@@ -48,13 +48,13 @@ class _Tuning:
                 continue
             start = self.place[user if user in self.place else TaskId(Kind.BACKWARD, i)]
             floor = self.place[TaskId(Kind.FORWARD, i)] + 1
-            ahead = self.widened(i, start, route.ahead_in_backward, floor)
+            ahead = self.widened(i, start, route.ahead_of_backward, floor)
             units[i] = replace(units[i], parameters=replace(route, ahead_in_backward=ahead))
         for i in offloaded:
             start, route = self.place[TaskId(Kind.FORWARD, i)], units[i].parameters
             floor = self.place.get(TaskId(Kind.BACKWARD, i), start) + 1 - len(self.steps)
-            ahead = self.widened(i, start, route.ahead_in_forward, floor)
-            units[i] = replace(units[i], parameters=replace(route, ahead_in_forward=ahead))
+            ahead = self.widened(i, start, route.ahead, floor)
+            units[i] = replace(units[i], parameters=replace(route, ahead=ahead, ahead_in_backward=route.ahead_of_backward))
         return tuple(units)
 
     def widened(self, unit: int, start: int, distance: int, floor: int) -> int:

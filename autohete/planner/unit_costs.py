@@ -14,7 +14,7 @@ from autohete.lowering import durations
 from autohete.lowering.clipping import scaled_bytes
 from autohete.lowering.copies import kind_of, lane_of, seconds_of
 from autohete.lowering.shards import Shards
-from autohete.plan import Activations, Plan, Processor, Rest, UnitPlan
+from autohete.plan import Activations, Plan, Processor, Route, UnitPlan
 from autohete.plan.moves import Batches, Move, Resting, UnitSizes, When, moves, rests
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, PINNED_MEMORY, Kind, Value
@@ -136,7 +136,7 @@ class Costs:
     def _planned_everywhere(self, one: UnitPlan) -> tuple[Plan, Shards]:
         """The plan that decides the same for every unit. What forward keeps is no matter of sizes, and not free everywhere."""
         if one not in self._everywhere:
-            units = (replace(one, activations=Activations.KEEP, again=(), kept=Rest(), saved=()),) * len(self.profile.units)
+            units = (replace(one, activations=Activations.KEEP, again=(), kept=Route(), saved=()),) * len(self.profile.units)
             plan = replace(self._plan, units=units)
             self._everywhere[one] = plan, Shards(self.profile, plan)
         return self._everywhere[one]

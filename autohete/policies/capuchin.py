@@ -25,7 +25,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from autohete.errors import check_fields
-from autohete.plan import Activations, Plan, Rest, UnitPlan
+from autohete.plan import Activations, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge, Verdict, better
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.profile import Profile
@@ -57,7 +57,7 @@ class Capuchin:
         """See :class:`autohete.plan.policy.Policy`. If nothing fits, returns the plan with the lowest GPU peak."""
         timeline, blocks = _Timeline(profile), range(1, len(profile.units) - 1)
         swapped = [] if self.method is Method.RECOMPUTE else timeline.swapped(only_hidden=self.method is Method.BOTH)
-        decisions = [(block, UnitPlan(kept=Rest(HOST_MEMORY, ahead))) for block, ahead in swapped]
+        decisions = [(block, UnitPlan(kept=Route(HOST_MEMORY, ahead))) for block, ahead in swapped]
         if self.method is not Method.SWAP:
             left = sorted(set(blocks) - {block for block, _ in swapped}, key=lambda block: -_saved_per_second(profile, block))
             instead = [block for block, _ in reversed(swapped)]

@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, ByPriority, GpuUpdatesAfterBackward, UpdatesAfterBackward
 from autohete.policies import traffic
@@ -74,10 +74,10 @@ class DeepOptimizerStates:
         stride = self.stride or _balanced(profile, elementwise_bytes)
         on_gpu = [unit for unit in range(count) if (count - unit) % stride == 0]
         cpu = UnitPlan(
-            update_on=Processor.CPU,
-            gradients=Rest(HOST_MEMORY, carried=Format(4) if self.async_gradients else Format(pinned=not mixed)),
+            update=Update(Processor.CPU),
+            gradients=Route(HOST_MEMORY, carried=Format(4) if self.async_gradients else Format(pinned=not mixed)),
         )
-        gpu = UnitPlan(states=Rest(HOST_MEMORY, ahead=0))
+        gpu = UnitPlan(states=Route(HOST_MEMORY, ahead=0))
         units = [gpu if unit in on_gpu else cpu for unit in range(count)]
         units[1:-1] = [replace(unit, activations=activations) for unit in units[1:-1]]
         parts = [

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from autohete.errors import check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, Slots, UpdatesAfterBackward
 from autohete.policies import traffic
@@ -76,25 +76,26 @@ class Fsdp2Offload:
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         tied, fp32, last = profile.workload.tied_embeddings, Format(4, self.pin_memory), len(profile.units) - 1
-        gradients = Rest(HOST_MEMORY, carried=fp32)
+        gradients = Route(HOST_MEMORY, carried=fp32)
+
+        update = Update(Processor.CPU, norm_on=Processor.CPU)
 
         def unit(block: int) -> UnitPlan:
             outer = block in (0, last)
             if outer and tied:
-                return UnitPlan(update_on=Processor.CPU, gradients=gradients, refresh=fp32, norm_on=Processor.CPU)
+                return UnitPlan(update=update, gradients=gradients, refresh=fp32)
             in_forward, in_backward = self._ahead(profile, activations if block + 1 < last else Activations.KEEP)
             return UnitPlan(
                 Activations.KEEP if outer else activations,
                 Route(
                     HOST_MEMORY,
                     stays_after_forward=block == last,
-                    ahead_in_forward=in_forward,
+                    ahead=in_forward,
                     ahead_in_backward=in_backward,
-                    fetched=fp32,
+                    carried=fp32,
                 ),
-                Processor.CPU,
+                update,
                 gradients,
-                norm_on=Processor.CPU,
             )
 
         return Plan(

@@ -27,7 +27,7 @@ from autohete import policies
 from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering import lower, never_fits
-from autohete.plan import Activations, Format, Plan, Processor, Rest, UnitPlan, without_refused_rules
+from autohete.plan import Activations, Format, Plan, Processor, Route, UnitPlan, without_refused_rules
 from autohete.plan.policy import Judge, Judgement, Verdict, estimates
 from autohete.plan.rules import ByPriority, GpuUpdatesAfterRecompute, Rule, Slots
 from autohete.planner.budgets import Budgets, Objective
@@ -84,7 +84,7 @@ def every_choice(profile: Profile) -> Choices:
 
 def _needs_no_host(unit: UnitPlan) -> bool:
     leaves = unit.parameters.leaves or unit.states.leaves or unit.activations_leave
-    return not leaves and unit.update_on is Processor.GPU
+    return not leaves and unit.update.on is Processor.GPU
 
 
 def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
@@ -315,7 +315,7 @@ class PlanFamily:
     def _untuned(self, assignment: Assignment) -> Plan:
         """The plan without tuned prefetches: each fetch overlaps the pass before its own."""
         units, rules = self.choices.units(assignment), list[Rule]()
-        if sum(unit.update_on is Processor.CPU or unit.sums_leave for unit in units) > GRADIENT_SLOTS:
+        if sum(unit.update.on is Processor.CPU or unit.sums_leave for unit in units) > GRADIENT_SLOTS:
             rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS))
         if any(unit.parameters.leaves or unit.states.leaves or unit.activations_leave for unit in units) or rules:
             rules.append(ByPriority())
@@ -366,7 +366,7 @@ def _gpu_seconds(profile: Profile, plan: Plan) -> float:
     updates = sum(
         block.gpu_update_seconds
         for block, unit in zip(profile.units, plan.units, strict=True)
-        if unit.update_on is Processor.GPU and not block.is_frozen
+        if unit.update.on is Processor.GPU and not block.is_frozen
     )
     return profile.workload.micro_batches * (forward + backward + again) + updates - _ROUNDING_SECONDS
 
@@ -435,7 +435,7 @@ def _last_kept(plan: Plan) -> Plan:
     if not places:
         return plan
     units = list(plan.units)
-    units[places[-1]] = replace(units[places[-1]], activations=Activations.KEEP, kept=Rest(), saved=(), again=())
+    units[places[-1]] = replace(units[places[-1]], activations=Activations.KEEP, kept=Route(), saved=(), again=())
     return replace(plan, units=tuple(units))
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
@@ -65,8 +65,8 @@ class L2L:
 
     def _paper(self, profile: Profile) -> Plan:
         on_gpu, element = self.update_on is Processor.GPU, profile.element_bytes
-        kept, states = (Rest(HOST_MEMORY, ahead=0) if host else Rest() for host in (self.host_stash, on_gpu))
-        outer = UnitPlan(update_on=self.update_on, states=states)
+        kept, states = (Route(HOST_MEMORY, ahead=0) if host else Route() for host in (self.host_stash, on_gpu))
+        outer = UnitPlan(update=Update(self.update_on), states=states)
         inner = replace(outer, activations=Activations.RECOMPUTE, parameters=_one_at_a_time(pinned=True), kept=kept)
         sent = (Kind.OFFLOAD_ACTIVATIONS, Kind.WRITE_BACK_STATES, Kind.WRITE_BACK_BACKWARD, Kind.OFFLOAD_GRADIENTS)
         return Plan(
@@ -87,8 +87,8 @@ def _artifact(profile: Profile) -> Plan:
     element = profile.element_bytes
     # A block's parameters go home with its gradients; embedding and head are copied for the update.
     outer = UnitPlan(
-        update_on=Processor.CPU,
-        gradients=Rest(HOST_MEMORY, carried=Format(2 * element, pinned=False)),
+        update=Update(Processor.CPU),
+        gradients=Route(HOST_MEMORY, carried=Format(2 * element, pinned=False)),
         refresh=Format(element, pinned=False),
     )
     route = replace(_one_at_a_time(pinned=False), moves=True)
@@ -113,7 +113,7 @@ def _artifact(profile: Profile) -> Plan:
 
 
 def _one_at_a_time(*, pinned: bool) -> Route:
-    return Route(HOST_MEMORY, ahead_in_forward=0, ahead_in_backward=0, fetched=Format(pinned=pinned))
+    return Route(HOST_MEMORY, ahead=0, carried=Format(pinned=pinned))
 
 
 def _units(profile: Profile, outer: UnitPlan, inner: UnitPlan) -> tuple[UnitPlan, ...]:

@@ -20,7 +20,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Plan, Processor, Rest, UnitPlan
+from autohete.plan import Activations, Footprint, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, UpdatesAfterBackward
 from autohete.policies import traffic
@@ -48,7 +48,7 @@ class MlpOffload:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not Rest(self.place).far:
+        if not Route(self.place).far:
             raise InputError(f"mlp_offload:place={self.place} is no place besides the GPU and the host: give one, such as nvme")
         if self.cached is not None and self.cached < 0:
             raise InputError(f"mlp_offload:cached={self.cached} must be 0 or more units, or left out")
@@ -74,8 +74,8 @@ class MlpOffload:
     def _plan(self, profile: Profile, activations: Activations, cached: int) -> Plan:
         """The plan in which the last ``cached`` units to be updated have their states on the host."""
         element, mixed, last = profile.element_bytes, traffic.is_mixed(profile), len(profile.units) - 1
-        on_host = UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY))
-        on_drives = replace(on_host, states=Rest(self.place, ahead=1))
+        on_host = UnitPlan(update=Update(Processor.CPU), gradients=Route(HOST_MEMORY))
+        on_drives = replace(on_host, states=Route(self.place, ahead=1))
 
         def unit(block: int) -> UnitPlan:
             found = on_host if block < cached else on_drives

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from autohete.errors import check_fields
-from autohete.plan import Activations, Plan, Rest, UnitPlan
+from autohete.plan import Activations, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import BlockingCopies, GpuUpdatesAfterBackward, Slots
 from autohete.profile import Profile
@@ -58,9 +58,9 @@ class OffloadActivations:
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
         if self.what is What.ALL:
-            inner = UnitPlan(Activations.KEEP, kept=Rest(HOST_MEMORY, ahead=1))
+            inner = UnitPlan(Activations.KEEP, kept=Route(HOST_MEMORY, ahead=1))
         else:  # the block above has two passes
-            inner = UnitPlan(Activations.RECOMPUTE, kept=Rest(HOST_MEMORY, ahead=2 if self.streams else 0))
+            inner = UnitPlan(Activations.RECOMPUTE, kept=Route(HOST_MEMORY, ahead=2 if self.streams else 0))
         units = len(profile.units) - 2
         return Plan(
             policy="offload_activations",

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
@@ -91,7 +91,7 @@ class PatrickStar:
             common = UnitPlan(refresh=Format(4), gradients_replace_parameters=replaced)
             units = []
             for block in range(len(weights)):
-                on_cpu = replace(common, update_on=Processor.CPU, gradients=Rest(HOST_MEMORY))
+                on_cpu = replace(common, update=Update(Processor.CPU), gradients=Route(HOST_MEMORY))
                 unit = common if block < on_gpu else on_cpu
                 if block in transformer:
                     unit = replace(unit, activations=activations, parameters=route(block, kept))
@@ -99,7 +99,7 @@ class PatrickStar:
             # The norm of gradients accumulated on the host needs all of them before the first update.
             needed_before = profile.workload.clips and profile.workload.micro_batches > 1
             copied_late = tuple(i for i, unit in enumerate(units) if unit.refreshed and not needed_before)
-            leaving = tuple(i for i, unit in enumerate(units) if unit.update_on is Processor.CPU and not unit.refreshed)
+            leaving = tuple(i for i, unit in enumerate(units) if unit.update.on is Processor.CPU and not unit.refreshed)
             return Plan(
                 policy="patrickstar",
                 units=shared(units, 3, profile) if gpus > 1 else tuple(units),
@@ -123,17 +123,16 @@ class PatrickStar:
         def route(block: int, kept: int) -> Route:
             if gpus > 1:
                 home = GPU_MEMORY if block <= kept else HOST_MEMORY
-                return Route(home, ahead_in_forward=int(self.async_move), ahead_in_backward=int(self.async_move))
+                return Route(home, ahead=int(self.async_move))
             if kept >= len(transformer):
                 return Route()
             stays_after_forward = block > len(transformer) - kept
             return Route(
                 HOST_MEMORY,
+                ahead=int(self.async_move),
                 stays_after_forward=stays_after_forward,
                 stays_after_backward=block <= kept,
                 moves=not stays_after_forward,
-                ahead_in_forward=int(self.async_move),
-                ahead_in_backward=int(self.async_move),
             )
 
         # The warm-up iteration: memory that training needs in addition to its chunks.

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Plan, Rest, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward, Slots
 from autohete.policies.checkpointing import Checkpointing, with_checkpointing
@@ -74,7 +74,7 @@ class StreamedStates:
         # fp32 the update needs the weights themselves, and with several micro-batches the next one does.
         once = profile.workload.micro_batches == 1
         in_one_place = self.weights and once and profile.workload.precision is not Precision.FP32
-        resident = UnitPlan(states=Rest(HOST_MEMORY, ahead=_BUFFERS - 1))
+        resident = UnitPlan(states=Route(HOST_MEMORY, ahead=_BUFFERS - 1))
         leaving = replace(
             resident,
             parameters=Route(HOST_MEMORY, ahead_in_backward=passes),
@@ -88,7 +88,7 @@ class StreamedStates:
                 return resident
             return cached if unit >= max(1, last - _BUFFERS) else leaving
 
-        kept = Rest(HOST_MEMORY, ahead=passes) if self.inputs else Rest()
+        kept = Route(HOST_MEMORY, ahead=passes) if self.inputs else Route()
         units = [
             replace(unit_of(unit), activations=activations, kept=kept) if 0 < unit < last else unit_of(unit)
             for unit in range(last + 1)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge, Verdict, better
 from autohete.plan.rules import Barrier, Window
 from autohete.policies import traffic
@@ -113,8 +113,8 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
     element = profile.element_bytes
     transformer = len(profile.units) - 2
     carried = Format(2 * element)  # the layer's parameters are copied with its gradients
-    gradients = {Processor.CPU: Rest(HOST_MEMORY, carried=carried), Processor.GPU: Rest(carried=carried)}
-    outer = UnitPlan(update_on=window_optimizer, gradients=gradients[window_optimizer])
+    gradients = {Processor.CPU: Route(HOST_MEMORY, carried=carried), Processor.GPU: Route(carried=carried)}
+    outer = UnitPlan(update=Update(window_optimizer), gradients=gradients[window_optimizer])
     inner = [
         UnitPlan(
             activations,
@@ -123,12 +123,12 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
                 stays_after_forward=unit > transformer - window,
                 stays_after_backward=unit <= window,
                 moves=unit <= transformer - window,
-                ahead_in_forward=window,
+                ahead=window,
                 # "When backward of block i begins": a recomputed block has two passes in backward.
                 ahead_in_backward=window * (1 if activations is Activations.KEEP else 2),
             ),
-            update_on := window_optimizer if unit <= window else Processor.CPU,
-            gradients[update_on],
+            Update(on := window_optimizer if unit <= window else Processor.CPU),
+            gradients[on],
         )
         for unit in range(1, transformer + 1)
     ]

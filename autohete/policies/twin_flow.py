@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
@@ -112,11 +112,10 @@ class TwinFlow:
                 summed_in = GPU_MEMORY if share else HOST_MEMORY  # the host has no space for the GPU's part
                 unit = replace(
                     unit,
-                    update_on=Processor.CPU,
-                    gradients=Rest(summed_in, carried=gradients),
+                    update=Update(Processor.CPU, share),
+                    gradients=Route(summed_in, carried=gradients),
                     refresh=refresh,
                     sum_bytes=None if share else element,
-                    gpu_share=share,
                 )
             units.append(unit)
         bucket = round(1e6 * self.bucket_size) * element

@@ -70,7 +70,7 @@ class Zero3Offload:
         def offloaded(block: int, unit: UnitPlan) -> UnitPlan:
             if tied and block in (0, last):
                 return unit
-            route = Route(HOST_MEMORY, stays_after_forward=block == last, fetched=fetched)
+            route = Route(HOST_MEMORY, stays_after_forward=block == last, carried=fetched)
             return replace(unit, parameters=route, refresh=Format())
 
         return replace(

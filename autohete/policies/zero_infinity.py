@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
 from autohete.policies import traffic
@@ -51,7 +51,7 @@ class ZeroInfinity:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not Rest(self.place).far:
+        if not Route(self.place).far:
             raise InputError(
                 f"zero_infinity:place={self.place} is no place besides the GPU and the host: give one, such as nvme"
             )
@@ -62,9 +62,9 @@ class ZeroInfinity:
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         outer = UnitPlan(
-            update_on=Processor.CPU,
-            gradients=Rest(self.place, carried=Format(4)),
-            states=Rest(self.place, ahead=int(self.pipeline)),
+            update=Update(Processor.CPU),
+            gradients=Route(self.place, carried=Format(4)),
+            states=Route(self.place, ahead=int(self.pipeline)),
         )
         inner = replace(outer, activations=activations)
         if self.offload_param:

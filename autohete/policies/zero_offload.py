@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, Rest, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterBackward, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
@@ -135,14 +135,14 @@ class ZeroOffload:
         largest_tensor = workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size)
         # Master, gradient and both moments, 4 bytes each; which of them is pinned depends on the version.
         arrays = [4] * (pinned + master) + [element] * (pinned and staged)
-        gradients = Rest(HOST_MEMORY, carried=Format(element if self.paper else 4, pinned))
+        gradients = Route(HOST_MEMORY, carried=Format(element if self.paper else 4, pinned))
         refresh = Format(
             4 if tiles or master else element,
             pinned=tiles or master or (pinned and version.upload == "staging"),
             staged=master,
         )
         sum_bytes = None if self.paper else element
-        outer = UnitPlan(update_on=Processor.CPU, gradients=gradients, refresh=refresh, sum_bytes=sum_bytes)
+        outer = UnitPlan(update=Update(Processor.CPU), gradients=gradients, refresh=refresh, sum_bytes=sum_bytes)
         return Plan(
             policy="zero_offload",
             units=shared((outer, *[replace(outer, activations=activations)] * (len(profile.units) - 2), outer), 2, profile),

@@ -237,14 +237,14 @@ def describe(unit: UnitPlan, training: UnitTraining) -> str:
     words = []
     if training is not UnitTraining.FROZEN_BELOW:
         where = [f"kept {_where(unit.kept.home)}"] if unit.kept.leaves else []
-        where += [f"{one.name} {'again' if one.recomputed else _where(one.rest.home)}" for one in unit.saved]
+        where += [f"{one.name} {'again' if one.recomputed else _where(one.route.home)}" for one in unit.saved]
         words.append(_KEPT[unit.activations] + (f" ({', '.join(where)})" if where else ""))
     words.append(f"parameters {_where(unit.parameters.home)}")
     if training is not UnitTraining.TRAINED:
         return ", ".join([*words, training])
     states = f", states {_where(unit.states.home)}" if unit.states.leaves else ""
-    share = f" ({100 * unit.gpu_share:.0f} % by the GPU)" if unit.gpu_share else ""
-    words.append(f"{unit.update_on.upper()} updates{share}{states}")
+    share = f" ({100 * unit.update.share:.0f} % by the GPU)" if unit.update.share else ""
+    words.append(f"{unit.update.on.upper()} updates{share}{states}")
     return ", ".join(words)
 
 

@@ -231,8 +231,8 @@ def _print_decisions(out: Console, simulation: Simulation) -> None:
             "-" if trained is UnitTraining.FROZEN_BELOW else _forwards(unit),
             f"in {route.home}" if route.far else "offloaded" if route.home != GPU_MEMORY else "resident",
             _optimizer(unit) if trained is UnitTraining.TRAINED else "frozen",
-            _passes(route.ahead_in_forward) if route.home != GPU_MEMORY else "-",
-            _passes(route.ahead_in_backward) if route.home != GPU_MEMORY else "-",
+            _passes(route.ahead) if route.home != GPU_MEMORY else "-",
+            _passes(route.ahead_of_backward) if route.home != GPU_MEMORY else "-",
         )
     out.print(shown)
     if plan.rules:
@@ -240,8 +240,8 @@ def _print_decisions(out: Console, simulation: Simulation) -> None:
 
 
 def _optimizer(unit: UnitPlan) -> str:
-    share = f", {100 * unit.gpu_share:.0f} % gpu" if unit.gpu_share else ""
-    return f"{unit.update_on}{share}{f', states in {unit.states.home}' if unit.states.far else ''}"
+    share = f", {100 * unit.update.share:.0f} % gpu" if unit.update.share else ""
+    return f"{unit.update.on}{share}{f', states in {unit.states.home}' if unit.states.far else ''}"
 
 
 def _forwards(unit: UnitPlan) -> str:

@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made is not None and made.call is not None:
             made.saved.append(weakref.ref(saved))
 
-    def finished(self, held: Iterable[Tensor]) -> Recorded:
+    def finished(self, held: Iterable[Tensor] = ()) -> Recorded:
         """What was saved, once the forward has ended. The hooks of its graph keep this recorder, which keeps nothing more.
 
         Args:

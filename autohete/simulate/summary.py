@@ -146,7 +146,7 @@ _FREE = "assumes that collectives do not slow down what the GPU computes beside 
 def _notes(simulation: Simulation) -> tuple[str, ...]:
     """Remarks on the hardware, and assumptions about several GPUs and about processes that share a CPU."""
     hardware, join = simulation.profile.hardware, simulation.profile.hardware.interconnect
-    several = hardware.gpus_of_node > 1 and any(unit.update_on is Processor.CPU for unit in simulation.plan.units)
+    several = hardware.gpus_of_node > 1 and any(unit.update.on is Processor.CPU for unit in simulation.plan.units)
     free = hardware.gpus > 1 and join is not None and join.concurrent_share == 1
     return (*hardware.remarks, *([_BOUND] if several else []), *([_FREE] if free else []))
 
@@ -258,7 +258,7 @@ def counts(simulation: Simulation) -> PlanCounts:
             unit.activations is not Activations.KEEP for unit, training in told if training is not UnitTraining.FROZEN_BELOW
         ),
         offloaded_optimizer_units=sum(
-            unit.update_on is Processor.CPU for unit, training in told if training is UnitTraining.TRAINED
+            unit.update.on is Processor.CPU for unit, training in told if training is UnitTraining.TRAINED
         ),
     )
 

@@ -4,7 +4,7 @@ to compare with (``list_scheduler``).
 Policies are tested on small and extreme inputs of every kind, and each fault is described in words::
 
     from hypothesis import given
-    from autohete.plan import Plan, Processor, UnitPlan
+    from autohete.plan import Plan, Processor, UnitPlan, Update
     from autohete.simulate import judge_for
     from autohete.testing import checks, strategies
 
@@ -12,7 +12,7 @@ Policies are tested on small and extreme inputs of every kind, and each fault is
         name = "head_on_the_cpu"
 
         def plan(self, profile, judge):
-            units = (*[UnitPlan()] * (len(profile.units) - 1), UnitPlan(update_on=Processor.CPU))
+            units = (*[UnitPlan()] * (len(profile.units) - 1), UnitPlan(update=Update(Processor.CPU)))
             return Plan(self.name, units, update_bytes=28)
 
     @given(strategies.profiles())

@@ -167,7 +167,7 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         if profile.units[unit].is_frozen:
             faults += _frozen_faults(paths, plan, unit, has_backward=unit >= profile.first_trained)
             continue
-        on_cpu = decisions.update_on is Processor.CPU
+        on_cpu = decisions.update.on is Processor.CPU
         route = decisions.parameters
         leaves = route.home != GPU_MEMORY
         forward, backward = TaskId(Kind.FORWARD, unit), TaskId(Kind.BACKWARD, unit, end)
@@ -193,7 +193,7 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         chain = [(update, 0)]
         for m in range(end + 1) if gathers[gather_backward] else ():  # not a second copy
             faults += chain_faults(paths, *((task._replace(micro_batch=m), 0) for task in (forward, gather_backward)))
-        if (also := TaskId(Kind.GPU_UPDATE, unit)) != update and decisions.gpu_share and also in paths.tasks:
+        if (also := TaskId(Kind.GPU_UPDATE, unit)) != update and decisions.update.share and also in paths.tasks:
             faults += chain_faults(paths, (backward, 0), (also, 0), (forward, 1))
         if on_cpu and not stays_not:
             chain.append((refresh, 0))
@@ -306,7 +306,7 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             each = decisions.accumulates_on_host or stage >= 2
             reduced = {task: task._replace(kind=Kind.REDUCE_GRADIENTS) for task in (backwards if each else backwards[-1:])}
             faults += [fault for task, reduce in reduced.items() for fault in chain_faults(paths, (task, 0), (reduce, 0))]
-        if decisions.update_on is Processor.GPU:
+        if decisions.update.on is Processor.GPU:
             update, *others = _update_parts(paths, unit)
             faults += chain_faults(paths, (backward, 0), *((part, 0) for part in (update, *others)))
             if decisions.sums_leave:
@@ -336,7 +336,7 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             addition = other._replace(kind=Kind.ACCUMULATE)
             faults += chain_faults(paths, (other, 0), (arrived, 0), (addition, 0), (update, 0))
             faults += chain_faults(paths, (copy, 0), (addition, 0))
-        if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, unit)) in paths.tasks:
+        if decisions.update.share and (also := TaskId(Kind.GPU_UPDATE, unit)) in paths.tasks:
             faults += [fault for task in reduced.values() for fault in chain_faults(paths, (task, 0), (also, 0))]
             faults += chain_faults(paths, (backward, 0), (also, 0), (backward, 1))
         refresh = TaskId(Kind.REFRESH, unit)
@@ -364,7 +364,7 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
     for unit, decisions in enumerate(plan.units):
         if profile.units[unit].is_frozen:
             continue
-        on_cpu, norm = decisions.update_on is Processor.CPU, TaskId(Kind.GRADIENT_NORM, unit)
+        on_cpu, norm = decisions.update.on is Processor.CPU, TaskId(Kind.GRADIENT_NORM, unit)
         update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, unit)
         # Of an embedding that is tied to the head its own backward is the last.
         complete = [TaskId(Kind.BACKWARD, unit, last)]
@@ -377,7 +377,7 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             summed = decisions.accumulates_on_host and last > 0
             complete.append(TaskId(Kind.ACCUMULATE if summed else Kind.OFFLOAD_GRADIENTS, unit, last))
             overwrites = [(TaskId(Kind.OFFLOAD_GRADIENTS, unit, 0 if summed else last), 1)]
-        if decisions.gpu_share and (also := TaskId(Kind.GPU_UPDATE, unit)) in paths.tasks:
+        if decisions.update.share and (also := TaskId(Kind.GPU_UPDATE, unit)) in paths.tasks:
             faults += chain_faults(paths, (clip, 0), (also, 0), (clip, 1))
         stale = int(on_cpu and plan.delayed)
         faults += chain_faults(paths, *((task, 0) for task in complete), (norm, 0), (clip, 0), (update, stale))
@@ -447,7 +447,7 @@ def _homes_of_activations(profile: Profile, plan: Plan, unit: int) -> list[tuple
     parts = parts_of(decisions, profile.units[unit])
     if not parts:
         return [(0, decisions.kept.home)] * decisions.kept.leaves
-    return [(index, part.rest.home) for index, part in enumerate(parts) if part.rest.leaves]
+    return [(index, part.route.home) for index, part in enumerate(parts) if part.route.leaves]
 
 
 def _absence_faults(schedule: Schedule, moved: set[int]) -> Iterator[str]:

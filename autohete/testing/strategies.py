@@ -31,10 +31,10 @@ from autohete.plan import (
     ParameterSlots,
     Plan,
     Processor,
-    Rest,
     Route,
     SavedRoute,
     UnitPlan,
+    Update,
     without_refused_rules,
 )
 from autohete.plan.rules import (
@@ -248,7 +248,7 @@ def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
     """A stage that the other decisions allow."""
     route = unit.parameters
     if route.home != GPU_MEMORY:
-        whole = unit.update_on is Processor.GPU or route.moves or route.stays_after_backward or tied
+        whole = unit.update.on is Processor.GPU or route.moves or route.stays_after_backward or tied
         return draw(st.sampled_from([0] if whole or unit.gradients_replace_parameters else [0, 3]))
     return draw(st.integers(0, 1 if unit.gradients_replace_parameters or unit.sums_leave else 2 if tied else 3))
 
@@ -263,7 +263,7 @@ def _saved_routes(draw: Draw, unit: UnitPlan, costs: UnitProfile, homes: Sequenc
         if one.seconds is not None and draw(st.booleans()):
             routes.append(SavedRoute(one.name, recomputed=True))
         elif draw(st.booleans()):
-            routes.append(SavedRoute(one.name, Rest(draw(st.sampled_from([GPU_MEMORY, *homes])), draw(st.integers(0, 2)))))
+            routes.append(SavedRoute(one.name, Route(draw(st.sampled_from([GPU_MEMORY, *homes])), draw(st.integers(0, 2)))))
     selective = any(one.recomputed for one in routes)
     return replace(unit, activations=Activations.SELECTIVE if selective else Activations.KEEP, saved=tuple(routes))
 
@@ -275,7 +275,7 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     below = max(profile.first_trained - 1, 0)  # a unit that drops its input has one below it that is recomputed
     forwards = [[Activations.KEEP]] * below + draw(_forwards(len(profile.units) - below))
     delayed = draw(st.booleans()) and not accumulates
-    gradients = Rest(carried=Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans())))
+    gradients = Route(carried=Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans())))
     refresh = Format(draw(st.sampled_from([2, 4])), draw(st.booleans()), draw(st.booleans()))
     fetched = Format(draw(st.sampled_from([None, 4])))
     replaced = profile.workload.precision is not Precision.FP32 and not accumulates and draw(st.booleans())
@@ -285,14 +285,14 @@ def plans(draw: Draw, profile: Profile) -> Plan:
     for i, unit in enumerate(units):
         shared = i == 0 and profile.workload.tied_embeddings
         route = draw(_routes(may_leave=not (delayed or shared)))
-        unit = replace(unit, parameters=replace(draw(_further(route, unit, profile)), fetched=fetched))
+        unit = replace(unit, parameters=replace(draw(_further(route, unit, profile)), carried=fetched))
         if profile.hardware.gpus > 1:
             unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
         units[i] = unit if delayed else draw(_shared(unit, accumulates))
     for i, (first, *again) in enumerate(forwards):
         rests = 0 < i < len(units) - 1 and first is not Activations.DROP and draw(st.booleans())
         homes = [HOST_MEMORY, *(place.name for place in places)]
-        kept = Rest(draw(st.sampled_from(homes)), draw(st.integers(0, 4))) if rests else Rest()
+        kept = Route(draw(st.sampled_from(homes)), draw(st.integers(0, 4))) if rests else Route()
         units[i] = replace(units[i], activations=first, again=tuple(again[:-1]), kept=kept)
         if first is Activations.KEEP and 0 < i < len(units) - 1:
             units[i] = draw(_saved_routes(units[i], profile.units[i], homes))
@@ -330,11 +330,11 @@ def plans(draw: Draw, profile: Profile) -> Plan:
 @st.composite
 def _shared(draw: Draw, unit: UnitPlan, accumulates: bool) -> UnitPlan:
     """Both sides update a part of it, if the other decisions allow that."""
-    stays = unit.parameters.home == GPU_MEMORY and unit.states == Rest() and not unit.gradients_replace_parameters
-    on_gpu = unit.norm_on is None and not (accumulates and unit.accumulates_on_host)
-    if not (unit.update_on is Processor.CPU and stays and on_gpu):
+    stays = unit.parameters.home == GPU_MEMORY and unit.states == Route() and not unit.gradients_replace_parameters
+    on_gpu = unit.update.norm_on is None and not (accumulates and unit.accumulates_on_host)
+    if not (unit.update.on is Processor.CPU and stays and on_gpu):
         return unit
-    return replace(unit, gpu_share=draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.99])))
+    return replace(unit, update=replace(unit.update, share=draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.99]))))
 
 
 @st.composite
@@ -344,14 +344,12 @@ def with_shared_updates(draw: Draw, profile: Profile, plan: Plan) -> Plan:
     for unit in draw(st.lists(st.integers(0, len(units) - 1), unique=True, min_size=1)):
         units[unit] = replace(
             units[unit],
-            update_on=Processor.CPU,
-            gpu_share=share,
+            update=Update(Processor.CPU, share),
             parameters=Route(),
             gradients_replace_parameters=False,
-            states=Rest(),
+            states=Route(),
             gradients=replace(units[unit].gradients, home=GPU_MEMORY),
             sum_bytes=None,
-            norm_on=None,
         )
     return without_contradictions(profile, replace(plan, units=tuple(units), delayed=False))
 
@@ -423,7 +421,7 @@ def _places(draw: Draw, name: str) -> Place:
 @st.composite
 def _further(draw: Draw, route: Route, unit: UnitPlan, profile: Profile) -> Route:
     """The route, or the same from a place that the processor of the unit's updates reaches."""
-    on_cpu = unit.update_on is Processor.CPU
+    on_cpu = unit.update.on is Processor.CPU
     if route.home != HOST_MEMORY or route.moves or (on_cpu and not profile.workload.has_masters):
         return route
     homes = [place.name for place in profile.hardware.places if not (on_cpu and place.beside == GPU_MEMORY)]
@@ -434,7 +432,7 @@ def _further(draw: Draw, route: Route, unit: UnitPlan, profile: Profile) -> Rout
 def _updated(draw: Draw, unit: UnitPlan, places: Sequence[Place], may_write: bool) -> UnitPlan:
     """The CPU updates it, or the GPU, with states that rest there, on the host, or in a place that the processor reaches."""
     homes = [GPU_MEMORY, HOST_MEMORY, *(place.name for place in places)]
-    states = Rest(draw(st.sampled_from(homes)), draw(st.sampled_from([0, 1, 3])))
+    states = Route(draw(st.sampled_from(homes)), draw(st.sampled_from([0, 1, 3])))
     if draw(st.booleans()):
         sums = draw(st.sampled_from([GPU_MEMORY, HOST_MEMORY]))
         if states.leaves:
@@ -444,10 +442,11 @@ def _updated(draw: Draw, unit: UnitPlan, places: Sequence[Place], may_write: boo
     if states.home in [place.name for place in places if place.beside == HOST_MEMORY]:
         unit = replace(unit, states=states)
         gradients = replace(gradients, home=states.home) if may_write and draw(st.booleans()) else gradients
-    unit = replace(unit, update_on=Processor.CPU, gradients=gradients)
+    norm_on = None if gradients.far else draw(st.sampled_from([None, Processor.CPU]))
+    unit = replace(unit, update=Update(Processor.CPU, norm_on=norm_on), gradients=gradients)
     if unit.accumulates_on_host:
         unit = replace(unit, sum_bytes=draw(st.sampled_from([None, 2, 8])))
-    return unit if unit.gradients.far else replace(unit, norm_on=draw(st.sampled_from([None, Processor.CPU])))
+    return unit
 
 
 @st.composite
@@ -457,10 +456,10 @@ def _routes(draw: Draw, may_leave: bool) -> Route:
     stays_after_forward = draw(st.booleans())
     return Route(
         HOST_MEMORY,
-        stays_after_forward,
+        stays_after_forward=stays_after_forward,
         stays_after_backward=draw(st.booleans()),
         moves=not stays_after_forward and draw(st.booleans()),
-        ahead_in_forward=draw(st.integers(0, 20)),
+        ahead=draw(st.integers(0, 20)),
         ahead_in_backward=draw(st.integers(0, 20)),
     )
 

@@ -26,7 +26,7 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
             unit,
             gradients=replace(unit.gradients, carried=Format()),
             refresh=Format(),
-            parameters=replace(unit.parameters, fetched=Format()),
+            parameters=replace(unit.parameters, carried=Format()),
         )
         for unit in plan.units
     )

@@ -257,7 +257,7 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
     assert [run["first_block"] for run in decisions] == [0, *(run["last_block"] + 1 for run in decisions[:-1])]
     assert decisions[-1]["last_block"] + 1 == planned["plan"]["units"] == 6
     sizes = [run["last_block"] + 1 - run["first_block"] for run in decisions]
-    decided = [(run["activations"], run["parameters"]["home"], run["update_on"]) for run in decisions]
+    decided = [(run["activations"], run["parameters"]["home"], run["update"]["on"]) for run in decisions]
     for place, value, count in (
         (0, "recompute", "checkpointed_units"),
         (1, "host", "offloaded_parameter_units"),

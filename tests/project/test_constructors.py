@@ -15,7 +15,7 @@ from support.small import SMALL
 
 import autohete
 from autohete.errors import InputError, check_member
-from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Rest, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Route, UnitPlan
 from autohete.plan.rules import BlockingCopies, Slots, Window
 from autohete.policies import POLICIES
 from autohete.policies.checkpointing import with_checkpointing
@@ -97,7 +97,7 @@ def refusal(cls: type, **given: object) -> str:
 CHECKED = public_data()
 #: What a policy, or a person, decides.
 DECISIONS = [
-    UnitPlan, Plan, Route, Rest, Format, Footprint, ParameterSlots, BlockingCopies, Slots, Window, SharedResource,
+    UnitPlan, Plan, Route, Format, Footprint, ParameterSlots, BlockingCopies, Slots, Window, SharedResource,
     *POLICIES.values(),
 ]  # fmt: skip
 

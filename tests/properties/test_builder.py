@@ -14,7 +14,7 @@ from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.lowering.builder import Builder, on_gpu
 from autohete.lowering.waits import CycleError
-from autohete.plan import Activations, Plan, Processor, Rest, UnitPlan
+from autohete.plan import Activations, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.rules import (
     Barrier,
     BlockingCopies,
@@ -221,7 +221,7 @@ SMALL = analytic_profile(
     Workload("small", 64, 4, 2, vocabulary_size=500, sequence_length=64), load_hardware("rtx4090-workstation")
 )
 _G = Kind.OFFLOAD_GRADIENTS
-ON_CPU = Plan("by hand", (UnitPlan(update_on=Processor.CPU),) * 6, update_bytes=28)
+ON_CPU = Plan("by hand", (UnitPlan(update=Update(Processor.CPU)),) * 6, update_bytes=28)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_updates_wait_for_the_recomputation_that_follows() -> None:
     """Each part of an update follows the recomputation of the unit below, and precedes that unit's backward; where nothing is
     recomputed, it follows its own backward.
     """
-    states = Rest(HOST_MEMORY, parts=2)
+    states = Route(HOST_MEMORY, parts=2)
     again, kept = UnitPlan(Activations.RECOMPUTE, states=states), UnitPlan(states=states)
     plan = Plan("by hand", (kept, again, again, kept, again, kept), (GpuUpdatesAfterRecompute(),))
     order = [task.id for task in lower(SMALL, plan).tasks if task.lane == GPU]
@@ -282,10 +282,10 @@ def most_at_a_time(trace: Trace, kind: Kind) -> int:
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_more_than_the_slots_are_taken(kind: Kind, count: int) -> None:
     """Values that come or leave ahead fill their slots, and no more; without the rule there are more."""
-    kept = Rest(HOST_MEMORY, ahead=4) if kind in (Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS) else Rest()
-    states = Rest(HOST_MEMORY, ahead=4) if kind is Kind.FETCH_STATES else Rest()
+    kept = Route(HOST_MEMORY, ahead=4) if kind in (Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS) else Route()
+    states = Route(HOST_MEMORY, ahead=4) if kind is Kind.FETCH_STATES else Route()
     on = Processor.CPU if kind is Kind.OFFLOAD_GRADIENTS else Processor.GPU
-    outer = UnitPlan(update_on=on, states=states)
+    outer = UnitPlan(update=Update(on), states=states)
     plan = Plan("by hand", (outer, *[replace(outer, kept=kept)] * 6, outer), update_bytes=28)
     # What leaves piles up behind slow copies, what comes behind slow users.
     rate = "1PB/s" if COPIES[kind].arrives else "1MB/s"

@@ -12,7 +12,7 @@ from support.paper import profile_with
 
 from autohete.errors import InputError
 from autohete.lowering import lower
-from autohete.plan import Activations, Plan, Rest, UnitPlan
+from autohete.plan import Activations, Plan, Route, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies import parse_policy
@@ -239,7 +239,7 @@ def test_what_nothing_makes_again_is_refused(units: list[UnitPlan], message: str
         ({"activations": DROP, "again": (KEEP,)}, "leave keep out of again"),
         ({"activations": RECOMPUTE, "again": (DROP,)}, "let again drop none after it"),
         ({"activations": DROP, "again": ("drop",)}, "^again is 'drop': give Activations.KEEP"),
-        ({"activations": DROP, "kept": Rest(HOST_MEMORY)}, "leave kept out, or keep its input"),
+        ({"activations": DROP, "kept": Route(HOST_MEMORY)}, "leave kept out, or keep its input"),
         ({"activations": SELECTIVE, "again": (RECOMPUTE,)}, "all that its one recomputation needs: leave again out"),
         ({"activations": DROP, "again": (SELECTIVE,)}, "only a forward is selective"),
     ],

@@ -19,7 +19,7 @@ from autohete.errors import InfeasibleError
 from autohete.execution.trace import Trace
 from autohete.hardware import Place, load_hardware
 from autohete.lowering import lower
-from autohete.plan import Activations, Footprint, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import ByPriority, Rule
 from autohete.policies import parse_policy
@@ -63,7 +63,7 @@ def planned_by(policy: str) -> Plan:
 
 def plan_of(inner: UnitPlan, *rules: Rule) -> Plan:
     """A plan of five units whose three inner ones are alike."""
-    outer = UnitPlan(update_on=inner.update_on)
+    outer = UnitPlan(update=inner.update)
     return Plan("by hand", (outer, inner, inner, inner, outer), rules, update_bytes=28)
 
 
@@ -86,10 +86,10 @@ def offloaded_in_every_way() -> list[Plan]:
             plan_of(
                 UnitPlan(
                     activations,
-                    Route(HOST_MEMORY, forward, backward, moved),
-                    processor,
-                    kept=Rest(home),
-                    states=Rest(home if processor is Processor.GPU else GPU_MEMORY),
+                    Route(HOST_MEMORY, stays_after_forward=forward, stays_after_backward=backward, moves=moved),
+                    Update(processor),
+                    kept=Route(home),
+                    states=Route(home if processor is Processor.GPU else GPU_MEMORY),
                 ),
                 ByPriority(),
             ),
@@ -112,7 +112,7 @@ def in_segments() -> list[Plan]:
     return [
         replace(plan_of(UnitPlan()), units=(UnitPlan(), *units, UnitPlan()))
         for units in (
-            (replace(first, kept=Rest(HOST_MEMORY)), inner, inner),
+            (replace(first, kept=Route(HOST_MEMORY)), inner, inner),
             (replace(first, again=(Activations.RECOMPUTE,)), replace(inner, again=(Activations.DROP,)), inner),
         )
     ]
@@ -124,26 +124,28 @@ PLANS = [
     ),
     *map(planned_by, ["stronghold:window=1", "stronghold:window=2,checkpointing=full", "autohete"]),
     with_gradients_replacing(planned_by("zero_offload:delayed_update")),
-    plan_of(UnitPlan(states=Rest("nvme"))),
-    plan_of(UnitPlan(states=Rest(HOST_MEMORY, parts=2))),
-    plan_of(UnitPlan(parameters=Route("nvme"), kept=Rest("nvme"))),
-    plan_of(UnitPlan(Activations.RECOMPUTE, Route("nvme"), Processor.CPU, states=Rest("nvme"), kept=Rest("nvme"))),
-    plan_of(UnitPlan(update_on=Processor.CPU, states=Rest("nvme"), gradients=Rest("nvme"))),
+    plan_of(UnitPlan(states=Route("nvme"))),
+    plan_of(UnitPlan(states=Route(HOST_MEMORY, parts=2))),
+    plan_of(UnitPlan(parameters=Route("nvme"), kept=Route("nvme"))),
+    plan_of(UnitPlan(Activations.RECOMPUTE, Route("nvme"), Update(Processor.CPU), states=Route("nvme"), kept=Route("nvme"))),
+    plan_of(UnitPlan(update=Update(Processor.CPU), states=Route("nvme"), gradients=Route("nvme"))),
     *offloaded_in_every_way(),
     *in_segments(),
 ]
 ACCUMULATING = [
-    plan_of(UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY))),
-    plan_of(UnitPlan(update_on=Processor.CPU)),
-    plan_of(UnitPlan(gradients=Rest(HOST_MEMORY))),
-    plan_of(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_backward=True, moves=True), kept=Rest(HOST_MEMORY))),
+    plan_of(UnitPlan(update=Update(Processor.CPU), gradients=Route(HOST_MEMORY))),
+    plan_of(UnitPlan(update=Update(Processor.CPU))),
+    plan_of(UnitPlan(gradients=Route(HOST_MEMORY))),
+    plan_of(
+        UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_backward=True, moves=True), kept=Route(HOST_MEMORY))
+    ),
 ]
 #: Two GPUs, with one micro-batch or two.
 SEVERAL = [
-    *(shared(UnitPlan(update_on=processor), stage) for processor, stage in product(Processor, range(4))),
-    shared(UnitPlan(update_on=Processor.CPU, parameters=Route(HOST_MEMORY), gradients=Rest(HOST_MEMORY)), 3),
-    shared(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_forward=True), Processor.CPU), 3),
-    shared(UnitPlan(update_on=Processor.CPU), 2),
+    *(shared(UnitPlan(update=Update(processor)), stage) for processor, stage in product(Processor, range(4))),
+    shared(UnitPlan(update=Update(Processor.CPU), parameters=Route(HOST_MEMORY), gradients=Route(HOST_MEMORY)), 3),
+    shared(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_forward=True), Update(Processor.CPU)), 3),
+    shared(UnitPlan(update=Update(Processor.CPU)), 2),
 ]
 CLIPPING = [
     *map(
@@ -259,7 +261,7 @@ def test_a_missing_task_is_noticed() -> None:
 
 def test_a_fetch_of_what_is_there_is_noticed() -> None:
     """Against a plan that keeps parameters, a fetch of them is a fault."""
-    away, kept = (UnitPlan(parameters=Route(home), update_on=Processor.CPU) for home in (HOST_MEMORY, GPU_MEMORY))
+    away, kept = (UnitPlan(parameters=Route(home), update=Update(Processor.CPU)) for home in (HOST_MEMORY, GPU_MEMORY))
     assert "PF1 brings what is there" in checks.parameter_faults(PROFILE, plan_of(kept), lower(PROFILE, plan_of(away)))
 
 
@@ -360,7 +362,7 @@ class Fickle:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         self.asked += 1
-        return replace(plan_of(UnitPlan(update_on=Processor.CPU)), footprint=Footprint(host_buffer_bytes=self.asked))
+        return replace(plan_of(UnitPlan(update=Update(Processor.CPU))), footprint=Footprint(host_buffer_bytes=self.asked))
 
 
 class Unable:
@@ -401,7 +403,7 @@ def test_the_example_works() -> None:
 
 def test_memory_that_may_grow_is_a_fault() -> None:
     """Where no later allocation waits for the copy that frees a buffer, the copy may fall behind without end."""
-    schedule = lower(PROFILE, plan_of(UnitPlan(kept=Rest(HOST_MEMORY))))
+    schedule = lower(PROFILE, plan_of(UnitPlan(kept=Route(HOST_MEMORY))))
     assert checks.memory_faults(schedule) == []
     lanes = (*schedule.lanes, Lane("disk"))
     stray = (

@@ -11,7 +11,7 @@ from support.paper import profile_with
 
 from autohete.errors import InputError
 from autohete.lowering import lower
-from autohete.plan import Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId, Value, validate
@@ -30,7 +30,9 @@ def shared(draw: st.DrawFn) -> tuple[Profile, Plan]:
 
 def with_share(plan: Plan, share: float) -> Plan:
     """The same share of every unit that is updated on both sides."""
-    return replace(plan, units=tuple(replace(u, gpu_share=share) if u.gpu_share else u for u in plan.units))
+    return replace(
+        plan, units=tuple(replace(u, update=replace(u.update, share=share)) if u.update.share else u for u in plan.units)
+    )
 
 
 def durations(schedule: Schedule, kind: Kind) -> dict[int, int]:
@@ -71,21 +73,21 @@ def test_both_sides_do_the_work_of_one(given: tuple[Profile, Plan]) -> None:
     profile, plan = given
     plan = replace(plan, rules=())
     halves, alone = lower(profile, plan), lower(profile, with_share(plan, 0.0))
-    gpu = replace(plan, units=tuple(_on_gpu(unit) if unit.gpu_share else unit for unit in plan.units))
+    gpu = replace(plan, units=tuple(_on_gpu(unit) if unit.update.share else unit for unit in plan.units))
     resident = lower(profile, gpu)
     for unit, one in enumerate(plan.units):
-        if not one.gpu_share or not profile.state_bytes(unit):  # where the cut is shows in the states
+        if not one.update.share or not profile.state_bytes(unit):  # where the cut is shows in the states
             continue
         parts = [durations(halves, kind).get(unit, 0) for kind in (Kind.GPU_UPDATE, Kind.CPU_UPDATE)]
         wholes = durations(resident, Kind.GPU_UPDATE)[unit], durations(alone, Kind.CPU_UPDATE)[unit]
         share = on_gpu(halves).get(unit, 0) / max(on_gpu(resident)[unit], 1)
         assert parts[0] == pytest.approx(share * wholes[0], abs=1, rel=1e-6)
         assert parts[1] == pytest.approx((1 - share) * wholes[1], abs=1, rel=1e-6)
-        assert abs(share - one.gpu_share) * on_gpu(resident)[unit] <= profile.optimizer_bytes  # at most an element
+        assert abs(share - one.update.share) * on_gpu(resident)[unit] <= profile.optimizer_bytes  # at most an element
 
 
 def _on_gpu(unit: UnitPlan) -> UnitPlan:
-    return replace(unit, gpu_share=0.0, update_on=Processor.GPU, gradients=Rest(), sum_bytes=None)
+    return replace(unit, update=Update(Processor.GPU), gradients=Route(), sum_bytes=None)
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
@@ -128,7 +130,7 @@ def test_sub_groups_fill_the_gpu() -> None:
 def test_the_gradient_stays_until_both_have_taken_it() -> None:
     """Not the copy frees the gradient, but the update on the GPU, which waits for the copy."""
     profile = profile_with(10**12, 1)
-    units = [UnitPlan(update_on=Processor.CPU, gpu_share=0.5) if unit == 2 else UnitPlan() for unit in range(5)]
+    units = [UnitPlan(update=Update(Processor.CPU, 0.5)) if unit == 2 else UnitPlan() for unit in range(5)]
     tasks = {task.id: task for task in lower(profile, Plan("by hand", tuple(units))).tasks}
     copy, update = tasks[TaskId(Kind.OFFLOAD_GRADIENTS, 2)], tasks[TaskId(Kind.GPU_UPDATE, 2)]
     assert not copy.frees
@@ -139,30 +141,41 @@ def test_the_gradient_stays_until_both_have_taken_it() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gpu_share": 1.0}, "gpu_share is 1.0: give 0 or more and less than 1"),
-        ({"gpu_share": -0.1}, "gpu_share is -0.1: give 0 or more"),
-        ({"update_on": Processor.GPU}, "but the GPU updates all"),
         ({"parameters": Route(HOST_MEMORY)}, "let parameters stay there"),
         ({"gradients_replace_parameters": True}, "give gradients memory of their own"),
-        ({"states": Rest("nvme")}, "leave states out"),
-        ({"norm_on": Processor.CPU}, "the host has no norm"),
+        ({"states": Route("nvme")}, "leave states out"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(change: dict[str, object], message: str) -> None:
     """A unit whose parameters, gradients or states are elsewhere is updated on one side."""
     with pytest.raises(InputError, match=message):
-        replace(UnitPlan(update_on=Processor.CPU, gradients=Rest(carried=Format(4)), gpu_share=0.5), **change)  # type: ignore[arg-type]
+        replace(UnitPlan(update=Update(Processor.CPU, 0.5), gradients=Route(carried=Format(4))), **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("on", "share", "norm_on", "message"),
+    [
+        (Processor.CPU, 1.0, None, "is 1.0: give 0 or more and less than 1"),
+        (Processor.CPU, -0.1, None, "is -0.1: give 0 or more"),
+        (Processor.GPU, 0.5, None, "but the GPU updates all"),
+        (Processor.CPU, 0.5, Processor.CPU, "the host has no norm"),
+    ],
+)
+def test_an_impossible_share_is_refused(on: Processor, share: float, norm_on: Processor | None, message: str) -> None:
+    """The GPU updates less than all, and takes the norm of its part."""
+    with pytest.raises(InputError, match=message):
+        Update(on, share, norm_on)
 
 
 def test_sums_on_the_host_are_not_shared() -> None:
     """With several micro-batches the gradients of a unit that both sides update are added up on the GPU."""
-    unit = UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY), gpu_share=0.5)
+    unit = UnitPlan(update=Update(Processor.CPU, 0.5), gradients=Route(HOST_MEMORY))
     with pytest.raises(InputError, match="gradients of unit 0 are accumulated on the host, but the GPU updates a part"):
         lower(profile_with(10**12, 2), Plan("by hand", (unit,) * 5))
-    validate(lower(profile_with(10**12, 2), Plan("by hand", (replace(unit, gradients=Rest()),) * 5)))
+    validate(lower(profile_with(10**12, 2), Plan("by hand", (replace(unit, gradients=Route()),) * 5)))
 
 
 def test_gradients_of_this_step_are_not_delayed() -> None:
     """The GPU has no gradients of the step before."""
-    with pytest.raises(InputError, match="leave delayed or gpu_share out"):
-        Plan("by hand", (UnitPlan(update_on=Processor.CPU, gpu_share=0.5),) * 5, delayed=True)
+    with pytest.raises(InputError, match="leave delayed or the share out"):
+        Plan("by hand", (UnitPlan(update=Update(Processor.CPU, 0.5)),) * 5, delayed=True)

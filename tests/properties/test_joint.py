@@ -158,7 +158,7 @@ def test_clipped_updates_run_beside_the_copies_of_lower_units(seed: int) -> None
     family = family_of(replace(drawn, workload=replace(drawn.workload, clip_norm=1.0)))
     model, units = family.relaxation().model, len(drawn.units)
     on_cpu = [
-        next(i for i, one in enumerate(some) if one.update_on is Processor.CPU and not one.parameters.leaves)
+        next(i for i, one in enumerate(some) if one.update.on is Processor.CPU and not one.parameters.leaves)
         for some in family.choices.others
     ]
     for first in range(1, units):
@@ -172,7 +172,7 @@ def test_sums_on_the_host_take_the_time_that_the_rows_say() -> None:
     workload = Workload("sums", 2048, 4, 8, vocabulary_size=1000, sequence_length=16, batch_size=1, micro_batches=16)
     family = family_of(analytic_profile(workload, load_hardware(NODE, quick)))
     added = [
-        next(i for i, one in enumerate(others) if one.update_on is Processor.CPU and one.accumulates_on_host)
+        next(i for i, one in enumerate(others) if one.update.on is Processor.CPU and one.accumulates_on_host)
         for others in family.choices.others
     ]
     assignment = tuple((0, i) for i in added)
@@ -270,7 +270,7 @@ def test_a_plan_of_another_system_keeps_what_that_is_made_of() -> None:
 
 def _stays_on_gpu(unit: UnitPlan) -> bool:
     """All of it."""
-    return not (unit.kept.leaves or unit.parameters.leaves or unit.states.leaves) and unit.update_on is Processor.GPU
+    return not (unit.kept.leaves or unit.parameters.leaves or unit.states.leaves) and unit.update.on is Processor.GPU
 
 
 def test_selective_recomputation_is_among_the_choices() -> None:

@@ -23,7 +23,7 @@ from autohete.analysis.worst_case import worst_case
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import load_hardware
 from autohete.lowering import _kept, lower
-from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import GpuUpdatesAfterBackward, Rule, Slots, UpdatesAfterBackward, Window
 from autohete.policies import POLICIES, NamedPolicy, parse_policy
@@ -62,7 +62,7 @@ def small_profile() -> Profile:
 
 def plan_of(inner: UnitPlan, *rules: Rule) -> Plan:
     """A plan of six units whose four inner ones are alike, all updated where ``inner`` is."""
-    outer = UnitPlan(update_on=inner.update_on)
+    outer = UnitPlan(update=inner.update)
     return Plan("by hand", (outer, inner, inner, inner, inner, outer), rules, update_bytes=28)
 
 
@@ -117,7 +117,7 @@ def test_update_takes_finished_gradients(case: tuple[Profile, Plan]) -> None:
 @pytest.mark.parametrize("forgotten", [Kind.REFRESH, Kind.CPU_UPDATE, Kind.OFFLOAD_GRADIENTS])
 def test_search_for_paths_notices(forgotten: Kind) -> None:
     """With the waits for one kind of task taken away, the two tests above have something to say."""
-    profile, plan = small_profile(), plan_of(UnitPlan(update_on=Processor.CPU))
+    profile, plan = small_profile(), plan_of(UnitPlan(update=Update(Processor.CPU)))
     schedule = lower(profile, plan)
     careless = replace(
         schedule,
@@ -129,7 +129,7 @@ def test_search_for_paths_notices(forgotten: Kind) -> None:
 
 def test_gradient_slots_do_not_contradict_updates_after_backward() -> None:
     """The GPU may wait for the copies of gradients while the updates wait for all of backward."""
-    plan = plan_of(UnitPlan(update_on=Processor.CPU), UpdatesAfterBackward(), Slots(Kind.OFFLOAD_GRADIENTS, 1))
+    plan = plan_of(UnitPlan(update=Update(Processor.CPU)), UpdatesAfterBackward(), Slots(Kind.OFFLOAD_GRADIENTS, 1))
     assert plan_faults(small_profile(), plan) == []
 
 
@@ -262,24 +262,24 @@ def test_rules_that_clipping_makes_idle_stay() -> None:
 
 def test_norm_is_taken_where_gradients_are() -> None:
     """The GPU takes it before gradients leave, the CPU of what is accumulated on the host, or where the plan says so."""
-    on_cpu = UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY))
+    on_cpu = UnitPlan(update=Update(Processor.CPU), gradients=Route(HOST_MEMORY))
     for micro_batches, unit, lane in [
         (1, UnitPlan(), "gpu"),
         (1, on_cpu, "gpu"),
-        (1, replace(on_cpu, norm_on=Processor.CPU), "cpu"),
+        (1, replace(on_cpu, update=Update(Processor.CPU, norm_on=Processor.CPU)), "cpu"),
         (2, on_cpu, "cpu"),
-        (2, UnitPlan(update_on=Processor.CPU), "gpu"),
+        (2, UnitPlan(update=Update(Processor.CPU)), "gpu"),
     ]:
         schedule = lower(profile_with(10**12, micro_batches, clip_norm=1.0), Plan("by hand", (unit,) * 5, update_bytes=28))
         assert {task.lane for task in schedule.tasks if task.id.kind is Kind.GRADIENT_NORM} == {lane}
     with pytest.raises(InputError, match="which are accumulated on the host"):
-        unit = replace(on_cpu, norm_on=Processor.GPU)
+        unit = replace(on_cpu, update=Update(Processor.CPU, norm_on=Processor.GPU))
         lower(profile_with(10**12, 2, clip_norm=1.0), Plan("by hand", (unit,) * 5, update_bytes=28))
 
 
 def test_sums_have_a_size_of_their_own() -> None:
     """Every micro-batch but the last copies sums of ``sum_bytes``; what is added has that size; the last copies gradients."""
-    unit = UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY, carried=Format(8)), sum_bytes=2)
+    unit = UnitPlan(update=Update(Processor.CPU), gradients=Route(HOST_MEMORY, carried=Format(8)), sum_bytes=2)
     schedule = lower(profile_with(10**12, 3), Plan("by hand", (unit,) * 5, update_bytes=28))
     lasts = {(task.id.kind, task.id.micro_batch): task.duration_ns for task in schedule.tasks if task.id.unit == 1}
     assert [lasts[Kind.OFFLOAD_GRADIENTS, batch] for batch in range(3)] == [2, 2, 8]  # 4 parameters at 4 bytes a nanosecond
@@ -287,7 +287,7 @@ def test_sums_have_a_size_of_their_own() -> None:
     for sum_bytes, other in [
         (0, unit),
         (65, unit),
-        (2, UnitPlan(update_on=Processor.CPU)),
+        (2, UnitPlan(update=Update(Processor.CPU))),
         (2, UnitPlan()),
     ]:
         with pytest.raises(InputError, match=f"sum_bytes is {sum_bytes}: give 1 to 64 bytes if the CPU accumulates gradients"):

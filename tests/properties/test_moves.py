@@ -13,7 +13,7 @@ from autohete.lowering import lower
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.frozen import without_frozen
 from autohete.lowering.shards import Shards
-from autohete.plan import Footprint, Format, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.moves import Batches, Move, Resting, UnitSizes, When, moves, rests
 from autohete.planner.unit_costs import Costs, UnitCosts
 from autohete.profile import Profile
@@ -179,7 +179,10 @@ def test_what_the_cpu_updates_crosses_the_link_once_each_way() -> None:
     """Gradients go down after the last backward, those of other micro-batches in the format of the sums; parameters come up."""
     sizes = UnitSizes(2, Value.PARAMETERS, 200, True, 100, 100, 0, 0, 100, 0, 1200, 0, 0, 7, 50)
     unit = UnitPlan(
-        update_on=Processor.CPU, gradients=Rest(HOST_MEMORY, carried=Format(4)), sum_bytes=2, refresh=Format(4, pinned=False)
+        update=Update(Processor.CPU),
+        gradients=Route(HOST_MEMORY, carried=Format(4)),
+        sum_bytes=2,
+        refresh=Format(4, pinned=False),
     )
     assert list(moves(unit, sizes)) == [
         Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, 400, When.AFTER_UPDATE, pinned=False),
@@ -190,7 +193,7 @@ def test_what_the_cpu_updates_crosses_the_link_once_each_way() -> None:
 
 def test_states_on_drives_pass_through_the_host() -> None:
     """States on NVMe that the GPU updates come in two hops and return in two, and what forward keeps goes and returns."""
-    unit = UnitPlan(states=Rest(NVME), kept=Rest(HOST_MEMORY))
+    unit = UnitPlan(states=Route(NVME), kept=Route(HOST_MEMORY))
     kept, states = list(moves(unit, SIZES))[:2], list(moves(unit, SIZES))[2:]
     assert [(move.value, move.target, move.size_bytes) for move in kept] == [
         (Value.ACTIVATIONS, HOST_MEMORY, 50),
@@ -216,7 +219,7 @@ def test_a_frozen_unit_has_parameters_alone() -> None:
 
 def test_sums_that_rest_on_the_host_come_back_for_the_next_backward() -> None:
     """Gradients of an update on the GPU go down after each micro-batch but the last, and come up for each but the first."""
-    unit, sizes = UnitPlan(gradients=Rest(HOST_MEMORY)), replace(SIZES, summed_bytes=200)
+    unit, sizes = UnitPlan(gradients=Route(HOST_MEMORY)), replace(SIZES, summed_bytes=200)
     assert list(moves(unit, sizes)) == [
         Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, 200, When.AFTER_BACKWARD, Batches.OTHERS),
         Move(Value.GRADIENTS, HOST_MEMORY, GPU_MEMORY, 200, When.BEFORE_BACKWARD, Batches.LATER),
@@ -227,7 +230,7 @@ def test_sums_that_rest_on_the_host_come_back_for_the_next_backward() -> None:
 
 def test_states_move_in_parts() -> None:
     """Parts are cut at multiples of 64 elements, each comes before its update and goes after it, and together they are all."""
-    unit = UnitPlan(states=Rest(HOST_MEMORY, parts=2))
+    unit = UnitPlan(states=Route(HOST_MEMORY, parts=2))
     assert list(moves(unit, SIZES)) == [
         Move(Value.OPTIMIZER_STATES, HOST_MEMORY, GPU_MEMORY, 768, When.BEFORE_UPDATE),
         Move(Value.OPTIMIZER_STATES, GPU_MEMORY, HOST_MEMORY, 768, When.AFTER_UPDATE),

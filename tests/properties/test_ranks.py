@@ -14,7 +14,7 @@ from autohete.analysis.ranks import every_rank
 from autohete.errors import InputError
 from autohete.hardware import Hardware, Interconnect, load_hardware
 from autohete.lowering import lower
-from autohete.plan import Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Plan, Processor, Route, UnitPlan, Update
 from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import COLLECTIVE, GPU_MEMORY, HOST_MEMORY, Kind, parse_schedule, validate
@@ -190,7 +190,7 @@ def test_a_stage_means_nothing_to_one_gpu() -> None:
     assert COLLECTIVE not in schedules.pop()
 
 
-CPU_UNIT = UnitPlan(update_on=Processor.CPU, parameters=Route(HOST_MEMORY), gradients=Rest(HOST_MEMORY))
+CPU_UNIT = UnitPlan(update=Update(Processor.CPU), parameters=Route(HOST_MEMORY), gradients=Route(HOST_MEMORY))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_delayed_units_are_those_of_a_delayed_plan(data: st.DataObject) -> None:
     profile = data.draw(strategies.profiles(max_micro_batches=3))
     plan = data.draw(strategies.plans(profile))
     trained = {i for i, block in enumerate(profile.units) if not block.is_frozen}
-    on_cpu = {i for i, unit in enumerate(plan.units) if unit.update_on is Processor.CPU} & trained
+    on_cpu = {i for i, unit in enumerate(plan.units) if unit.update.on is Processor.CPU} & trained
     assert delayed_units(lower(profile, plan)) == (on_cpu if plan.delayed else set())
 
 

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from autohete.errors import InputError, TaskError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.plan import Plan, Rest, UnitPlan
+from autohete.plan import Plan, Route, UnitPlan
 from autohete.profile import Profile
 from autohete.runtime.batch import Batch
 from autohete.runtime.forward_pass import ForwardPass
@@ -840,7 +840,7 @@ def test_what_is_not_the_blocks_own_stays_on_the_device(model: Callable[[], Net]
     net = model()
     cut = by_use(partition(net), batches()[0][0])
     profile = profile_for(cut)
-    moving = UnitPlan(kept=Rest("host"))
+    moving = UnitPlan(kept=Route("host"))
     schedule = lower(profile, Plan("by hand", (UnitPlan(), moving, moving, moving, UnitPlan())))
     training = Takeover(cut, schedule, Recipe(), poison=True)
     torch.manual_seed(2)

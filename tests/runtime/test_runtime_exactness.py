@@ -23,7 +23,7 @@ from autohete.errors import AutoHeteError, InputError, ScheduleError
 from autohete.execution.trace import check_trace
 from autohete.hardware import Interconnect
 from autohete.lowering import lower
-from autohete.plan import Activations, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, Plan, Processor, Route, UnitPlan, Update
 from autohete.policies import parse_policy
 from autohete.runtime.lanes import Action
 from autohete.runtime.state_files import Files
@@ -56,7 +56,7 @@ EVERYTHING_MOVES = [
 
 def updated_on_cpu(plan: Plan) -> frozenset[int]:
     """The blocks that a delayed update concerns."""
-    return frozenset(i for i, unit in enumerate(plan.units) if unit.update_on is Processor.CPU)
+    return frozenset(i for i, unit in enumerate(plan.units) if unit.update.on is Processor.CPU)
 
 
 def in_pairs(policies: list[str]) -> list[tuple[str, Precision, bool]]:
@@ -173,7 +173,7 @@ def test_every_policy_clips_to_the_bit(policy: str, precision: Precision) -> Non
 @pytest.mark.parametrize("home", [HOST_MEMORY, "nvme", "peer"])
 def test_what_is_kept_elsewhere_is_not_kept_for_ever(home: str) -> None:
     """Each step frees what it has sent away: the host is left with as much after six steps as after two."""
-    inner = UnitPlan(parameters=Route(home), kept=Rest(home), states=Rest(home))
+    inner = UnitPlan(parameters=Route(home), kept=Route(home), states=Route(home))
     profile = profile_of(replace(SMALL, micro_batches=2))
     schedule = lower(profile, Plan("by hand", (UnitPlan(), *[inner] * SMALL.transformer_blocks, UnitPlan())))
     few, many = (train_by_schedule(profile.workload, steps, schedule)[0].host_left_bytes for steps in (2, 6))
@@ -223,7 +223,7 @@ def test_sums_away_and_states_in_parts_train_to_the_bit(
 ) -> None:
     """Sums that rest on the host between micro-batches, and states that come and go in parts, give plain PyTorch's bits."""
     workload = replace(SMALL, precision=precision, tied_embeddings=tied, micro_batches=3, clip_norm=clip_norm)
-    unit = UnitPlan(gradients=Rest(HOST_MEMORY), states=Rest(home, parts=3), parameters=Route(HOST_MEMORY))
+    unit = UnitPlan(gradients=Route(HOST_MEMORY), states=Route(home, parts=3), parameters=Route(HOST_MEMORY))
     first = replace(unit, parameters=Route()) if tied else unit
     schedule = lower(profile_of(workload), Plan("by hand", (first, *[unit] * (SMALL.transformer_blocks + 1))))
     assert {task.id.again for task in schedule.tasks if task.id.kind is Kind.GPU_UPDATE} == {0, 1, 2}
@@ -284,7 +284,7 @@ def with_task(kind: Kind, **other: Any) -> Callable[[Schedule], Schedule]:
 def test_a_cut_that_cannot_be_is_refused(change: Callable[[Schedule], Schedule], message: str) -> None:
     """A schedule in which both sides update a block says how much of it each has, and moves nothing that has to be whole."""
     workload = replace(SMALL, clip_norm=CLIP_NORM)
-    units = [UnitPlan(update_on=Processor.CPU, gpu_share=0.5) if unit == 2 else UnitPlan() for unit in range(5)]
+    units = [UnitPlan(update=Update(Processor.CPU, 0.5)) if unit == 2 else UnitPlan() for unit in range(5)]
     schedule = lower(profile_of(workload), Plan("by hand", tuple(units)))
     with pytest.raises(ScheduleError, match=f"GPU and CPU each update a part of block 2, but .*{message}"):
         train_by_schedule(workload, STEPS, change(schedule))
@@ -308,8 +308,8 @@ def test_delayed_updates_take_the_gradients_of_the_step_before(policy: str, prec
 
 
 @pytest.mark.parametrize("route", [Route(), Route(HOST_MEMORY)], ids=["here", "away"])
-@pytest.mark.parametrize("kept", [Rest(), Rest(HOST_MEMORY)], ids=["here", "away"])
-def test_segments_within_segments_train_to_the_bit(route: Route, kept: Rest) -> None:
+@pytest.mark.parametrize("kept", [Route(), Route(HOST_MEMORY)], ids=["here", "away"])
+def test_segments_within_segments_train_to_the_bit(route: Route, kept: Route) -> None:
     """Units that are recomputed up to three times, and a plain segment behind them, give the bits of plain PyTorch."""
     keep, recompute, drop = Activations.KEEP, Activations.RECOMPUTE, Activations.DROP
     forwards = [
@@ -317,7 +317,7 @@ def test_segments_within_segments_train_to_the_bit(route: Route, kept: Rest) -> 
         *[(drop, drop, keep), (drop, keep), (recompute, keep), (drop, keep)],
     ]
     inner = [
-        UnitPlan(first, route, kept=kept if first is recompute else Rest(), again=tuple(again[:-1]))
+        UnitPlan(first, route, kept=kept if first is recompute else Route(), again=tuple(again[:-1]))
         for first, *again in forwards
     ]
     workload = replace(SMALL, transformer_blocks=len(inner), micro_batches=2)
@@ -455,24 +455,24 @@ NEEDS: dict[Kind, UnitPlan] = {
     Kind.GPU_UPDATE: UnitPlan(),
     Kind.PREFETCH_FORWARD: _AWAY,
     Kind.PREFETCH_BACKWARD: _AWAY,
-    Kind.REFRESH: UnitPlan(update_on=Processor.CPU),
-    Kind.FETCH_ACTIVATIONS: UnitPlan(kept=Rest(HOST_MEMORY)),
-    Kind.OFFLOAD_ACTIVATIONS: UnitPlan(kept=Rest(HOST_MEMORY)),
+    Kind.REFRESH: UnitPlan(update=Update(Processor.CPU)),
+    Kind.FETCH_ACTIVATIONS: UnitPlan(kept=Route(HOST_MEMORY)),
+    Kind.OFFLOAD_ACTIVATIONS: UnitPlan(kept=Route(HOST_MEMORY)),
     Kind.WRITE_BACK_FORWARD: UnitPlan(parameters=Route(HOST_MEMORY, stays_after_backward=True, moves=True)),
     Kind.WRITE_BACK_BACKWARD: _AWAY,
-    Kind.OFFLOAD_GRADIENTS: UnitPlan(update_on=Processor.CPU),
-    Kind.FETCH_GRADIENTS: UnitPlan(gradients=Rest(HOST_MEMORY)),
-    Kind.CPU_UPDATE: UnitPlan(update_on=Processor.CPU),
-    Kind.ACCUMULATE: UnitPlan(update_on=Processor.CPU, gradients=Rest(HOST_MEMORY)),
-    Kind.FETCH_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
-    Kind.WRITE_BACK_STATES: UnitPlan(states=Rest(HOST_MEMORY)),
-    Kind.READ_STATES: UnitPlan(states=Rest("nvme")),
-    Kind.WRITE_STATES: UnitPlan(update_on=Processor.CPU, states=Rest("nvme")),
-    Kind.WRITE_GRADIENTS: UnitPlan(update_on=Processor.CPU, states=Rest("nvme"), gradients=Rest("nvme")),
-    Kind.WRITE_ACTIVATIONS: UnitPlan(kept=Rest("nvme")),
-    Kind.READ_ACTIVATIONS: UnitPlan(Activations.RECOMPUTE, kept=Rest("nvme")),
+    Kind.OFFLOAD_GRADIENTS: UnitPlan(update=Update(Processor.CPU)),
+    Kind.FETCH_GRADIENTS: UnitPlan(gradients=Route(HOST_MEMORY)),
+    Kind.CPU_UPDATE: UnitPlan(update=Update(Processor.CPU)),
+    Kind.ACCUMULATE: UnitPlan(update=Update(Processor.CPU), gradients=Route(HOST_MEMORY)),
+    Kind.FETCH_STATES: UnitPlan(states=Route(HOST_MEMORY)),
+    Kind.WRITE_BACK_STATES: UnitPlan(states=Route(HOST_MEMORY)),
+    Kind.READ_STATES: UnitPlan(states=Route("nvme")),
+    Kind.WRITE_STATES: UnitPlan(update=Update(Processor.CPU), states=Route("nvme")),
+    Kind.WRITE_GRADIENTS: UnitPlan(update=Update(Processor.CPU), states=Route("nvme"), gradients=Route("nvme")),
+    Kind.WRITE_ACTIVATIONS: UnitPlan(kept=Route("nvme")),
+    Kind.READ_ACTIVATIONS: UnitPlan(Activations.RECOMPUTE, kept=Route("nvme")),
     Kind.READ_FORWARD: UnitPlan(parameters=Route("nvme")),
-    Kind.READ_BACKWARD: UnitPlan(parameters=Route("nvme"), states=Rest("nvme")),
+    Kind.READ_BACKWARD: UnitPlan(parameters=Route("nvme"), states=Route("nvme")),
     Kind.WRITE_PARAMETERS: UnitPlan(parameters=Route("nvme", stays_after_forward=True)),
     Kind.GRADIENT_NORM: UnitPlan(),
     Kind.CLIP: UnitPlan(),
@@ -500,7 +500,7 @@ def test_every_kind_is_simulated_and_executed(kind: Kind) -> None:
     micro_batches, clips = 2 if kind in (Kind.ACCUMULATE, Kind.FETCH_GRADIENTS) else 1, kind in (Kind.GRADIENT_NORM, Kind.CLIP)
     workload = replace(SMALL, micro_batches=micro_batches, clip_norm=CLIP_NORM if clips else None)
     profile, inner = profile_of(workload), NEEDS[kind]
-    outer = UnitPlan(update_on=inner.update_on)
+    outer = UnitPlan(update=inner.update)
     schedule = lower(profile, Plan("by hand", (outer, *[inner] * SMALL.transformer_blocks, outer)))
     assert kind in {task.id.kind for task in schedule.tasks}
     simulated = SimExecutor().run(schedule, STEPS)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware, Place, load_hardware
-from autohete.plan import Activations, Plan, Rest, SavedRoute, UnitPlan
+from autohete.plan import Activations, Plan, Route, SavedRoute, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.profile import Profile, analytic_profile
 from autohete.train.measured import measured_profile_on
@@ -99,11 +99,11 @@ def test_every_tensor_may_go_any_way(turn: int, dtype: torch.dtype) -> None:
     """
     ways: list[Callable[[str], SavedRoute]] = [
         lambda name: SavedRoute(name, recomputed=True),
-        *(lambda name, home=home: SavedRoute(name, Rest(home)) for home in ("host", "nvme", "peer")),
+        *(lambda name, home=home: SavedRoute(name, Route(home)) for home in ("host", "nvme", "peer")),
     ]
     names = [one.name for one in profile_of(llama, dtype).units[1].saved]
     routes = tuple(ways[(turn + place) % len(ways)](name) for place, name in enumerate(names))
-    kept = [Rest(), Rest("host", 2)][turn % 2]
+    kept = [Route(), Route("host", 2)][turn % 2]
     ordinary = trained(llama, dtype, "resident")
     found = trained(llama, dtype, Routed(UnitPlan(Activations.SELECTIVE, kept=kept, saved=routes)))
     assert found[0] == ordinary[0]
@@ -173,7 +173,7 @@ def test_names_of_another_model_are_refused() -> None:
     profile = profile_of(llama, torch.float32)
     renamed = [replace(one, name=one.name.replace("mlp", "ffn")) for one in profile.units[1].saved]
     units = tuple(replace(unit, saved=tuple(renamed)) if unit.saved else unit for unit in profile.units)
-    policy = Routed(UnitPlan(saved=(SavedRoute("ffn", Rest("host")),)))
+    policy = Routed(UnitPlan(saved=(SavedRoute("ffn", Route("host")),)))
     with (
         Trainer(
             llama(), policy=policy, hardware=node(), profile=replace(profile, units=units), blocks="model.layers"

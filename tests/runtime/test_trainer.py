@@ -96,7 +96,7 @@ def test_a_block_that_both_sides_update_is_given_back(precision: Precision) -> N
     policy = "twin_flow:ratio=50,sub_group_size=1000,bucket_size=1"
     with Trainer(model, policy=policy, gpu_memory="1GiB", profile=profile_for(workload)) as trainer:
         prediction = trainer.prepare(batches(workload, 1)[0])
-        assert any(unit.gpu_share for unit in prediction.plan.units)
+        assert any(unit.update.share for unit in prediction.plan.units)
         torch.manual_seed(2)
         losses = [trainer.step(batch) for batch in batches(workload, STEPS)]
         peak = trainer.comparison().measured_peak_bytes

@@ -344,7 +344,7 @@ def test_contradictory_plans_are_refused() -> None:
     with pytest.raises(InputError, match="only parameters that leave the GPU stay or move"):
         Route(stays_after_forward=True)
     with pytest.raises(InputError, match="cannot be a negative number"):
-        Route("host", ahead_in_forward=-1)
+        Route("host", ahead=-1)
     with pytest.raises(InputError, match="nothing can rest in 'pinned'"):
         Route("pinned")
     valid = Plan("x", (UnitPlan(),) * 3)

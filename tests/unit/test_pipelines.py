@@ -17,7 +17,7 @@ from autohete.errors import InputError
 from autohete.execution.trace import check_trace
 from autohete.hardware import Interconnect, load_hardware
 from autohete.lowering import lower
-from autohete.plan import Activations, PassOrder, Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Activations, PassOrder, Plan, Processor, Route, UnitPlan, Update
 from autohete.profile import LossProfile, Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, TaskId, Value, parse_schedule, validate
 from autohete.sim import SimExecutor
@@ -218,8 +218,8 @@ def never_staying(unit: UnitPlan) -> UnitPlan:
 def test_one_rank_is_the_ordinary_schedule() -> None:
     """A pipeline of one stage has the tasks of a plan without ranks."""
     profile = profile_with(PLENTY, 3)
-    inner = UnitPlan(Activations.RECOMPUTE, Route("host"), Processor.CPU, kept=Rest("host"))
-    outer = UnitPlan(update_on=Processor.CPU)
+    inner = UnitPlan(Activations.RECOMPUTE, Route("host"), Update(Processor.CPU), kept=Route("host"))
+    outer = UnitPlan(update=Update(Processor.CPU))
     units = (outer, inner, inner, inner, outer)
     ordinary = lower(profile, Plan("one", units))
     pipeline = lower(profile, Plan("one", tuple(replace(unit, rank=0) for unit in units)))
@@ -270,7 +270,7 @@ def test_a_pipeline_on_two_nodes_uses_the_memory_of_both() -> None:
     """What a rank offloads is on the host of its node, and each of its lanes copies between the memories that it has."""
     profile, plan = even(4, 1)
     node = replace(profile.hardware, gpus=1, interconnect=Interconnect(2, 1e9, 0.0, network_bandwidth=1e8))
-    units = tuple(replace(unit, states=Rest("host")) for unit in plan.units)
+    units = tuple(replace(unit, states=Route("host")) for unit in plan.units)
     schedule = validate(lower(replace(profile, hardware=node.shared_by(4)), replace(plan, units=units)))
     hosts = {b.id.unit: b.memory for b in schedule.resident if b.id.value is Value.OPTIMIZER_STATES}
     assert hosts == {0: "host", 1: "host", 2: "host.1", 3: "host.1"}

@@ -14,7 +14,7 @@ from autohete.errors import InfeasibleError, InputError
 from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.hardware import Hardware, Place, load_hardware
 from autohete.lowering import lower
-from autohete.plan import Plan, Processor, Rest, Route, UnitPlan
+from autohete.plan import Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Verdict
 from autohete.planner.rows import Model
 from autohete.planner.unit_costs import Costs
@@ -38,7 +38,7 @@ def profile_on(hardware: Hardware, workload: Workload = SMALL) -> Profile:
 
 def plan_of(inner: UnitPlan) -> Plan:
     """A plan whose transformer blocks are alike."""
-    outer = UnitPlan(update_on=inner.update_on)
+    outer = UnitPlan(update=inner.update)
     return Plan("by hand", (outer, *[inner] * SMALL.transformer_blocks, outer), update_bytes=28)
 
 
@@ -76,9 +76,9 @@ def test_a_place_of_a_hardware_file_is_planned_into(beside: str, rate: str, tmp_
 
 def test_values_take_one_hop_or_two() -> None:
     """What rests beside the GPU is copied once in each direction, what rests behind the host twice."""
-    everything = UnitPlan(parameters=Route("peer"), kept=Rest("peer"), states=Rest("peer"))
+    everything = UnitPlan(parameters=Route("peer"), kept=Route("peer"), states=Route("peer"))
     one = lower(profile_on(BOTH), plan_of(everything))
-    behind = replace(everything, parameters=Route("drives"), kept=Rest("drives"), states=Rest("drives"))
+    behind = replace(everything, parameters=Route("drives"), kept=Route("drives"), states=Route("drives"))
     two = lower(profile_on(BOTH), plan_of(behind))
     assert {task.lane for task in one.tasks} == {"gpu", "peer_read", "peer_write"}
     assert {task.lane for task in two.tasks} == {"gpu", "h2d", "d2h", "drives_read", "drives_write"}
@@ -88,7 +88,7 @@ def test_values_take_one_hop_or_two() -> None:
 
 def test_a_place_reads_and_writes_in_turns_or_at_once() -> None:
     """Without a rate for both together each direction takes its turn; with one they share it."""
-    schedule = lower(profile_on(BOTH), plan_of(UnitPlan(states=Rest("drives"), kept=Rest("peer"))))
+    schedule = lower(profile_on(BOTH), plan_of(UnitPlan(states=Route("drives"), kept=Route("peer"))))
     rates = Sharing(schedule).rates(["drives_read", "drives_write", "peer_read", "peer_write"])
     assert rates["drives_read"] + rates["drives_write"] == pytest.approx(FULL_RATE, rel=1e-6)
     together = (50e9 * rates["peer_read"] + 40e9 * rates["peer_write"]) / FULL_RATE
@@ -97,7 +97,7 @@ def test_a_place_reads_and_writes_in_turns_or_at_once() -> None:
 
 def test_a_place_that_is_too_small_is_a_verdict() -> None:
     """Its contents are counted over time like those of any memory."""
-    plan = plan_of(UnitPlan(kept=Rest("drives"), parameters=Route("drives")))
+    plan = plan_of(UnitPlan(kept=Route("drives"), parameters=Route("drives")))
     peak = next(one for one in simulate_plan(profile_on(BOTH), plan).memories if one.memory == "drives").peak_bytes
     for size, verdict in ((peak, Verdict.OK), (peak - 1, Verdict.short_of("drives"))):
         small = replace(BOTH, places=(replace(DRIVES, capacity_bytes=size), PEER))
@@ -107,8 +107,12 @@ def test_a_place_that_is_too_small_is_a_verdict() -> None:
 @pytest.mark.parametrize(
     ("unit", "precision", "message"),
     [
-        (UnitPlan(update_on=Processor.CPU, states=Rest("peer")), Precision.BF16, "only the GPU reaches, but the CPU updates"),
-        (UnitPlan(update_on=Processor.CPU, parameters=Route("drives")), Precision.FP32, "their own master weights"),
+        (
+            UnitPlan(update=Update(Processor.CPU), states=Route("peer")),
+            Precision.BF16,
+            "only the GPU reaches",
+        ),
+        (UnitPlan(update=Update(Processor.CPU), parameters=Route("drives")), Precision.FP32, "their own master weights"),
     ],
 )
 def test_what_the_processor_does_not_reach_is_refused(unit: UnitPlan, precision: Precision, message: str) -> None:
@@ -131,7 +135,7 @@ def test_a_place_that_is_missing_is_named() -> None:
     with pytest.raises(
         InfeasibleError, match=r"rest in cxl, but .*its places are drives, peer. Give it a table \[places.cxl\]"
     ):
-        lower(profile_on(BOTH), plan_of(UnitPlan(states=Rest("cxl"))))
+        lower(profile_on(BOTH), plan_of(UnitPlan(states=Route("cxl"))))
     with pytest.raises(InputError, match="peer: beside is 'cpu': give 'host' or 'gpu'"):
         replace(PEER, beside="cpu")
 

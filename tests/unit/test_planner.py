@@ -210,7 +210,7 @@ def test_a_technique_that_is_off_is_not_used(seed: int, gpus: int) -> None:
     wanted: dict[AutoHete, Callable[[Plan], bool]] = {
         AutoHete(some_checkpointed=False): lambda plan: plan.counts.checkpointed_units in (0, blocks - 2),
         AutoHete(parameter_offload=False): lambda plan: not any(unit.parameters.leaves for unit in plan.units),
-        AutoHete(gpu_updates=False): lambda plan: {unit.update_on for unit in plan.units} == {Processor.CPU},
+        AutoHete(gpu_updates=False): lambda plan: {unit.update.on for unit in plan.units} == {Processor.CPU},
         AutoHete(across_iterations=False): lambda plan: plan.has_barrier or plan.counts.offloaded_optimizer_units == 0,
         AutoHete(priority=False): lambda plan: ByPriority() not in plan.rules,
     }

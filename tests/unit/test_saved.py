@@ -11,7 +11,7 @@ from support.paper import profile_with
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.plan import Activations, Plan, Rest, SavedRoute, UnitPlan
+from autohete.plan import Activations, Plan, Route, SavedRoute, UnitPlan
 from autohete.profile import Profile, SavedTensors, analytic_profile
 from autohete.schedule import parse_schedule
 from autohete.simulate import simulate_plan
@@ -19,7 +19,7 @@ from autohete.workload import Kernels
 from autohete.workload.config import read_model
 
 AGAIN = SavedRoute("norm", recomputed=True)
-AWAY = SavedRoute("result", Rest("host"))
+AWAY = SavedRoute("result", Route("host"))
 
 
 def paper(**changes: Any) -> Profile:
@@ -61,7 +61,7 @@ def test_one_tensor_is_made_again_and_another_rests_on_the_host() -> None:
 
 def test_what_is_selected_is_made_again_from_what_rests_on_the_host() -> None:
     """Selective recomputation whose other tensors rest on the host, with the input: 16 + 4 bytes."""
-    plan = planned(UnitPlan(Activations.SELECTIVE, kept=Rest("host")))
+    plan = planned(UnitPlan(Activations.SELECTIVE, kept=Route("host")))
     assert [line.split(" allocates=")[0] for line in tasks_of(plan, 2)] == [
         "task F2 gpu 6 after=F1,W2@-1",
         "task AO2a1 d2h 5 after=F2",
@@ -73,7 +73,7 @@ def test_what_is_selected_is_made_again_from_what_rests_on_the_host() -> None:
 
 def test_parts_rest_in_different_places() -> None:
     """One tensor on the host and another in a place behind it, while the input stays: two copies of their own each way."""
-    plan = planned(UnitPlan(saved=(SavedRoute("norm", Rest("nvme")), AWAY)))
+    plan = planned(UnitPlan(saved=(SavedRoute("norm", Route("nvme")), AWAY)))
     assert [line.split()[1] for line in tasks_of(plan, 2) if line.startswith("task")] == [
         *("F2", "AO2a1", "AO2a2", "AW2a2", "AF2a1", "AR2a2", "AF2a2", "B2"),
     ]
@@ -115,8 +115,8 @@ def test_routes_that_contradict_are_refused(changes: dict[str, Any], said: str) 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"recomputed": True, "rest": Rest("host")}, "norm is recomputed, so it rests nowhere"),
-        ({"rest": Rest("host", parts=2)}, "copied as it is, and as a whole"),
+        ({"recomputed": True, "rest": Route("host")}, "norm is recomputed, so it rests nowhere"),
+        ({"rest": Route("host", parts=2)}, "copied as it is, and as a whole"),
         ({"name": "two words"}, "give a name without spaces"),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_route_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -
 
 def test_a_plan_for_another_profile_is_refused() -> None:
     """Names that the profile does not know, and tensors that it cannot make again, are refused by unit and name."""
-    unknown = planned(UnitPlan(saved=(SavedRoute("gate", Rest("host")),)))
+    unknown = planned(UnitPlan(saved=(SavedRoute("gate", Route("host")),)))
     with pytest.raises(InputError, match=r"saved tensors 'gate', which the profile does not name \(it names result, norm\)"):
         lower(paper(), unknown)
     alone = planned(UnitPlan(Activations.SELECTIVE, saved=(SavedRoute("result", recomputed=True),)))

@@ -271,7 +271,7 @@ def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
     """``fp32_upload``: 4 bytes up, 2 down, an Adam of 26 bytes per parameter without casts, and no 16-bit copy on the host."""
     profile, plan = planned("autohete:fp32_upload")
     found = simulate_plan(profile, plan)
-    on_cpu = [i for i, unit in enumerate(plan.units) if unit.update_on is Processor.CPU]
+    on_cpu = [i for i, unit in enumerate(plan.units) if unit.update.on is Processor.CPU]
     updated = sum(profile.units[i].parameters for i in on_cpu)
     cpu = NODE.cpu
     assert work(found, Kind.CPU_UPDATE) == pytest.approx(updated * 26 / cpu.update_bandwidth, rel=1e-6)
@@ -337,7 +337,7 @@ def test_host_memory_counts_the_rounding() -> None:
     exact = sum(
         block.parameters * (held.host_optimizer_bytes + sum(held.host_pinned_bytes))
         for block, unit in zip(profile.units, plan.units, strict=True)
-        if unit.update_on is Processor.CPU
+        if unit.update.on is Processor.CPU
     )
     offloaded = plan.offloaded_parameter_units * profile.units[1].parameters * held.host_parameter_bytes
     assert judge(plan).host_peak_bytes > (exact + offloaded) * 1.05
