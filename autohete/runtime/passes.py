@@ -25,7 +25,7 @@ from autohete.runtime.losses import check_loss
 from autohete.runtime.model_state import ModulePlace, RandomState, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import Partition
-from autohete.runtime.recorder import Geometry, Recorder, Remaking, Saved
+from autohete.runtime.recorder import AsRead, Geometry, Recorder, Remaking, Saved
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories, UnitTensors
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, Value
@@ -189,6 +189,7 @@ class Passes:
         losses: by iteration, as they become known. With several micro-batches, the mean.
         skipped: iterations with a non-finite loss or gradient, with the first place where it occurred. They update nothing
             more.
+        before_release: called with a block whose forward is about to release what is made again.
         skips_gradients: continue after non-finite gradients. Only possible if all updates wait for the whole backward.
     """
 
@@ -199,6 +200,7 @@ class Passes:
         self.losses: dict[int, float] = {}
         self.skipped = states.gate.skipped
         self.skips_gradients = False
+        self.before_release: Callable[[int], None] | None = None
         #: Addresses of storages that are neither trained nor moved.
         self._lasting: set[int] = set()
         self._kept = [_Kept(partition, i) for i in range(partition.last + 1)]
@@ -305,6 +307,8 @@ class Passes:
             return
         assert unit.checkpoint is not None
         (call, random), unit.checkpoint = unit.checkpoint, None
+        for tensor in unit.beside:
+            tensor.check(i)
         if transit.redone is not None:
             call, transit.redone = replace(call, hidden=transit.redone), None
         now = self._passes[i][1 + unit.recomputed]
@@ -329,6 +333,7 @@ class Passes:
 
     def _checkpoint(self, unit: UnitTensors, call: BlockCall, random: RandomState | None, forward: _Forward) -> None:
         """Keep what a recomputation needs."""
+        unit.beside = [AsRead.of(tensor) for tensor in tensors_in((call.args, call.kwargs))]
         unit.checkpoint = (call if forward.keeps_input else _without_input(call), random)
 
     def compute_loss(self, i: int) -> None:
@@ -539,13 +544,16 @@ class Passes:
             with recorder.recording() if recorder else nullcontext():  # only the block's own operations
                 result = call.on(self._forwards[i - 1], cut)
         unit.root = _edge(hidden_of(result))
+        result = with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)  # frees the graphs of others
         if recorder is not None and parts is not None:
             unit.named = recorder.finished(self._kept[i].tensors())
             unit.named.assign(parts.names, selective=parts.selective)
             if parts.recomputes:
                 unit.input = Saved(call.hidden, part=parts.others)
+                if self.before_release is not None:
+                    self.before_release(i)
                 unit.remaking = unit.named.release(0)
-        return with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)
+        return result
 
     def _described(self, unit: UnitTensors, call: BlockCall, tensor: Tensor) -> object:
         """What comes from outside of a block's forward: where it is in what may move, or the tensor."""
@@ -555,24 +563,29 @@ class Passes:
             return "parameters", Geometry.of(tensor)
         if storage == call.hidden.untyped_storage().data_ptr():
             return "input", Geometry.of(tensor)
-        return tensor
+        return AsRead.of(tensor)
 
     def make_again(self, i: int, remaking: Remaking) -> None:
         """Make what the forward of block ``i`` has released from what it has kept."""
+        remaking.run(self.outside(i))
+
+    def outside(self, i: int) -> Callable[[object], Tensor]:
+        """Gives what came from outside of a forward of block ``i`` by its description, while it is on the device."""
         unit = self.states.units[i]
         given, flat = unit.input, unit.device.parameters
         assert given is not None
         assert flat is not None, "recomputation without parameters"
 
         def outside(described: object) -> Tensor:
-            if isinstance(described, Tensor):
-                return described
+            if isinstance(described, AsRead):
+                described.check(i)
+                return described.tensor
             assert isinstance(described, tuple)
             what, place = described
             assert isinstance(place, Geometry)
             return place.within((flat if what == "parameters" else given.tensor).untyped_storage())
 
-        remaking.run(outside)
+        return outside
 
     def _cut(self, unit: UnitTensors, hidden: Tensor) -> Tensor:
         unit.arrived = []
@@ -598,7 +611,7 @@ class Passes:
 
         def pack(tensor: Tensor) -> object:
             if begin <= tensor.data_ptr() < end:
-                return (tensor.size(), tensor.stride(), tensor.storage_offset())
+                return Geometry.of(tensor)
             tensor = tensor.detach()  # break the reference cycle with the graph, or it would never be freed
             if tensor.untyped_storage().data_ptr() in staying:
                 return tensor
@@ -611,9 +624,9 @@ class Passes:
         def unpack(handle: object) -> Tensor:
             if isinstance(handle, Tensor):
                 return handle
-            if isinstance(handle, tuple):
+            if isinstance(handle, Geometry):
                 assert unit.device.parameters is not None, "backward without parameters"
-                return unit.device.parameters.as_strided(*handle)
+                return handle.within(unit.device.parameters.untyped_storage())
             assert isinstance(handle, Saved)
             return handle.tensor
 

@@ -7,8 +7,9 @@ and the other saved tensors. So any of them can be released, or rest elsewhere, 
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,26 +47,85 @@ _UNWRITTEN = {
     _ATEN.new_empty_strided,
     _ATEN.resize_,
 }
+#: They write these arguments although their schemas do not say so.
+_STATISTICS = "running_mean", "running_var"
+_WRITES_STATISTICS = {
+    _ATEN.native_batch_norm,
+    _ATEN.cudnn_batch_norm,
+    _ATEN.miopen_batch_norm,
+    _ATEN.batch_norm_update_stats,
+    _ATEN.batch_norm_gather_stats,
+    _ATEN.batch_norm_gather_stats_with_counts,
+}
+#: Of other libraries it is not known what their operations do besides.
+_KNOWN_LIBRARIES = "aten", "prims"
 #: Name of what the unit's own forward makes, outside all modules in it.
 WHOLE = "block"
+#: Ends the name of what is not cheap to make again.
+_KEPT = ":kept"
 
 
 class Geometry(NamedTuple):
-    """The place of a tensor in a storage."""
+    """The place of a tensor in a storage.
+
+    Args:
+        dtype, offset, size, stride: as of the tensor.
+        conjugate, negative: its elements are read so.
+    """
 
     dtype: torch.dtype
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
+    conjugate: bool = False
+    negative: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
         """That of ``tensor`` in its storage."""
-        return cls(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        place = tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        return cls(*place, tensor.is_conj(), tensor.is_neg())
 
     def within(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor in ``storage``."""
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)
+        here = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)
+        here = here.conj() if self.conjugate else here
+        return torch._neg_view(here) if self.negative else here
+
+
+class AsRead(NamedTuple):
+    """A tensor that a forward reads besides its input and its parameters, for a recomputation.
+
+    Args:
+        tensor: its memory as it was read, even if the object gets another one.
+        source: the object, which knows of changes.
+        version: how often it had been changed until then.
+    """
+
+    tensor: Tensor
+    source: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> AsRead:
+        """``tensor`` as it is now."""
+        return cls(tensor.detach(), tensor, _version(tensor))
+
+    def check(self, unit: int) -> None:
+        """Check that it still has what ``unit`` has read.
+
+        Raises:
+            InputError: it has been changed since.
+        """
+        if _version(self.source) != self.version:
+            raise InputError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the forward of block {unit} has read has been changed in "
+                "place since, so a recomputation would differ: let the model change a copy, or keep the activations"
+            )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count their changes
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -91,7 +151,7 @@ class Saved:
         return self.value
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Made:
     """A storage that an operation has allocated.
 
@@ -140,16 +200,46 @@ class _Argument:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """An operation of a forward, with tensors in its arguments as :class:`_Argument`."""
+    """An operation of a forward.
+
+    Args:
+        place: its index among those of the forward.
+        with_grad: it ran while gradients were enabled, which decides what some kernels make.
+        operation: the overload.
+        args, kwargs: its arguments, with tensors as :class:`_Argument`.
+        results: the storages that it has allocated, by result. Only what needs them keeps them alive.
+    """
 
     place: int
+    with_grad: bool
     operation: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: list[_Made | None] = field(default_factory=list)
+    results: list[Callable[[], _Made | None]] = field(default_factory=list)
+
+    def made(self) -> list[_Made]:
+        """The storages that it has allocated and that something still needs."""
+        return [made for made in (one() for one in self.results) if made is not None]
 
     def reads(self) -> Iterator[_Argument]:
+        """The tensors among its arguments."""
         yield from (one for one in tree_iter((self.args, self.kwargs)) if isinstance(one, _Argument))
+
+    def named(self) -> dict[str, Any]:
+        """Its arguments by name."""
+        names = (argument.name for argument in self.operation._schema.arguments)
+        return dict(zip(names, self.args, strict=False)) | self.kwargs
+
+    def writes(self) -> Iterator[_Argument]:
+        """The tensors that it changes."""
+        schema, unsaid = self.operation._schema, self.operation.overloadpacket in _WRITES_STATISTICS
+        if not schema.is_mutable and not unsaid:
+            return
+        named = self.named()
+        for argument in schema.arguments:
+            said = argument.alias_info is not None and argument.alias_info.is_write
+            if said or (unsaid and argument.name in _STATISTICS):
+                yield from (one for one in tree_iter(named.get(argument.name)) if isinstance(one, _Argument))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -165,6 +255,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outside = outside
         self._names = {child: name or WHOLE for name, child in module.named_modules()}
         self._inside = [WHOLE]
+        self._thread = threading.get_ident()
         self._calls: list[_Call] = []
         #: By storage; a weak reference keeps the address of a freed storage from being used again.
         self._storages: dict[int, tuple[StorageWeakRef, _Made]] = {}
@@ -174,35 +265,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record what runs inside."""
         with ExitStack() as undo:
             undo.callback(register_module_forward_pre_hook(self._enter).remove)
-            undo.callback(register_module_forward_hook(self._leave).remove)
+            undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             with self:
                 yield
 
     def _enter(self, module: nn.Module, args: object) -> None:
-        self._inside.append(self._names.get(module, self._inside[-1]))
+        if threading.get_ident() == self._thread:  # the hooks are for all threads of the process
+            self._inside.append(self._names.get(module, self._inside[-1]))
 
     def _leave(self, module: nn.Module, args: object, result: object) -> None:
-        if len(self._inside) > 1:
+        if threading.get_ident() == self._thread and len(self._inside) > 1:
             self._inside.pop()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether PyTorch should wrap the mode to keep its compiler out; see :class:`autohete.runtime.ledger.Accounting`."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        call = _Call(len(self._calls), func, *tree_map_only(Tensor, self._argument, (args, kwargs)))
+        arguments = tree_map_only(Tensor, self._argument, (args, kwargs))
+        call = _Call(len(self._calls), torch.is_grad_enabled(), func, *arguments)
         result = func(*args, **kwargs)
         read = {one.made for one in call.reads()}
-        if func._schema.is_mutable:
-            for schema, argument in zip(func._schema.arguments, call.args, strict=False):
-                if schema.alias_info is not None and schema.alias_info.is_write:
-                    for one in tree_iter(argument):
-                        if isinstance(one, _Argument):
-                            one.made.changes += 1
+        for one in call.writes():
+            one.made.changes += 1
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             made = None
             if isinstance(tensor, Tensor) and self._made(tensor) not in read and tensor.untyped_storage().nbytes():
                 made = _Made(call, self._inside[-1], tensor.untyped_storage().nbytes())
                 self._note(tensor, made)
-            call.results.append(made)
-        if any(made is not None for made in call.results):
+            call.results.append(_nothing if made is None else weakref.ref(made))
+        if call.made():
             self._calls.append(call)
         return result
 
@@ -233,20 +327,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             held: what the model itself holds on to, which a graph cannot release.
         """
         calls, staying = self._calls, {self._made(tensor) for tensor in held}
+        results = [made for call in calls for made in call.made() if made not in staying]  # before storages are let go
         self._calls, self._storages, self._outside = [], {}, str
         for call in calls:
             cheap = _cheap(call)
-            for made in call.results:
-                if made is not None and not made.changes:
+            for made in call.made():
+                if not made.changes:
                     made.cheap = cheap
-        results = [made for call in calls for made in call.results if made is not None and made not in staying]
-        return Recorded([made for made in results if made.alive()])
+        return Recorded([made for made in results if made.alive()], {*self._names.values()})
+
+
+def _nothing() -> None:
+    """In place of a reference to a storage."""
 
 
 def _cheap(call: _Call) -> bool | None:
     """Whether an operation can run again without a product with weights; None if it cannot run again."""
     packet = call.operation.overloadpacket
-    if packet in _UNWRITTEN or call.operation._schema.is_mutable or _draws(call):
+    known = call.operation.namespace in _KNOWN_LIBRARIES and packet not in _UNWRITTEN
+    if not known or any(call.writes()) or _draws(call):
         return None
     cheap = packet not in _SLOW
     for one in call.reads():
@@ -263,9 +362,8 @@ def _draws(call: _Call) -> bool:
     """Whether an operation draws random numbers. One that could drop out does not where the probability is 0."""
     if torch.Tag.nondeterministic_seeded not in call.operation.tags:
         return False
-    given = dict(zip((argument.name for argument in call.operation._schema.arguments), call.args, strict=False)) | call.kwargs
     defaults = {argument.name: argument.default_value for argument in call.operation._schema.arguments}
-    return bool((defaults | given).get("dropout_p", 1.0))
+    return bool((defaults | call.named()).get("dropout_p", 1.0))
 
 
 def _key(tensor: Tensor) -> int:
@@ -277,7 +375,8 @@ class Listed:
     """Saved tensors that share a name.
 
     Args:
-        name: path of the module that has made them.
+        name: path of the module that has made them. With ``:kept``, those that selective recomputation does not make again,
+            whether or not there are others: a name means the same in every forward.
         size_bytes: their size.
         selective: selective recomputation makes them again.
         remaking: makes them again from the input and other saved tensors. None: not possible.
@@ -294,17 +393,13 @@ class Recorded:
 
     Args:
         made: in the order in which they were made.
+        modules: paths of all modules of the unit.
     """
 
-    def __init__(self, made: Iterable[_Made]) -> None:
-        by_module: dict[str, dict[bool, list[_Made]]] = {}
+    def __init__(self, made: Iterable[_Made], modules: Set[str]) -> None:
+        self._modules, self._named = modules, dict[str, list[_Made]]()
         for one in made:
-            by_module.setdefault(one.module, {}).setdefault(bool(one.cheap), []).append(one)
-        self._named: dict[str, list[_Made]] = {}
-        for module, kinds in by_module.items():
-            for cheap, some in kinds.items():
-                # A module may make both what a selective forward keeps and what it does not.
-                self._named[f"{module}:kept" if len(kinds) > 1 and not cheap else module] = some
+            self._named.setdefault(one.module if one.cheap else f"{one.module}{_KEPT}", []).append(one)
 
     def listed(self) -> list[Listed]:
         """What is saved, by name."""
@@ -322,13 +417,14 @@ class Recorded:
         """Give each saved tensor its part of the activations.
 
         Args:
-            parts: by name. What has another name keeps its part.
+            parts: by name. What has another name keeps its part. A forward need not save something by each name: an expert
+                without tokens saves nothing.
             selective: what is cheap to make again is part 0.
 
         Raises:
-            InputError: nothing has one of the names.
+            InputError: the unit has no such module.
         """
-        if unknown := parts.keys() - self._named.keys():
+        if unknown := {name for name in parts if name.removesuffix(_KEPT) not in self._modules}:
             raise InputError(
                 f"the plan has a route for the saved tensors {min(unknown)!r}, but the forward saves "
                 f"{', '.join(self._named) or 'none'}: measure the profile again, and plan for it"
@@ -380,14 +476,30 @@ class Remaking:
                 wanted += [one.made for one in call.reads() if one.made in self._released or not one.made.alive()]
         self._calls = sorted(calls, key=lambda call: call.place)
         self._last = {one.made: call for call in self._calls for one in call.reads()}
+        #: They are needed although the graph may let them go.
+        self._needed = [one for made in self._last if made not in self._released for one in made.alive()[:1]]
 
-    @torch.no_grad()
     def run(self, outside: Callable[[object], Tensor]) -> None:
         """Make them again.
 
         Args:
             outside: gives a tensor that came from outside, by its description.
         """
+        for made, storage in self._made_again(outside):
+            for saved in made.alive():
+                if isinstance(saved.value, Geometry):
+                    saved.value = saved.value.within(storage)
+
+    def repeats(self, outside: Callable[[object], Tensor]) -> bool:
+        """Whether what is made again has the bits of what is still there."""
+        repeats = True
+        for made, storage in self._made_again(outside):
+            for one in made.alive():
+                repeats &= torch.equal(_bits(Geometry.of(one.tensor).within(storage)), _bits(one.tensor))
+        return repeats
+
+    def _made_again(self, outside: Callable[[object], Tensor]) -> Iterator[tuple[_Made, torch.UntypedStorage]]:
+        """The released storages, with new ones of the same content."""
 
         def tensor_of(one: _Argument) -> Tensor:
             if one.made.call is None:
@@ -399,15 +511,15 @@ class Remaking:
         held: list[_Made] = []
         for call in self._calls:
             args, kwargs = tree_map_only(_Argument, tensor_of, (call.args, call.kwargs))
-            result = call.operation(*args, **kwargs)
+            with torch.set_grad_enabled(call.with_grad), torch._C._AutoDispatchBelowAutograd():
+                result = call.operation(*args, **kwargs)
             del args, kwargs
-            for made, tensor in zip(call.results, result if isinstance(result, (tuple, list)) else (result,), strict=True):
+            for reference, tensor in zip(call.results, result if isinstance(result, (tuple, list)) else (result,), strict=True):
+                made = reference()
                 if made is None:
                     continue
                 if made in self._released:
-                    for saved in made.alive():
-                        if isinstance(saved.value, Geometry):
-                            saved.value = saved.value.within(tensor.untyped_storage())
+                    yield made, tensor.untyped_storage()
                 if made in self._last:
                     made.now = tensor.untyped_storage()
                     held.append(made)
@@ -415,3 +527,7 @@ class Remaking:
             for made in [one for one in held if self._last[one] is call]:
                 made.now = None
                 held.remove(made)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)

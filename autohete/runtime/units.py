@@ -16,7 +16,7 @@ from autohete.runtime.forward_pass import BlockCall
 from autohete.runtime.ledger import CudaMemory, DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import AdamStates, parts_of
-from autohete.runtime.recorder import Recorded, Remaking, Saved
+from autohete.runtime.recorder import AsRead, Recorded, Remaking, Saved
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
 #: Stands for any place that is neither the device nor the host.
@@ -200,6 +200,8 @@ class UnitTensors:
     far: UnitSide = field(default_factory=UnitSide)
     #: Its call, if it will be recomputed, and the random state before it; the state is None if it drew nothing.
     checkpoint: tuple[BlockCall, RandomState | None] | None = None
+    #: The tensors that the call was given besides.
+    beside: list[AsRead] = field(default_factory=list)
     #: Number of recomputations so far.
     recomputed: int = 0
     #: What a forward with parts has saved, and what makes its released part again.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autohete.plan import Activations, Footprint, Format, Plan, UnitPlan
-from autohete.profile import Profile
+from autohete.plan import Activations, Footprint, Format, Plan, SavedRoute, UnitPlan
+from autohete.profile import Profile, UnitProfile
 
 
 def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
@@ -27,8 +27,9 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
             gradients=replace(unit.gradients, carried=Format()),
             refresh=Format(),
             parameters=replace(unit.parameters, carried=Format()),
+            saved=_named(unit, profile.units[i]),
         )
-        for unit in plan.units
+        for i, unit in enumerate(plan.units)
     )
     return replace(
         plan,
@@ -45,6 +46,15 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
         ),
         bound_seconds=None,  # proven for the system's own bytes
     )
+
+
+def _named(unit: UnitPlan, costs: UnitProfile) -> tuple[SavedRoute, ...]:
+    """The routes of saved tensors, with the names of those that selective recomputation makes again if they were measured."""
+    measured = costs.measured_selective_workspace_bytes is not None
+    if unit.activations is not Activations.SELECTIVE or not measured or any(one.recomputed for one in unit.saved):
+        return unit.saved
+    given = [one.name for one in unit.saved]
+    return (*unit.saved, *(SavedRoute(name, recomputed=True) for name in costs.selected if name not in given))
 
 
 def everything_resident(profile: Profile, activations: Activations = Activations.KEEP) -> Plan:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from statistics import median
 from typing import Any
 
@@ -297,7 +297,10 @@ class _Measurement:
         """Measure all blocks of the partition, and the loss."""
         counts = [sum(parameter.numel() for parameter in owned) for owned in self.partition.owned]
         passes = self._passes(Activations.KEEP, _REPEATS)
-        checkpointed = self._passes(Activations.RECOMPUTE, 1)
+        try:
+            checkpointed = self._passes(Activations.RECOMPUTE, 1)
+        except InputError:  # the model can only be trained without recomputation
+            checkpointed = {}
         hosts = [_cpu_update_seconds(owned, self.recipe.adam) for owned in self.partition.owned]
         saved = self._saved()
         inputs = sum(_size(value) for value in self.batch.named.values() if isinstance(value, Tensor))
@@ -309,7 +312,7 @@ class _Measurement:
             kept = max(forward.kept, given)
             # An output that backward keeps outlives its use as the input of the block above.
             twice = forward.handed_on if forward.keeps_output else 0
-            alone = checkpointed[TaskId(Kind.FORWARD, i)]
+            alone = checkpointed.get(TaskId(Kind.FORWARD, i))
             selected = saved.get(i)
             units.append(
                 UnitProfile(
@@ -324,7 +327,7 @@ class _Measurement:
                     backward_workspace_bytes=max(0, backward.peak - backward.brought - backward.made - backward.handed_on),
                     gpu_update_workspace_bytes=max(0, update.peak - update.brought),
                     cpu_update_seconds=hosts[i],
-                    measured_checkpointed_workspace_bytes=max(0, alone.peak - alone.brought - alone.handed_on),
+                    measured_checkpointed_workspace_bytes=None if alone is None else _workspace(alone),
                     saved=() if selected is None else _within(selected.saved, kept + twice - given),
                     measured_selective_workspace_bytes=None if selected is None else selected.workspaces,
                     largest_parameter=max((parameter.numel() for parameter in self.partition.owned[i]), default=None),
@@ -337,11 +340,13 @@ class _Measurement:
         """What forwards of the blocks save by name, and how long it takes to make each again; of those that save something."""
         named: dict[int, tuple[SavedTensors, ...]] = {}
 
-        def list_saved(training: Takeover, task: TaskId) -> None:
-            if task.kind is Kind.RECOMPUTE:
-                named[task.unit] = tuple(self._named(training, task.unit))
+        def list_saved(training: Takeover, unit: int) -> None:
+            named[unit] = tuple(self._named(training, unit))
 
-        passes = self._passes(Activations.SELECTIVE, _SELECTIVE_REPEATS, list_saved)
+        try:
+            passes = self._passes(Activations.SELECTIVE, _SELECTIVE_REPEATS, list_saved)
+        except (RuntimeError, InputError):  # torch.func lets nobody see what is saved, or something read has changed
+            return {}
         found = {}
         for i, saved in named.items():
             forward, again = (passes[TaskId(kind, i)] for kind in (Kind.FORWARD, Kind.RECOMPUTE))
@@ -363,6 +368,9 @@ class _Measurement:
             if one.remaking is None:
                 yield SavedTensors(one.name, one.size_bytes)
                 continue
+            if not one.remaking.repeats(training.passes.outside(unit)):  # an operation does what its schema does not say
+                yield SavedTensors(one.name, one.size_bytes)
+                continue
             begin = time.perf_counter()
             training.passes.make_again(unit, one.remaking)
             if self.torch_device.type == "cuda":
@@ -370,10 +378,10 @@ class _Measurement:
             yield SavedTensors(one.name, one.size_bytes, time.perf_counter() - begin, selective=one.selective)
 
     def _passes(
-        self, activations: Activations, repeats: int, after: Callable[[Takeover, TaskId], None] = lambda training, task: None
+        self, activations: Activations, repeats: int, before_release: Callable[[Takeover, int], None] | None = None
     ) -> dict[TaskId, _MeasuredPass]:
         """Measure each task of fully resident training in the last of several iterations; seconds are the median of all but the
-        first. ``after`` is called after each task.
+        first. In that one, ``before_release`` sees all that a forward of a unit has saved.
         """
         schedule, on_cuda = self._schedule(activations), self.torch_device.type == "cuda"
         memory = CudaMemory(self.torch_device) if on_cuda else Ledger(GPU_MEMORY)
@@ -383,6 +391,9 @@ class _Measurement:
         passes: dict[TaskId, _MeasuredPass] = {}
         try:
             for iteration in range(1 + repeats):
+                training.passes.before_release = (
+                    None if iteration or before_release is None else partial(before_release, training)
+                )
                 training.passes.give(iteration, Batch(padded(self.batch.inputs), self.batch.targets))
                 for task in schedule.tasks:
                     check_stop()
@@ -403,7 +414,6 @@ class _Measurement:
                     keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
                     kept = left - handed_on - base
                     passes[task.id] = _MeasuredPass(spent, peak, kept, brought, handed_on, made, keeps_output)
-                    after(training, task.id)
         finally:
             training.close()
         return passes
@@ -418,6 +428,11 @@ class _Measurement:
         )
         profile = replace(self.analytic, units=units)
         return lower(profile, everything_resident(profile, activations))
+
+
+def _workspace(alone: _MeasuredPass) -> int:
+    """Temporaries of a forward that keeps only its input."""
+    return max(0, alone.peak - alone.brought - alone.handed_on)
 
 
 def _within(saved: tuple[SavedTensors, ...], kept: int) -> tuple[SavedTensors, ...]:

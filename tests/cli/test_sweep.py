@@ -281,7 +281,7 @@ def test_only_the_same_sweep_is_continued(tmp_path: Path) -> None:
 def test_an_interrupted_sweep_is_continued(jobs: str, tmp_path: Path) -> None:
     """Ctrl-C leaves one line, exit code 130, no process, and a file with whole rows that --resume completes."""
     out = tmp_path / "out.csv"
-    command = ["sweep", *SMALL[:-2], "--over", "batch-size=1..500:1", "--out", str(out), "--jobs", jobs]
+    command = ["sweep", *SMALL[:-2], "--over", "batch-size=1..150:1", "--out", str(out), "--jobs", jobs]
     with subprocess.Popen(
         [sys.executable, "-m", "autohete", *command],
         stdout=subprocess.PIPE,
@@ -297,11 +297,11 @@ def test_an_interrupted_sweep_is_continued(jobs: str, tmp_path: Path) -> None:
     assert (process.returncode, said) == (130, "autohete: interrupted\n")
     data = out.read_bytes()
     assert data.endswith(b"\n")
-    assert 3 <= data.count(b"\n") < 501
+    assert 3 <= data.count(b"\n") < 151
     done = in_a_process(*command, "--resume")
     assert done.returncode == 0, done.stderr
     assert out.read_bytes().startswith(data)
-    assert sorted(int(row["batch-size"]) for row in rows(out)) == list(range(1, 501))
+    assert sorted(int(row["batch-size"]) for row in rows(out)) == list(range(1, 151))
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_rows_go_to_a_device_as_well(capsys: pytest.CaptureFixture[str]) -> None
 def test_no_process_outlives_a_killed_sweep(tmp_path: Path) -> None:
     """Workers end when the process that started them is gone, so that a second interrupt or SIGKILL leaves none."""
     out = tmp_path / "out.csv"
-    command = ["sweep", *SMALL[:-2], "--over", "batch-size=1..500:1", "--out", str(out), "--jobs", "2"]
+    command = ["sweep", *SMALL[:-2], "--over", "batch-size=1..150:1", "--out", str(out), "--jobs", "2"]
     with subprocess.Popen(
         [sys.executable, "-m", "autohete", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
     ) as process:

@@ -81,7 +81,7 @@ def test_saved_tensors_are_named_by_the_modules_that_make_them() -> None:
     """
     unit = profile_of(llama, torch.float32).units[1]
     kept = {one.name for one in unit.saved} - set(unit.selected)
-    assert kept == {"self_attn", "self_attn.v_proj", "block", "mlp.gate_proj", "mlp.up_proj"}
+    assert kept == {f"{name}:kept" for name in ("self_attn", "self_attn.v_proj", "block", "mlp.gate_proj", "mlp.up_proj")}
     assert set(unit.selected) == {"input_layernorm", "post_attention_layernorm", "mlp.act_fn", "mlp"}
     assert all(one.seconds is not None for one in unit.saved)  # nothing in it is random
     assert sum(one.size_bytes for one in unit.saved) == unit.kept_bytes
@@ -159,11 +159,11 @@ def test_what_is_random_or_changed_later_is_kept() -> None:
     """It is listed as what cannot be made again, and a plan that wants that is refused before training."""
     profile = measured_profile_on(load_hardware("a100-40gb-epyc7713"), Model(), batches()[0])
     times = {one.name: one.seconds for one in profile.units[1].saved}
-    assert times["up"] is None  # changed in place after the product
-    bad = Routed(UnitPlan(Activations.SELECTIVE, saved=(SavedRoute("up", recomputed=True),)))
+    assert times["up:kept"] is None  # changed in place after the product
+    bad = Routed(UnitPlan(Activations.SELECTIVE, saved=(SavedRoute("up:kept", recomputed=True),)))
     with (
         Trainer(Model(), policy=bad, hardware=load_hardware("a100-40gb-epyc7713"), profile=profile) as trainer,
-        pytest.raises(InputError, match=r"the saved tensors up of unit 1 \(transformer\) are to be made again, but only"),
+        pytest.raises(InputError, match=r"the saved tensors up:kept of unit 1 \(transformer\) are to be made again, but only"),
     ):
         trainer.prepare(batches()[0])
 

@@ -115,8 +115,8 @@ def test_routes_that_contradict_are_refused(changes: dict[str, Any], said: str) 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"recomputed": True, "rest": Route("host")}, "norm is recomputed, so it rests nowhere"),
-        ({"rest": Route("host", parts=2)}, "copied as it is, and as a whole"),
+        ({"recomputed": True, "route": Route("host")}, "norm is recomputed, so it rests nowhere"),
+        ({"route": Route("host", parts=2)}, "copied as it is, and as a whole"),
         ({"name": "two words"}, "give a name without spaces"),
     ],
 )
