@@ -140,10 +140,10 @@ def simulate_changes(
     names: Sequence[str],
     run: Run,
 ) -> list[Gain]:
-    """Simulate each change with the best plan as it is, and with the best and the next best policies planned anew.
+    """Simulate each change with the best plan as it is, and planned anew.
 
-    ``joint`` plans too wherever it can: it is never slower than a policy that only fits after the change. For several GPUs,
-    where it cannot, all policies plan.
+    ``joint`` plans wherever it can: it is never slower than another policy. Without it the best and the next best policy plan;
+    all of them for several GPUs, or if nothing fits.
     """
     fitting = [each for each in candidates if each.fits]
     best = fitting[0] if fitting else None
@@ -155,7 +155,7 @@ def simulate_changes(
         if change.gpus is not None:
             chosen = [*dict.fromkeys([*names, *default_policies(gpus)])]
         elif covers:
-            chosen = [*dict.fromkeys([JOINT, *chosen])]
+            chosen = [JOINT]
         elif gpus > 1 or not fitting:
             chosen = [*names]
         work += [_Again(change, name, None) for name in longest_first(chosen)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
@@ -127,10 +127,9 @@ class Route:
         return self.ahead if self.ahead_in_backward is None else self.ahead_in_backward
 
     @property
-    def only_parameters_have(self) -> list[str]:
-        """Its fields that mean something for parameters alone."""
-        unset = Route(self.home, self.ahead, self.carried, self.parts)
-        return [one.name for one in fields(self) if getattr(self, one.name) != getattr(unset, one.name)]
+    def is_of_parameters(self) -> bool:
+        """Whether it says something that only parameters do."""
+        return self.ahead_in_backward is not None or self.stays_after_forward or self.stays_after_backward or self.moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +283,11 @@ class UnitPlan(Hashed):
             raise InputError(f"saved recomputes {again[0]}, but activations are kept: make them selective")
 
     def _check_formats(self) -> None:
-        for name in ("gradients", "kept", "states"):
-            if wrong := getattr(self, name).only_parameters_have:
-                raise InputError(f"{name} has {wrong[0]}, which only parameters have: leave it out")
+        if self.gradients.is_of_parameters or self.kept.is_of_parameters or self.states.is_of_parameters:
+            raise InputError(
+                "only parameters stay after a pass, move, or come earlier for one pass than for the other: leave "
+                "stays_after_forward, stays_after_backward, moves and ahead_in_backward out for all else"
+            )
         if (self.kept.carried, self.states.carried) != (Format(), Format()):
             raise InputError("activations and optimizer states are copied as they are: leave carried out")
         parts = self.parameters.parts, self.kept.parts, self.gradients.parts, 1 if self.fetches_states else self.states.parts

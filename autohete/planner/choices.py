@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autohete.plan import Activations, Format, Processor, Route, UnitPlan, Update
 from autohete.profile import Profile
@@ -37,6 +38,10 @@ STAYS_AFTER_BACKWARD = Route(HOST_MEMORY, stays_after_backward=True)
 _MOST_PARTS = 32
 
 
+#: Searches combine the same few decisions again and again.
+_REMEMBERED = 2**12
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The available choices of every unit.
@@ -51,10 +56,8 @@ class Choices:
 
     def units(self, assignment: Assignment) -> tuple[UnitPlan, ...]:
         """The unit plans of ``assignment``."""
-        return tuple(
-            replace(others[o], activations=activations[a].activations, kept=activations[a].kept, saved=activations[a].saved)
-            for activations, others, (a, o) in zip(self.activations, self.others, assignment, strict=True)
-        )
+        pairs = zip(self.activations, self.others, assignment, strict=True)
+        return tuple(_combined(activations[a], others[o]) for activations, others, (a, o) in pairs)
 
     def where(self, allowed: Callable[[UnitPlan], bool]) -> Choices:
         """The choices for which ``allowed`` is true. Every unit must retain at least one."""
@@ -70,6 +73,12 @@ class Choices:
                 return None
             found.append((kept, rest))
         return tuple(found)
+
+
+@lru_cache(_REMEMBERED)
+def _combined(kept: UnitPlan, rest: UnitPlan) -> UnitPlan:
+    """The unit with the activations of the one and all else of the other."""
+    return replace(rest, activations=kept.activations, kept=kept.kept, saved=kept.saved)
 
 
 def _kept_alike(one: UnitPlan, other: UnitPlan) -> bool:
@@ -90,6 +99,7 @@ def _places(unit: UnitPlan) -> tuple[object, ...]:
     return unit.update.on, unit.states.home, route.home, route.stays_after_forward, route.stays_after_backward
 
 
+@lru_cache(_REMEMBERED)
 def _rest_without_distances(unit: UnitPlan) -> UnitPlan:
     route = replace(unit.parameters, ahead=1, ahead_in_backward=None)
     states = replace(unit.states, ahead=1, parts=1)
