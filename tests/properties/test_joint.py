@@ -363,3 +363,12 @@ def test_an_8b_model_in_two_micro_batches_trains_within_10_gib() -> None:
     judged = judge(Joint().plan(profile, judge))
     assert judged.verdict is Verdict.OK
     assert 65536 / judged.seconds > 10_209
+
+
+def test_no_unit_moves_in_more_parts_than_are_worth_a_copy() -> None:
+    """An embedding may have a million times as many parameters as a block."""
+    profile = drawn_profile(0, 3)
+    sizes = [10**6, *[1] * (len(profile.units) - 2), 10**6]
+    units = tuple(replace(unit, parameters=size) for unit, size in zip(profile.units, sizes, strict=True))
+    parts = {one.states.parts for some in every_choice(replace(profile, units=units)).others for one in some}
+    assert parts == {1, 32}
