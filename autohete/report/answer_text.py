@@ -332,10 +332,11 @@ def _gain(answer: Answer, gain: Gain) -> str:
     if gain.saved_seconds is None or gain.saved_share is None:
         return f"FITS, {format_seconds(seconds)} per iteration ({gain.policy})"
     other = "" if best is None or gain.policy == best.name else f", with {gain.policy}"
-    if not gain.helps:  # what is bought may be left unused, so it is never slower
-        if gain in answer.gains:
-            return "no effect"
-        return f"{-100 * gain.saved_share:.0f} % slower" if gain.saved_share <= -NOISE else "no faster"
+    if not gain.helps:
+        slower = f"{-100 * gain.saved_share:.0f} % slower" if gain.saved_share <= -NOISE else ""
+        if gain not in answer.gains:
+            return slower or "no faster"
+        return f"no effect, or {slower}: copies and CPU updates take DRAM bandwidth from each other" if slower else "no effect"
     if gain.change.gpus is not None:
         return f"{gain.tokens_per_second:,.0f} tokens/s, {100 * gain.saved_share:.0f} % less time for a token{other}"
     return (

@@ -180,6 +180,13 @@ def test_a_purchase_brings_what_planning_anew_brings(name: str) -> None:
     assert (f"{gain.change.name}: no effect" in said(found)) is not gain.helps
 
 
+def test_a_faster_link_that_slows_updates_down_is_said_to() -> None:
+    """A faster link or CPU may take DRAM bandwidth from what the iteration waits for; the reader may leave it unused."""
+    gain = replace(gain_of(answer(), "the next generation of the link"), saved_share=-0.12, saved_seconds=-0.1)
+    found = replace(answer(), gains=(gain,))
+    assert f"{gain.change.name}: no effect, or 12 % slower: copies and CPU updates take DRAM bandwidth from" in said(found)
+
+
 def test_memory_binds_where_more_of_it_helps() -> None:
     """On a tight GPU more of its memory saves time; where all stays on the GPU no memory would."""
     assert answer().binds == (GPU_MEMORY,)
