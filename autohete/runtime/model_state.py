@@ -98,6 +98,7 @@ class Effects:
         kept_bytes: size of these tensors.
         python_in_backward: whether backward calls Python code, for example to recompute a part of a block.
         unused: places, in the blocks' results, of tensors other than the hidden states that need gradients.
+        keeps_parameters: whether hooks of its own, for what autograd saves, keep parameters by reference until backward.
     """
 
     changing: frozenset[str] = frozenset()
@@ -105,6 +106,7 @@ class Effects:
     kept_bytes: int = 0
     python_in_backward: bool = False
     unused: frozenset[int] = frozenset()
+    keeps_parameters: bool = False
 
     def __or__(self, other: Effects) -> Effects:
         """Combine the effects of two parts of a model."""
@@ -114,6 +116,7 @@ class Effects:
             self.kept_bytes + other.kept_bytes,
             self.python_in_backward or other.python_in_backward,
             self.unused | other.unused,
+            self.keeps_parameters or other.keeps_parameters,
         )
 
 

@@ -18,7 +18,7 @@ from autohete.runtime.batch import Inputs, check_range, first_sequence, leading,
 from autohete.runtime.forward_pass import BlockCall, ForwardPass, graph_nodes, hidden_of, leaves, with_hidden
 from autohete.runtime.ledger import WORKSPACE, Ledger, accounting
 from autohete.runtime.losses import check_loss
-from autohete.runtime.model_state import NO_EFFECTS, Effects, RandomState, Snapshot, unchanged_random_state
+from autohete.runtime.model_state import NO_EFFECTS, Effects, RandomState, Snapshot, tensors_in, unchanged_random_state
 from autohete.runtime.partition import Partition, check_hooks
 
 _OWN_HOOKS = "a block has hooks of its own for what backward needs"
@@ -118,6 +118,30 @@ def _beside_bytes(cut: Partition, inputs: Inputs) -> int:
 
 
 @contextmanager
+def _watched_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[list[Tensor]]:
+    """Yield a list that collects the parameters that a block's own hooks keep by reference for backward. Hooks that keep
+    copies, or nothing, as those of ``torch.utils.checkpoint`` do, are no obstacle to a plan whose parameters leave.
+    """
+    kept: list[Tensor] = []
+    parameters = {p.untyped_storage().data_ptr() for _, module in modules for p in module.parameters(recurse=False)}
+    entered = saved_tensors_hooks.__enter__
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        def pack(tensor: Tensor) -> Any:
+            packed = hooks.pack_hook(tensor)
+            kept.extend(one for one in tensors_in(packed) if one.untyped_storage().data_ptr() in parameters)
+            return packed
+
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, hooks.unpack_hook)
+
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield kept
+    finally:
+        saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+
+
+@contextmanager
 def _teaching(inputs: Inputs) -> Iterator[None]:
     """Report the inputs if the model's own code fails."""
     try:
@@ -208,7 +232,9 @@ class _Trial:
         except RuntimeError as error:
             if _OWN_HOOKS not in str(error):
                 raise
-            result, hooks = call.on(own, hidden), True
+            with _watched_hooks(self._modules) as kept:
+                result, hooks = call.on(own, hidden), True
+            self.effects |= Effects(keeps_parameters=bool(kept))
         found = hidden_of(result)
         others = result[1:] if isinstance(result, tuple) else ()
         unused = frozenset(place for place, item in enumerate(others, 1) if isinstance(item, Tensor) and item.requires_grad)

@@ -81,6 +81,12 @@ class Preparation:
                 f"clip_norm is {clip_norm}, but {plan.policy} delays updates, and a saved state does not "
                 "record the scale of waiting gradients: leave clip_norm out, or choose a policy that does not delay updates"
             )
+        if partition.effects.keeps_parameters and plan.offloaded_parameter_units:
+            raise InputError(
+                "a block keeps parameters until backward by saved_tensors_hooks of its own, but the plan lets parameters leave "
+                f"the GPU meanwhile ({plan.policy}): let the hooks keep copies, or choose a policy that keeps parameters "
+                "there, such as resident or zero_offload"
+            )
         return prepared
 
     def _planned(self, partition: Partition, form: Form, batch: Batch, threads: int) -> Prepared:

@@ -17,7 +17,7 @@ from support.modules import STEPS, VOCABULARY, batches
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autohete.errors import TaskError
+from autohete.errors import InputError, TaskError
 from autohete.hardware import load_hardware
 from autohete.plan import Activations, Plan, Route, SavedRoute, UnitPlan
 from autohete.plan.policy import Judge
@@ -367,3 +367,35 @@ def test_modules_of_other_threads_give_no_names() -> None:
         ended.set()
         thread.join()
     assert [one.name for one in beside.units[1].saved] == [one.name for one in alone.units[1].saved]
+
+
+def by_reference(block: Any, x: Any) -> Any:
+    """Hooks of its own keep what backward needs as it is, parameters included."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        y = functional.gelu(block.up(block.norm(x)))
+    return x + block.down(functional.silu(y))
+
+
+def copied(block: Any, x: Any) -> Any:
+    """They keep copies."""
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        y = functional.gelu(block.up(block.norm(x)))
+    return x + block.down(functional.silu(y))
+
+
+def checkpointed(block: Any, x: Any) -> Any:
+    """They keep nothing."""
+    return x + torch.utils.checkpoint.checkpoint(block.mlp, block.norm(x), use_reentrant=False)
+
+
+@pytest.mark.parametrize("forward", [by_reference, copied, checkpointed], ids=lambda forward: forward.__name__)
+def test_hooks_of_a_block_that_keep_parameters_keep_them_on_the_gpu(forward: Forward) -> None:
+    """Where the parameters leave between forward and backward, their memory is another unit's by then."""
+    losses, _ = plain(Model(forward, lambda block: None))
+    for policy in ("resident", "stronghold:window=1"):
+        with Trainer(Model(forward, lambda block: None), policy=policy, hardware=NODE, gpu_memory="1GiB") as trainer:
+            if forward is by_reference and policy != "resident":
+                with pytest.raises(InputError, match="keeps parameters until backward by saved_tensors_hooks of its own"):
+                    trainer.step(batches()[0])
+            else:
+                assert [trainer.step(batch) for batch in batches()[:STEPS]] == losses
