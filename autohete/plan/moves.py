@@ -276,15 +276,15 @@ def saved_parts(unit: UnitPlan, saved: tuple[SavedSize, ...], kept_bytes: int) -
     kept = unit.kept if unit.kept.leaves else Route()
     names: dict[tuple[Route, bool], list[str]] = {}
     for name in sizes:
-        rest = routes[name].route if name in routes else kept
-        names.setdefault((Route(), True) if name in again else (rest if rest.leaves else Route(), False), []).append(name)
+        route = routes[name].route if name in routes else kept
+        names.setdefault((Route(), True) if name in again else (route if route.leaves else Route(), False), []).append(name)
     unnamed = kept_bytes - sum(sizes.values())  # all that there is if nothing has a name
     if unnamed or unit.saved or kept.leaves or all(recomputed for _, recomputed in names):
         names.setdefault((kept, False), [])
 
     def order(key: tuple[Route, bool]) -> tuple[bool, ...]:
-        rest, recomputed = key
-        return not recomputed, rest.leaves, rest != kept
+        route, recomputed = key
+        return not recomputed, route.leaves, route != kept
 
     return tuple(
         SavedPart(*key, sum(sizes[name] for name in names[key]) + unnamed * (key == (kept, False)), frozenset(names[key]))

@@ -33,11 +33,8 @@ STAYS_AFTER_FORWARD = Route(HOST_MEMORY, stays_after_forward=True)
 #: Fetched once, for backward: suits the first units, whose next forward follows soon.
 STAYS_AFTER_BACKWARD = Route(HOST_MEMORY, stays_after_backward=True)
 
-
-#: Each part is a copy and an update of its own. Real vocabularies want at most 20, but units of a few parameters any number.
+#: Each part is a copy and an update of its own. Bundled models want at most 12, but next to tiny blocks it could be any number.
 _MOST_PARTS = 32
-
-
 #: Searches combine the same few decisions again and again.
 _REMEMBERED = 2**12
 

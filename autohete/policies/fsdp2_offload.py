@@ -77,7 +77,6 @@ class Fsdp2Offload:
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         tied, fp32, last = profile.workload.tied_embeddings, Format(4, self.pin_memory), len(profile.units) - 1
         gradients = Route(HOST_MEMORY, carried=fp32)
-
         update = Update(Processor.CPU, norm_on=Processor.CPU)
 
         def unit(block: int) -> UnitPlan:

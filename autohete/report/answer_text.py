@@ -336,7 +336,9 @@ def _gain(answer: Answer, gain: Gain) -> str:
         slower = f"{-100 * gain.saved_share:.0f} % slower" if gain.saved_share <= -NOISE else ""
         if gain not in answer.gains:
             return slower or "no faster"
-        return f"no effect, or {slower}: copies and CPU updates take DRAM bandwidth from each other" if slower else "no effect"
+        if not slower or gain.change.gpus is not None:  # what is bought may be left unused
+            return "no effect"
+        return f"no effect, or {slower}: copies and CPU updates take DRAM bandwidth from each other"
     if gain.change.gpus is not None:
         return f"{gain.tokens_per_second:,.0f} tokens/s, {100 * gain.saved_share:.0f} % less time for a token{other}"
     return (

@@ -151,6 +151,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Addresses of the storages of ``tensors``, without those that have no memory."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+
+
 class Snapshot:
     """A copy of the buffers and attributes of modules.
 

@@ -22,7 +22,7 @@ from autohete.runtime.batch import Batch, Inputs, Loss, on_device
 from autohete.runtime.forward_pass import BlockCall, ForwardPass, hidden_of, with_hidden
 from autohete.runtime.ledger import WORKSPACE
 from autohete.runtime.losses import check_loss
-from autohete.runtime.model_state import ModulePlace, RandomState, buffers_of, tensors_in, unchanged_random_state
+from autohete.runtime.model_state import ModulePlace, RandomState, addresses, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.partition import Partition
 from autohete.runtime.recorder import AsRead, Geometry, Recorder, Remaking, Saved
@@ -238,7 +238,7 @@ class Passes:
 
     def make_room(self) -> None:
         """Allocate copies for recomputation, which live as long as the training. Call it once the buffers are in place."""
-        self._lasting = _addresses(self.partition.lasting)
+        self._lasting = addresses(self.partition.lasting)
         for kept, forwards in zip(self._kept, self._passes, strict=True):
             if len(forwards) > 1 and not forwards[0].selects:
                 kept.make_copies()
@@ -606,7 +606,7 @@ class Passes:
         parts = self._parts[i]
         begin = unit.device.parameters.data_ptr()
         end = begin + unit.device.parameters.nbytes
-        staying = self._lasting | _addresses(beside)
+        staying = self._lasting | addresses(beside)
         unit.saved = []
 
         def pack(tensor: Tensor) -> object:
@@ -648,11 +648,6 @@ class Passes:
 def _without_input(call: BlockCall) -> BlockCall:
     """The same call without its hidden states, which are elsewhere."""
     return replace(call, hidden=call.hidden.new_empty(0))
-
-
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Addresses of the storages of ``tensors``, without those that have no memory."""
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:

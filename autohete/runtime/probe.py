@@ -18,7 +18,15 @@ from autohete.runtime.batch import Inputs, check_range, first_sequence, leading,
 from autohete.runtime.forward_pass import BlockCall, ForwardPass, graph_nodes, hidden_of, leaves, with_hidden
 from autohete.runtime.ledger import WORKSPACE, Ledger, accounting
 from autohete.runtime.losses import check_loss
-from autohete.runtime.model_state import NO_EFFECTS, Effects, RandomState, Snapshot, tensors_in, unchanged_random_state
+from autohete.runtime.model_state import (
+    NO_EFFECTS,
+    Effects,
+    RandomState,
+    Snapshot,
+    addresses,
+    tensors_in,
+    unchanged_random_state,
+)
 from autohete.runtime.partition import Partition, check_hooks
 
 _OWN_HOOKS = "a block has hooks of its own for what backward needs"
@@ -123,7 +131,7 @@ def _watched_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[list[Te
     copies, or nothing, as those of ``torch.utils.checkpoint`` do, are no obstacle to a plan whose parameters leave.
     """
     kept: list[Tensor] = []
-    parameters = {p.untyped_storage().data_ptr() for _, module in modules for p in module.parameters(recurse=False)}
+    parameters = addresses(parameter for _, module in modules for parameter in module.parameters(recurse=False))
     entered = saved_tensors_hooks.__enter__
 
     def enter(hooks: saved_tensors_hooks) -> None:

@@ -260,5 +260,5 @@ class UnitTensors:
 
     def forget_passes(self) -> None:
         """Discard what lives between the passes."""
-        self.checkpoint, self.input, self.root, self.saved, self.moved = None, None, None, [], {}
+        self.checkpoint, self.beside, self.input, self.root, self.saved, self.moved = None, [], None, None, [], {}
         self.recomputed, self.named, self.remaking, self.kept_in = 0, None, None, {}

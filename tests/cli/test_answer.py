@@ -185,6 +185,9 @@ def test_a_faster_link_that_slows_updates_down_is_said_to() -> None:
     gain = replace(gain_of(answer(), "the next generation of the link"), saved_share=-0.12, saved_seconds=-0.1)
     found = replace(answer(), gains=(gain,))
     assert f"{gain.change.name}: no effect, or 12 % slower: copies and CPU updates take DRAM bandwidth from" in said(found)
+    more = replace(found, gains=(replace(gain, change=replace(gain.change, gpus=2)),))  # of which one may idle
+    assert f"{gain.change.name}: no effect" in said(more)
+    assert "DRAM bandwidth from" not in said(more)
 
 
 def test_memory_binds_where_more_of_it_helps() -> None:
