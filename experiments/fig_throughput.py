@@ -185,7 +185,7 @@ def bounds(rows: Rows) -> list[Bound]:
     limit = list(MODELS)[: list(MODELS).index(ZERO_OFFLOAD_LIMIT) + 1]
     ratio, dram = PUBLISHED[ZERO_OFFLOAD[0]].maximum, node.host.memory_bandwidth
     needs = []
-    gpu_seconds = [_gpu_seconds(model) for model in limit]
+    gpu_seconds = [_gpu_seconds(rows[model, AUTOHETE]) for model in limit]
     for policy, copies in ((ZERO_OFFLOAD[0], "overlapped"), (ZERO_OFFLOAD[1], "blocking"), (ZERO_OFFLOAD[2], "blocking")):
         needed = [_needed_bandwidth(m, policy, ratio * seconds) / 1e9 for m, seconds in zip(limit, gpu_seconds, strict=True)]
         version = policy.partition("=")[2]
@@ -218,10 +218,10 @@ def bounds(rows: Rows) -> list[Bound]:
     return needs
 
 
-def _gpu_seconds(model: str) -> float:
-    """Return the GPU's own work in an iteration of AutoHete."""
-    simulation = simulate(MODELS[model], load_hardware(NODE), parse_policy(AUTOHETE))
-    return sum(task.duration_ns for task in simulation.schedule.tasks if task.lane == GPU) * 1e-9
+def _gpu_seconds(summary: Summary) -> float:
+    """Return the GPU's own work in an iteration."""
+    assert summary.iteration_seconds is not None
+    return summary.lanes[GPU] * summary.iteration_seconds
 
 
 def _needed_bandwidth(model: str, policy: str, seconds: float) -> float:

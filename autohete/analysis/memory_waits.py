@@ -206,10 +206,13 @@ class _MemoryWaits:
         return self._made()
 
     def _add(self, buffers: Lives, capacity: int) -> None:
-        rows, starts = self.guide.rows, self.start[:, buffers.allocates]
+        rows, starts = list(self.guide.rows), self.start[:, buffers.allocates]
+        frees, backs, sizes = (np.array(column, np.int64) for column in (buffers.frees, buffers.backs, buffers.sizes))
+        room = capacity - sum(size for _, size in buffers.resident)
         allocating = sorted(dict.fromkeys(buffers.allocates), key=lambda a: int(self.start[rows[0], a]))
         for a in allocating:
-            while self._surely(buffers, a, starts) > capacity:
+            begun = (starts <= self.start[rows, a][:, None, None]).sum(axis=1) + backs
+            while (self._alive(begun, self._late(a)[frees]) @ sizes).max(initial=0) > room:
                 wait = self._best(buffers, a)
                 if wait is None:
                     break
@@ -230,19 +233,16 @@ class _MemoryWaits:
                 self.ended[level][task] |= gained
                 news += ((v, level + back, gained) for v, back in self.after[task] if level + back < _DEPTH)
 
-    def _surely(self, buffers: Lives, a: int, starts: NDArray[np.int64]) -> int:
-        """Upper bound of the bytes held while ``a`` is the last in the guide's order to have allocated.
+    def _alive(self, begun: NDArray[np.int64], late: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Upper bound of the buffers alive while a task is the last in the guide's order to have allocated.
 
         Args:
-            buffers: the lives in one memory.
-            a: a task that allocates.
-            starts: when each life begins, of shape (iterations, lives).
+            begun: how often the life of each buffer has begun by then, shape (rows of the guide, buffers).
+            late: for the task that frees each, see :meth:`_late`.
         """
-        late = self._late(a)[buffers.frees]
-        begun = [starts <= self.start[row, a] for row in self.guide.rows]
-        freed = [np.maximum(row + 1 - late, 0) * (late < _DEPTH) for row in self.guide.rows]
-        held = (np.maximum(some.sum(axis=0) + buffers.backs - gone, 0) for some, gone in zip(begun, freed, strict=True))
-        return max(int(count @ buffers.sizes) for count in held) + sum(size for _, size in buffers.resident)
+        freed = np.maximum(np.array(self.guide.rows)[:, None] + 1 - late, 0) * (late < _DEPTH)
+        alive: NDArray[np.int64] = np.maximum(begun - freed, 0)
+        return alive
 
     def _late(self, a: int) -> NDArray[np.int64]:
         """For each task, the age in iterations of its last instance that has ended, under any timing, when ``a`` starts."""

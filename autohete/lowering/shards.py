@@ -33,6 +33,8 @@ class Shards:
         self._comes_and_goes = [
             unit.parameters.leaves or stage == 3 for unit, stage in zip(plan.units, self._stages, strict=True)
         ]
+        #: By unit; units that are alike and planned alike share theirs.
+        self._sizes: dict[tuple[UnitPlan, int], UnitSizes] = {}
 
     def _part(self, unit: int, from_stage: int) -> int:
         count = self._profile.units[unit].trained_parameters
@@ -40,6 +42,12 @@ class Shards:
 
     def sizes(self, unit: int) -> UnitSizes:
         """The sizes of the unit's values for one GPU."""
+        alike = self._plan.units[unit], id(self._profile.units[unit])
+        if alike not in self._sizes:
+            self._sizes[alike] = self._sizes_of(unit)
+        return self._sizes[alike]
+
+    def _sizes_of(self, unit: int) -> UnitSizes:
         profile, on_gpu, on_cpu = self._profile, self._on_gpu[unit], self._updated[unit] - self._on_gpu[unit]
         return UnitSizes(
             element_bytes=profile.element_bytes,

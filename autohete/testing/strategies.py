@@ -11,11 +11,12 @@ Values are small, and extreme on purpose: passes of no time, links a thousand ti
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cache, partial
 from itertools import pairwise
+from typing import TypeVar
 
 from hypothesis import reject
 from hypothesis import strategies as st
@@ -78,270 +79,330 @@ from autohete.workload import Kernels, Precision, Units, Workload
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
 
-Draw = st.DrawFn
+T = TypeVar("T")
+
+#: Size of a roll of dice; an example takes a few hundred bytes.
+_ROLL_BYTES = 1024
 
 
-@st.composite
-def workloads(draw: Draw, max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> Workload:
+class Dice:
+    """Choices read off one drawn string of bytes. Hypothesis would take longer to draw each of the hundreds of choices in an
+    example by itself than most tests take. Zeros, towards which examples shrink, choose what comes first.
+
+    Args:
+        roll: the bytes; after them come zeros.
+    """
+
+    def __init__(self, roll: bytes) -> None:
+        self._roll, self._read = roll, 0
+
+    def whole(self, low: int, high: int) -> int:
+        """A whole number from ``low`` to ``high``."""
+        size = ((high - low).bit_length() + 7) // 8
+        self._read += size
+        return low + int.from_bytes(self._roll[self._read - size : self._read], "little") % (high - low + 1)
+
+    def of(self, options: Sequence[T]) -> T:
+        """One of the options."""
+        return options[self.whole(0, len(options) - 1)]
+
+    def flip(self) -> bool:
+        """Yes or no."""
+        return bool(self.whole(0, 1))
+
+    def some(self, options: Sequence[T], most: int | None = None) -> list[T]:
+        """Any of the options, each at most once and ``most`` at most, in any order."""
+        left = list(options)
+        return [left.pop(self.whole(0, len(left) - 1)) for _ in range(self.whole(0, len(left) if most is None else most))]
+
+    def decades(self, lowest: int, highest: int) -> float:
+        """A number between two powers of ten, each decade equally likely."""
+        return self.whole(1, 9) * 10.0 ** self.whole(lowest, highest - 1)
+
+
+def _rolled(make: Callable[[Dice], T]) -> st.SearchStrategy[T]:
+    return st.binary(min_size=_ROLL_BYTES, max_size=_ROLL_BYTES).map(lambda roll: make(Dice(roll)))
+
+
+def workloads(max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> st.SearchStrategy[Workload]:
     """Small GPT shapes in all precisions, tied or not, with fused attention or without, with gradients clipped or not, cut
     into blocks or into sublayers, trained as a whole or in part.
     """
-    heads = draw(st.integers(1, 4))
-    units = draw(st.sampled_from([Units.BLOCK, Units.BLOCK, Units.SUBLAYER]))
+    return _rolled(lambda dice: _workload(dice, max_transformer_blocks, max_micro_batches))
+
+
+def _workload(dice: Dice, max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> Workload:
+    heads = dice.whole(1, 4)
+    units = dice.of([Units.BLOCK, Units.BLOCK, Units.SUBLAYER])
     most = max_transformer_blocks if units is Units.BLOCK else max(1, max_transformer_blocks // 2)
-    blocks = draw(st.integers(1, most))
+    blocks = dice.whole(1, most)
     return Workload(
         name="random",
-        hidden_size=heads * draw(st.sampled_from([1, 8, 64])),
+        hidden_size=heads * dice.of([1, 8, 64]),
         transformer_blocks=blocks,
         heads=heads,
-        vocabulary_size=draw(st.integers(1, 2000)),
-        sequence_length=draw(st.integers(1, 256)),
-        batch_size=draw(st.integers(1, 4)),
-        precision=draw(st.sampled_from(Precision)),
-        tied_embeddings=draw(st.booleans()),
-        kernels=draw(st.sampled_from(Kernels)),
-        micro_batches=draw(st.integers(1, max_micro_batches)),
-        clip_norm=draw(st.sampled_from([None, None, 1.0])),
+        vocabulary_size=dice.whole(1, 2000),
+        sequence_length=dice.whole(1, 256),
+        batch_size=dice.whole(1, 4),
+        precision=dice.of(list(Precision)),
+        tied_embeddings=dice.flip(),
+        kernels=dice.of(list(Kernels)),
+        micro_batches=dice.whole(1, max_micro_batches),
+        clip_norm=dice.of([None, None, 1.0]),
         units=units,
-        training=draw(_trainings(blocks)),
+        training=_training(dice, blocks),
     )
 
 
-@st.composite
-def _trainings(draw: Draw, units: int) -> Training:
+def _training(dice: Dice, units: int) -> Training:
     """All parameters, adapters, or the last of so many transformer blocks."""
     # All of these have a kernel for the CPU, and update any share of a unit.
-    optimizer = draw(st.sampled_from([Optimizer.ADAMW, Optimizer.ADAMW, Optimizer.SGD, Optimizer.SGD_MOMENTUM]))
-    if draw(st.booleans()):
+    optimizer = dice.of([Optimizer.ADAMW, Optimizer.ADAMW, Optimizer.SGD, Optimizer.SGD_MOMENTUM])
+    if dice.flip():
         return Training(optimizer=optimizer)
-    targets = draw(st.sampled_from([("all",), ("attention",), ("mlp",), ("c_attn", "c_fc")]))
-    lora = draw(st.none() | st.builds(Lora, st.integers(1, 4), st.just(targets), st.booleans()))
-    return Training(lora, draw(st.none() | st.integers(1, units)), optimizer)
+    targets = dice.of([("all",), ("attention",), ("mlp",), ("c_attn", "c_fc")])
+    lora = Lora(dice.whole(1, 4), targets, dice.flip()) if dice.flip() else None
+    return Training(lora, dice.whole(1, units) if dice.flip() else None, optimizer)
 
 
-def _decades(lowest: int, highest: int) -> st.SearchStrategy[float]:
-    """A number between two powers of ten, each decade equally likely."""
-    return st.builds(lambda digits, power: digits * 10.0**power, st.integers(1, 9), st.integers(lowest, highest - 1))
-
-
-@st.composite
-def hardware(draw: Draw) -> Hardware:
+def hardware() -> st.SearchStrategy[Hardware]:
     """Slow and fast engines and links, memories from a megabyte to ten terabytes, drives; duplex is never faster than alone."""
-    memory_bytes = round(draw(_decades(6, 13)))
+    return _rolled(_hardware)
+
+
+def _hardware(dice: Dice) -> Hardware:
+    memory_bytes = round(dice.decades(6, 13))
 
     def link() -> Link:
-        bandwidth = draw(_decades(6, 12))
-        shares = st.sampled_from([0.25, 0.5, 0.8, 1.0])
-        pageable = draw(st.none() | shares.map(lambda share: bandwidth * share))
-        return Link(bandwidth, bandwidth * draw(shares), draw(_decades(-9, -4)), pageable)
+        bandwidth = dice.decades(6, 12)
+        shares = [0.25, 0.5, 0.8, 1.0]
+        pageable = bandwidth * dice.of(shares) if dice.flip() else None
+        return Link(bandwidth, bandwidth * dice.of(shares), dice.decades(-9, -4), pageable)
 
     return Hardware(
         name="random",
         gpu=Gpu(
             memory_bytes=memory_bytes,
-            reserved_bytes=draw(st.integers(0, memory_bytes - 1)),
-            peak_16bit_flops=draw(_decades(9, 16)),
-            peak_32bit_flops=draw(_decades(9, 15)),
-            memory_bandwidth=draw(_decades(9, 14)),
-            memory_efficiency=draw(st.sampled_from([0.1, 0.8, 1.0])),
-            gemm_efficiency=draw(st.sampled_from([0.1, 0.6, 1.0])),
-            kernel_overhead_seconds=draw(_decades(-9, -4)),
-            gemm_efficiency_32bit=draw(st.sampled_from([None, 0.3])),
-            multiprocessors=draw(st.sampled_from([None, 1, 100])),
-            attention_share=draw(st.sampled_from([None, 0.3, 1.0])),
+            reserved_bytes=memory_bytes * dice.of([0, 1, 10, 50, 99]) // 100,
+            peak_16bit_flops=dice.decades(9, 16),
+            peak_32bit_flops=dice.decades(9, 15),
+            memory_bandwidth=dice.decades(9, 14),
+            memory_efficiency=dice.of([0.1, 0.8, 1.0]),
+            gemm_efficiency=dice.of([0.1, 0.6, 1.0]),
+            kernel_overhead_seconds=dice.decades(-9, -4),
+            gemm_efficiency_32bit=dice.of([None, 0.3]),
+            multiprocessors=dice.of([None, 1, 100]),
+            attention_share=dice.of([None, 0.3, 1.0]),
         ),
         h2d=link(),
         d2h=link(),
         host=Host(
-            round(draw(_decades(6, 14))),
-            draw(_decades(8, 13)),
-            draw(st.sampled_from([0.25, 0.7, 1.0])),
-            draw(st.none() | _decades(6, 14).map(round)),
+            round(dice.decades(6, 14)),
+            dice.decades(8, 13),
+            dice.of([0.25, 0.7, 1.0]),
+            round(dice.decades(6, 14)) if dice.flip() else None,
         ),
         cpu=Cpu(
-            draw(st.integers(1, 256)),
-            draw(_decades(7, 12)),
-            draw(st.none() | _decades(7, 12)),
-            draw(st.sampled_from([0.5, 1.0])),
-            draw(st.sampled_from([0.0, 1e-5])),
+            dice.whole(1, 256),
+            dice.decades(7, 12),
+            dice.decades(7, 12) if dice.flip() else None,
+            dice.of([0.5, 1.0]),
+            dice.of([0.0, 1e-5]),
         ),
-        places=tuple(draw(_places(name)) for name in draw(st.sampled_from(_PLACES))),
+        places=tuple(_place(dice, name) for name in dice.of(_PLACES)),
     )
 
 
-@st.composite
-def _saved_tensors(draw: Draw, kept: int) -> tuple[SavedTensors, ...]:
+def _saved_tensors(dice: Dice, kept: int) -> tuple[SavedTensors, ...]:
     """Tensors with ``kept`` bytes together, or none that are named."""
-    count = draw(st.integers(0, 4))
-    cuts = sorted(draw(st.lists(st.integers(0, kept), min_size=count - 1, max_size=count - 1))) if count else []
+    count = dice.whole(0, 4)
+    cuts = sorted(dice.whole(0, kept) for _ in range(count - 1))
     sizes = [end - begin for begin, end in pairwise([0, *cuts, kept])] if count else []
-    seconds = [draw(st.none() | _decades(-8, 0)) for _ in sizes]
+    seconds = [dice.decades(-8, 0) if dice.flip() else None for _ in sizes]
     return tuple(
-        SavedTensors(f"saved{i}", size, spent, draw(st.sampled_from([0.0, 1e-5])), spent is not None and draw(st.booleans()))
+        SavedTensors(f"saved{i}", size, spent, dice.of([0.0, 1e-5]), spent is not None and dice.flip())
         for i, (size, spent) in enumerate(zip(sizes, seconds, strict=True))
     )
 
 
-@st.composite
-def synthetic_profiles(draw: Draw, max_micro_batches: int = 1) -> Profile:
+def synthetic_profiles(max_micro_batches: int = 1) -> st.SearchStrategy[Profile]:
     """Blocks with any times and sizes, zero included, that no roofline would give."""
-    workload = draw(workloads(max_micro_batches=max_micro_batches))
-    seconds = st.one_of(st.just(0.0), st.integers(0, 9).map(lambda x: x * 1e-9), _decades(-8, 0))
-    sizes = st.one_of(st.integers(0, 9), st.integers(0, 10**8))
+    return _rolled(lambda dice: _synthetic(dice, max_micro_batches))
 
-    trained_first, apart = draw(st.integers(0, workload.unit_count - 1)), draw(st.booleans())
+
+def _synthetic(dice: Dice, max_micro_batches: int) -> Profile:
+    workload = _workload(dice, max_micro_batches=max_micro_batches)
+
+    def seconds() -> float:
+        return dice.of([0.0, dice.whole(0, 9) * 1e-9, dice.decades(-8, 0)])
+
+    def size() -> int:
+        return dice.whole(0, dice.of([9, 10**8]))
+
+    trained_first, apart = dice.whole(0, workload.unit_count - 1), dice.flip()
 
     def frozen(index: int, parameters: int) -> int:
         """Of one unit in every profile nothing is frozen."""
         if not apart or index == trained_first:
             return 0
-        return draw(st.sampled_from([0, parameters // 2, parameters, parameters]))
+        return dice.of([0, parameters // 2, parameters, parameters])
 
     def unit(index: int) -> UnitProfile:
-        parameters = draw(st.one_of(st.integers(1, 9), st.integers(1, 10**7)))
-        kept = draw(sizes)
-        given = draw(st.integers(0, kept))
-        forward = draw(seconds)
+        parameters = dice.whole(1, dice.of([9, 10**7]))
+        kept = size()
+        given = dice.whole(0, kept)
+        forward = seconds()
         return UnitProfile(
             role=workload.role(index),
             parameters=parameters,
             frozen_parameters=frozen(index, parameters),
-            frozen_bytes=draw(st.none() | st.integers(1, parameters)) if apart else None,
+            frozen_bytes=dice.whole(1, parameters) if apart and dice.flip() else None,
             forward_seconds=forward,
-            backward_seconds=draw(seconds),
-            gpu_update_seconds=draw(seconds),
+            backward_seconds=seconds(),
+            gpu_update_seconds=seconds(),
             input_bytes=given,
-            cpu_update_seconds=draw(st.none() | seconds),
+            cpu_update_seconds=seconds() if dice.flip() else None,
             activation_bytes=kept,
-            forward_workspace_bytes=draw(sizes),
-            backward_workspace_bytes=draw(sizes),
-            saved=draw(_saved_tensors(kept - given)) if 0 < index < workload.unit_count - 1 else (),
-            measured_selective_workspace_bytes=draw(st.none() | st.tuples(sizes, sizes)),
-            shorter_recompute_seconds=draw(st.sampled_from([None, 0.0, forward / 2, forward])),
+            forward_workspace_bytes=size(),
+            backward_workspace_bytes=size(),
+            saved=_saved_tensors(dice, kept - given) if 0 < index < workload.unit_count - 1 else (),
+            measured_selective_workspace_bytes=(size(), size()) if dice.flip() else None,
+            shorter_recompute_seconds=dice.of([None, 0.0, forward / 2, forward]),
         )
 
     units = tuple(unit(index) for index in range(workload.unit_count))
-    return Profile(workload, draw(hardware()), units, LossProfile(draw(seconds), draw(sizes), draw(sizes), draw(st.booleans())))
+    return Profile(workload, _hardware(dice), units, LossProfile(seconds(), size(), size(), dice.flip()))
 
 
 def profiles(max_micro_batches: int = 1) -> st.SearchStrategy[Profile]:
     """Analytic and synthetic profiles, of iterations of at most so many micro-batches."""
-    analytic = st.builds(analytic_profile, workloads(max_micro_batches=max_micro_batches), hardware())
-    return st.one_of(analytic, synthetic_profiles(max_micro_batches=max_micro_batches))
+    return _rolled(lambda dice: _profile(dice, max_micro_batches))
 
 
-@st.composite
-def profiles_of_several_gpus(draw: Draw, max_gpus: int = 4, max_micro_batches: int = 1) -> Profile:
+def _profile(dice: Dice, max_micro_batches: int) -> Profile:
+    if dice.flip():
+        return _synthetic(dice, max_micro_batches)
+    return analytic_profile(_workload(dice, max_micro_batches=max_micro_batches), _hardware(dice))
+
+
+def profiles_of_several_gpus(max_gpus: int = 4, max_micro_batches: int = 1) -> st.SearchStrategy[Profile]:
     """The profile of one of up to so many GPUs, on one node or two."""
-    profile = draw(profiles(max_micro_batches=max_micro_batches))
-    of_node = draw(st.integers(1, max_gpus))
-    nodes = draw(st.integers(2 if of_node == 1 else 1, max(2, max_gpus // of_node)))
-    rates = draw(_decades(6, 12)), draw(_decades(-9, -4)), draw(_decades(6, 12)), draw(_decades(-9, -4))
-    join = Interconnect(of_node, *rates, draw(st.one_of(st.just(1.0), st.floats(0.05, 1))))
+    return _rolled(lambda dice: _of_several_gpus(dice, max_gpus, max_micro_batches))
+
+
+def _of_several_gpus(dice: Dice, max_gpus: int, max_micro_batches: int) -> Profile:
+    profile = _profile(dice, max_micro_batches)
+    of_node = dice.whole(1, max_gpus)
+    nodes = dice.whole(2 if of_node == 1 else 1, max(2, max_gpus // of_node))
+    rates = dice.decades(6, 12), dice.decades(-9, -4), dice.decades(6, 12), dice.decades(-9, -4)
+    join = Interconnect(of_node, *rates, dice.of([1.0, dice.whole(5, 100) / 100]))
     node = replace(profile.hardware, interconnect=join)
     return replace(profile, hardware=node.shared_by(of_node * nodes))
 
 
-@st.composite
-def _zero_stage(draw: Draw, unit: UnitPlan, tied: bool) -> int:
+def _zero_stage(dice: Dice, unit: UnitPlan, tied: bool) -> int:
     """A stage that the other decisions allow."""
     route = unit.parameters
     if route.home != GPU_MEMORY:
         whole = unit.update.on is Processor.GPU or route.moves or route.stays_after_backward or tied
-        return draw(st.sampled_from([0] if whole or unit.gradients_replace_parameters else [0, 3]))
-    return draw(st.integers(0, 1 if unit.gradients_replace_parameters or unit.sums_leave else 2 if tied else 3))
+        return dice.of([0] if whole or unit.gradients_replace_parameters else [0, 3])
+    return dice.whole(0, 1 if unit.gradients_replace_parameters or unit.sums_leave else 2 if tied else 3)
 
 
-@st.composite
-def _saved_routes(draw: Draw, unit: UnitPlan, costs: UnitProfile, homes: Sequence[str]) -> UnitPlan:
+def _saved_routes(dice: Dice, unit: UnitPlan, costs: UnitProfile, homes: Sequence[str]) -> UnitPlan:
     """A unit that keeps its activations, with any routes of its saved tensors; some of them may be made again."""
-    if draw(st.booleans()) and costs.selected:
+    if dice.flip() and costs.selected:
         return replace(unit, activations=Activations.SELECTIVE)
     routes = []
     for one in costs.saved:
-        if one.seconds is not None and draw(st.booleans()):
+        if one.seconds is not None and dice.flip():
             routes.append(SavedRoute(one.name, recomputed=True))
-        elif draw(st.booleans()):
-            routes.append(SavedRoute(one.name, Route(draw(st.sampled_from([GPU_MEMORY, *homes])), draw(st.integers(0, 2)))))
+        elif dice.flip():
+            routes.append(SavedRoute(one.name, Route(dice.of([GPU_MEMORY, *homes]), dice.whole(0, 2))))
     selective = any(one.recomputed for one in routes)
     return replace(unit, activations=Activations.SELECTIVE if selective else Activations.KEEP, saved=tuple(routes))
 
 
-@st.composite
-def plans(draw: Draw, profile: Profile) -> Plan:
+def plans(profile: Profile) -> st.SearchStrategy[Plan]:
     """Plans for ``profile``: any routes, and any rules but those that contradict each other."""
+    return _rolled(lambda dice: _plan(dice, profile))
+
+
+def _plan(dice: Dice, profile: Profile) -> Plan:
     accumulates = profile.workload.micro_batches > 1
     below = max(profile.first_trained - 1, 0)  # a unit that drops its input has one below it that is recomputed
-    forwards = [[Activations.KEEP]] * below + draw(_forwards(len(profile.units) - below))
-    delayed = draw(st.booleans()) and not accumulates
-    gradients = Route(carried=Format(draw(st.sampled_from([None, 2, 4, 8])), draw(st.booleans())))
-    refresh = Format(draw(st.sampled_from([2, 4])), draw(st.booleans()), draw(st.booleans()))
-    fetched = Format(draw(st.sampled_from([None, 4])))
-    replaced = profile.workload.precision is not Precision.FP32 and not accumulates and draw(st.booleans())
+    forwards = [[Activations.KEEP]] * below + _forwards(dice, len(profile.units) - below)
+    delayed = dice.flip() and not accumulates
+    gradients = Route(carried=Format(dice.of([None, 2, 4, 8]), dice.flip()))
+    refresh = Format(dice.of([2, 4]), dice.flip(), dice.flip())
+    fetched = Format(dice.of([None, 4]))
+    replaced = profile.workload.precision is not Precision.FP32 and not accumulates and dice.flip()
     common = UnitPlan(gradients=gradients, refresh=refresh, gradients_replace_parameters=replaced)
     may_write, places = not (delayed or accumulates), profile.hardware.places
-    units = [draw(_updated(common, places, may_write=may_write)) for _ in profile.units]
+    units = [_updated(dice, common, places, may_write=may_write) for _ in profile.units]
     for i, unit in enumerate(units):
         shared = i == 0 and profile.workload.tied_embeddings
-        route = draw(_routes(may_leave=not (delayed or shared)))
-        unit = replace(unit, parameters=replace(draw(_further(route, unit, profile)), carried=fetched))
+        route = _route(dice, may_leave=not (delayed or shared))
+        unit = replace(unit, parameters=replace(_further(dice, route, unit, profile), carried=fetched))
         if profile.hardware.gpus > 1:
-            unit = replace(unit, zero_stage=draw(_zero_stage(unit, shared)))
-        units[i] = unit if delayed else draw(_shared(unit, accumulates))
+            unit = replace(unit, zero_stage=_zero_stage(dice, unit, shared))
+        units[i] = unit if delayed else _shared(dice, unit, accumulates)
     for i, (first, *again) in enumerate(forwards):
-        rests = 0 < i < len(units) - 1 and first is not Activations.DROP and draw(st.booleans())
+        rests = 0 < i < len(units) - 1 and first is not Activations.DROP and dice.flip()
         homes = [HOST_MEMORY, *(place.name for place in places)]
-        kept = Route(draw(st.sampled_from(homes)), draw(st.integers(0, 4))) if rests else Route()
+        kept = Route(dice.of(homes), dice.whole(0, 4)) if rests else Route()
         units[i] = replace(units[i], activations=first, again=tuple(again[:-1]), kept=kept)
         if first is Activations.KEEP and 0 < i < len(units) - 1:
-            units[i] = draw(_saved_routes(units[i], profile.units[i], homes))
+            units[i] = _saved_routes(dice, units[i], profile.units[i], homes)
     plan = Plan(
         policy="random",
         units=tuple(units),
-        rules=tuple(draw(st.lists(_rules(len(units)), unique=True, max_size=6))),
-        update_bytes=draw(st.sampled_from([0, 28.0, 40.5])),
-        elementwise_bytes=draw(st.sampled_from([0, 14.0])),
-        scales_gradients=draw(st.booleans()),
+        rules=tuple(dict.fromkeys(_rule(dice, len(units)) for _ in range(dice.whole(0, 6)))),
+        update_bytes=dice.of([0, 28.0, 40.5]),
+        elementwise_bytes=dice.of([0, 14.0]),
+        scales_gradients=dice.flip(),
         delayed=delayed,
         footprint=Footprint(
-            gpu_buffer_bytes=draw(st.integers(0, 10**6)),
-            host_buffer_bytes=draw(st.integers(0, 10**6)),
-            host_optimizer_bytes=draw(st.integers(0, 18)),
-            host_pinned_bytes=tuple(draw(st.lists(st.integers(0, 4), max_size=2))),
-            host_pinned_together=draw(st.booleans()),
-            host_parameter_bytes=draw(st.integers(0, 4)),
-            one_host_copy=draw(st.booleans()),
-            gpu_update_bytes=draw(st.integers(0, 10**6)),
-            pinned=tuple(draw(st.lists(st.sampled_from([Value.OPTIMIZER_STATES, Value.POLICY_BUFFERS]), unique=True))),
+            gpu_buffer_bytes=dice.whole(0, 10**6),
+            host_buffer_bytes=dice.whole(0, 10**6),
+            host_optimizer_bytes=dice.whole(0, 18),
+            host_pinned_bytes=tuple(dice.whole(0, 4) for _ in range(dice.whole(0, 2))),
+            host_pinned_together=dice.flip(),
+            host_parameter_bytes=dice.whole(0, 4),
+            one_host_copy=dice.flip(),
+            gpu_update_bytes=dice.whole(0, 10**6),
+            pinned=tuple(dice.some([Value.OPTIMIZER_STATES, Value.POLICY_BUFFERS])),
         ),
-        flat_buffers=FlatBuffers(draw(st.integers(0, 2)), draw(st.integers(0, 3)), draw(st.booleans())),
+        flat_buffers=FlatBuffers(dice.whole(0, 2), dice.whole(0, 3), dice.flip()),
     )
     plan = without_contradictions(profile, plan)
-    if draw(st.booleans()):
+    if dice.flip():
         return plan
-    in_slots = draw(st.booleans()) and not (accumulates and any(not unit.accumulates_on_host for unit in units))
+    in_slots = dice.flip() and not (accumulates and any(not unit.accumulates_on_host for unit in units))
     in_slots = in_slots and not any(unit.parameters.leaves and unit.zero_stage for unit in units)
     slots = ParameterSlots(1, in_slots)
     least = least_parameter_slots(profile, replace(plan, slots=slots))
-    return without_contradictions(profile, replace(plan, slots=replace(slots, count=max(1, least + draw(st.integers(0, 2))))))
+    return without_contradictions(profile, replace(plan, slots=replace(slots, count=max(1, least + dice.whole(0, 2)))))
 
 
-@st.composite
-def _shared(draw: Draw, unit: UnitPlan, accumulates: bool) -> UnitPlan:
+def _shared(dice: Dice, unit: UnitPlan, accumulates: bool) -> UnitPlan:
     """Both sides update a part of it, if the other decisions allow that."""
     stays = unit.parameters.home == GPU_MEMORY and unit.states == Route() and not unit.gradients_replace_parameters
     on_gpu = unit.update.norm_on is None and not (accumulates and unit.accumulates_on_host)
     if not (unit.update.on is Processor.CPU and stays and on_gpu):
         return unit
-    return replace(unit, update=replace(unit.update, share=draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.99]))))
+    return replace(unit, update=replace(unit.update, share=dice.of([0.0, 0.0, 0.1, 0.5, 0.99])))
 
 
-@st.composite
-def with_shared_updates(draw: Draw, profile: Profile, plan: Plan) -> Plan:
+def with_shared_updates(profile: Profile, plan: Plan) -> st.SearchStrategy[Plan]:
     """``plan`` in which GPU and CPU each update a part of some units, whatever it specifies for them."""
-    units, share = list(plan.units), draw(st.sampled_from([0.1, 0.5, 0.99]))
-    for unit in draw(st.lists(st.integers(0, len(units) - 1), unique=True, min_size=1)):
+    return _rolled(lambda dice: _with_shared_updates(dice, profile, plan))
+
+
+def _with_shared_updates(dice: Dice, profile: Profile, plan: Plan) -> Plan:
+    units, share = list(plan.units), dice.of([0.1, 0.5, 0.99])
+    every = range(len(units))
+    for unit in dice.some(every) or [dice.of(every)]:
         units[unit] = replace(
             units[unit],
             update=Update(Processor.CPU, share),
@@ -359,32 +420,27 @@ def without_contradictions(profile: Profile, plan: Plan) -> Plan:
     return without_refused_rules(plan, partial(lower, profile))[0]
 
 
-def _rules(units: int) -> st.SearchStrategy[Rule]:
+def _rule(dice: Dice, units: int) -> Rule:
     """Any rule, for a plan of so many units."""
-    small = st.integers(1, 4)
-    some = st.lists(st.integers(0, units - 1), unique=True).map(lambda numbers: tuple(sorted(numbers)))
-    following = st.sampled_from([Kind.OFFLOAD_GRADIENTS, Kind.WRITE_BACK_FORWARD, Kind.OFFLOAD_ACTIVATIONS])
-    return st.one_of(
-        st.sampled_from(
-            [
-                ByPriority(),
-                UpdatesAfterBackward(),
-                GpuUpdatesAfterBackward(),
-                GpuUpdatesAfterRecompute(),
-                RefreshAfterBackward(),
-                RefreshAfterUpdates(),
-                Barrier(),
-            ]
-        ),
-        st.builds(BlockingCopies, following, st.none() | some),
-        st.builds(Window, small),
-        st.builds(Slots, st.sampled_from(sorted(COPIES)), small),
-        st.builds(SerialUpdates, some),
+    some = tuple(sorted(dice.some(range(units))))
+    following = dice.of([Kind.OFFLOAD_GRADIENTS, Kind.WRITE_BACK_FORWARD, Kind.OFFLOAD_ACTIVATIONS])
+    plain = dice.of(
+        [
+            ByPriority(),
+            UpdatesAfterBackward(),
+            GpuUpdatesAfterBackward(),
+            GpuUpdatesAfterRecompute(),
+            RefreshAfterBackward(),
+            RefreshAfterUpdates(),
+            Barrier(),
+        ]
     )
+    count = dice.whole(1, 4)
+    others = BlockingCopies(following, some if dice.flip() else None), Window(count), Slots(dice.of(sorted(COPIES)), count)
+    return dice.of([plain, *others, SerialUpdates(some)])
 
 
-@st.composite
-def _forwards(draw: Draw, units: int) -> list[list[Activations]]:
+def _forwards(dice: Dice, units: int) -> list[list[Activations]]:
     """Activations that each forward of so many units keeps: segments of any length, also within segments."""
     keep, recompute, drop = Activations.KEEP, Activations.RECOMPUTE, Activations.DROP
     forwards_of = [[keep] for _ in range(units)]
@@ -393,7 +449,7 @@ def _forwards(draw: Draw, units: int) -> list[list[Activations]]:
         """Of units that are computed one after another, the first of which has an input."""
         for unit in range(first, last):
             made_again = unit > first and forwards_of[unit - 1][-1] is not keep
-            forwards_of[unit].append(draw(st.sampled_from([keep, recompute, drop] if made_again else [keep, recompute])))
+            forwards_of[unit].append(dice.of([keep, recompute, drop] if made_again else [keep, recompute]))
 
     for forwards in forwards_of[1:-1]:
         forwards.clear()
@@ -410,57 +466,55 @@ def _forwards(draw: Draw, units: int) -> list[list[Activations]]:
 _PLACES = ((), ("nvme",), ("cxl", "nvme"))
 
 
-@st.composite
-def _places(draw: Draw, name: str) -> Place:
-    rate = _decades(6, 11)
+def _place(dice: Dice, name: str) -> Place:
+    def rate() -> float:
+        return dice.decades(6, 11)
+
     # Published systems let the CPU update what rests in the place named nvme.
-    beside = HOST_MEMORY if name == "nvme" else draw(st.sampled_from([HOST_MEMORY, GPU_MEMORY]))
-    return Place(name, 10**14, draw(rate), draw(rate), draw(_decades(-9, -4)), draw(st.none() | rate), beside)
+    beside = HOST_MEMORY if name == "nvme" else dice.of([HOST_MEMORY, GPU_MEMORY])
+    return Place(name, 10**14, rate(), rate(), dice.decades(-9, -4), rate() if dice.flip() else None, beside)
 
 
-@st.composite
-def _further(draw: Draw, route: Route, unit: UnitPlan, profile: Profile) -> Route:
+def _further(dice: Dice, route: Route, unit: UnitPlan, profile: Profile) -> Route:
     """The route, or the same from a place that the processor of the unit's updates reaches."""
     on_cpu = unit.update.on is Processor.CPU
     if route.home != HOST_MEMORY or route.moves or (on_cpu and not profile.workload.has_masters):
         return route
     homes = [place.name for place in profile.hardware.places if not (on_cpu and place.beside == GPU_MEMORY)]
-    return replace(route, home=draw(st.sampled_from([HOST_MEMORY, *homes])))
+    return replace(route, home=dice.of([HOST_MEMORY, *homes]))
 
 
-@st.composite
-def _updated(draw: Draw, unit: UnitPlan, places: Sequence[Place], may_write: bool) -> UnitPlan:
+def _updated(dice: Dice, unit: UnitPlan, places: Sequence[Place], may_write: bool) -> UnitPlan:
     """The CPU updates it, or the GPU, with states that rest there, on the host, or in a place that the processor reaches."""
     homes = [GPU_MEMORY, HOST_MEMORY, *(place.name for place in places)]
-    states = Route(draw(st.sampled_from(homes)), draw(st.sampled_from([0, 1, 3])))
-    if draw(st.booleans()):
-        sums = draw(st.sampled_from([GPU_MEMORY, HOST_MEMORY]))
+    states = Route(dice.of(homes), dice.of([0, 1, 3]))
+    if dice.flip():
+        sums = dice.of([GPU_MEMORY, HOST_MEMORY])
         if states.leaves:
-            states = replace(states, parts=draw(st.sampled_from([1, 1, 2, 3])))
-        return replace(unit, states=states, gradients=replace(unit.gradients, home=sums, ahead=draw(st.integers(0, 3))))
-    gradients = replace(unit.gradients, home=draw(st.sampled_from([GPU_MEMORY, HOST_MEMORY])))
+            states = replace(states, parts=dice.of([1, 1, 2, 3]))
+        return replace(unit, states=states, gradients=replace(unit.gradients, home=sums, ahead=dice.whole(0, 3)))
+    gradients = replace(unit.gradients, home=dice.of([GPU_MEMORY, HOST_MEMORY]))
     if states.home in [place.name for place in places if place.beside == HOST_MEMORY]:
         unit = replace(unit, states=states)
-        gradients = replace(gradients, home=states.home) if may_write and draw(st.booleans()) else gradients
-    norm_on = None if gradients.far else draw(st.sampled_from([None, Processor.CPU]))
+        gradients = replace(gradients, home=states.home) if may_write and dice.flip() else gradients
+    norm_on = None if gradients.far else dice.of([None, Processor.CPU])
     unit = replace(unit, update=Update(Processor.CPU, norm_on=norm_on), gradients=gradients)
     if unit.accumulates_on_host:
-        unit = replace(unit, sum_bytes=draw(st.sampled_from([None, 2, 8])))
+        unit = replace(unit, sum_bytes=dice.of([None, 2, 8]))
     return unit
 
 
-@st.composite
-def _routes(draw: Draw, may_leave: bool) -> Route:
-    if not (may_leave and draw(st.booleans())):
+def _route(dice: Dice, may_leave: bool) -> Route:
+    if not (may_leave and dice.flip()):
         return Route()
-    stays_after_forward = draw(st.booleans())
+    stays_after_forward = dice.flip()
     return Route(
         HOST_MEMORY,
         stays_after_forward=stays_after_forward,
-        stays_after_backward=draw(st.booleans()),
-        moves=not stays_after_forward and draw(st.booleans()),
-        ahead=draw(st.integers(0, 20)),
-        ahead_in_backward=draw(st.integers(0, 20)),
+        stays_after_backward=dice.flip(),
+        moves=not stays_after_forward and dice.flip(),
+        ahead=dice.whole(0, 20),
+        ahead_in_backward=dice.whole(0, 20),
     )
 
 
@@ -487,7 +541,7 @@ def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
 
 
 @st.composite
-def policies(draw: Draw, name: str | None = None) -> NamedPolicy:
+def policies(draw: st.DrawFn, name: str | None = None) -> NamedPolicy:
     """Published systems (or the one called ``name``) with some of their flags set.
 
     None recomputes selectively, because a profile need not support it.
@@ -501,59 +555,62 @@ def policies(draw: Draw, name: str | None = None) -> NamedPolicy:
         reject()
 
 
-@st.composite
-def schedules(draw: Draw, sharing: bool = False, max_tasks: int = 12) -> Schedule:
+def schedules(sharing: bool = False, max_tasks: int = 12) -> st.SearchStrategy[Schedule]:
     """Valid periodic schedules that no plan would give, with durations of a few nanoseconds.
 
     Args:
         sharing: lanes draw from one to three resources that may not suffice for all of them.
         max_tasks: at most so many tasks.
     """
-    lanes = [Lane(name, draw(st.sampled_from(Discipline))) for name in ("gpu", "h2d", "d2h", "cpu")[: draw(st.integers(1, 4))]]
-    one = st.tuples(st.sampled_from(Kind), st.integers(0, 3)).map(lambda named: TaskId(*named))
-    ids = draw(st.lists(one, unique=True, min_size=1, max_size=max_tasks))
+    return _rolled(lambda dice: _schedule(dice, sharing, max_tasks))
+
+
+def _schedule(dice: Dice, sharing: bool, max_tasks: int) -> Schedule:
+    lanes = [Lane(name, dice.of(list(Discipline))) for name in ("gpu", "h2d", "d2h", "cpu")[: dice.whole(1, 4)]]
+    kinds, count = list(Kind), dice.whole(1, max_tasks)
+    ids = list(dict.fromkeys(TaskId(dice.of(kinds), dice.whole(0, 3)) for _ in range(count)))
     tasks: list[Task] = []
     names = [lane.name for lane in lanes]
     for place, task in enumerate(ids):
         # Edges of the same iteration lead up the list, which is also the order of the fifo lanes: there is no cycle.
-        edges = [Edge(before) for before in ids[:place] if draw(_rarely)]
-        edges += [Edge(before, back=1) for before in ids if draw(_rarely)]
-        duration = draw(st.integers(0, 6) if draw(st.booleans()) else st.just(draw(st.integers(0, 40))))
-        tasks.append(Task(task, draw(st.sampled_from(names)), duration, tuple(edges), draw(st.integers(-2, 2))))
+        edges = [Edge(before) for before in ids[:place] if dice.of(_RARELY)]
+        edges += [Edge(before, back=1) for before in ids if dice.of(_RARELY)]
+        duration = dice.whole(0, dice.of([6, 40]))
+        tasks.append(Task(task, dice.of(names), duration, tuple(edges), dice.whole(-2, 2)))
     memories = (Memory("gpu", 1000), Memory("host", 1000), Memory("pinned", 500, part_of="host"))
-    places = [draw(st.sampled_from(memories)).name for _ in range(draw(st.integers(0, 2)))]
-    resident = tuple(Buffer(BufferId(Value.OTHER, name, i), draw(st.integers(0, 9))) for i, name in enumerate(places))
+    places = [dice.of(memories).name for _ in range(dice.whole(0, 2))]
+    resident = tuple(Buffer(BufferId(Value.OTHER, name, i), dice.whole(0, 9)) for i, name in enumerate(places))
     flows: tuple[Flow, ...] = ()
     resources: tuple[SharedResource, ...] = ()
     if sharing:
-        small = st.sampled_from([1.0, 2.0, 3.0, 5.0, 8.0])
-        flows = tuple(Flow(name, draw(small), draw(small)) for name in names)
+        small = [1.0, 2.0, 3.0, 5.0, 8.0]
+        flows = tuple(Flow(name, dice.of(small), dice.of(small)) for name in names)
         resources = tuple(
             SharedResource(
                 f"share{i}",
-                draw(small),
-                tuple(draw(st.lists(st.sampled_from(names), unique=True, min_size=1))),
-                counts_lanes=draw(st.booleans()),
+                dice.of(small),
+                tuple(dice.some(names) or names),
+                counts_lanes=dice.flip(),
             )
-            for i in range(draw(st.integers(1, 3)))
+            for i in range(dice.whole(1, 3))
         )
-    return validate(Schedule(tuple(lanes), tuple(_with_buffers(draw, tasks)), memories, resident, flows, resources))
+    return validate(Schedule(tuple(lanes), tuple(_with_buffers(dice, tasks)), memories, resident, flows, resources))
 
 
-_rarely = st.sampled_from([False, False, False, True])
+_RARELY = (False, False, False, True)
 
 
-def _with_buffers(draw: Draw, tasks: list[Task]) -> list[Task]:
+def _with_buffers(dice: Dice, tasks: list[Task]) -> list[Task]:
     """Some tasks allocate; the task itself, or one that waits for it, frees."""
     allocates: dict[TaskId, list[Buffer]] = {task.id: [] for task in tasks}
     frees: dict[TaskId, list[Free]] = {task.id: [] for task in tasks}
     for number, task in enumerate(tasks):
-        if not draw(st.booleans()):
+        if not dice.flip():
             continue
-        buffer = BufferId(draw(st.sampled_from(Value)), draw(st.sampled_from(["gpu", "host", "pinned"])), 9 + number)
-        allocates[task.id].append(Buffer(buffer, draw(st.integers(0, 9))))
+        buffer = BufferId(dice.of(list(Value)), dice.of(["gpu", "host", "pinned"]), 9 + number)
+        allocates[task.id].append(Buffer(buffer, dice.whole(0, 9)))
         waiting = [(other.id, edge.back) for other in tasks for edge in other.after if edge.task == task.id]
-        who, back = draw(st.sampled_from([(task.id, 0), *waiting]))
+        who, back = dice.of([(task.id, 0), *waiting])
         frees[who].append(Free(buffer, back))
     return [
         Task(task.id, task.lane, task.duration_ns, task.after, task.priority, tuple(allocates[task.id]), tuple(frees[task.id]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, event, given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from support.paper import profile_with
 
@@ -131,8 +131,8 @@ def test_the_program_counts_what_is_pinned(profile: Profile, pinned_bytes: int) 
     try:
         found = judge_for(profile).simulation(system.plan(profile, judge_for(profile)))
     except InfeasibleError:
-        assume(False)
-        raise
+        event("nothing fits")
+        return
     assert found.pinned is not None
     assert found.pinned.peak_bytes <= pinned_bytes
 
