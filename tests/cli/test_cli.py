@@ -360,6 +360,7 @@ def test_a_preset_is_described() -> None:
     assert "did you mean 'llama-3.1-8b'" in refused("presets", "llama-3-8b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "option"), [(["simulate"], "--gpu-memory"), (["presets"], "NAME"), (["hardware", "new"], "--base")]
 )
@@ -481,6 +482,7 @@ def test_an_interrupt_of_an_experiment_is_one_line(name: str, module: str, tmp_p
     assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{name}: interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 0.05, 0.1, 0.2, 0.5, 1, 1.5])
 @pytest.mark.parametrize("command", [["simulate", "--workload", "gpt-10b"], ["--help"]], ids=" ".join)
 def test_an_interrupt_at_any_time_is_at_most_one_line(command: list[str], delay: float) -> None:

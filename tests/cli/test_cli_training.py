@@ -129,6 +129,7 @@ def test_a_paced_training_keeps_the_pace_of_the_hardware() -> None:
     assert float(row[-2]) < 2  # predicted against measured, in percent; a shared machine may stall, which makes it less
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -45,6 +45,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 NUMBERS = st.decimals(min_value=0, max_value=10**6, places=3).map(lambda number: f"{number.normalize():f}")
 
 
+@pytest.mark.slow
 @given(
     start=NUMBERS, span=NUMBERS, step=NUMBERS.filter(lambda text: Fraction(text) > 0), unit=st.sampled_from(["", "GB/s", "s"])
 )

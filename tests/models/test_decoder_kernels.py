@@ -150,6 +150,7 @@ def part(workload: Workload, index: int) -> Part:
     return both_parts(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "index"), [(f, i) for f, i in LAYERS if f not in {*NO_FLASH, "gpt2"}])
 def test_a_block_accesses_and_launches_what_the_rows_say(family: str, index: int) -> None:
     """Bytes of everything that is no product within 10 %, kernels within 15 %.

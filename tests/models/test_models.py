@@ -33,6 +33,7 @@ def test_a_bundled_model_names_its_source_and_date(name: str) -> None:
     assert len(config_of(name)["date"]) == len("2026-11-22")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", model_names())
 def test_a_bundled_model_has_as_many_parameters_as_transformers_builds(name: str) -> None:
     """Exactly as many, at full size."""
@@ -60,6 +61,7 @@ def test_what_transformers_writes_can_be_read(family: str, all_keys: bool) -> No
     assert parse_model(written, family) == parse_model(config, family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_pass_has_as_many_flops_as_pytorch_counts(family: str) -> None:
     """Within 1 %, a mixture of experts and linear attention included."""

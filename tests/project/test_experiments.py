@@ -202,6 +202,7 @@ def test_an_unwritable_folder_is_refused_before_the_work(script: ModuleType, tmp
     assert time.process_time() - begin < 1
 
 
+@pytest.mark.slow
 def test_a_refusal_of_an_experiment_is_one_line(tmp_path: Path) -> None:
     """What an experiment cannot do is one line and exit code 2."""
     (tmp_path / "file").write_text("")

@@ -106,6 +106,7 @@ def test_imports_run_one_way() -> None:
     assert upward == []
 
 
+@pytest.mark.slow
 def test_every_module_and_class_has_a_name_of_its_own() -> None:
     """No two modules, and no two classes, of the package have the same name."""
     files: Counter[str] = Counter()

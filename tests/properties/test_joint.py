@@ -232,6 +232,7 @@ def test_doing_nothing_is_a_plan() -> None:
     assert plan.checkpointed_units == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "size", "memory"), [("gpu.memory", "2GiB", "gpu"), ("host.memory", "60GB", "host")])
 def test_an_infeasible_budget_names_the_smallest_that_works(key: str, size: str, memory: str) -> None:
     """The error says which memory binds and how much would do; that much does, and 3 % less does not."""
@@ -252,6 +253,7 @@ def test_an_infeasible_budget_names_the_smallest_that_works(key: str, size: str,
         verdict_with(int(caught.value.needed_bytes * 0.97) + reserved)
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_system_keeps_what_that_is_made_of() -> None:
     """Where a shipped system is fastest, its units, rules and footprint are the plan's."""
     profile = analytic_profile(named_workload("gpt-2b"), load_hardware(NODE))
@@ -288,6 +290,7 @@ def test_selective_recomputation_is_among_the_choices() -> None:
     assert judge(plan).seconds < 0.98 * judge(other).seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, *range(100 if WIDE else 3)])
 def test_more_choices_never_give_a_slower_plan(seed: int | None) -> None:
     """A plan may recompute selectively and is no slower for that: for a large model that once was, and for random ones."""
@@ -309,6 +312,7 @@ def test_more_choices_never_give_a_slower_plan(seed: int | None) -> None:
     assert judge(more).seconds <= judge(fewer).seconds
 
 
+@pytest.mark.slow
 def test_sublayers_are_never_worse_than_planned_as_blocks() -> None:
     """Deciding for sublayers is no slower than deciding for blocks and treating both sublayers of a block alike."""
     hardware = load_hardware("rtx4090-workstation", {"gpu.memory": "6GiB"})

@@ -124,6 +124,7 @@ def costs_of(profile: Profile, plan: Plan) -> list[UnitCosts]:
     return [costs.of(i, unit) for i, unit in enumerate(without_frozen(profile, plan).units)]
 
 
+@pytest.mark.slow
 @given(planned())
 def test_planners_count_the_seconds_that_are_lowered(drawn: tuple[Profile, Plan]) -> None:
     """A unit's costs are its seconds on every lane of the schedule: its copies, its updates, and sums of gradients."""
@@ -143,6 +144,7 @@ def test_planners_count_the_seconds_that_are_lowered(drawn: tuple[Profile, Plan]
             assert seconds * 1e9 == pytest.approx(lowered[i, lane], abs=0.5 * tasks[i, lane] + 1e-3, rel=1e-12), (i, lane)
 
 
+@pytest.mark.slow
 @given(planned())
 def test_planners_count_the_bytes_that_rest(drawn: tuple[Profile, Plan]) -> None:
     """What rests of all units is what is resident, but for slots and other buffers of the system."""

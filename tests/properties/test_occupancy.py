@@ -124,6 +124,7 @@ def test_no_execution_avoids_what_is_unavoidable(trace: Trace) -> None:
             assert least == peak
 
 
+@pytest.mark.slow
 @given(traces())
 def test_memory_balances(trace: Trace) -> None:
     """What is in use after the run is what was there before it: resident buffers, and those that cross iterations."""
@@ -136,6 +137,7 @@ def test_memory_balances(trace: Trace) -> None:
         )
 
 
+@pytest.mark.slow
 @given(traces())
 def test_holders_explain_the_peak(trace: Trace) -> None:
     """The peak is the most that is ever in use, its holders add up to it, largest first, and the capacity decides."""
@@ -146,6 +148,7 @@ def test_holders_explain_the_peak(trace: Trace) -> None:
         assert found.fits == (found.peak_bytes <= memory.capacity_bytes)
 
 
+@pytest.mark.slow
 @given(traces(iterations=24))
 def test_occupancy_is_periodic_in_the_steady_state(trace: Trace) -> None:
     """In the steady window the bytes in use repeat those of the cycle before."""
@@ -222,6 +225,7 @@ def test_a_cycle_of_waits_is_refused_in_finite_time() -> None:
     assert topological(3, [(2, 0, 0), (0, 1, 0), (1, 2, 1)]) == [2, 0, 1]
 
 
+@pytest.mark.slow
 @given(traces())
 def test_contents_add_up_to_the_occupancy(trace: Trace) -> None:
     """What fills a memory, group by group, is its occupancy at every instant, and at the peak what holds it."""

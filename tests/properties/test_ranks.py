@@ -148,6 +148,7 @@ def test_peaks_fall_with_the_stage() -> None:
     assert len(set(peaks)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ON_SEVERAL)
 @pytest.mark.parametrize("gpus", [2, 8])
 @pytest.mark.parametrize("tied", [False, True])
@@ -159,6 +160,7 @@ def test_policies_of_several_gpus(policy: str, gpus: int, tied: bool) -> None:
     assert Kind.REDUCE_GRADIENTS in {task.id.kind for task in lower(profile, plan).tasks}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*ON_SEVERAL, "resident:zero_stage=2", "resident:zero_stage=3"])
 @pytest.mark.parametrize("training", PARTS, ids=str)
 def test_policies_of_several_gpus_train_a_part(policy: str, training: Training) -> None:
@@ -209,6 +211,7 @@ def test_what_cannot_be_planned(units: list[UnitPlan], tied: bool, cure: str) ->
         lower(profile, Plan("wrong", tuple(units)))
 
 
+@pytest.mark.slow
 @given(strategies.profiles_of_several_gpus(max_micro_batches=3), st.data())
 @fewer
 def test_any_plan(profile: Profile, data: st.DataObject) -> None:
@@ -222,6 +225,7 @@ def test_any_plan(profile: Profile, data: st.DataObject) -> None:
 # --- every rank
 
 
+@pytest.mark.slow
 @given(strategies.profiles_of_several_gpus(), st.data())
 @fewer
 def test_one_gpu_stands_for_all(profile: Profile, data: st.DataObject) -> None:

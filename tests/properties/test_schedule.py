@@ -77,6 +77,7 @@ def test_schedule_is_its_text(schedule: Schedule) -> None:
     assert str(parse_schedule(str(schedule))) == str(schedule)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_lowered_schedule_is_its_text(data: st.DataObject) -> None:
     """Parsing the printed schedule of a plan gives the schedule."""
@@ -85,6 +86,7 @@ def test_lowered_schedule_is_its_text(data: st.DataObject) -> None:
     assert parse_schedule(str(schedule)) == schedule
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_delayed_units_are_those_of_a_delayed_plan(data: st.DataObject) -> None:
     """Wherever the gradients of however many micro-batches are added up, only delayed updates are found to be delayed."""

@@ -48,6 +48,7 @@ def any_schedule() -> st.SearchStrategy[Schedule]:
 # --- a correct execution ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(any_schedule())
 def test_execution_is_correct(schedule: Schedule) -> None:
     """Each task runs once and after all its edges, no lane overlaps itself, each discipline is kept."""
@@ -56,6 +57,7 @@ def test_execution_is_correct(schedule: Schedule) -> None:
     assert trace.end_ns.shape == (ITERATIONS, len(schedule.tasks))
 
 
+@pytest.mark.slow
 @given(any_schedule())
 def test_ready_is_the_end_of_the_last_edge(schedule: Schedule) -> None:
     """A task is ready when the last of its edges has ended, and at time 0 if it has none."""
@@ -154,12 +156,14 @@ def test_checker_notices_any_broken_edge(schedule: Schedule, data: st.DataObject
 # --- the second opinion -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(any_schedule(), st.integers(1, 8))
 def test_simulator_and_list_scheduler_agree(schedule: Schedule, iterations: int) -> None:
     """The SimPy executor and a plain heap scheduler agree on every ready, start and end to the tick."""
     assert differences(run(schedule, iterations), list_schedule(schedule, iterations)) == []
 
 
+@pytest.mark.slow
 @given(any_schedule(), st.integers(1, 9))
 def test_a_recurrence_has_the_times_of_events(schedule: Schedule, iterations: int) -> None:
     """To the tick, wherever it answers at all; and it answers wherever lanes are fifo and share nothing."""
@@ -229,6 +233,7 @@ def test_schedule_without_tasks_runs() -> None:
 # --- time ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(any_schedule())
 def test_period_has_its_bounds(schedule: Schedule) -> None:
     """A settled period is at least what the busiest lane does, and without sharing at most all work one after another."""
@@ -266,6 +271,7 @@ def test_longer_run_of_fifo_lanes_begins_alike(schedule: Schedule, iterations: i
     assert np.array_equal(short.end_ns, long.end_ns[:iterations])
 
 
+@pytest.mark.slow
 @given(any_schedule())
 def test_same_schedule_same_trace(schedule: Schedule) -> None:
     """Two runs of a schedule are equal to the tick."""

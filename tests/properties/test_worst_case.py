@@ -24,6 +24,7 @@ from autohete.testing import strategies
 from autohete.workload import named_workload
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(strategies.schedules(max_tasks=4))
 def test_the_worst_case_is_that_of_all_orders(schedule: Schedule) -> None:
@@ -40,6 +41,7 @@ def test_the_worst_case_is_that_of_all_orders(schedule: Schedule) -> None:
             assert sum(found.holders.values()) == found.peak_bytes
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_no_durations_pass_the_worst_case(data: st.DataObject) -> None:
     """Whatever plan, policy and durations: no simulated moment holds more than the bound, which does not depend on them."""
@@ -52,6 +54,7 @@ def test_no_durations_pass_the_worst_case(data: st.DataObject) -> None:
         assert found.peak_bytes is None or occupancy(trace, memory.name).peak_bytes <= found.peak_bytes
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(0, 2**32))
 def test_no_delays_pass_the_worst_case(data: st.DataObject, seed: int) -> None:
     """Nor does any order in which some tasks start, and some end, only when nothing else can."""
@@ -61,6 +64,7 @@ def test_no_delays_pass_the_worst_case(data: st.DataObject, seed: int) -> None:
         assert found is None or peak <= found
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_every_plan_has_a_worst_case(data: st.DataObject) -> None:
     """Whatever a plan decides, each task that frees memory is waited for, sooner or later, by the one that allocates it."""
@@ -94,6 +98,7 @@ def test_a_copy_that_is_late_counts() -> None:
     assert bound.holders["gradients"] == gradients
 
 
+@pytest.mark.slow
 @given(strategies.schedules(), st.integers(2**44, 2**60), st.integers(0, 2**32))
 def test_sizes_beyond_floating_point_are_bounded(schedule: Schedule, scale: int, seed: int) -> None:
     """The bound of absurd sizes is above all that happens, and hardly above that of the same sizes on a small scale."""

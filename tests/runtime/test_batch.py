@@ -67,6 +67,7 @@ def test_all_forms_of_a_batch_train_to_the_same_bits() -> None:
     assert losses_of([{"ids": ids, "targets": targets, "scale": 2.0} for ids, targets in batches()]) != expected
 
 
+@pytest.mark.slow
 def test_profiles_and_executors_take_named_arguments() -> None:
     """Measuring and executing a schedule give what they give for pairs."""
     node, losses = load_hardware("a100-40gb-epyc7713"), []

@@ -150,6 +150,7 @@ def plain(workload: Workload) -> Outcome:
     return train_plainly(workload, STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["autohete", "zero_offload", "resident"])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_the_trainer_clips_to_the_bit(policy: str, precision: Precision) -> None:

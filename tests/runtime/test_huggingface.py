@@ -86,6 +86,7 @@ def plainly(make: Callable[[], Any]) -> Outcome:
     return train_plainly(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", EVERYTHING_MOVES)
 @pytest.mark.parametrize("make", [gpt2, gpt2_bf16, llama, llama_tied])
 def test_hugging_face_models_train_to_the_bit(make: Callable[[], Any], policy: str) -> None:

@@ -120,6 +120,7 @@ def test_a_full_memory_says_who_has_it() -> None:
     assert list(caught.value.holders) == ["optimizer_states", "activations"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", SETTLED)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_the_predicted_peaks_are_the_measured_ones(policy: str, precision: Precision) -> None:
@@ -144,6 +145,7 @@ def test_peaks_that_depend_on_time_are_near(policy: str) -> None:
     assert executor.result.device.peak_bytes == pytest.approx(simulation.gpu.peak_bytes, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [GPU_MEMORY, HOST_MEMORY])
 @pytest.mark.parametrize("policy", ["resident", "zero_offload", "stronghold:window=1"])
 def test_one_byte_less_fails(policy: str, memory: str) -> None:
@@ -182,6 +184,7 @@ def test_a_schedule_that_may_need_more_is_refused() -> None:
         executor.run(parse_schedule(text), 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.sampled_from([*SETTLED, "autohete", "autohete:priority=off"]), st.floats(0.1, 1.0))
 def test_a_lowered_budget_trains_or_raises_in_time(policy: str, share: float) -> None:
@@ -209,6 +212,7 @@ def scheduled(workload: Workload, simulation: Simulation, iterations: int = 4) -
     return executor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*SETTLED, "zero_offload:paper,tile_overlap", "autohete"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_counting_by_the_schedule_agrees(policy: str, tied: bool) -> None:

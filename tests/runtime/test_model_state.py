@@ -134,6 +134,7 @@ def validate(model: nn.Module) -> None:
     model.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "memory"), POLICIES)
 @pytest.mark.parametrize("between", [draw_much, validate])
 def test_what_the_caller_does_after_a_step_changes_no_step(between: Between, policy: str, memory: str | None) -> None:
@@ -337,6 +338,7 @@ class Restless(Net):
         return x * torch.rand((), generator=self.generator) + 1e-3 * self.calls + self.mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "memory"), POLICIES)
 def test_what_changes_outside_of_the_blocks_changes_once_a_step(policy: str, memory: str | None) -> None:
     """Attributes, containers, generators and buffers are as if nothing had been measured."""
@@ -421,6 +423,7 @@ class Caching(Net):
             return self.last + super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "memory"), POLICIES)
 def test_caches_are_no_obstacle(policy: str, memory: str | None) -> None:
     """What a second forward leaves as it is may be kept."""

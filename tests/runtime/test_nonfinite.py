@@ -210,6 +210,7 @@ def test_a_step_is_skipped_as_a_whole_or_not_at_all(policy: str, precision: Prec
         training.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("policy", ["autohete", "zero_offload"])
 def test_a_step_that_is_clipped_can_be_skipped(policy: str, precision: Precision) -> None:

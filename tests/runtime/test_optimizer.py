@@ -37,6 +37,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(drawn=_steps(), shares=st.lists(st.floats(0, 1), max_size=2).map(sorted))
 def test_flat_states_are_exact(dtype: torch.dtype, drawn: tuple[list[int], list[set[int]]], shares: list[float]) -> None:

@@ -805,6 +805,7 @@ def plainly(model: Callable[[], nn.Module]) -> Outcome:
     return train_plainly(model())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", EVERYTHING_MOVES)
 @pytest.mark.parametrize("model", EXACT)
 def test_any_module_with_a_block_list_trains_to_the_bit(model: Callable[[], Net], policy: str) -> None:
@@ -989,6 +990,7 @@ def test_measuring_leaves_a_forward_of_the_users_own() -> None:
     assert vars(model.blocks[1]).get("forward") is own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Net, Disordered, Pairs])
 def test_the_trainer_trains_any_module_to_the_bit(model: Callable[[], Net]) -> None:
     """From measuring to closing, with nothing given but the model."""

@@ -170,6 +170,7 @@ def test_every_policy_clips_to_the_bit(policy: str, precision: Precision) -> Non
     assert check_trace(trace) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", [HOST_MEMORY, "nvme", "peer"])
 def test_what_is_kept_elsewhere_is_not_kept_for_ever(home: str) -> None:
     """Each step frees what it has sent away: the host is left with as much after six steps as after two."""
@@ -216,6 +217,7 @@ def test_every_plan_trains_to_the_bit(data: st.DataObject) -> None:
     assert check_trace(trace) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize(("tied", "home", "clip_norm"), [(True, HOST_MEMORY, CLIP_NORM), (False, "nvme", None)])
 def test_sums_away_and_states_in_parts_train_to_the_bit(
@@ -307,6 +309,7 @@ def test_delayed_updates_take_the_gradients_of_the_step_before(policy: str, prec
     assert check_trace(trace) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", [Route(), Route(HOST_MEMORY)], ids=["here", "away"])
 @pytest.mark.parametrize("kept", [Route(), Route(HOST_MEMORY)], ids=["here", "away"])
 def test_segments_within_segments_train_to_the_bit(route: Route, kept: Route) -> None:
@@ -494,6 +497,7 @@ def test_a_schedule_of_several_gpus_is_refused() -> None:
         train_by_schedule(SMALL, STEPS, schedule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NEEDS)
 def test_every_kind_is_simulated_and_executed(kind: Kind) -> None:
     """Simulator and runtime execute tasks of every kind; if the runtime does nothing for one of them, that has consequences."""

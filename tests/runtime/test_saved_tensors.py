@@ -91,6 +91,7 @@ def test_saved_tensors_are_named_by_the_modules_that_make_them() -> None:
     assert unit.kept_bytes - unit.bytes_of(unit.selected) == pytest.approx(lean.kept_bytes, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("turn", range(4))
 def test_every_tensor_may_go_any_way(turn: int, dtype: torch.dtype) -> None:

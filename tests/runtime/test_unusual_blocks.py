@@ -244,6 +244,7 @@ def plain(model: Model) -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", CASES, ids=lambda forward: forward.__name__)
 def test_what_a_block_hides_changes_no_bit(forward: Forward) -> None:
     """Losses, parameters and buffers are those of plain PyTorch, however what the block saves comes back."""
@@ -317,6 +318,7 @@ def test_an_argument_that_changes_later_is_refused(checkpointing: str) -> None:
         trainer.step(batches()[0])
 
 
+@pytest.mark.slow
 def test_nothing_of_a_step_stays() -> None:
     """What a forward was given is gone after the step without Python's cyclic garbage collector."""
 
@@ -388,6 +390,7 @@ def checkpointed(block: Any, x: Any) -> Any:
     return x + torch.utils.checkpoint.checkpoint(block.mlp, block.norm(x), use_reentrant=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [by_reference, copied, checkpointed], ids=lambda forward: forward.__name__)
 def test_hooks_of_a_block_that_keep_parameters_keep_them_on_the_gpu(forward: Forward) -> None:
     """Where the parameters leave between forward and backward, their memory is another unit's by then."""

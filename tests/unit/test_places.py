@@ -56,6 +56,7 @@ def file_with(path: Path, *tables: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("beside", "rate"), [("host", "40GB/s"), ("gpu", "200GB/s")])
 def test_a_place_of_a_hardware_file_is_planned_into(beside: str, rate: str, tmp_path: Path) -> None:
     """A table in the file suffices for the planner to let values rest there, where GPU and host are too small or slower."""
@@ -156,6 +157,7 @@ def test_a_place_is_described_in_full(text: str, message: str, tmp_path: Path) -
         load_hardware(file_with(tmp_path / "more.toml", text))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data())
 def test_rows_bound_plans_that_use_places(data: st.DataObject) -> None:

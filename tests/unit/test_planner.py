@@ -201,6 +201,7 @@ def test_prefetch_tuning_never_exceeds_memory(seed: int) -> None:
     assert surely
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_technique_that_is_off_is_not_used(seed: int, gpus: int) -> None:
@@ -305,6 +306,7 @@ def test_a_plan_of_real_size_is_within_a_percent_of_the_best_known(known: Known)
     assert plan.bound_seconds <= best.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100 if WIDE else 1))
 def test_a_long_search_finds_nothing_faster(seed: int) -> None:
     """At 20 to 48 blocks, on any preset, a search without bounds finds no plan that is more than 1 % faster."""
@@ -327,6 +329,7 @@ def starved(hardware: Hardware) -> bool:
     return asked > hardware.host.memory_bandwidth * hardware.host.usable_share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1100 if WIDE else 1004))
 def test_better_hardware_never_makes_it_slower(seed: int) -> None:
     """With more memory, a faster link or a faster CPU the planned iteration is at most 1 % longer."""
@@ -348,6 +351,7 @@ def test_better_hardware_never_makes_it_slower(seed: int) -> None:
             assert seconds(better) <= before * 1.01, (str(setting), what, factor)
 
 
+@pytest.mark.slow
 def test_more_gpu_memory_is_never_slower() -> None:
     """From 75 to 79.1 GiB each step makes the plan at most 1 % slower, though tight memory makes the best plans few."""
     times = []
@@ -358,6 +362,7 @@ def test_more_gpu_memory_is_never_slower() -> None:
     assert all(more <= less * 1.01 for less, more in zip(times, times[1:], strict=False)), times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.2, 4])
 def test_plans_with_waits_for_memory_are_tried_like_others(factor: float) -> None:
     """On a desktop, faster uploads make prefetches exceed the memory; the plan is no slower than one whose copies wait."""
@@ -375,6 +380,7 @@ def test_plans_with_waits_for_memory_are_tried_like_others(factor: float) -> Non
     assert judge(policy.plan(profile, judge)).seconds <= waiting.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [Counts(24, 0, 26), Counts(24, 24, 26), Counts(12, 10, 5), Counts(0, 0, 0)])
 def test_an_estimate_of_many_micro_batches_is_close(counts: Counts) -> None:
     """Twelve micro-batches, estimated from three, take what a simulation of all says, within a percent."""
@@ -396,6 +402,7 @@ def test_a_plan_for_many_micro_batches_is_judged_in_full() -> None:
     assert plan.bound_seconds <= judge(plan).seconds == simulate_plan(profile, plan).iteration_seconds
 
 
+@pytest.mark.slow
 def test_giving_up_is_not_the_same_as_not_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error is proven where bounds rule every plan out; where they do not, it says that the search gave up."""
     small, large = (
@@ -410,6 +417,7 @@ def test_giving_up_is_not_the_same_as_not_fitting(monkeypatch: pytest.MonkeyPatc
     assert not caught.value.proven
 
 
+@pytest.mark.slow
 def test_the_chosen_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the judge has simulated is the answer: no plan is executed a second time, whatever its name."""
     executed: list[Schedule] = []

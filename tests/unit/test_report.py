@@ -133,6 +133,7 @@ def compared() -> Comparison:
     return compare(trace, slower, ("a/rather/long/path/predicted.json", "a/rather/long/path/measured.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_every_answer_fits_the_columns_it_is_given(width: int) -> None:
     """No line of any command is longer than ``COLUMNS``, also in a pipe; words, numbers and their units stay whole."""
@@ -177,6 +178,7 @@ def cells(line: str) -> list[str]:
     return re.split(r"\s{2,}", line.strip())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 100, 117, 160])
 @pytest.mark.parametrize("policies", POLICY_LISTS)
 def test_answers_fit_the_terminal(policies: str, width: int) -> None:
@@ -210,6 +212,7 @@ def test_the_least_important_columns_give_way_first() -> None:
     assert lines[9] == "not shown at this width: tokens/s, TFLOP/s, host peak; --json has them"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [40, 80, 100, 160])
 def test_presets_and_plans_fit_the_terminal(width: int) -> None:
     """Lists of presets and the decisions of a plan are not wider than the terminal, and cut nothing off."""
@@ -316,6 +319,7 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
 # --- Perfetto -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["zero_offload", "stronghold", "autohete"])
 @pytest.mark.parametrize("case", ["small", "gpt-4b"])
 def test_a_document_has_no_fault(case: str, policy: str) -> None:
@@ -406,6 +410,7 @@ print(hashlib.sha256(perfetto_json(s.trace, [s.gpu, s.host]).encode()).hexdigest
 """
 
 
+@pytest.mark.slow
 def test_a_document_does_not_depend_on_the_process() -> None:
     """Processes with different hash seeds write the same bytes."""
     digests = {
@@ -478,6 +483,7 @@ def test_kinds_of_a_lane_differ_in_grey(policy: str) -> None:
         assert look(a).hatch != look(b).hatch or grey > 0.1, (a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["zero_offload", "stronghold", "autohete"])
 @pytest.mark.parametrize("case", ["small", "gpt-4b", "deep"])
 def test_all_pictures_of_all_sizes_can_be_drawn(tmp_path: Path, case: str, policy: str) -> None:
@@ -594,6 +600,7 @@ def test_lanes_without_a_readable_name_keep_their_own(tmp_path: Path) -> None:
     assert [label.get_text() for label in labels] == ["nvme"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
 def test_a_figure_is_the_same_each_time(tmp_path: Path, suffix: str) -> None:
     """Drawing and writing twice gives the same bytes, which name no date and no tool."""

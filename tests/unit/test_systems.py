@@ -177,6 +177,7 @@ def test_zero3_offload_without_parameters_is_twin_flow_on_the_cpu() -> None:
 # --- the others ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", WITH_CHECKPOINTING)
 @pytest.mark.parametrize("gpu_memory", [12, 20, 40, 80, 160])
 def test_the_better_checkpointing_is_the_faster_one_that_fits(policy: str, gpu_memory: int) -> None:
@@ -267,6 +268,7 @@ def test_the_ends_of_a_range_belong_to_it(flag: str, least: int, most: int) -> N
             parse_policy(f"{flag}={value}")
 
 
+@pytest.mark.slow
 def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
     """``fp32_upload``: 4 bytes up, 2 down, an Adam of 26 bytes per parameter without casts, and no 16-bit copy on the host."""
     profile, plan = planned("autohete:fp32_upload")
@@ -286,6 +288,7 @@ def test_the_ancestor_of_autohete_sends_the_fp32_master_up() -> None:
         parse_policy("autohete:fp32_upload,fused_casts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.4, 0.73])
 def test_the_cpu_works_at_its_concurrent_share_while_the_gpu_computes(share: float) -> None:
     """An update beside the GPU's passes takes 1 / share as long, the rest of it its own time, and the passes theirs."""

@@ -183,6 +183,7 @@ def test_frozen_inputs_are_not_kept() -> None:
     assert queries == nowhere
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_trains_parts(policy: str) -> None:
     """Every system simulates adapters and last blocks; only units with trained parameters are updated."""
@@ -324,6 +325,7 @@ def test_whole_matrices_are_not_shared() -> None:
         simulate(gpt, node, parse_policy("resident:zero_stage=1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [Optimizer.ADAMW8BIT, Optimizer.MUON])
 def test_autohete_plans_without_the_cpu(optimizer: Optimizer) -> None:
     """Where the CPU cannot update, AutoHete offloads parameters and recomputes, but updates everything on the GPU."""
