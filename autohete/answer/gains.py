@@ -15,7 +15,8 @@ from autohete.errors import AutoHeteError, InputError
 from autohete.hardware import Hardware
 from autohete.plan import Plan
 from autohete.plan.policy import Verdict
-from autohete.policies import parse_policy
+from autohete.policies import NamedPolicy, parse_policy
+from autohete.policies.joint import JointFrom
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import format_bytes
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
@@ -125,11 +126,23 @@ def adapter_changes(workload: Workload) -> Iterator[Change]:
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """A change to simulate with one policy, or with the current plan."""
+    """A change to simulate with one policy, or with the current plan.
+
+    Args:
+        change: of hardware or training.
+        policy: its name.
+        plan: the current plan; None to plan anew.
+        start: a plan that still fits, from which ``joint`` starts, too.
+    """
 
     change: Change
     policy: str
-    plan: Plan | None
+    plan: Plan | None = None
+    start: Plan | None = None
+
+    def planner(self) -> NamedPolicy:
+        """The policy that plans anew."""
+        return parse_policy(self.policy) if self.start is None else NamedPolicy(self.policy, JointFrom(self.start))
 
 
 def simulate_changes(
@@ -158,7 +171,8 @@ def simulate_changes(
             chosen = [JOINT]
         elif gpus > 1 or not fitting:
             chosen = [*names]
-        work += [_Again(change, name, None) for name in longest_first(chosen)]
+        start = best.plan if best is not None and covers and change.workload is None else None
+        work += [_Again(change, name, start=start if name == JOINT else None) for name in longest_first(chosen)]
         if best is not None and change.gpus is None:
             work.append(_Again(change, best.name, best.plan))
     results = run(partial(_with_change, profile.workload, site), work)
@@ -198,7 +212,7 @@ def _with_change(workload: Workload, site: Site, asked: _Again) -> _Result:
     try:
         profile = analytic_profile(change.workload or workload, there.hardware(change.moved))
         if asked.plan is None:
-            summary, _ = answer_or_refusal(profile, parse_policy(asked.policy))
+            summary, _ = answer_or_refusal(profile, asked.planner())
             return _Result(
                 asked.policy, summary.verdict, summary.explanation, summary.iteration_seconds, summary.tokens_per_second
             )

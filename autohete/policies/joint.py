@@ -16,7 +16,7 @@ A linear program over lower bounds of the time and of the memory chooses the sta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -69,8 +69,20 @@ class Joint:
         Raises:
             InfeasibleError: no plan fits. States the binding memory and the smallest budget that works.
         """
-        check_one_gpu("joint", profile)
         return best_plan(profile, judge, every_choice(profile))
+
+
+@dataclass(frozen=True, slots=True)
+class JointFrom:
+    """The joint planner, given a plan that fits, such as the best one with less memory: it starts from that one, too, and is
+    never slower.
+    """
+
+    start: Plan
+
+    def plan(self, profile: Profile, judge: Judge) -> Plan:
+        """See :class:`Joint`."""
+        return best_plan(profile, judge, every_choice(profile), [self.start])
 
 
 def every_choice(profile: Profile) -> Choices:
@@ -87,8 +99,11 @@ def _needs_no_host(unit: UnitPlan) -> bool:
     return not leaves and unit.update.on is Processor.GPU
 
 
-def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
-    """The best plan of ``choices``, or of a shipped system if that is faster. Raises the errors of :meth:`Joint.plan`."""
+def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[Plan] = ()) -> Plan:
+    """The best plan of ``choices``, or a ``known`` one or that of a shipped system if that is faster. Raises the errors of
+    :meth:`Joint.plan`.
+    """
+    check_one_gpu("joint", profile)
     estimate = estimates(judge)
     every = PlanFamily(profile, estimate, choices)
     relaxed = every.relaxation()
@@ -104,7 +119,7 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices) -> Plan:
     for part, search in zip(parts, searches, strict=True):
         search.start(part.where(_keeps_on_gpu).relaxation())
     limit = searches[0].seconds if searches else math.inf
-    candidates = list(_shipped(profile, estimate, limit))
+    candidates = [*known, *_shipped(profile, estimate, limit)]
     coarse = of_blocks(parts[-1]) if parts else None
     # Each part starts from all earlier results and runs the same search as the last part would: more choices never hurt.
     for part, search in zip(parts, searches, strict=True):

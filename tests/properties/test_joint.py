@@ -21,7 +21,7 @@ from autohete.planner.choices import Assignment, Choices
 from autohete.planner.joint_search import JointSearch
 from autohete.policies import POLICIES
 from autohete.policies.autohete import AutoHete
-from autohete.policies.joint import Joint, PlanFamily, best_plan, every_choice, of_blocks
+from autohete.policies.joint import Joint, JointFrom, PlanFamily, best_plan, every_choice, of_blocks
 from autohete.profile import Profile, analytic_profile
 from autohete.simulate import judge_for
 from autohete.testing import strategies
@@ -310,6 +310,22 @@ def test_more_choices_never_give_a_slower_plan(seed: int | None) -> None:
         return
     more = best_plan(profile, judge, every)
     assert judge(more).seconds <= judge(fewer).seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100 if WIDE else 4))
+def test_a_known_plan_is_never_worse_with_more_memory(seed: int) -> None:
+    """With more memory the planner, given the plan for less, is never slower than with less."""
+    profile = drawn_profile(seed, 6)
+    less = judge_for(profile)
+    if (plan := planned(profile, less)) is None:
+        return
+    gpu = replace(profile.hardware.gpu, memory_bytes=profile.hardware.gpu.memory_bytes * 5 // 4)
+    larger = replace(profile, hardware=replace(profile.hardware, gpu=gpu))
+    more = judge_for(larger)
+    found = more(JointFrom(plan).plan(larger, more))
+    assert found.verdict is Verdict.OK
+    assert found.seconds <= less(plan).seconds
 
 
 @pytest.mark.slow
