@@ -258,6 +258,17 @@ class GpuUpdatesAfterRecompute(Rule):
 
 
 @dataclass(frozen=True, slots=True)
+class GradientsLeaveBeforeBackward(Rule):
+    """Backward begins once all gradients of the previous iteration have left the GPU. Without delayed updates they have."""
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        first = next(task for task in tasks.passes if task.kind is Kind.BACKWARD)
+        for copy in tasks.of(Kind.OFFLOAD_GRADIENTS):
+            tasks.after(first, copy, back=1)
+
+
+@dataclass(frozen=True, slots=True)
 class RefreshAfterBackward(Rule):
     """Refreshes wait for the last backward."""
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autohete.plan import Activations, Footprint, Format, Plan, SavedRoute, UnitPlan
+from autohete.plan.rules import GradientsLeaveBeforeBackward
 from autohete.profile import Profile, UnitProfile
 
 
 def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
     """Return ``plan`` with the bytes that the runtime moves and keeps.
 
-    Placement, order and waits stay those of the system. Its transfer formats and passes over host memory change: gradients
-    and parameters cross in the type that the GPU computes with, and the CPU step is one fused kernel
-    (``runtime/optimizer.py``) on states, gradient and the only host copy of the parameters.
+    Placement, order and waits stay those of the system, but for one wait: where updates are delayed, backward waits until the
+    gradients of the previous iteration have left, as each unit has one place for them. The system's transfer formats and passes
+    over host memory change: gradients and parameters cross in the type that the GPU computes with, and the CPU step is one fused
+    kernel (``runtime/optimizer.py``) on states, gradient and the only host copy of the parameters.
 
     Args:
         plan: plan of a system.
@@ -34,6 +36,7 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
     return replace(
         plan,
         units=units,
+        rules=(*plan.rules, GradientsLeaveBeforeBackward()) if plan.delayed else plan.rules,
         update_bytes=24.0 + 2 * element if element == 2 else 28.0,
         elementwise_bytes=0,
         scales_gradients=element == 2,  # during the cast to fp32

@@ -18,7 +18,7 @@ from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.runtime.lanes import Action
 from autohete.schedule import CPU, D2H, H2D
-from autohete.simulate import simulate_plan, simulate_safely
+from autohete.simulate import judge_for, simulate_plan, simulate_safely
 from autohete.train.as_executed import as_executed, everything_resident
 from autohete.workload import Precision, Workload
 
@@ -94,3 +94,18 @@ def test_the_smallest_budget_holds_under_delays(seed: int) -> None:
     check_training(DEEP, policy, least, seed)
     with pytest.raises(InfeasibleError):
         simulate_safely(within(profile_for(DEEP), least - 1), parse_policy(policy), as_executed)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS // 3))
+@pytest.mark.parametrize("policy", ["zero_offload:delayed_update", "zero_offload:delayed_update,paper"])
+def test_late_gradients_of_delayed_updates_change_no_bit(policy: str, seed: int) -> None:
+    """Where a gradient may still be leaving when the next iteration begins, its copy may be late: it is not overwritten."""
+    profile, held_up = profile_for(DEEP), slowed(seed, 4 * LATE_SECONDS)
+    plan = as_executed(parse_policy(policy).plan(profile, judge_for(profile)), profile)
+
+    def around(action: Action) -> Action:
+        waiting = held_up(action)
+        return lambda task, iteration: (waiting if task.lane == D2H else action)(task, iteration)
+
+    outcome, _ = train_by_schedule(DEEP, STEPS, simulate_plan(profile, plan).schedule, around)
+    assert outcome == plainly(DEEP, frozenset(range(len(plan.units))))
