@@ -14,7 +14,7 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
 
     Placement, order and waits stay those of the system, but for one wait: where updates are delayed, backward waits until the
     gradients of the previous iteration have left, as each unit has one place for them. The system's transfer formats and passes
-    over host memory change: gradients and parameters cross in the type that the GPU computes with, and the CPU step is one fused
+    over host memory change: gradients and parameters cross in the type that the GPU computes with; the CPU step is one fused
     kernel (``runtime/optimizer.py``) on states, gradient and the only host copy of the parameters.
 
     Args:
