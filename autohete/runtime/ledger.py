@@ -446,7 +446,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         known: set[int] | None = None
         for output in outputs:
-            if isinstance(output, Tensor):
+            if isinstance(output, Tensor) and output.layout is torch.strided:  # others have no storage
                 if known is None:
                     known = {storage._cdata for storage in _storages(args)}
                 if output.untyped_storage()._cdata not in known:  # a view allocates nothing
@@ -460,7 +460,8 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     for value in values:
         if isinstance(value, Tensor):
-            yield value.untyped_storage()
+            if value.layout is torch.strided:
+                yield value.untyped_storage()
         elif isinstance(value, (tuple, list)):
             yield from _storages(value)
 

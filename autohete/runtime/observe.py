@@ -13,8 +13,11 @@ from autohete.runtime.partition import Partition
 from autohete.runtime.probe import probe
 
 
-def observed(partition: Partition, first: Batch, loss: Loss) -> tuple[Partition, Form]:
+def observed(partition: Partition, first: Batch, loss: Loss, micro_batches: int = 1) -> tuple[Partition, Form]:
     """Return the partition as observed in a forward of ``first``, and the form of all batches.
+
+    The forward is of the first sequence. The loss gets its logits as often as a micro-batch has sequences, since it may use
+    other tensors of the micro-batch.
 
     Raises:
         InputError: training is not possible with this batch, model or loss; nothing has been changed.
@@ -23,7 +26,8 @@ def observed(partition: Partition, first: Batch, loss: Loss) -> tuple[Partition,
     def of_first(logits: Tensor) -> Tensor:
         if loss is next_token_loss:
             check_classes(first.targets, logits.shape[-1])
-        return loss(logits, first.targets[:1].to(logits.device))
+        targets = first.targets[: len(first.targets) // micro_batches].to(logits.device)
+        return loss(logits.repeat(len(targets), *[1] * (logits.dim() - 1)), targets)
 
     found = probe(partition, first.with_labels(partition.model), of_first)
     if found.own_loss is not None:

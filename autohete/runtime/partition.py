@@ -223,6 +223,17 @@ def check_hooks(model: nn.Module, modules: tuple[nn.Module, ...]) -> None:
         raise InputError("there are backward hooks for all modules (register_module_full_backward_hook): remove them")
 
 
+def check_dense(model: nn.Module) -> None:
+    """Check that no table has sparse gradients.
+
+    Raises:
+        InputError: names the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise InputError(f"the gradients of {name} are sparse, which AdamW does not take: give it sparse=False")
+
+
 def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
     lists = {
         name: module

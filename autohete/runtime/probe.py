@@ -27,7 +27,7 @@ from autohete.runtime.model_state import (
     tensors_in,
     unchanged_random_state,
 )
-from autohete.runtime.partition import Partition, check_hooks
+from autohete.runtime.partition import Partition, check_dense, check_hooks
 
 _OWN_HOOKS = "a block has hooks of its own for what backward needs"
 
@@ -66,6 +66,7 @@ def probe(cut: Partition, inputs: Inputs, loss: Callable[[Tensor], Tensor] | Non
         InputError: the model uses its blocks in a way that cannot be trained block by block, or its forward fails.
     """
     check_hooks(cut.model, cut.modules)
+    check_dense(cut.model)
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
     outside, sequences = Snapshot(cut.named_modules(0)), len(leading(inputs))
     trials = [_Trial(cut.named_modules(place + 1), sequences) for place in range(len(cut.modules))]
@@ -167,9 +168,11 @@ def _teaching(inputs: Inputs) -> Iterator[None]:
 
 @contextmanager
 def _rows_of_embeddings(modules: Iterable[tuple[str, nn.Module]], inputs: Inputs) -> Iterator[dict[str, int]]:
-    """Yield a dict that collects, by input name, the rows of the embedding it is looked up in; check the ids' range."""
+    """Yield a dict that collects, by input name, the rows of the embedding it is looked up in; check the ids' range. Labels may
+    be the same tensor as the ids, and are looked up in none.
+    """
     named = {"ids": inputs} if isinstance(inputs, Tensor) else inputs
-    tensors = {value.data_ptr(): name for name, value in named.items() if isinstance(value, Tensor)}
+    tensors = {value.data_ptr(): name for name, value in named.items() if isinstance(value, Tensor) and name != "labels"}
     rows: dict[str, int] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -67,7 +67,7 @@ class Preparation:
         """
         options, first = self._options, Batch.of(batch, partition.model)
         with cpu_threads(options.torch_device, 1):
-            partition, form = observed(partition, first, options.recipe.loss)
+            partition, form = observed(partition, first, options.recipe.loss, options.micro_batches)
         part = first.split(options.micro_batches)[0]
         prepared = self._planned(partition, form, part, 1)
         threads = torch.get_num_threads()

@@ -222,6 +222,16 @@ def test_padded_batches_train_as_with_the_models_own_loss(family: str, policy: s
     assert_same(found, train_as_they_do(built(family, **FAMILIES[family]), padded_batches()))
 
 
+def test_labels_may_be_the_token_ids_themselves() -> None:
+    """One tensor for both, as when nothing is padded, trains like a copy of it."""
+
+    def given(labels: Callable[[Tensor], Tensor]) -> list[Any]:
+        return [{"input_ids": ids, "labels": labels(ids)} for ids, _ in batches()]
+
+    found = train_named(llama(), given(lambda ids: ids), "resident", None)
+    assert_same(found, train_named(llama(), given(Tensor.clone), "resident", None))
+
+
 def test_masks_that_differ_between_blocks_are_planned() -> None:
     """Some blocks look at a window only: there are two masks."""
     settings = GROUPED | {"head_dim": 8, "sliding_window": 4}

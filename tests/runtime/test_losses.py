@@ -96,7 +96,7 @@ Make = Callable[[Any], Any]
         (
             Net,
             lambda model: lambda logits, targets: logits.mean(-1),
-            r"returns \(1, 8\) of torch\.float32: return one real number",
+            r"returns \(2, 8\) of torch\.float32: return one real number",
         ),
         (Net, lambda model: lambda logits, targets: logits.argmax(), r"returns \(\) of torch\.int64: return one real"),
         (Net, lambda model: lambda logits, targets: logits.sum().to(torch.complex64), "one real number"),
@@ -120,6 +120,19 @@ def test_a_loss_that_cannot_be_trained_with_is_refused(
         assert trainer.prediction is None
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_loss_may_use_the_logits_of_a_teacher() -> None:
+    """It may have a tensor of the whole batch besides."""
+    (ids, targets), *_ = batches()
+    teacher = Net()(ids).detach().softmax(-1)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.kl_div(logits.log_softmax(-1), teacher, reduction="batchmean")
+
+    expected = loss(Net()(ids), targets).item()
+    with Trainer(Net(), loss=loss, hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+        assert trainer.step((ids, targets)) == expected
 
 
 def test_a_loss_may_use_other_tensors() -> None:

@@ -567,6 +567,14 @@ def test_backward_hooks_of_all_modules_are_refused() -> None:
         hook.remove()
 
 
+def test_sparse_gradients_are_refused() -> None:
+    """Before anything is measured, as no update takes them."""
+    model = Net()
+    model.token.sparse = True
+    with pytest.raises(InputError, match=r"the gradients of token are sparse, .* give it sparse=False"):
+        by_use(partition(model), batches()[0][0])
+
+
 class Checkpointed(Net):
     """Recomputes its blocks itself."""
 
