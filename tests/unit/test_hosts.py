@@ -187,8 +187,9 @@ def test_a_place_is_near_or_far() -> None:
 @pytest.mark.parametrize(("gpus", "of_domain"), [(1, 1), (2, 1), (3, 2), (4, 2)])
 def test_gpus_share_their_own_memory_domain(gpus: int, of_domain: int) -> None:
     """Two Grace of 480 GB and 512 GB/s: up to two GPUs have one each, more share one with GPUs of the same domain."""
-    host = load_hardware("gb200-near").shared_by(gpus).host
+    host = load_hardware("gb200-near", {"host.pinned_memory": "200GB"}).shared_by(gpus).host
     assert host.memory_bytes == 480 * 10**9 // of_domain
+    assert host.pinned_bytes == 100 * 10**9 // of_domain
     assert host.memory_bandwidth == pytest.approx(512e9 / of_domain)
 
 
