@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context, copy_context
 
 import torch
 
@@ -29,7 +30,7 @@ from autohete.runtime.lane_run import Booking, LaneRun
 from autohete.runtime.pacing import Pace
 from autohete.runtime.progress import UpdateProgress
 from autohete.runtime.settings import Execution
-from autohete.schedule import Schedule, Task, TaskId, graph_of, validate
+from autohete.schedule import GPU, Discipline, Schedule, Task, TaskId, graph_of, validate
 
 #: Function that performs a task, given the task and its iteration.
 Action = Callable[[Task, int], None]
@@ -70,6 +71,8 @@ class LaneThreads(Closing):
         self._schedule, self._action, self._clock = schedule, action, execution.clock
         self._run = LaneRun(schedule, History(len(schedule.tasks), instants, execution.history), booking)
         self._pace = Pace(schedule, instants) if execution.paced else None
+        #: Of each iteration, until the next one computes: the context variables of the caller, which the model may read.
+        self._contexts: dict[int, Context] = {}
         self.progress = UpdateProgress(schedule.tasks)
         self._process = os.getpid()
         self.threads = [
@@ -122,6 +125,7 @@ class LaneThreads(Closing):
             self.drain()
         if self._pace is not None:
             self._pace.admit(self.admitted)
+        self._contexts[self.admitted] = copy_context()
         return self._run.admit()
 
     def wait(self, task: TaskId, iteration: int) -> None:
@@ -211,13 +215,20 @@ class LaneThreads(Closing):
             self._run.fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
 
     def _work_through(self, lane: int) -> None:
+        named = self._schedule.lanes[lane]
+        computes, in_order = named.name == GPU, named.discipline is Discipline.FIFO
         while (begun := self._run.next(lane)) is not None:
             instance, refusal = begun
             iteration, task = divmod(instance, len(self._schedule.tasks))
             try:
                 if refusal is not None:
                     raise refusal
-                self._action(self._schedule.tasks[task], iteration)
+                if computes:
+                    if in_order:
+                        self._contexts.pop(iteration - 1, None)
+                    self._contexts[iteration].run(self._action, self._schedule.tasks[task], iteration)
+                else:
+                    self._action(self._schedule.tasks[task], iteration)
             except BaseException as error:  # every exception reaches the caller
                 if error is not refusal:  # a refusal comes before anything is updated
                     self.progress.fail(task, iteration)

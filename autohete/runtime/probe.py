@@ -224,6 +224,15 @@ class _Trial:
                         "change it once more: make it a buffer (register_buffer) if it is a tensor or a number, draw random "
                         "numbers from the global generators, or do it outside of the blocks"
                     )
+            before.restore_buffers()
+            again = hidden_of(self._repeat(call, own, random)).detach()
+            if not _equal(again, hidden_of(result)):
+                raise InputError(
+                    f"block {call.place + 1} computes something else each time, with the same input, buffers, attributes and "
+                    "global random generators: a counter, a list or a generator of its own would also count, grow or draw "
+                    "where the block is measured or computed again. Draw random numbers from the global generators, keep "
+                    "counters in buffers (register_buffer), or do it outside of the blocks"
+                )
             if not all(module.training for _, module in self._modules) and any(m._buffers for _, m in self._modules):
                 before.restore_buffers()
                 for _, module in self._modules:
@@ -253,9 +262,16 @@ class _Trial:
         self.effects |= Effects(python_in_backward=hooks or any(functions), unused=unused)
         return with_hidden(result, found.detach())
 
-    def _repeat(self, call: BlockCall, own: Callable[..., Any], random: RandomState) -> None:
+    def _repeat(self, call: BlockCall, own: Callable[..., Any], random: RandomState) -> Any:
         random.restore()
-        call.on(own, _given(call))
+        return call.on(own, _given(call))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two results are the same; up to rounding on a GPU, whose kernels may add in another order."""
+    if one.device.type == "cpu":
+        return torch.equal(one.nan_to_num(), other.nan_to_num())
+    return torch.allclose(one, other, rtol=1e-2, atol=1e-3, equal_nan=True)
 
 
 def _given(call: BlockCall) -> Tensor:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial, wraps
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar, cast
@@ -44,6 +45,7 @@ class _Ticket:
 
     def __init__(self, job: Callable[[], object]) -> None:
         self._job: Callable[[], object] | None = job
+        self._context = copy_context()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._value: object = None
         self._error: BaseException | None = None
@@ -51,13 +53,13 @@ class _Ticket:
         self.stopped = False
 
     def work(self) -> None:
-        """Run the job, on the caller's current device."""
+        """Run the job, on the caller's current device and with the caller's context variables."""
         job, self._job = self._job, None
         try:
             if job is not None:
                 if self._device is not None:
                     torch.cuda.set_device(self._device)
-                self._value = job()
+                self._value = self._context.run(job)
         except _Stopped:
             self._error = InputError("the trainer was closed during profiling or planning: nothing has been trained")
         except BaseException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -487,6 +488,75 @@ def test_attributes_that_change_with_each_forward_are_refused(model: type[Net], 
     assert all(torch.equal(tensor, before[key]) for key, tensor in refused.state_dict().items())
     if isinstance(refused, Counting):
         assert [block.calls for block in refused.blocks] == [0, 0, 0]
+
+
+OUTSIDE = {"numpy": np.random.default_rng(0), "torch": torch.Generator(), "calls": [0]}
+
+
+class OutsideNumpy(Net):
+    """Its blocks draw from a generator that is none of the model's."""
+
+    class layer(Layer):
+        """NumPy's."""
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) * float(OUTSIDE["numpy"].random())  # type: ignore[attr-defined]
+
+
+class OutsideTorch(Net):
+    """The same with PyTorch's."""
+
+    class layer(Layer):
+        """Which a block names, and nobody restores."""
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) * torch.rand((), generator=OUTSIDE["torch"])  # type: ignore[call-overload]
+
+
+class OutsideCounter(Net):
+    """Its blocks count in a list that is none of the model's."""
+
+    class layer(Layer):
+        """And compute with the count."""
+
+        def forward(self, x: Tensor) -> Any:
+            calls: list[int] = OUTSIDE["calls"]  # type: ignore[assignment]
+            calls[0] += 1
+            return super().forward(x) / calls[0]
+
+
+@pytest.mark.parametrize("model", [OutsideNumpy, OutsideTorch, OutsideCounter])
+def test_blocks_that_compute_something_else_each_time_are_refused(model: type[Net]) -> None:
+    """What they count or draw by is out of sight, so that measuring and recomputation would count and draw as well."""
+    with Trainer(model()) as trainer, pytest.raises(InputError, match="block 1 computes something else each time"):
+        trainer.step(batches()[0])
+
+
+SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
+
+
+class Scaled(Net):
+    """Its blocks read a context variable, as mixed precision or a tracer may."""
+
+    class layer(Layer):
+        """That the caller sets around a step."""
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) * SCALE.get()
+
+
+@pytest.mark.parametrize(("policy", "memory"), POLICIES)
+def test_the_callers_context_variables_are_those_of_the_model(policy: str, memory: str | None) -> None:
+    """Also where the caller changes them between steps."""
+
+    def change(model: nn.Module) -> None:
+        SCALE.set(SCALE.get() / 2)
+
+    found, expected = (
+        copy_context().run(each)
+        for each in (lambda: train(Scaled(), change, policy, memory), lambda: train_plainly(Scaled(), change))
+    )
+    assert found == expected
 
 
 class BeginningLate(Net):
