@@ -21,6 +21,7 @@ from autohete.planner.unit_costs import Costs
 from autohete.policies import parse_policy
 from autohete.policies.joint import every_choice
 from autohete.profile import Profile, analytic_profile
+from autohete.schedule import Kind, TaskId
 from autohete.simulate import simulate_plan, simulate_policy
 from autohete.workload import Precision, Workload
 
@@ -85,6 +86,17 @@ def test_values_take_one_hop_or_two() -> None:
     assert {task.lane for task in two.tasks} == {"gpu", "h2d", "d2h", "drives_read", "drives_write"}
     for lane, of_place, of_link in (("read", "drives_read", "h2d"), ("write", "drives_write", "d2h")):
         assert len(one.tasks_of(f"peer_{lane}")) == len(two.tasks_of(of_place)) == len(two.tasks_of(of_link))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_activations_leave_a_place_behind_the_host_a_pass_before_they_are_fetched(ahead: int) -> None:
+    """A read begins one pass earlier than the fetch that follows it may, unless the fetch is synchronous."""
+    schedule = lower(profile_on(BOTH), plan_of(UnitPlan(kept=Route("drives", ahead=ahead))))
+    waits = {task.id: {edge.task for edge in task.after} for task in schedule.tasks}
+    backwards = [task.id for task in schedule.tasks if task.id.kind is Kind.BACKWARD]
+    user = next(i for i, task in enumerate(backwards) if task.unit == 1)
+    (read,) = waits[TaskId(Kind.READ_ACTIVATIONS, 1)] & set(backwards)
+    assert read == backwards[user - 1 - ahead - bool(ahead)]
 
 
 def test_a_place_reads_and_writes_in_turns_or_at_once() -> None:
