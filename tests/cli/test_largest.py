@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command import autohete, refused
 
@@ -20,6 +21,7 @@ from autohete.simulate.largest import GrowingFigure, largest
 from autohete.workload import Workload
 from autohete.workload.config import read_model
 
+WIDE = os.environ.get("AUTOHETE_HYPOTHESIS") == "wide"
 SMALL = Workload(
     "small", hidden_size=256, transformer_blocks=4, heads=4, vocabulary_size=1000, sequence_length=128, batch_size=1
 )
@@ -31,6 +33,7 @@ SMALL = Workload(
     st.sampled_from(["resident", "zero_offload", "stronghold:window=1"]),
     st.integers(30, 400),
 )
+@settings(max_examples=400 if WIDE else 40)
 def test_it_fits_and_one_more_does_not(figure: GrowingFigure, policy: str, mebibytes: int) -> None:
     """Whatever grows, under any policy, in any memory."""
     hardware = load_hardware("a100-40gb-epyc7713", {"gpu.memory": f"{1024 + mebibytes}MiB"})

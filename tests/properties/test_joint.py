@@ -182,7 +182,7 @@ def test_sums_on_the_host_take_the_time_that_the_rows_say() -> None:
 
 @pytest.mark.slow
 @given(strategies.profiles(max_micro_batches=2))
-@settings(max_examples=300 if WIDE else 10)
+@settings(max_examples=300 if WIDE else 6)
 def test_never_slower_than_any_shipped_system(profile: Profile) -> None:
     """On any input the plan fits and is at most as slow as what every other policy does with its default flags."""
     judge = judge_for(profile)

@@ -278,7 +278,7 @@ def test_a_named_budget_works_after_another_measurement() -> None:
 
     with pytest.raises(InfeasibleError) as caught:
         one_step("5%")
-    for _ in range(3):
+    for _ in range(2):
         one_step(caught.value.needed_bytes)
 
 

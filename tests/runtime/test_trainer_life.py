@@ -678,7 +678,7 @@ before, moments, begin = blocks(model), random.Random(0), time.perf_counter()
 with Trainer(model) as trainer:
     trainer.prepare(data[0])
 whole = time.perf_counter() - begin
-for _ in range(8):
+for _ in range(5):
     due = [0.0]
     def interrupt():
         due[0] = time.perf_counter()
@@ -767,7 +767,7 @@ def test_a_signal_ends_a_command_with_one_line(command: str, number: signal.Sign
         text=True,
         env=ENVIRONMENT,
     ) as process:
-        time.sleep(1 + moment.uniform(0, 8))
+        time.sleep(1 + moment.uniform(0, 6))
         process.send_signal(number)
         begin = time.perf_counter()
         _, said = process.communicate(timeout=60)

@@ -130,7 +130,7 @@ def test_the_plan_is_within_a_percent_of_the_best_of_all(seed: int, clip_norm: f
     [
         *((*case, 1, 1) for case in CASES),
         *((*case, 3, 1) for case in CASES[::4]),
-        *((*case, 1, 2 + i % 3) for i, case in enumerate(CASES)),
+        *((*case, 1, 2 + i % 3) for i, case in enumerate(CASES[:: 1 if WIDE else 2])),
         *((*case, 3, 3) for case in CASES[::8]),
     ],
 )
