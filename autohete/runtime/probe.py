@@ -212,29 +212,24 @@ class _Trial:
         self.before, random = Snapshot(self._modules), RandomState(device)
         before = self.before
         try:
-            result = self._run_once(call, own)
+            result = self._run_once(call, own, random)
             self.effects |= _effects_since(before, self._sequences)
-            if before.changed_attributes():  # caches do so, once
-                after = Snapshot(self._modules)
-                before.restore_buffers()
-                self._repeat(call, own, random)
-                if unsettled := after.changed_attributes():
-                    raise InputError(
-                        f"block {call.place + 1} changes {' and '.join(unsettled)} with each forward, and recomputation would "
-                        "change it once more: make it a buffer (register_buffer) if it is a tensor or a number, draw random "
-                        "numbers from the global generators, or do it outside of the blocks"
-                    )
-            before.restore_buffers()
-            again = hidden_of(self._repeat(call, own, random)).detach()
-            if not _equal(again, hidden_of(result)):
+            after = Snapshot(self._modules) if before.changed_attributes() else None  # caches do so, once
+            again = self._repeat(call, own, random)
+            if after is not None and (unsettled := after.changed_attributes()):
                 raise InputError(
-                    f"block {call.place + 1} computes something else each time, with the same input, buffers, attributes and "
-                    "global random generators: a counter, a list or a generator of its own would also count, grow or draw "
-                    "where the block is measured or computed again. Draw random numbers from the global generators, keep "
-                    "counters in buffers (register_buffer), or do it outside of the blocks"
+                    f"block {call.place + 1} changes {' and '.join(unsettled)} with each forward, and recomputation would "
+                    "change it once more: make it a buffer (register_buffer) if it is a tensor or a number, draw random "
+                    "numbers from the global generators, or do it outside of the blocks"
+                )
+            if not _equal(hidden_of(again).detach(), hidden_of(result)):
+                raise InputError(
+                    f"block {call.place + 1} computes something else each time it is called with the same input, buffers and "
+                    "random state. Profiling and recomputation call it more often than training would, which advances any "
+                    "counter or random generator that the block uses. Draw random numbers from the global generators, keep "
+                    "counters in buffers (register_buffer), or use them outside of the blocks"
                 )
             if not all(module.training for _, module in self._modules) and any(m._buffers for _, m in self._modules):
-                before.restore_buffers()
                 for _, module in self._modules:
                     module.training = True
                 self._repeat(call, own, random)
@@ -244,16 +239,16 @@ class _Trial:
             before.forget_buffers()
         return result
 
-    def _run_once(self, call: BlockCall, own: Callable[..., Any]) -> Any:
-        hidden, hooks = _given(call), False
+    def _run_once(self, call: BlockCall, own: Callable[..., Any], random: RandomState) -> Any:
+        hooks = False
         try:
             with disable_saved_tensors_hooks(_OWN_HOOKS):
-                result = call.on(own, hidden)
+                result = call.on(own, _given(call))
         except RuntimeError as error:
             if _OWN_HOOKS not in str(error):
                 raise
             with _watched_hooks(self._modules) as kept:
-                result, hooks = call.on(own, hidden), True
+                result, hooks = self._repeat(call, own, random), True
             self.effects |= Effects(keeps_parameters=bool(kept))
         found = hidden_of(result)
         others = result[1:] if isinstance(result, tuple) else ()
@@ -263,15 +258,15 @@ class _Trial:
         return with_hidden(result, found.detach())
 
     def _repeat(self, call: BlockCall, own: Callable[..., Any], random: RandomState) -> Any:
+        self.before.restore_buffers()
         random.restore()
         return call.on(own, _given(call))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two results are the same; up to rounding on a GPU, whose kernels may add in another order."""
-    if one.device.type == "cpu":
-        return torch.equal(one.nan_to_num(), other.nan_to_num())
-    return torch.allclose(one, other, rtol=1e-2, atol=1e-3, equal_nan=True)
+    rtol, atol = (0.0, 0.0) if one.device.type == "cpu" else (1e-2, 1e-3)
+    return one.shape == other.shape and torch.allclose(one, other, rtol, atol, equal_nan=True)
 
 
 def _given(call: BlockCall) -> Tensor:

@@ -185,9 +185,19 @@ class PartlyRecomputed(Net):
             return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class RecomputedLater(Net):
+    """The same after it has drawn random numbers."""
+
+    class layer(Layer):
+        """Of dropout."""
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(super().forward, self.dropout(x), use_reentrant=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "memory"), POLICIES)
-@pytest.mark.parametrize("model", [DrawingEverywhere, NoisyGradients, PartlyRecomputed])
+@pytest.mark.parametrize("model", [DrawingEverywhere, NoisyGradients, PartlyRecomputed, RecomputedLater])
 def test_all_global_generators_give_what_they_would_give(model: type[Net], policy: str, memory: str | None) -> None:
     """Recomputation draws again what forward drew, backward draws what it would, and the caller gets the next numbers."""
     assert train(model(), draw_much, policy, memory) == train_plainly(model(), draw_much)
