@@ -132,7 +132,7 @@ class _Again:
         change: of hardware or training.
         policy: its name.
         plan: the current plan; None to plan anew.
-        start: a plan that still fits, from which ``joint`` starts, too.
+        start: the current plan, if ``joint`` plans anew and may start from it.
     """
 
     change: Change
@@ -155,7 +155,8 @@ def simulate_changes(
 ) -> list[Gain]:
     """Simulate each change with the best plan as it is, and planned anew.
 
-    ``joint`` plans wherever it can: it is never slower than another policy. Without it the best and the next best policy plan;
+    ``joint`` plans wherever it can, and starts from the current plan where only the hardware changes: it is never slower than
+    another policy. Without it the best and the next best policy plan;
     all of them for several GPUs, or if nothing fits.
     """
     fitting = [each for each in candidates if each.fits]

@@ -33,7 +33,7 @@ class Shards:
         self._comes_and_goes = [
             unit.parameters.leaves or stage == 3 for unit, stage in zip(plan.units, self._stages, strict=True)
         ]
-        #: By unit; units that are alike and planned alike share theirs.
+        #: By a unit's plan and the identity of its profile: units that are alike share one entry.
         self._sizes: dict[tuple[UnitPlan, int], UnitSizes] = {}
 
     def _part(self, unit: int, from_stage: int) -> int:

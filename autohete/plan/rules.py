@@ -259,7 +259,9 @@ class GpuUpdatesAfterRecompute(Rule):
 
 @dataclass(frozen=True, slots=True)
 class GradientsLeaveBeforeBackward(Rule):
-    """Backward begins once all gradients of the previous iteration have left the GPU. Without delayed updates they have."""
+    """Backward begins once all gradients of the previous iteration have left the GPU. Without delayed updates they
+    always have.
+    """
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""

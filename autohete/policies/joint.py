@@ -74,8 +74,8 @@ class Joint:
 
 @dataclass(frozen=True, slots=True)
 class JointFrom:
-    """The joint planner, given a plan that fits, such as the best one with less memory: it starts from that one, too, and is
-    never slower.
+    """The joint planner with one more plan to start from, such as the best one for less memory. Its plan is never slower than
+    that one where that one fits.
     """
 
     start: Plan

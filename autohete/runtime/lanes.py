@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context, copy_context
+from functools import partial
 
 import torch
 
@@ -71,7 +72,7 @@ class LaneThreads(Closing):
         self._schedule, self._action, self._clock = schedule, action, execution.clock
         self._run = LaneRun(schedule, History(len(schedule.tasks), instants, execution.history), booking)
         self._pace = Pace(schedule, instants) if execution.paced else None
-        #: Of each iteration, until the next one computes: the context variables of the caller, which the model may read.
+        #: By iteration, until the next one runs on the GPU: the caller's context variables, which the model may read.
         self._contexts: dict[int, Context] = {}
         self.progress = UpdateProgress(schedule.tasks)
         self._process = os.getpid()
@@ -216,19 +217,14 @@ class LaneThreads(Closing):
 
     def _work_through(self, lane: int) -> None:
         named = self._schedule.lanes[lane]
-        computes, in_order = named.name == GPU, named.discipline is Discipline.FIFO
+        perform = partial(self._in_context, named.discipline is Discipline.FIFO) if named.name == GPU else self._action
         while (begun := self._run.next(lane)) is not None:
             instance, refusal = begun
             iteration, task = divmod(instance, len(self._schedule.tasks))
             try:
                 if refusal is not None:
                     raise refusal
-                if computes:
-                    if in_order:
-                        self._contexts.pop(iteration - 1, None)
-                    self._contexts[iteration].run(self._action, self._schedule.tasks[task], iteration)
-                else:
-                    self._action(self._schedule.tasks[task], iteration)
+                perform(self._schedule.tasks[task], iteration)
             except BaseException as error:  # every exception reaches the caller
                 if error is not refusal:  # a refusal comes before anything is updated
                     self.progress.fail(task, iteration)
@@ -238,6 +234,18 @@ class LaneThreads(Closing):
                 self._pace.keep(instance)
             self.progress.end(task, iteration)
             self._run.complete(lane, instance)
+
+    def _in_context(self, in_order: bool, task: Task, iteration: int) -> None:
+        """Perform a task that runs the model, with the context variables of the caller of its iteration.
+
+        Args:
+            in_order: whether the lane takes the tasks of one iteration after those of the one before.
+            task: to perform.
+            iteration: of the task.
+        """
+        if in_order:
+            self._contexts.pop(iteration - 1, None)
+        self._contexts[iteration].run(self._action, task, iteration)
 
 
 class _SwitchInterval:

@@ -16,17 +16,19 @@ from autohete.runtime.probe import probe
 def observed(partition: Partition, first: Batch, loss: Loss, micro_batches: int = 1) -> tuple[Partition, Form]:
     """Return the partition as observed in a forward of ``first``, and the form of all batches.
 
-    The forward is of the first sequence. The loss gets its logits as often as a micro-batch has sequences, since it may use
-    other tensors of the micro-batch.
+    The forward is of the first sequence. A loss of the caller's gets its logits as often as a micro-batch has sequences: it may
+    use other tensors of that size.
 
     Raises:
         InputError: training is not possible with this batch, model or loss; nothing has been changed.
     """
 
     def of_first(logits: Tensor) -> Tensor:
+        sequences = len(first.targets) // micro_batches
         if loss is next_token_loss:
             check_classes(first.targets, logits.shape[-1])
-        targets = first.targets[: len(first.targets) // micro_batches].to(logits.device)
+            sequences = 1
+        targets = first.targets[:sequences].to(logits.device)
         return loss(logits.repeat(len(targets), *[1] * (logits.dim() - 1)), targets)
 
     found = probe(partition, first.with_labels(partition.model), of_first)

@@ -111,10 +111,10 @@ class Dice:
         """Yes or no."""
         return bool(self.whole(0, 1))
 
-    def some(self, options: Sequence[T], most: int | None = None) -> list[T]:
-        """Any of the options, each at most once and ``most`` at most, in any order."""
+    def some(self, options: Sequence[T]) -> list[T]:
+        """Any of the options, each at most once, in any order."""
         left = list(options)
-        return [left.pop(self.whole(0, len(left) - 1)) for _ in range(self.whole(0, len(left) if most is None else most))]
+        return [left.pop(self.whole(0, len(left) - 1)) for _ in range(self.whole(0, len(left)))]
 
     def decades(self, lowest: int, highest: int) -> float:
         """A number between two powers of ten, each decade equally likely."""

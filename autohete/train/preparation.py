@@ -66,9 +66,9 @@ class Preparation:
             InfeasibleError: the plan, or every plan, needs more memory than there is.
         """
         options, first = self._options, Batch.of(batch, partition.model)
+        part = first.split(options.micro_batches)[0]
         with cpu_threads(options.torch_device, 1):
             partition, form = observed(partition, first, options.recipe.loss, options.micro_batches)
-        part = first.split(options.micro_batches)[0]
         prepared = self._planned(partition, form, part, 1)
         threads = torch.get_num_threads()
         if threads > 1 and options.may_use_threads and only_gpu_works(prepared.prediction.schedule):

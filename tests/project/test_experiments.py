@@ -45,6 +45,10 @@ def test_the_throughput_figure_is_whole() -> None:
     """The committed figure has a row for each model and policy, and the comparison with the paper."""
     out = ROOT / "paper_figs"
     rows = list(csv.DictReader((out / "fig_throughput.csv").read_text().splitlines()))
+    assert ",".join(rows[0]) == (
+        "gpus,model,parameters,policy,verdict,iteration_seconds,samples_per_second,tflops_per_gpu,"
+        "gpu_peak_bytes,host_peak_bytes,plan,clock,kernels"
+    )
     assert len(rows) == len(WORKLOADS) * len(comparison.POLICIES)
     for row in rows:
         fits = row["verdict"] == "ok"
@@ -64,6 +68,24 @@ def test_the_throughput_figure_is_whole() -> None:
         assert float(row["low"]) <= float(row["figures_low"]) <= float(row["figures_high"]) <= float(row["high"])
         within = float(row["low"]) <= float(row["paper"]) <= float(row["high"])
         assert row["inside"] == ("yes" if within else "no")
+
+
+def test_the_comparison_with_the_paper_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The speed-ups of the committed file, with their intervals, are printed and written as they are."""
+    written = (ROOT / "paper_figs" / "fig_throughput_ratios.csv").read_text()
+    intervals_of = {(i.what, i.policy): i for i in intervals.read(fig_throughput.INTERVALS) if not i.model}
+    ratios = [
+        fig_throughput.Ratio(
+            comparison.SpeedUp(over, float(row["average"]), float(row["maximum"])),
+            intervals_of["average", over],
+            intervals_of["maximum", over],
+        )
+        for over, row in zip(comparison.PUBLISHED, csv.DictReader(written.splitlines()), strict=True)
+    ]
+    assert fig_throughput.ratios_csv(ratios) == written
+    fig_throughput.print_ratios(ratios)
+    printed = capsys.readouterr().out
+    assert all(over in printed for over in comparison.PUBLISHED)
 
 
 def test_a_quantile_of_weighted_draws() -> None:

@@ -313,9 +313,11 @@ def test_more_choices_never_give_a_slower_plan(seed: int | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100 if WIDE else 4))
+@pytest.mark.parametrize("seed", [11, 58, *range(100 if WIDE else 4)])
 def test_a_known_plan_is_never_worse_with_more_memory(seed: int) -> None:
-    """With more memory the planner, given the plan for less, is never slower than with less."""
+    """With more memory the planner, given the plan for less, is never slower than with less. Not given it, it once was, where
+    the seed is 11 or 58.
+    """
     profile = drawn_profile(seed, 6)
     less = judge_for(profile)
     if (plan := planned(profile, less)) is None:

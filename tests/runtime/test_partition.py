@@ -575,6 +575,21 @@ def test_sparse_gradients_are_refused() -> None:
         by_use(partition(model), batches()[0][0])
 
 
+def test_sparse_gradients_of_a_function_are_refused() -> None:
+    """No module says so beforehand."""
+
+    class Functional(Net):
+        """Looks its tokens up by a function."""
+
+        def embed(self, ids: Tensor) -> Tensor:
+            return nn.functional.embedding(ids, self.token.weight, sparse=True)
+
+    message = r"a gradient of layout torch\.sparse_coo: AdamW needs dense gradients"
+    trainer = Trainer(Functional(), hardware=load_hardware("a100-40gb-epyc7713"))
+    with trainer, pytest.raises(InputError, match=message):
+        trainer.step(batches()[0])
+
+
 class Checkpointed(Net):
     """Recomputes its blocks itself."""
 

@@ -111,7 +111,6 @@ def told(found: Simulation) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_schedule_and_first_iterations(name: str) -> None:
     """The printed schedule and the spans of the first iterations are the pinned ones, to the letter."""
@@ -122,7 +121,6 @@ def test_schedule_and_first_iterations(name: str) -> None:
     assert check_trace(found.trace) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_period(name: str) -> None:
     """The steady period is the one worked out on paper."""
@@ -131,7 +129,6 @@ def test_period(name: str) -> None:
     assert round(found.iteration_seconds * 1e9, 6) == CASES[name].period_ns
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_shared(name: str) -> None:
     """In these examples every lane works at full rate, so that paper suffices."""
