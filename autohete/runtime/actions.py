@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
+from torch.autograd import profiler
 
 from autohete.runtime.guard import Guard
 from autohete.runtime.ledger import accounting
@@ -73,7 +75,9 @@ class Actions:
         Raises:
             DeviceOutOfMemoryError: a memory's budget is used up.
         """
-        with self._guard.inside(loss=task.id.kind is Kind.LOSS):
+        profiled = profiler._is_profiler_enabled  # even an empty context manager takes time
+        named = profiler.record_function(task.id.at(iteration)) if profiled else nullcontext()
+        with named, self._guard.inside(loss=task.id.kind is Kind.LOSS):
             self._act(task, iteration)
 
     def _act(self, task: Task, iteration: int) -> None:

@@ -184,13 +184,29 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-def stopping(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a block's forward that stops a :class:`ForwardPass`; in an ordinary call of the model it is ``forward``."""
+#: Hooks of a module around its forward, in PyTorch's own attributes.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+
+@contextmanager
+def stopping(blocks: Iterable[nn.Module]) -> Iterator[list[Callable[..., Any]]]:
+    """Make the blocks stop a :class:`ForwardPass`; yield what computes each: its forward, with the block's own hooks if it has
+    any. An ordinary call of the model does not stop.
+    """
+    entries = [(block, "_call_impl" if any(getattr(block, hooks) for hooks in HOOKS) else "forward") for block in blocks]
+    own = [getattr(block, name) for block, name in entries]
+    stops = [_stopping(place, block.forward, whole) for place, ((block, _), whole) in enumerate(zip(entries, own, strict=True))]
+    with ExitStack() as undo:
+        for (block, name), stop in zip(entries, stops, strict=True):
+            undo.enter_context(_replaced(block, name, stop))
+        yield own
+
+
+def _stopping(place: int, forward: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
     def stop(*args: Any, **kwargs: Any) -> Any:
         current = getcurrent()
         if not isinstance(current, _PassGreenlet):
-            return forward(*args, **kwargs)  # an ordinary call of the model
+            return whole(*args, **kwargs)  # an ordinary call of the model
         assert current.parent is not None
         return current.parent.switch(call_of(place, forward, args, kwargs))
 
@@ -286,9 +302,18 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
     """Replace the forwards of modules inside the context."""
     with ExitStack() as undo:
         for module, forward in forwards:
-            if "forward" in vars(module):
-                undo.callback(setattr, module, "forward", module.forward)
-            else:
-                undo.callback(delattr, module, "forward")
-            module.forward = forward
+            undo.enter_context(_replaced(module, "forward", forward))
         yield
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of a module inside the context."""
+    own = vars(module).get(name)
+    vars(module)[name] = method
+    try:
+        yield
+    finally:
+        del vars(module)[name]
+        if own is not None:
+            vars(module)[name] = own

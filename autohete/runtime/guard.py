@@ -29,6 +29,7 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autohete.errors import InputError
+from autohete.runtime.forward_pass import HOOKS
 from autohete.runtime.states import States
 
 
@@ -61,8 +62,7 @@ _NOTHING_TO_DO = frozenset([_GRADIENT, _SET_GRADIENT, _SET_REQUIRES_GRAD, Tensor
 _HARMLESS = frozenset(
     inspect.unwrap(function).__code__ for function in (nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, nn.Module._apply)
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _UPDATES_HERE = (
     "the Trainer owns the gradients and applies the updates: give it Adam(...) and call step; between steps there "
     "is nothing to clip, accumulate or apply"
@@ -426,7 +426,7 @@ class _Structure:
             (f"{name or 'the model'}", part) for name, module in modules for part in (module._parameters, module._modules)
         ]
         self._hooks: list[tuple[str, Mapping[Any, Any]]] = [
-            (f"{name or 'the model'}", getattr(module, hooks)) for name, module in modules for hooks in _HOOKS
+            (f"{name or 'the model'}", getattr(module, hooks)) for name, module in modules for hooks in HOOKS
         ]
         self._hooks += [("all modules", getattr(nn.modules.module, hooks)) for hooks in _GLOBAL_HOOKS]
         # Keep the objects alive, so that their ids are not reused.

@@ -155,6 +155,12 @@ class Ledger:
                 self._add(reservation, id(reservation), size_bytes, group, task)
         return reservation
 
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether the storage of ``tensor`` is counted."""
+        with self._lock:
+            self._bury()
+            return tensor.untyped_storage()._cdata in self._entries
+
     def forget(self, tensor: Tensor) -> None:
         """Stop counting the storage of ``tensor``, for example because a reservation includes it."""
         with self._lock:
@@ -244,6 +250,10 @@ class CudaMemory:
     def peak_bytes(self) -> int:
         """Maximum since :meth:`reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor`` is counted."""
+        return tensor.device == self._device
 
     def reset_peak(self) -> None:
         """Reset the peak."""

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-#: Entries of a module's ``vars`` besides its own attributes; ``forward`` is replaced while blocks are intercepted.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+#: Entries of a module's ``vars`` besides its own attributes; the last two are replaced while blocks are intercepted.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_call_impl"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 #: Depth to which nested containers are searched.
 _DEPTH = 6
@@ -99,6 +99,7 @@ class Effects:
         python_in_backward: whether backward calls Python code, for example to recompute a part of a block.
         unused: places, in the blocks' results, of tensors other than the hidden states that need gradients.
         keeps_parameters: whether hooks of its own, for what autograd saves, keep parameters by reference until backward.
+        loss_keeps: whether the loss function keeps logits, or what it computes from them, until it is called again.
     """
 
     changing: frozenset[str] = frozenset()
@@ -107,6 +108,7 @@ class Effects:
     python_in_backward: bool = False
     unused: frozenset[int] = frozenset()
     keeps_parameters: bool = False
+    loss_keeps: bool = False
 
     def __or__(self, other: Effects) -> Effects:
         """Combine the effects of two parts of a model."""
@@ -117,6 +119,7 @@ class Effects:
             self.python_in_backward or other.python_in_backward,
             self.unused | other.unused,
             self.keeps_parameters or other.keeps_parameters,
+            self.loss_keeps or other.loss_keeps,
         )
 
 

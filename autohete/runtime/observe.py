@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from autohete.errors import InputError
 from autohete.runtime.batch import Batch, Form, Loss, check_classes
+from autohete.runtime.ledger import WORKSPACE, Ledger, accounting
 from autohete.runtime.losses import next_token_loss
+from autohete.runtime.model_state import Effects
 from autohete.runtime.partition import Partition
 from autohete.runtime.probe import probe
+
+
+@contextmanager
+def _unscaled() -> Iterator[None]:
+    """Let the calling thread scale no loss: nothing would divide the gradients by the scale again."""
+    scale, caller = torch.amp.GradScaler.scale, threading.get_ident()
+
+    @wraps(scale)
+    def refuse(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if threading.get_ident() == caller and scaler.is_enabled():
+            raise InputError(
+                "the loss calls GradScaler.scale, but the Trainer applies the updates, and would apply them with scaled "
+                "gradients: return the loss as it is; gradients that underflow in float16 do not in bfloat16"
+            )
+        return scale(scaler, outputs)
+
+    torch.amp.GradScaler.scale = refuse  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
 
 def observed(partition: Partition, first: Batch, loss: Loss, micro_batches: int = 1) -> tuple[Partition, Form]:
@@ -23,13 +52,16 @@ def observed(partition: Partition, first: Batch, loss: Loss, micro_batches: int 
         InputError: training is not possible with this batch, model or loss; nothing has been changed.
     """
 
+    kept = Ledger("loss")
+
     def of_first(logits: Tensor) -> Tensor:
         sequences = len(first.targets) // micro_batches
         if loss is next_token_loss:
             check_classes(first.targets, logits.shape[-1])
             sequences = 1
         targets = first.targets[:sequences].to(logits.device)
-        return loss(logits.repeat(len(targets), *[1] * (logits.dim() - 1)), targets)
+        with accounting(kept, "", WORKSPACE), _unscaled():
+            return loss(logits.repeat(len(targets), *[1] * (logits.dim() - 1)), targets)
 
     found = probe(partition, first.with_labels(partition.model), of_first)
     if found.own_loss is not None:
@@ -41,4 +73,5 @@ def observed(partition: Partition, first: Batch, loss: Loss, micro_batches: int 
                 "and targets"
             )
     classes = found.logits.shape[-1] if loss is next_token_loss else None
-    return partition.using(found.before, found.after, found.effects), Form(first, found.rows, classes)
+    effects = found.effects | Effects(kept_bytes=kept.used_bytes, loss_keeps=kept.used_bytes > 0)
+    return partition.using(found.before, found.after, effects), Form(first, found.rows, classes)

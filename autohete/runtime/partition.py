@@ -17,7 +17,7 @@ from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre
 from torch.nn.utils.parametrize import ParametrizationList
 
 from autohete.errors import InputError
-from autohete.runtime.forward_pass import replaced_forwards, stopping
+from autohete.runtime.forward_pass import stopping
 from autohete.runtime.model_state import NO_EFFECTS, Effects, buffers_of
 from autohete.runtime.precision import DTYPES
 
@@ -80,7 +80,6 @@ class Partition:
         Inside, a Hugging Face model does not cache keys and values (these are for generation), does not collect intermediate
         results of its blocks, and does not recompute blocks itself: the schedule decides what is kept.
         """
-        forwards = [module.forward for module in self.modules]
         config: Any = getattr(self.model, "config", None)
         with ExitStack() as undo:
             for flag in ("use_cache", "output_hidden_states", "output_router_logits"):
@@ -91,9 +90,7 @@ class Partition:
                 if vars(module).get("gradient_checkpointing") is True:
                     undo.callback(setattr, module, "gradient_checkpointing", True)
                     vars(module)["gradient_checkpointing"] = False
-            stops = [stopping(place, forward) for place, forward in enumerate(forwards)]
-            undo.enter_context(replaced_forwards(zip(self.modules, stops, strict=True)))
-            yield forwards
+            yield undo.enter_context(stopping(self.modules))
 
     def using(self, before: frozenset[int], after: frozenset[int], effects: Effects) -> Partition:
         """Return this partition with parameters outside of the blocks assigned by use in a forward pass, not by declaration.
@@ -207,17 +204,17 @@ def _check_wrapping(model: nn.Module) -> None:
 
 
 def check_hooks(model: nn.Module, modules: tuple[nn.Module, ...]) -> None:
-    """Check that there are no backward hooks around blocks; hooks of modules inside a block run with its backward.
+    """Check that there are no backward hooks around blocks; hooks of blocks and inside of them run with the block's backward.
 
     Raises:
         InputError: names the module.
     """
-    inside = {part for block in modules for part in block.modules()}.difference(modules)
+    inside = {part for block in modules for part in block.modules()}
     for name, module in model.named_modules():
         if (module._backward_hooks or module._backward_pre_hooks) and module not in inside:
             raise InputError(
                 f"{name or 'the model'} has a backward hook, which needs gradients across blocks: register it on a "
-                "module inside a block, or on parameters (register_post_accumulate_grad_hook)"
+                "block, or on a module inside a block"
             )
     if _global_backward_hooks or _global_backward_pre_hooks:
         raise InputError("there are backward hooks for all modules (register_module_full_backward_hook): remove them")

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from autohete.errors import InputError, NonFiniteGradientError, ScheduleError
+from autohete.quantities import format_bytes
 from autohete.runtime.batch import Batch, Inputs, Loss, on_device
 from autohete.runtime.forward_pass import BlockCall, ForwardPass, hidden_of, with_hidden
-from autohete.runtime.ledger import WORKSPACE
+from autohete.runtime.ledger import WORKSPACE, Ledger
 from autohete.runtime.losses import check_loss
 from autohete.runtime.model_state import ModulePlace, RandomState, addresses, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
@@ -32,6 +33,8 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, Value
 
 #: Backward of a block with such tasks needs values that may have moved since its forward.
 _MOVING = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD, Kind.OFFLOAD_ACTIVATIONS}
+#: Calls of the loss, the current one included, whose logits it may keep.
+_KEPT_LOGITS = 2
 
 
 class _Cut(torch.autograd.Function):
@@ -171,7 +174,10 @@ class _Kept:
         yield from (place.value for place in self.changing)
         yield from (then for _, then in self.copies)
         for holder, key in self.attributes:
-            yield from tensors_in(holder.get(key))
+            for tensor in tensors_in(holder.get(key)):
+                yield tensor
+                if tensor.retains_grad and tensor.grad is not None:
+                    yield tensor.grad
 
 
 class Passes:
@@ -214,6 +220,8 @@ class Passes:
         #: The blocks' original forwards.
         self._forwards: list[Callable[..., Any]] = []
         self._transit = _Transit()
+        #: Logits that the loss has got and that still live.
+        self._given = Ledger("loss")
         #: Block and parameter index of the gradients found by the current backward.
         self._found: list[tuple[int, int]] = []
         self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=memories.torch_device)
@@ -341,12 +349,21 @@ class Passes:
         batch = self.batches.pop(self._turn)
         assert self._transit.logits is not None
         logits, self._transit.logits = self._transit.logits.requires_grad_(), None
+        self._given.enter(logits, "logits")
         with torch.enable_grad():
             loss = self.loss(logits, batch.targets.to(self.memories.torch_device, non_blocking=True, copy=True))
+        if self._given.used_bytes > _KEPT_LOGITS * logits.untyped_storage().nbytes():
+            raise InputError(
+                f"the loss function keeps the logits of every call, {format_bytes(self._given.used_bytes)} so far: let it keep "
+                "detach().cpu() copies, or numbers (.item())"
+            )
         check_loss(loss, logits, self.partition.model)
         with torch.autograd.set_multithreading_enabled(False):
             share = loss if self.micro_batches == 1 else loss / self.micro_batches
             (self._transit.gradient,) = torch.autograd.grad(share, logits)
+        if self.partition.effects.loss_keeps and self.memories.device is not None:  # counted in Partition.lasting_bytes
+            self.memories.device.forget_group(WORKSPACE, but=(self._transit.gradient,))
+            self.memories.leave_out([logits])
         value = loss.item()
         if not math.isfinite(value):
             with torch._C.DisableTorchFunctionSubclass():  # a graph may keep a parameter, which a loss must not use
@@ -370,6 +387,7 @@ class Passes:
                 retain = not any(tensor.grad_fn for tensor in self._kept[i].tensors())
                 torch.autograd.backward([unit.root], [incoming], retain_graph=retain)
             self._transit.gradient = unit.arrived.pop() if unit.arrived else None
+        self._leave_out(i)
         unit.forget_passes()
         found, self._found = self._found, []
         gradients = [self.states.units[owner].device.gradients[place] for owner, place in found]
@@ -513,7 +531,7 @@ class Passes:
         return self.memories.current.iteration
 
     def _leave_out(self, i: int) -> None:
-        """Stop counting what a forward of block ``i`` keeps: it is part of the partition's lasting bytes."""
+        """Stop counting what the passes of block ``i`` keep: it is part of the partition's lasting bytes."""
         self.memories.leave_out(self._kept[i].tensors())
 
     @contextmanager

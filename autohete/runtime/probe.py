@@ -278,7 +278,9 @@ def _effects_since(before: Snapshot, sequences: int) -> Effects:
     """Return the effects of a forward of one sequence, with the bytes that a forward of ``sequences`` keeps."""
     kept = before.tensors_kept()
     sizes = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() * (sequences if tensor.shape[:1] == (1,) else 1)
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        * (sequences if tensor.shape[:1] == (1,) else 1)
+        * (2 if tensor.retains_grad else 1)  # its gradient, too
         for tensors in kept.values()
         for tensor in tensors
     }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autohete.errors import InputError
@@ -153,12 +156,35 @@ def _named(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
+def check_processes() -> None:
+    """Check that this process is not one of several that are to train one model.
+
+    Raises:
+        InputError: states this process's rank.
+    """
+    rank, processes = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if dist.is_available() and dist.is_initialized():
+        rank, processes = str(dist.get_rank()), str(dist.get_world_size())
+    if processes.strip() not in ("", "1"):
+        raise InputError(
+            f"this process is rank {rank} of {processes} (torch.distributed or torchrun), but a Trainer trains in one process: "
+            "each rank would train a model of its own, and no gradient would reach another. Start one process; "
+            "'autohete simulate --gpus' predicts several GPUs"
+        )
+
+
 def check_modes() -> None:
-    """Reject PyTorch modes that are active in the calling thread but not in the threads that compute.
+    """Reject PyTorch modes that are active in the calling thread but not in the threads that compute. Warn of a profiler.
 
     Raises:
         InputError: names the mode and the alternative.
     """
+    if torch._C._autograd._profiler_enabled():
+        warnings.warn(
+            "torch.profiler records the calling thread only, but a step computes in others: give it experimental_config="
+            "torch._C._profiler._ExperimentalConfig(profile_all_threads=True)",
+            stacklevel=3,
+        )
     if torch.is_inference_mode_enabled():
         raise InputError("a step cannot run under torch.inference_mode(): leave it first")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):

@@ -26,7 +26,7 @@ from autohete.lowering import lower
 from autohete.plan import Activations
 from autohete.profile import LossProfile, Profile, SavedTensors, UnitProfile, analytic_profile
 from autohete.runtime.batch import Batch, Inputs, leading, padded
-from autohete.runtime.forward_pass import call_of, replaced_forwards, with_hidden
+from autohete.runtime.forward_pass import HOOKS, call_of, replaced_forwards, with_hidden
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import CudaMemory, Ledger
 from autohete.runtime.model_state import Snapshot, unchanged_random_state
@@ -183,7 +183,7 @@ def _seconds_of_nothing(schedule: Schedule) -> float:
 
 
 def _kinds_of(partition: Partition) -> list[object]:
-    """Return a key for each block. Blocks with the same modules, tensor shapes and modes have equal keys.
+    """Return a key for each block. Blocks with the same modules, tensor shapes, modes and numbers of hooks have equal keys.
 
     Numeric attributes are not compared, since a block may store its own index in the list.
     """
@@ -192,7 +192,7 @@ def _kinds_of(partition: Partition) -> list[object]:
         tensors = {**module._parameters, **module._buffers}
         shapes = [(name, (t.shape, t.dtype, t.requires_grad) if t is not None else None) for name, t in tensors.items()]
         modes = [(name, value) for name, value in vars(module).items() if isinstance(value, (str, bool, type(None)))]
-        return (type(module), *shapes, *modes)
+        return (type(module), *shapes, *modes, *(len(getattr(module, hooks)) for hooks in HOOKS))
 
     return [tuple(map(kind_of, module.modules())) for module in partition.modules]
 
@@ -242,7 +242,8 @@ class _MeasuredPass:
         seconds: median time.
         peak: peak bytes during the pass, above the bytes before it, not counting those handed over by the pass before.
         kept: bytes that stay after the pass, not counting those it hands on.
-        brought, handed_on: bytes of hidden states, logits or gradient from the pass before, and for the next pass.
+        given: bytes of hidden states, logits or gradient from the pass before.
+        brought, handed_on: the same as far as they are counted, and for the next pass.
         made: bytes of gradient storage that it allocates.
         keeps_output: whether backward needs the output that is handed on.
     """
@@ -250,6 +251,7 @@ class _MeasuredPass:
     seconds: float
     peak: int
     kept: int
+    given: int
     brought: int
     handed_on: int
     made: int
@@ -308,7 +310,7 @@ class _Measurement:
         units = []
         for i, count in enumerate(counts):
             forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
-            given = forward.brought if i else inputs
+            given = forward.given if i else inputs
             kept = max(forward.kept, given)
             # An output that backward keeps outlives its use as the input of the block above.
             twice = forward.handed_on if forward.keeps_output else 0
@@ -397,7 +399,8 @@ class _Measurement:
                 training.passes.give(iteration, Batch(padded(self.batch.inputs), self.batch.targets))
                 for task in schedule.tasks:
                     check_stop()
-                    before, brought = memory.used_bytes, _size(training.passes.in_transit)
+                    before, given = memory.used_bytes, _size(training.passes.in_transit)
+                    brought = _counted(memory, training.passes.in_transit)
                     memory.reset_peak()
                     if not on_cuda:
                         forget_cache(self.elsewhere)  # as the passes of the blocks left out would
@@ -412,8 +415,8 @@ class _Measurement:
                     peak = max(memory.peak_bytes, before) - base
                     spent = median(seconds[task.id][1:] or [0])
                     keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
-                    kept = left - handed_on - base
-                    passes[task.id] = _MeasuredPass(spent, peak, kept, brought, handed_on, made, keeps_output)
+                    kept = left - _counted(memory, training.passes.in_transit) - base
+                    passes[task.id] = _MeasuredPass(spent, peak, kept, given, brought, handed_on, made, keeps_output)
         finally:
             training.close()
         return passes
@@ -465,6 +468,11 @@ def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:
         states.update(flat, gradients, scratch)
         times.append(time.perf_counter() - begin)
     return median(times[1:])
+
+
+def _counted(memory: Ledger | CudaMemory, tensor: Tensor | None) -> int:
+    """Size of ``tensor``, if it is counted: one that an attribute keeps is not."""
+    return _size(tensor) if tensor is not None and memory.counts(tensor) else 0
 
 
 def _size(tensor: Tensor | None) -> int:

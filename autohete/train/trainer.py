@@ -26,7 +26,7 @@ from autohete.runtime.losses import next_token_loss
 from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.simulate import Simulation
-from autohete.train.arguments import check_blocks, check_model, check_modes, device_of, policy_of, recipe_of
+from autohete.train.arguments import check_blocks, check_model, check_modes, check_processes, device_of, policy_of, recipe_of
 from autohete.train.held import Held
 from autohete.train.options import MemoryLimits, Mode, NonFinite, TrainingOptions
 from autohete.train.preparation import Preparation, Prepared
@@ -96,6 +96,7 @@ class Trainer:
         clip_norm: float | None = None,
         micro_batches: int = 1,
     ) -> None:
+        check_processes()
         check_model(model)
         check_blocks(blocks)
         check_member("on_nonfinite", on_nonfinite, NonFinite)

@@ -105,3 +105,13 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
 def test_settings_at_the_ends_of_their_ranges_are_taken(make: Callable[[], object]) -> None:
     """Zeros are allowed where ``torch.optim.AdamW`` allows them."""
     assert make() is not None
+
+
+def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train a model of its own without a word, which is what torchrun's environment shows."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="this process is rank 1 of 2"):
+        Trainer(model_for(SMALL))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    Trainer(model_for(SMALL)).close()

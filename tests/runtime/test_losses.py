@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.runtime.batch import Loss
+from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.train.trainer import Trainer
 
@@ -144,3 +146,57 @@ def test_a_loss_may_use_other_tensors() -> None:
 
     with Trainer(Net(), loss=loss, hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
         assert torch.isfinite(torch.tensor([trainer.step(batch) for batch in batches()])).all()
+
+
+class Remembering:
+    """A loss that keeps its logits.
+
+    Args:
+        calls: of so many of the last calls.
+    """
+
+    def __init__(self, calls: int) -> None:
+        self.calls, self.logits = calls, list[Tensor]()
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self.logits = [*self.logits, logits][-self.calls :]
+        return next_token_loss(logits, targets)
+
+
+@pytest.mark.parametrize("memory", ["100%", "40%"])
+def test_logits_that_the_loss_keeps_are_counted(memory: str) -> None:
+    """They are no part of any plan: a budget that is accepted has room for them."""
+    losses, budgets = [], []
+    for loss in (lambda logits, targets: next_token_loss(logits, targets), Remembering(1)):
+        with Trainer(Net(), loss=loss, gpu_memory=memory, hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+            losses.append([trainer.step(batch) for batch in batches()])
+            budgets.append(trainer.resident_bytes)
+            assert trainer.counting is Counting.SCHEDULED  # nothing is there that was not counted
+    assert losses[0] == losses[1]
+    assert budgets[1] - budgets[0] == 4 * batches()[0][0].numel() * VOCABULARY
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_logits_of_every_call_are_refused(micro_batches: int) -> None:
+    """A list of them would grow without end, which no budget allows."""
+    hardware = load_hardware("a100-40gb-epyc7713")
+    trainer = Trainer(Net(), loss=Remembering(9), micro_batches=micro_batches, hardware=hardware)
+    with trainer, pytest.raises(InputError, match="keeps the logits of every call"):
+        for batch in batches():
+            trainer.step(batch)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaled_loss_is_refused(enabled: bool) -> None:
+    """Nobody would unscale the gradients. A scaler that is off scales nothing."""
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        scaled: Tensor = scaler.scale(next_token_loss(logits, targets))
+        return scaled
+
+    refusal = pytest.raises(InputError, match=r"the loss calls GradScaler\.scale")
+    trainer = Trainer(Net(), loss=loss, hardware=load_hardware("a100-40gb-epyc7713"))
+    with trainer, refusal if enabled else nullcontext():
+        trainer.step(batches()[0])
+    assert scaler.scale(torch.ones(())) == (2.0**16 if enabled else 1)

@@ -548,8 +548,8 @@ def register_backward(module: nn.Module) -> None:
     module.register_full_backward_hook(lambda module, arriving, leaving: None)
 
 
-@pytest.mark.parametrize("where", ["", "blocks.1"])
-def test_backward_hooks_around_a_block_are_refused(where: str) -> None:
+@pytest.mark.parametrize("where", ["", "out"])
+def test_backward_hooks_around_blocks_are_refused(where: str) -> None:
     """They are given gradients that do not exist at the same time."""
     model = Net()
     register_backward(model.get_submodule(where))
@@ -735,6 +735,11 @@ def halve(module: nn.Module, leaving: Any, arriving: Any) -> Any:
     return tuple(gradient * 0.5 for gradient in leaving)
 
 
+def thrice(module: nn.Module, arriving: Any) -> Any:
+    """A hook before backward that changes gradients."""
+    return tuple(gradient * 3 for gradient in arriving)
+
+
 class Masked(Net):
     """Its blocks multiply by a mask that the model makes once, and by a buffer."""
 
@@ -758,13 +763,19 @@ class Masked(Net):
 
 
 class Hooked(Net):
-    """Hooks on its blocks look, those on modules inside change results and gradients, and those on its ends change states."""
+    """Hooks on its blocks look and change, those on modules inside change results and gradients, and those on its ends change
+    states.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Tensor] = []
         for block in self.blocks:
             block.register_forward_hook(lambda module, given, result: self.seen.append(result.detach().mean()))
+            block.register_forward_pre_hook(lambda module, given: (given[0] * 0.5,))
+            block.register_forward_hook(lambda module, given, result: result - given[0])
+            block.register_full_backward_hook(halve)
+            block.register_full_backward_pre_hook(thrice)
             block.get_submodule("up").register_forward_hook(lambda module, given, result: result * 2)
             block.get_submodule("up").register_forward_pre_hook(lambda module, given: (given[0] + 1,))
             block.get_submodule("down").register_full_backward_hook(halve)

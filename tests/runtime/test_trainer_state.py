@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from support.measured import MEDIUM, profile_for
 from support.reference import Scaled, batches, model_for
 from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
 
 from autohete import Trainer
 from autohete.errors import InputError
@@ -797,3 +798,15 @@ def test_each_parameter_gets_storage_of_its_own(tmp_path: Path) -> None:
     for file in ("between", "after"):
         found = safetensors.load_file(tmp_path / file)
         assert all(torch.equal(found[name], value) for name, value in zip(names, kept, strict=True))
+
+
+def test_a_profiler_of_all_threads_sees_every_task() -> None:
+    """By the task's name, with the operations in it. One of the calling thread alone sees nothing, which is said."""
+    batch = batches(SMALL, 1)[0]
+    with training() as (trainer, _):
+        with torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profile:
+            trainer.step(batch)
+            trainer.parameters()
+        assert {"F1@1", "L3@1", "B1@1", "aten::mm"} <= {event.key for event in profile.key_averages()}
+        with torch.profiler.profile(), pytest.warns(UserWarning, match="records the calling thread only"):
+            trainer.step(batch)
