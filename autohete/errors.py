@@ -191,7 +191,8 @@ def _checked_fields(cls: type) -> list[tuple[str, tuple[type, ...]]]:
     hints = typing.get_type_hints(cls)
     fields = []
     for field in dataclasses.fields(cls):
-        allowed = typing.get_args(hints[field.name]) or (hints[field.name],)
+        hint = hints[field.name]
+        allowed = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
         if all(isinstance(t, type) and issubclass(t, (StrEnum, int, types.NoneType)) for t in allowed):
             fields.append((field.name, allowed))
     return fields

@@ -27,11 +27,12 @@ from autohete.report.tables import console, table
 from autohete.runtime.batch import Batch
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.optimizer import Adam, AdamStates
+from autohete.runtime.optimizer import UnitStates
 from autohete.runtime.partition import partition
 from autohete.runtime.session import Session
 from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.torch_executor import TorchExecutor
+from autohete.runtime.update_rules import Updates, default_optimizer
 from autohete.schedule import GPU, Kind, TaskId
 from autohete.simulate import judge_for, safety, simulate_plan
 from autohete.train.as_executed import as_executed, everything_resident
@@ -56,10 +57,8 @@ def batch(workload: Workload) -> tuple[Tensor, Tensor]:
 def plain_loop(workload: Workload, ids: Tensor, targets: Tensor) -> Callable[[], None]:
     """Run some steps of ordinary training."""
     torch.manual_seed(0)
-    model, adam = GPT(workload), Adam()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
+    model = GPT(workload)
+    optimizer = default_optimizer(model.parameters())
 
     def run() -> None:
         for _ in range(STEPS):
@@ -176,15 +175,14 @@ def cpu_update() -> None:
     """
     sizes = [parameter.numel() for parameter in GPTBlock(1536, 16, 0.0).parameters()]
     count = sum(sizes)
-    adam = Adam()
     ways: dict[str, tuple[Callable[[], object], int]] = {}
     full = torch.randn(count)
-    states = AdamStates(adam, full, sizes)
+    states = UnitStates(Updates(), full, sizes)
     gradients = torch.randn(count)
     pieces = torch.split(gradients, sizes)
     ways["this runtime, fp32"] = (lambda: states.update(full, pieces, states.scratch()), 28)
     half, half_gradients = torch.randn(count).bfloat16(), torch.randn(count).bfloat16()
-    half_states = AdamStates(adam, half, sizes)
+    half_states = UnitStates(Updates(), half, sizes)
     ways["this runtime, bf16 in and out"] = (
         lambda: half_states.update(half, torch.split(half_gradients, sizes), half_states.scratch()),
         28,
@@ -192,10 +190,10 @@ def cpu_update() -> None:
     parameters = [nn.Parameter(piece.clone()) for piece in torch.split(full, sizes)]
     for parameter, gradient in zip(parameters, torch.split(gradients, sizes), strict=True):
         parameter.grad = gradient.clone()
-    reference = torch.optim.AdamW(parameters, lr=adam.lr, weight_decay=adam.weight_decay, fused=True)
+    reference = default_optimizer(parameters)
     ways["torch.optim.AdamW(fused=True), fp32"] = (reference.step, 28)
     masters = [nn.Parameter(piece.clone()) for piece in torch.split(full, sizes)]
-    cast = torch.optim.AdamW(masters, lr=adam.lr, weight_decay=adam.weight_decay, fused=True)
+    cast = default_optimizer(masters)
 
     def with_separate_casts() -> None:
         for master, gradient in zip(masters, torch.split(half_gradients, sizes), strict=True):
@@ -211,7 +209,7 @@ def cpu_update() -> None:
         theirs = [nn.Parameter(piece.clone()) for piece in torch.split(full, sizes)]
         for parameter, gradient in zip(theirs, torch.split(gradients, sizes), strict=True):
             parameter.grad = gradient.clone()
-        ways["DeepSpeedCPUAdam, fp32"] = (DeepSpeedCPUAdam(theirs, lr=adam.lr, weight_decay=adam.weight_decay).step, 28)
+        ways["DeepSpeedCPUAdam, fp32"] = (DeepSpeedCPUAdam(theirs, lr=1e-3, weight_decay=0.1).step, 28)
     except Exception as error:  # not installed, or its kernel cannot be compiled here
         console().print(f"DeepSpeedCPUAdam left out: {type(error).__name__}: {str(error)[:100]}", soft_wrap=True)
     source, target = torch.zeros(count), torch.zeros(count)

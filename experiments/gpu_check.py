@@ -59,7 +59,7 @@ from autohete.profile import Profile
 from autohete.quantities import format_bytes
 from autohete.report.tables import console, print_text
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.optimizer import Adam
+from autohete.runtime.update_rules import default_group, default_optimizer
 from autohete.schedule import Kind
 from autohete.simulate import judge_for, simulate_plan
 from autohete.train.as_executed import as_executed
@@ -181,7 +181,6 @@ def pair(workload: Workload, seed: int = 0, device: str = "cpu") -> Pair:
 
 def plainly(model: GPT, on_cpu: Collection[int] = ()) -> tuple[Callable[[Pair], float], list[Tensor]]:
     """Return a step of ordinary training and its fp32 weights; AdamW of the blocks ``on_cpu`` runs on the CPU."""
-    adam = Adam()
     parameters: list[nn.Parameter] = []
     masters: list[nn.Parameter] = []
     for i, block in enumerate((model.embedding, *model.blocks, model.head)):
@@ -194,7 +193,7 @@ def plainly(model: GPT, on_cpu: Collection[int] = ()) -> tuple[Callable[[Pair], 
             else:
                 masters.append(nn.Parameter(parameter.detach().float()))
     optimizers = [
-        torch.optim.AdamW(group, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True)
+        default_optimizer(group)
         for kind in ("cpu", "cuda")
         if (group := [master for master in masters if master.device.type == kind])
     ]
@@ -383,13 +382,11 @@ def fsdp2() -> Baseline:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     one_process("cpu:gloo,cuda:nccl")
-    adam, model = Adam(), fresh(replace(LARGE, precision=Precision.FP32))
+    model = fresh(replace(LARGE, precision=Precision.FP32))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*model.blocks, model):
         fully_shard(module, mp_policy=precision, offload_policy=CPUOffloadPolicy())
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
+    optimizer = default_optimizer(model.parameters())
 
     def step(batch: Pair) -> float:
         ids, targets = batch
@@ -412,8 +409,8 @@ def deepspeed() -> Baseline:
         raise RuntimeError("skipped: deepspeed is not installed")
     library: Any = importlib.import_module("deepspeed")
     one_process("nccl")
-    adam, model = Adam(), fresh(LARGE)
-    optimizer = {"lr": adam.lr, "betas": list(adam.betas), "eps": adam.eps, "weight_decay": adam.weight_decay}
+    model, settings = fresh(LARGE), default_group()
+    optimizer = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay")}
     config = {
         "train_micro_batch_size_per_gpu": LARGE.batch_size,
         "bf16": {"enabled": True},

@@ -88,7 +88,8 @@ def train(options: TextModel, training: TextTraining, files: TimelineFiles) -> N
     hardware = load_hardware(training.hardware) if training.hardware is not None else None
     measured_profile = read_profile(training.profile) if training.profile is not None else None
     options.check()
-    from autohete.runtime.optimizer import Adam
+    import torch
+
     from autohete.train.gpt import BLOCKS, GPT
     from autohete.train.trainer import Mode, NonFinite, Trainer
 
@@ -100,7 +101,7 @@ def train(options: TextModel, training: TextTraining, files: TimelineFiles) -> N
             gpu_memory=training.gpu_memory,
             host_memory=training.host_memory,
             pinned_memory=training.pinned_memory,
-            adam=Adam(lr=training.lr),
+            optimizer=torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
             device=training.device,
             mode=Mode(training.mode),
             hardware=hardware,

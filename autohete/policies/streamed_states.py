@@ -32,7 +32,6 @@ from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.several_gpus import check_one_gpu, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
-from autohete.workload import Precision
 
 #: Buffers for the weights of blocks, for their states, and for their inputs.
 _BUFFERS = 2
@@ -70,10 +69,10 @@ class StreamedStates:
             check_one_gpu("streamed_states:weights", profile)
         last = len(profile.units) - 1
         passes = 1 if activations is Activations.KEEP else 2  # over a block in backward
-        # Gradients stay until the step, and weights do not: with both in one place the GPU holds the same amount as in LLMQ. In
-        # fp32 the update needs the weights themselves, and with several micro-batches the next one does.
+        # Gradients stay until the step, and weights do not: with both in one place the GPU holds the same amount as in LLMQ.
+        # Without masters the update needs the weights themselves, and with several micro-batches the next one does.
         once = profile.workload.micro_batches == 1
-        in_one_place = self.weights and once and profile.workload.precision is not Precision.FP32
+        in_one_place = self.weights and once and profile.workload.has_masters
         resident = UnitPlan(states=Route(HOST_MEMORY, ahead=_BUFFERS - 1))
         leaving = replace(
             resident,

@@ -23,12 +23,15 @@ class Clipping:
         clip_norm: the maximum global norm; None: no clipping.
         schedule: a schedule with or without tasks that clip.
         order: block and place of each trained parameter, in the model's order.
+        wide: compute norms in fp32, as of gradients of master weights; otherwise in the gradients' type.
 
     Raises:
         InputError: the schedule clips and there is no norm, or vice versa; or the norm is not positive and finite.
     """
 
-    def __init__(self, clip_norm: float | None, schedule: Schedule, order: Iterable[tuple[int, int]]) -> None:
+    def __init__(
+        self, clip_norm: float | None, schedule: Schedule, order: Iterable[tuple[int, int]], *, wide: bool = True
+    ) -> None:
         check_clip_norm(clip_norm)
         scheduled = any(task.id.kind is Kind.CLIP for task in schedule.tasks)
         if scheduled != (clip_norm is not None):
@@ -38,6 +41,7 @@ class Clipping:
                 "with the same clip_norm"
             )
         self.clip_norm, self._order = clip_norm, list(order)
+        self._dtype = torch.float32 if wide else None
         #: By iteration and block: the norms of the parameters that have a gradient, by their places.
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._coefficients: dict[int, Tensor] = {}
@@ -47,7 +51,7 @@ class Clipping:
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         there = [gradient for gradient in gradients if gradient is not None]
         # A few bytes, copied right away: no task waits only for them.
-        norms: Iterable[Tensor] = torch.stack(torch._foreach_norm(there, 2.0, dtype=torch.float32)).to("cpu") if there else []
+        norms: Iterable[Tensor] = torch.stack(torch._foreach_norm(there, 2.0, dtype=self._dtype)).to("cpu") if there else []
         self._norms[iteration, unit] = dict(zip(places, norms, strict=True))
 
     def combine(self, iteration: int) -> None:

@@ -64,7 +64,7 @@ _HARMLESS = frozenset(
 )
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _UPDATES_HERE = (
-    "the Trainer owns the gradients and applies the updates: give it Adam(...) and call step; between steps there "
+    "the Trainer owns the gradients and applies the updates: give it the optimizer and call Trainer.step; between steps there "
     "is nothing to clip, accumulate or apply"
 )
 
@@ -276,7 +276,8 @@ class Guard:
             if isinstance(tensor, Guarded) and self._is_trained(tensor):
                 raise InputError(
                     f"the loss uses the parameter {self._guarded[id(tensor)].name}, which gets no gradient from it: compute a "
-                    "weight penalty with Adam(weight_decay=...), and anything else that needs parameters in the model's forward"
+                    "weight penalty with the optimizer's weight_decay, and anything else that needs parameters in the model's "
+                    "forward"
                 )
 
     def _is_trained(self, tensor: object) -> bool:

@@ -1,80 +1,34 @@
-"""AdamW on the states of one block, through PyTorch's fused kernel.
+"""Optimizer states of one unit, in flat buffers, and their updates.
 
-``torch.optim.AdamW(fused=True)`` calls the same kernel, but allocates its states lazily and refuses 16-bit gradients of fp32
-master weights. Here each state is one flat buffer, allocated once, and the kernel takes all parameters of a block in one call.
-16-bit gradients are widened and new parameters narrowed in pieces that fit in cache. Parameters are joined and pieces are cut
-only at multiples of 64 elements of a parameter. The result is then bit-identical to that for each parameter alone, because the
-CPU's kernel computes the last elements, which do not fill a vector, differently.
+``torch.optim`` calls the same functions of PyTorch, but allocates states lazily, one by one, and refuses 16-bit gradients of
+fp32 master weights. Here each state is one flat buffer, allocated once. 16-bit gradients are widened and new parameters
+narrowed in pieces that fit in cache. Parameters are joined and pieces are cut only at multiples of 64 elements of a parameter.
+The result is then bit-identical to that for each parameter alone, because the CPU's kernels compute the last elements, which do
+not fill a vector, differently.
 
-States may belong to a part of a block, which may begin and end anywhere, even within a parameter. The group of 64 elements that
+States may belong to a part of a unit, which may begin and end anywhere, even within a parameter. The group of 64 elements that
 contains such a cut is then computed as a whole, with zeros for the missing elements, and only the present elements are kept.
-This takes at most 2 KiB while the kernel runs, which is not counted.
+This takes at most 2 KiB while a kernel runs, which is not counted.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autohete.errors import InputError
+from autohete.runtime.update_rules import TEMPORARIES, Step, Updates
 
 #: Elements per piece, by device. Smaller pieces need more kernel calls; larger ones need more scratch memory and do not fit in
 #: a CPU's cache. See benchmarks/README.md for the figures.
 PIECES = {"cpu": 256 * 1024, "cuda": 16 * 1024 * 1024}
-#: Keys in a saved state for the moments, as in PyTorch, and for the fp32 master weights.
-MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
-#: Bytes of fp32.
-_WIDE = 4
+#: Keys in a saved state for the number of steps and for the fp32 master weights.
+STEP, MASTER = "step", "master"
 #: Parameters are joined and pieces are cut only at multiples of this many elements. A multiple of every vector width.
 _JOINT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Adam:
-    """AdamW settings, with the ranges of ``torch.optim.AdamW``.
-
-    Args:
-        lr: learning rate, 0 or more; :meth:`autohete.Trainer.set_learning_rate` changes it between steps.
-        betas: decay of the two moments, each in [0, 1).
-        eps: added to the root of the second moment, 0 or more.
-        weight_decay: decoupled, 0 or more.
-
-    Raises:
-        InputError: a setting has the wrong type or is out of range.
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < math.inf:
-                raise InputError(f"{name} is {value!r}: give a finite number that is 0 or more, such as Adam({name}=1e-3)")
-        if (
-            not isinstance(self.betas, tuple)
-            or len(self.betas) != 2
-            or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
-        ):
-            raise InputError(f"betas is {self.betas!r}: give two numbers in [0, 1), such as Adam(betas=(0.9, 0.95))")
-
-
-def _is_number(value: object) -> bool:
-    """Whether ``value`` is a plain number. A tensor or text would fail only when the update runs, if at all."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def state_bytes(dtype: torch.dtype) -> int:
-    """Bytes of optimizer state per element: moments, and master weights if the parameters have 16 bits."""
-    return (2 if dtype is torch.float32 else 3) * _WIDE
 
 
 class ElementRange(NamedTuple):
@@ -149,52 +103,64 @@ def _stretches(parts: Sequence[ElementRange], joint: int) -> list[_Stretch]:
     return found
 
 
-class AdamStates:
-    """Moments, step counts and, for 16-bit parameters, fp32 master weights of one block, or of a part of it.
+class UnitStates:
+    """Optimizer states and step counts and, for 16-bit parameters, fp32 master weights of one unit, or of a part of it.
 
     Args:
-        adam: the settings.
-        parameters: flat, those of the block one after another; (n,) in fp32 or a 16-bit type.
-        sizes: number of elements of each parameter of the block.
-        begin: number of elements of the block before the first of ``parameters``.
+        updates: what an update computes.
+        parameters: flat, those of the unit one after another; (n,) in fp32 or a 16-bit type.
+        sizes: number of elements of each parameter of the unit.
+        groups: index of the group of each of them; none: they are all in the first.
+        begin: number of elements of the unit before the first of ``parameters``.
 
     Attributes:
         parts: the elements of each parameter that are here.
 
-    In fp32 the parameters are their own master weights, wherever they are when :meth:`update` is called.
+    Without masters the parameters are updated wherever they are when :meth:`update` is called.
     """
 
-    def __init__(self, adam: Adam, parameters: Tensor, sizes: Sequence[int], begin: int = 0) -> None:
-        self.adam = adam
-        self.moments = torch.zeros(2, parameters.numel(), dtype=torch.float32, device=parameters.device)
-        self.master = None if parameters.dtype is torch.float32 else parameters.float()
-        self.parts = parts_of(sizes, begin, begin + parameters.numel())
-        # A GPU's kernel computes all elements in the same way, so no groups are needed.
-        self._stretches = _stretches(self.parts, _JOINT if parameters.device.type == "cpu" else 1)
+    def __init__(
+        self, updates: Updates, parameters: Tensor, sizes: Sequence[int], groups: Sequence[int] = (), begin: int = 0
+    ) -> None:
+        self.updates = updates
+        count, dtype, device = parameters.numel(), parameters.dtype, parameters.device
+        self.states = torch.zeros(len(updates.rule.states), count, dtype=updates.state_dtype(dtype), device=device)
+        self.master = parameters.float() if updates.has_masters(dtype) else None
+        self.parts = parts_of(sizes, begin, begin + count)
+        # A GPU's kernel computes all elements in the same way, so no groups of elements are needed.
+        self._stretches = _stretches(self.parts, _JOINT if device.type == "cpu" else 1)
+        self._groups = groups or [0] * len(sizes)
         self._steps = [0] * len(sizes)
-        # At most the largest parameter. Otherwise a small block's scratch would exceed everything else a pass needs.
+        # At most the largest parameter. Otherwise a small unit's scratch would exceed everything else a pass needs.
         largest = max((part.elements for part in self.parts), default=0)
-        self._piece = min(PIECES[parameters.device.type], -(-largest // _JOINT) * _JOINT)
-        self._scratch_elements = 0 if self.master is None else min(self._piece, parameters.numel())
+        self._piece = min(PIECES[device.type], -(-largest // _JOINT) * _JOINT)
 
     @property
     def elements(self) -> int:
         """Number of elements."""
-        return self.moments.shape[1]
+        return self.states.shape[1]
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that occupy memory."""
-        return [self.moments] if self.master is None else [self.moments, self.master]
+        return [self.states] if self.master is None else [self.states, self.master]
 
     def use(self, tensors: Sequence[Tensor]) -> None:
         """Use ``tensors`` from now on: copies of :attr:`tensors` in another memory, with the same values."""
-        self.moments = tensors[0]
+        self.states = tensors[0]
         self.master = tensors[1] if len(tensors) > 1 else None
 
     def scratch(self) -> Tensor:
-        """Allocate scratch for a piece of gradients in fp32, which an update of 16-bit parameters needs."""
-        return torch.empty(self._scratch_elements, dtype=torch.float32, device=self.moments.device)
+        """Allocate scratch for a piece of gradients in fp32, which an update of 16-bit parameters with masters needs."""
+        wide = 0 if self.master is None else min(self._piece, self.elements)
+        return torch.empty(wide, dtype=torch.float32, device=self.states.device)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes that PyTorch allocates at most during an update besides the scratch; 0 for fused kernels."""
+        groups, first = {self._groups[stretch.place] for stretch in self._stretches}, 0 in self._steps
+        in_place = all(self.updates.rule.is_in_place(self.updates.groups[group], first=first) for group in groups)
+        return 0 if in_place else TEMPORARIES * min(self._piece, self.elements) * self.states.element_size()
 
     @torch.no_grad()
     def update(
@@ -203,11 +169,11 @@ class AdamStates:
         """Run one optimizer step.
 
         Args:
-            parameters: (n,), receives the result; may share the memory of ``gradients`` if these are in 16 bit.
+            parameters: (n,), receives the result; may share the memory of ``gradients`` if there are masters.
             gradients: one per parameter's part, contiguous, in the type of ``parameters``. None: the parameter does not
                 change, as in ``torch.optim``.
             scratch: a result of :meth:`scratch`.
-            scale: factor applied to the gradients first, in fp32; fp32 gradients are changed in place.
+            scale: factor applied to the gradients first; those that are not widened are changed in place.
         """
         found = {place: gradient.view(-1) for place, gradient in enumerate(gradients) if gradient is not None}
         for place in found:
@@ -217,10 +183,10 @@ class AdamStates:
             if changing:
                 if scale is not None:
                     torch._foreach_mul_([gradient for _, gradient in changing], scale)
-                self._step(changing, parameters)
+                self._update_in_place(changing, parameters)
             return
         for run in self._runs(changing):
-            first, count = run[0][0], self._count(self._steps[run[0][0].place])
+            first = run[0][0]
             begin, end = first.begin, run[-1][0].end
             for start in range(begin, end, self._piece):
                 stop = min(start + self._piece, end)
@@ -231,23 +197,27 @@ class AdamStates:
                         wide[low - start : high - start].copy_(gradient[low - stretch.begin : high - stretch.begin])
                 if scale is not None:
                     wide.mul_(scale)
-                mean, square = (moment[start:stop] for moment in self.moments)
-                self._kernel([first], [weights], [wide], [mean], [square], [count])
+                self._step([first], [weights], [wide], [[state[start:stop]] for state in self.states])
                 parameters[start:stop].copy_(weights)
 
     def saved(self, place: int) -> dict[str, Any]:
-        """Copy a parameter's step count, and its part's moments and master weights (if any), flat on the CPU."""
+        """Copy a parameter's step count, and its part's states and master weights (if any), flat on the CPU."""
         span = self._span(place)
-        moments = {name: moment[span] for name, moment in zip(MOMENTS, self.moments, strict=True)}
+        tensors = {name: state[span] for name, state in zip(self.updates.rule.states, self.states, strict=True)}
         master = {} if self.master is None else {MASTER: self.master[span]}
-        return {"step": self._steps[place]} | {name: tensor.to("cpu", copy=True) for name, tensor in (moments | master).items()}
+        return {STEP: self._steps[place]} | {name: tensor.to("cpu", copy=True) for name, tensor in (tensors | master).items()}
 
     def load(self, place: int, saved: dict[str, Any]) -> None:
-        """Load a parameter's part of the result of :meth:`saved` for the whole parameter, in any shape."""
+        """Load a parameter's part of the result of :meth:`saved` for the whole parameter, in any shape. States that are not
+        there begin with zeros.
+        """
         span, part = self._span(place), self.parts[place]
-        self._steps[place] = saved["step"]
-        for name, moment in zip(MOMENTS, self.moments, strict=True):
-            moment[span].copy_(part.of(saved[name].reshape(-1)))
+        self._steps[place] = saved[STEP]
+        for name, state in zip(self.updates.rule.states, self.states, strict=True):
+            if name in saved:
+                state[span].copy_(part.of(saved[name].reshape(-1)))
+            else:
+                state[span].zero_()
         if self.master is not None:
             self.master[span].copy_(part.of(saved[MASTER].reshape(-1)))
 
@@ -256,14 +226,28 @@ class AdamStates:
         begin = sum(part.elements for part in self.parts[:place])
         return slice(begin, begin + self.parts[place].elements)
 
-    def _step(self, changing: Sequence[tuple[_Stretch, Tensor]], parameters: Tensor) -> None:
-        """Update all parameters that have a gradient, in one call of the kernel."""
-        stretches, gradients = [stretch for stretch, _ in changing], [gradient for _, gradient in changing]
-        counts = {step: self._count(step) for step in {self._steps[stretch.place] for stretch in stretches}}
-        weights, first, second = (
-            [flat[stretch.begin : stretch.end] for stretch in stretches] for flat in (parameters, *self.moments)
-        )
-        self._kernel(stretches, weights, gradients, first, second, [counts[self._steps[s.place]] for s in stretches])
+    def _is_first(self, stretch: _Stretch) -> bool:
+        """Whether its parameter is updated for the first time."""
+        return self._steps[stretch.place] == 1
+
+    def _update_in_place(self, changing: Sequence[tuple[_Stretch, Tensor]], parameters: Tensor) -> None:
+        """Update all parameters that have a gradient: in one call where PyTorch allocates nothing, otherwise in pieces."""
+        calls: dict[tuple[int, bool], list[tuple[_Stretch, Tensor]]] = {}
+        for stretch, gradient in changing:
+            calls.setdefault((self._groups[stretch.place], self._is_first(stretch)), []).append((stretch, gradient))
+        for (group, first), some in calls.items():
+            if self.updates.rule.is_in_place(self.updates.groups[group], first=first):
+                stretches = [stretch for stretch, _ in some]
+                weights, *states = (
+                    [flat[stretch.begin : stretch.end] for stretch in stretches] for flat in (parameters, *self.states)
+                )
+                self._step(stretches, weights, [gradient for _, gradient in some], states)
+                continue
+            for stretch, gradient in some:
+                for start in range(stretch.begin, stretch.end, self._piece):
+                    stop = min(start + self._piece, stretch.end)
+                    weights, *states = ([flat[start:stop]] for flat in (parameters, *self.states))
+                    self._step([stretch], weights, [gradient[start - stretch.begin : stop - stretch.begin]], states)
 
     def _runs(self, changing: Iterable[tuple[_Stretch, Tensor]]) -> list[list[tuple[_Stretch, Tensor]]]:
         """Group adjacent stretches that can be updated as one."""
@@ -273,7 +257,7 @@ class AdamStates:
                 runs
                 and runs[-1][-1][0].end == stretch.begin
                 and not (runs[-1][0][0].width or stretch.width)
-                and self._steps[runs[-1][0][0].place] == self._steps[stretch.place]
+                and self._alike(runs[-1][0][0].place, stretch.place)
                 and (stretch.begin - runs[-1][0][0].begin) % _JOINT == 0
             ):
                 runs[-1].append((stretch, gradient))
@@ -281,41 +265,23 @@ class AdamStates:
                 runs.append([(stretch, gradient)])
         return runs
 
-    def _count(self, step: int) -> Tensor:
-        """A step count for the kernel, on the host for the CPU and on the device for CUDA: four bytes, not counted as state."""
-        return torch.full((), step, dtype=torch.float32, device=self.moments.device)
+    def _alike(self, one: int, other: int) -> bool:
+        """Whether two parameters are updated with the same settings."""
+        return (self._steps[one], self._groups[one]) == (self._steps[other], self._groups[other])
 
-    def _kernel(
-        self,
-        stretches: Sequence[_Stretch],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        first: list[Tensor],
-        second: list[Tensor],
-        counts: list[Tensor],
+    def _step(
+        self, stretches: Sequence[_Stretch], weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]]
     ) -> None:
-        """Call AdamW's kernel on weights, gradients, first and second moments, and step counts of ``stretches``."""
-        adam, changed = self.adam, (weights, first, second)
-        weights, gradients, first, second = (
+        """Run a step on parts of ``stretches`` that have the same settings: weights, gradients, and each of the states."""
+        changed = (weights, *states)
+        weights, gradients, *states = (
             [stretch.widened(tensor) for stretch, tensor in zip(stretches, each, strict=True)]
-            for each in (weights, gradients, first, second)
+            for each in (weights, gradients, *states)
         )
-        torch._fused_adamw_(
-            weights,
-            gradients,
-            first,
-            second,
-            [],
-            counts,
-            lr=adam.lr,
-            beta1=adam.betas[0],
-            beta2=adam.betas[1],
-            weight_decay=adam.weight_decay,
-            eps=adam.eps,
-            amsgrad=False,
-            maximize=False,
-        )
+        group = self.updates.groups[self._groups[stretches[0].place]]
+        counts = [self._steps[stretch.place] for stretch in stretches]
+        self.updates.rule.step(group, Step(weights, gradients, states, counts))
         for place, stretch in enumerate(stretches):
             if stretch.width:
-                for here, found in zip(changed, (weights, first, second), strict=True):
+                for here, found in zip(changed, (weights, *states), strict=True):
                     here[place].copy_(found[place][stretch.lead : stretch.lead + len(here[place])])

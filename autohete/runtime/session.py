@@ -11,10 +11,10 @@ from autohete.runtime.batch import Batch
 from autohete.runtime.closing import Closing
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition
 from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
+from autohete.runtime.update_rules import Updates
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
 
 
@@ -63,19 +63,19 @@ class Session(Closing):
         """How device memory is counted: by the schedule's sizes, unless the first iterations have shown them to be wrong."""
         return Counting.EXACT if self.training.count is None else self.training.count.counting
 
-    def admit(self, batches: list[Batch], adam: Adam | None = None) -> int:
+    def admit(self, batches: list[Batch], updates: Updates | None = None) -> int:
         """Admit the next iteration, with a batch for each micro-batch, and return its number.
 
         Args:
             batches: the batches to train on.
-            adam: optimizer settings of the iteration, whenever its updates run; None: those that the session started with.
+            updates: what the updates of the iteration compute, whenever they run; None: as the session started.
 
         Raises:
             TaskError: a task has failed.
         """
         iteration = self.lanes.admitted
-        if adam is not None:
-            self.training.states.adam_at[iteration] = adam
+        if updates is not None:
+            self.training.states.updates_at[iteration] = updates
         self.training.passes.give(iteration, *batches)
         return self.lanes.admit()
 

@@ -12,7 +12,7 @@ from autohete.execution.trace import Clock
 from autohete.runtime.batch import Loss
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.optimizer import Adam
+from autohete.runtime.update_rules import Updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Recipe:
 
     Args:
         loss: function of logits and targets.
-        adam: optimizer settings.
+        updates: what the updates compute.
         clip_norm: the maximum global norm of the gradients, if the schedule clips them, as in
             ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.
         skip_nonfinite: skip iterations with non-finite gradients, if the schedule allows it; otherwise they raise
@@ -29,7 +29,7 @@ class Recipe:
     """
 
     loss: Loss = next_token_loss
-    adam: Adam = field(default_factory=Adam)
+    updates: Updates = field(default_factory=Updates)
     clip_norm: float | None = None
     skip_nonfinite: bool = False
 

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from autohete.errors import InputError, ScheduleError
 from autohete.runtime.gradient_norm import Clipping
+from autohete.runtime.ledger import WORKSPACE
 from autohete.runtime.nonfinite import UpdateGate
-from autohete.runtime.optimizer import Adam, AdamStates, ElementRange, parts_of, state_bytes
+from autohete.runtime.optimizer import ElementRange, UnitStates, parts_of
 from autohete.runtime.state_files import Files
 from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors
+from autohete.runtime.update_rules import Updates
 from autohete.schedule import (
     COPIES,
     CPU,
@@ -53,7 +55,7 @@ class States:
     Args:
         owned: trained parameters of each block.
         schedule: its tasks and buffers define where each block's states live.
-        adam: the optimizer's settings.
+        updates: what the updates compute.
         memories: where they live.
         clipping: how gradients are scaled before an update.
         poison: overwrite released parameters with NaN, so that a schedule that still reads them is detected.
@@ -67,15 +69,17 @@ class States:
         self,
         owned: tuple[tuple[nn.Parameter, ...], ...],
         schedule: Schedule,
-        adam: Adam,
+        updates: Updates,
         memories: Memories,
         clipping: Clipping,
         *,
         poison: bool,
     ) -> None:
-        self.adam, self.memories, self.clipping, self.gate = adam, memories, clipping, UpdateGate()
-        #: Settings of single iterations, if different.
-        self.adam_at: dict[int, Adam] = {}
+        self.updates, self.memories, self.clipping, self.gate = updates, memories, clipping, UpdateGate()
+        #: Takes each parameter's optimizer states when the model is given back.
+        self.handed_to: Callable[[nn.Parameter, dict[str, Any]], None] | None = None
+        #: What those of single iterations compute, if different.
+        self.updates_at: dict[int, Updates] = {}
         self.schedule, self._poison = schedule, poison
         self.kinds = _kinds_of_blocks(schedule, len(owned))
         #: A slot also holds the gradient, which then has no bytes of its own in the schedule.
@@ -115,15 +119,17 @@ class States:
             self._take_over(i, unit)
 
     def give_back(self) -> None:
-        """Return the parameters to the modules, with their trained values, each in its own host memory."""
+        """Return the parameters to the modules, with their trained values, each in its own host memory, and their optimizer
+        states to whoever takes them.
+        """
         self.memories.settle()
         for i, unit in enumerate(self.units):
-            if not any(side.parameters is not None for side in unit.sides):
-                continue  # take_over failed before this block
-            for place, parameter in enumerate(unit.parameters):
-                parameter.data = self.values(i, place)
-                parameter.grad = None
-        for unit in self.units:
+            if any(side.parameters is not None for side in unit.sides):  # take_over has not failed before this block
+                for place, parameter in enumerate(unit.parameters):
+                    parameter.data = self.values(i, place)
+                    parameter.grad = None
+                    if self.handed_to is not None:
+                        self.handed_to(parameter, self.saved_states(i, place))
             unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
             unit.forget_passes()
         self._slots, self._buffers = None, []
@@ -150,8 +156,11 @@ class States:
 
     def saved(self, i: int, place: int) -> dict[str, Any]:
         """Copy a parameter's values and optimizer states, in its shape; also the gradient, if its update is delayed."""
-        unit = self.units[i]
-        found: dict[str, Any] = {VALUES: self.values(i, place)}
+        return {VALUES: self.values(i, place), **self.saved_states(i, place)}
+
+    def saved_states(self, i: int, place: int) -> dict[str, Any]:
+        """The same without the values."""
+        unit, found = self.units[i], dict[str, Any]()
         for states in self._parts(i):
             for name, value in states.optimizer.saved(place).items():
                 found[name] = torch.cat([found[name], value]) if name in found and isinstance(value, Tensor) else value
@@ -223,6 +232,7 @@ class States:
 
     def _place_states(self, i: int, unit: UnitTensors, flat: Tensor) -> None:
         kinds, memories = self.kinds[i], self.memories
+        groups = [self.updates.members.get(id(parameter), 0) for parameter in unit.parameters]
         for side in self._updating_sides(i):
             begin, end = (unit.cut, unit.elements) if side is unit.host else (0, unit.cut or unit.elements)
             home = HOST_MEMORY if unit.cut and side is unit.host else self._state_ways[i][0]
@@ -230,7 +240,7 @@ class States:
                 first = begin + elements.start
                 part = flat[first : begin + elements.stop]
                 part = part.to(memories.torch_device) if home == GPU_MEMORY else part
-                states = AdamStates(self.adam, part, unit.sizes, first)
+                states = UnitStates(self.updates, part, unit.sizes, groups, first)
                 side.states.append(MovingStates(states, first))
                 if home not in _NEAR:
                     states.use([self.files.holding(tensor) for tensor in states.tensors])
@@ -268,8 +278,8 @@ class States:
             why = "its CPU update is delayed" if i in self._delayed else "the norm of its gradients is computed on the host"
             raise ScheduleError(f"{told}, but {why}: the host has only a part of the gradients; let one side update all of it")
         states = (b for b in self.schedule.resident if (b.id.value, b.id.unit) == (Value.OPTIMIZER_STATES, i))
-        size, of_each = sum(b.size_bytes for b in states if b.memory == GPU_MEMORY), state_bytes(unit.dtype)
-        if size % of_each or not 0 < size < unit.elements * of_each:
+        size, of_each = sum(b.size_bytes for b in states if b.memory == GPU_MEMORY), self.updates.state_bytes(unit.dtype)
+        if not of_each or size % of_each or not 0 < size < unit.elements * of_each:
             raise ScheduleError(
                 f"{told}, but the schedule gives the GPU {size} bytes of its optimizer states: give a positive multiple of "
                 f"{of_each}, the bytes of an element, less than the {unit.elements * of_each} of the whole block"
@@ -403,7 +413,7 @@ class States:
             )
         if gradient.layout is not torch.strided:
             raise InputError(
-                f"block {i} has a gradient of layout {gradient.layout}: AdamW needs dense gradients, such as those of "
+                f"block {i} has a gradient of layout {gradient.layout}: an update needs dense gradients, such as those of "
                 "nn.Embedding(sparse=False)"
             )
         held = side.gradients[place]
@@ -470,22 +480,20 @@ class States:
         self.clipping.combine(self.memories.current.iteration)
 
     def gpu_update(self, i: int) -> None:
-        """Run AdamW on a part of the device's states, or on all of them."""
+        """Update with a part of the device's states, or with all of them."""
         side, part = self.units[i].device, self.memories.current.part
         parts = side.states[part].optimizer.parts
         here = [None if gradient is None else part.of(gradient) for part, gradient in zip(parts, side.gradients, strict=True)]
-        self._update(i, side, here, self.memories.claim)
+        self._update(i, side, here)
         if part + 1 == len(side.states):
             self._drop_gradients(side)
 
     def cpu_update(self, i: int) -> None:
-        """Run AdamW on the host's states, and write the new parameters to the host's copy."""
+        """Update with the host's states, and write the new parameters to the host's copy."""
         side = self.units[i].host
-        self._update(i, side, side.gradients, lambda scratch, group: scratch)
+        self._update(i, side, side.gradients)
 
-    def _update(
-        self, i: int, side: UnitSide, gradients: Sequence[Tensor | None], claim: Callable[[Tensor, str], Tensor]
-    ) -> None:
+    def _update(self, i: int, side: UnitSide, gradients: Sequence[Tensor | None]) -> None:
         part, parameters = side.states[self.memories.current.part], side.parameters
         optimizer = part.optimizer
         if parameters is None and side is self.units[i].host and optimizer.master is not None:  # on the way to their place
@@ -494,14 +502,18 @@ class States:
         assert parameters is not None
         if len(part.resting) < len(self._state_ways[i]) - 1:
             raise ScheduleError(f"{self.memories.current.task} updates with states that the schedule has not fetched before it")
-        optimizer.adam = self.adam_at.get(self.memories.current.iteration, self.adam)
+        optimizer.updates = self.updates_at.get(self.memories.current.iteration, self.updates)
         if all(gradient is None for gradient in gradients):  # a delayed update in the first iteration, or a skipped one
             return
         begin = part.begin - (self.units[i].cut if side is self.units[i].host else 0)
         mine = parameters[begin : begin + optimizer.elements]
         if self.gate.admits(side.iteration, i):
-            scratch = claim(optimizer.scratch(), "workspace")
+            scratch, counted = optimizer.scratch(), None
+            if side is self.units[i].device:
+                self.memories.claim(scratch, WORKSPACE)
+                counted = self.memories.reserve(optimizer.temporary_bytes, WORKSPACE)
             optimizer.update(mine, gradients, scratch, self.clipping.coefficient(side.iteration))
+            del counted
         elif optimizer.master is not None:
             mine.copy_(optimizer.master)  # gradients may have overwritten the parameters
 

@@ -87,11 +87,11 @@ class Takeover:
         memories = Memories(torch_device, count, ledgers.host, cuda, ledgers.pinned)
         self._undo = ExitStack()
         check_trainable(partition.model)
-        clipping = Clipping(recipe.clip_norm, schedule, partition.order)
+        clipping = Clipping(recipe.clip_norm, schedule, partition.order, wide=recipe.updates.masters)
         with ExitStack() as undo:
             if isinstance(device, CudaMemory):
                 undo.enter_context(device.limited(device.used_bytes + _moving_bytes(partition, torch_device)))
-            self.states = States(partition.owned, schedule, recipe.adam, memories, clipping, poison=poison)
+            self.states = States(partition.owned, schedule, recipe.updates, memories, clipping, poison=poison)
             self.passes = Passes(partition, self.states, recipe.loss, memories)
             self.passes.skips_gradients = recipe.skip_nonfinite and updates_wait_for_backward(schedule)
             undo.callback(self.passes.forget)

@@ -16,8 +16,8 @@ from autohete.plan.policy import Policy
 from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.quantities import parse_quantity
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.settings import Recipe
+from autohete.runtime.update_rules import Updates
 from autohete.workload import check_clip_norm
 from autohete.workload.training import FULL
 
@@ -47,12 +47,12 @@ def policy_of(given: object) -> Policy:
     return cast(Policy, given)
 
 
-def recipe_of(loss: object, adam: object, clip_norm: float | None, *, skips: bool) -> Recipe:
+def recipe_of(loss: object, updates: Updates, clip_norm: float | None, *, skips: bool) -> Recipe:
     """Return what a step computes.
 
     Args:
         loss: function of logits and targets.
-        adam: optimizer settings; None: the defaults.
+        updates: what the updates compute.
         clip_norm: maximum global norm of the gradients; None: they are not clipped.
         skips: whether to skip steps whose loss or gradients are not finite.
 
@@ -62,12 +62,7 @@ def recipe_of(loss: object, adam: object, clip_norm: float | None, *, skips: boo
     check_clip_norm(clip_norm)
     if not callable(loss):
         raise InputError(f"loss is {_named(loss)}: give a function of logits and targets, such as next_token_loss")
-    if adam is not None and not isinstance(adam, Adam):
-        raise InputError(
-            f"adam is {_named(adam)}: give its settings, such as autohete.runtime.optimizer.Adam(lr=1e-3). AdamW is "
-            "the only optimizer, and set_learning_rate changes its rate between steps"
-        )
-    return Recipe(loss, adam or Adam(), clip_norm, skips)
+    return Recipe(loss, updates, clip_norm, skips)
 
 
 def check_blocks(name: object) -> None:

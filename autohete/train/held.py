@@ -111,7 +111,7 @@ class Held:
                 if self.claim is not None:
                     undo.callback(self.claim.release)
                 if self.run is not None:
-                    undo.callback(self.run.session.close)
+                    undo.callback(self.run.close)
         finally:
             self.claim = self.run = None
             atexit.unregister(self.at_exit)

@@ -30,12 +30,13 @@ from autohete.runtime.forward_pass import HOOKS, call_of, replaced_forwards, wit
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import CudaMemory, Ledger
 from autohete.runtime.model_state import Snapshot, unchanged_random_state
-from autohete.runtime.optimizer import Adam, AdamStates
+from autohete.runtime.optimizer import UnitStates
 from autohete.runtime.partition import Partition
 from autohete.runtime.precision import DTYPES
 from autohete.runtime.probe import probe
 from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
+from autohete.runtime.update_rules import Updates
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, Value, parse_schedule
 from autohete.train.as_executed import everything_resident
 from autohete.train.machine import forget_cache
@@ -303,7 +304,7 @@ class _Measurement:
             checkpointed = self._passes(Activations.RECOMPUTE, 1)
         except InputError:  # the model can only be trained without recomputation
             checkpointed = {}
-        hosts = [_cpu_update_seconds(owned, self.recipe.adam) for owned in self.partition.owned]
+        hosts = [_cpu_update_seconds(owned, self.recipe.updates) for owned in self.partition.owned]
         saved = self._saved()
         inputs = sum(_size(value) for value in self.batch.named.values() if isinstance(value, Tensor))
         last = len(counts) - 1
@@ -332,6 +333,7 @@ class _Measurement:
                     measured_checkpointed_workspace_bytes=None if alone is None else _workspace(alone),
                     saved=() if selected is None else _within(selected.saved, kept + twice - given),
                     measured_selective_workspace_bytes=None if selected is None else selected.workspaces,
+                    state_bytes=count * self.recipe.updates.state_bytes(DTYPES[self.analytic.workload.precision]),
                     largest_parameter=max((parameter.numel() for parameter in self.partition.owned[i]), default=None),
                 )
             )
@@ -426,7 +428,13 @@ class _Measurement:
         counts = [sum(parameter.numel() for parameter in owned) for owned in self.partition.owned]
         inner = range(1, self.partition.last)
         units = tuple(
-            replace(unit, parameters=count, activation_bytes=unit.input_bytes, saved=_SAVED if i in inner else ())
+            replace(
+                unit,
+                parameters=count,
+                activation_bytes=unit.input_bytes,
+                saved=_SAVED if i in inner else (),
+                state_bytes=count * self.recipe.updates.state_bytes(DTYPES[self.analytic.workload.precision]),
+            )
             for i, (unit, count) in enumerate(zip(self.analytic.units, counts, strict=True))
         )
         profile = replace(self.analytic, units=units)
@@ -452,13 +460,14 @@ def _within(saved: tuple[SavedTensors, ...], kept: int) -> tuple[SavedTensors, .
     return tuple(found[one.name] for one in saved)
 
 
-def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], adam: Adam) -> float:
+def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], updates: Updates) -> float:
     """Measure an update of these parameters on the host."""
     if not owned:
         return 0.0
     sizes = [parameter.numel() for parameter in owned]
     flat = torch.zeros(sum(sizes), dtype=owned[0].dtype, device="cpu")
-    states, gradients = AdamStates(adam, flat, sizes), torch.split(torch.zeros_like(flat), sizes)
+    groups = [updates.members.get(id(parameter), 0) for parameter in owned]
+    states, gradients = UnitStates(updates, flat, sizes, groups), torch.split(torch.zeros_like(flat), sizes)
     scratch = states.scratch()
     times = []
     for _ in range(1 + _REPEATS):

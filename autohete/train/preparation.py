@@ -14,6 +14,7 @@ from autohete.profile import Profile, analytic_profile
 from autohete.runtime.batch import Batch, Form
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import Partition
+from autohete.runtime.precision import DTYPES
 from autohete.runtime.takeover import only_gpu_works
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.train.as_executed import as_executed, everything_resident
@@ -107,11 +108,20 @@ class Preparation:
         """Return the profile, and the slowdown of a paced device."""
         options = self._options
         if options.profile is not None:
+            workload = options.profile.workload
+            wanted = options.recipe.updates.simulated_by(DTYPES[workload.precision])
+            if workload.training.optimizer is not wanted:
+                raise InputError(
+                    f"the profile is of training with {workload.training.optimizer}, the optimizer is {wanted}: measure a "
+                    "profile with it, or leave the profile out"
+                )
             return options.profile, 1.0
         if self._hardware is None:
             available = options.limits.gpu_bytes or usable_bytes(options.torch_device)
             self._hardware = hardware_of(measure_machine(options.torch_device, available, quick=True))
         workload = workload_of(partition, batch.inputs, type(partition.model).__name__)
+        updated = replace(workload.training, optimizer=options.recipe.updates.simulated_by(DTYPES[workload.precision]))
+        workload = replace(workload, training=updated)
         profile = measure(partition, workload, self._hardware, batch, options.recipe, options.torch_device)
         if options.mode is Mode.PACED:
             return slowed(profile, analytic_profile(workload, self._hardware))

@@ -2,10 +2,10 @@
 
     format, versions            format of the state, and the versions that wrote it
     step, skipped_steps         number of steps so far, and of skipped ones
-    adam                        the settings of the next step
+    groups                      the settings of the optimizer's groups, with the names of their parameters
     parameters                  name -> values, including frozen ones; a shared matrix only once
     buffers                     name -> values
-    optimizer                   name -> step count, moments, fp32 master weights of 16-bit parameters, and the gradient that a
+    optimizer                   name -> step count, states, fp32 master weights of 16-bit parameters, and the gradient that a
                                 delayed update has not applied yet
     random                      states of the random generators of PyTorch, Python and NumPy
 
@@ -24,25 +24,27 @@ import torch
 from torch import Tensor, nn
 
 from autohete.errors import InputError
-from autohete.runtime.optimizer import MASTER, MOMENTS, Adam
+from autohete.runtime.optimizer import MASTER, STEP
 from autohete.runtime.states import GRADIENT, VALUES, States
+from autohete.runtime.update_rules import Updates
+from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.machine import versions
 
-_FORMAT = "autohete-training 1"
-_PARTS = ("adam", "buffers", "format", "optimizer", "parameters", "random", "skipped_steps", "step", "versions")
+_FORMAT = "autohete-training 2"
+_PARTS = ("buffers", "format", "groups", "optimizer", "parameters", "random", "skipped_steps", "step", "versions")
 
 
 def state_of(
-    model: nn.Module, states: States, adam: Adam, step: int, skipped_steps: int, device: torch.device
+    model: nn.Module, states: States, optimizer: CallerOptimizer, step: int, skipped_steps: int, device: torch.device
 ) -> dict[str, Any]:
     """Return the state of a training run whose updates have all ended."""
     places = _places(states)
     parameters: dict[str, Tensor] = {}
-    optimizer: dict[str, dict[str, Any]] = {}
+    of_optimizer: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) in places:
-            optimizer[name] = states.saved(*places[id(parameter)])
-            parameters[name] = optimizer[name].pop(VALUES)
+            of_optimizer[name] = states.saved(*places[id(parameter)])
+            parameters[name] = of_optimizer[name].pop(VALUES)
         else:
             parameters[name] = parameter.detach().to("cpu", copy=True)
     return {
@@ -50,30 +52,30 @@ def state_of(
         "versions": versions(),
         "step": step,
         "skipped_steps": skipped_steps,
-        "adam": {"lr": adam.lr, "betas": list(adam.betas), "eps": adam.eps, "weight_decay": adam.weight_decay},
+        "groups": optimizer.settings(),
         "parameters": parameters,
         "buffers": {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers()},
-        "optimizer": optimizer,
+        "optimizer": of_optimizer,
         "random": _random_states(device),
     }
 
 
-def check_state(state: object, model: nn.Module, adam: Adam, states: States | None) -> Adam:
-    """Check a state, and return the optimizer settings to resume with.
+def check_state(state: object, model: nn.Module, optimizer: CallerOptimizer, states: States | None) -> Mapping[str, Any]:
+    """Return ``state`` if it can be loaded.
 
     Args:
         state: the state to load.
         model: the model to train.
-        adam: the trainer's optimizer settings.
+        optimizer: the trainer's.
         states: the model states, if they have been taken over.
 
     Raises:
-        InputError: the state belongs to another model or to other optimizer settings.
+        InputError: the state belongs to another model or another optimizer.
     """
     if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
         raise InputError(f"this is not a saved training state ({_FORMAT!r}): give the result of Trainer.state_dict()")
     _same_names("the state", _PARTS, state)
-    for part in ("adam", "buffers", "optimizer", "parameters", "random"):
+    for part in ("buffers", "optimizer", "parameters", "random"):
         if not isinstance(state[part], Mapping):
             raise InputError(f"{part} of the state is {type(state[part]).__name__}: give the result of Trainer.state_dict()")
     for count in ("step", "skipped_steps"):
@@ -87,16 +89,12 @@ def check_state(state: object, model: nn.Module, adam: Adam, states: States | No
         part = "parameters" if name in parameters else "buffers"
         _check_tensor(name, state[part][name], tensor.shape, tensor.dtype)
     for name in trained:
-        _check_optimizer(name, state["optimizer"][name], parameters[name])
+        _check_optimizer(name, state["optimizer"][name], parameters[name], optimizer.updates())
     if states is not None:
         check_delayed(state, model, states)
-    _same_names("adam of the state", ("lr", "betas", "eps", "weight_decay"), state["adam"])
-    betas = state["adam"]["betas"]
-    found = Adam(**dict(state["adam"]) | {"betas": tuple(betas) if isinstance(betas, list) else betas})
-    if (found.betas, found.eps, found.weight_decay) != (adam.betas, adam.eps, adam.weight_decay):
-        raise InputError(f"the state was saved with {found}, this Trainer has {adam}: give the Trainer adam={found}")
+    optimizer.check_settings(state["groups"])
     _check_random(state["random"])
-    return found
+    return state
 
 
 def check_delayed(state: Mapping[str, Any], model: nn.Module, states: States) -> None:
@@ -128,7 +126,8 @@ def load_values(state: Mapping[str, Any], model: nn.Module, states: States | Non
 def load_states(state: Mapping[str, Any], model: nn.Module, states: States) -> None:
     """Set the model states, wherever they are stored. All updates must have ended.
 
-    A state without ``parameters`` leaves their values unchanged; master weights that do not match them are replaced.
+    A state without ``parameters`` leaves their values unchanged; master weights that do not match them are replaced. States of
+    parameters that it does not name are as in the beginning.
     """
     places = _places(states)
     for name, parameter in model.named_parameters():
@@ -137,7 +136,8 @@ def load_states(state: Mapping[str, Any], model: nn.Module, states: States) -> N
         i, place = places[id(parameter)]
         values = state.get("parameters", {}).get(name)
         values = states.values(i, place) if values is None else values
-        states.load(i, place, {VALUES: values, **state["optimizer"][name]})
+        beginning = {VALUES: values, STEP: 0, MASTER: values.float()}
+        states.load(i, place, beginning | dict(state["optimizer"].get(name, {})))
         states.assign(i, place, values)
 
 
@@ -194,14 +194,14 @@ def _check_count(name: str, given: object) -> None:
         raise InputError(f"{name} of the state is {given!r}: it must be a whole number of at least 0")
 
 
-def _check_optimizer(name: str, given: object, parameter: Tensor) -> None:
+def _check_optimizer(name: str, given: object, parameter: Tensor, updates: Updates) -> None:
     if not isinstance(given, Mapping):
         raise InputError(f"the optimizer's state of {name} is {type(given).__name__}: give the result of Trainer.state_dict()")
-    wide = () if parameter.dtype is torch.float32 else (MASTER,)
-    _same_names(f"optimizer's states of {name}", ("step", *MOMENTS, *wide, *({GRADIENT} & set(given))), given)
-    _check_count(f"step of {name}", given["step"])
-    for part in (*MOMENTS, *wide):
-        _check_tensor(f"{part} of {name}", given[part], parameter.shape, torch.float32)
+    tensors = (*updates.rule.states, *([MASTER] if updates.has_masters(parameter.dtype) else []))
+    _same_names(f"optimizer's states of {name}", (STEP, *tensors, *({GRADIENT} & set(given))), given)
+    _check_count(f"step of {name}", given[STEP])
+    for part in tensors:
+        _check_tensor(f"{part} of {name}", given[part], parameter.shape, updates.state_dtype(parameter.dtype))
     if GRADIENT in given:
         _check_tensor(f"{GRADIENT} of {name}", given[GRADIENT], parameter.shape, parameter.dtype)
 

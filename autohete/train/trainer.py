@@ -6,7 +6,6 @@ import atexit
 import copy
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -23,10 +22,10 @@ from autohete.runtime.batch import Loss
 from autohete.runtime.claims import Claim
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.simulate import Simulation
 from autohete.train.arguments import check_blocks, check_model, check_modes, check_processes, device_of, policy_of, recipe_of
+from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.held import Held
 from autohete.train.options import MemoryLimits, Mode, NonFinite, TrainingOptions
 from autohete.train.preparation import Preparation, Prepared
@@ -60,7 +59,13 @@ class Trainer:
         host_memory: the same for the host, but not as a share.
         pinned_memory: limit of pinned host memory. The emulated device pins nothing, but plans keep to the limit.
         loss: function of logits and targets.
-        adam: optimizer settings.
+        optimizer: an AdamW, Adam or SGD of ``torch.optim`` over the model's trained parameters, with any number of groups. Its
+            settings may change between steps, also by a scheduler of ``torch.optim.lr_scheduler``. Do not call its ``step``:
+            the Trainer updates in its place, as it would. Its ``state_dict`` and ``load_state_dict`` work as ever; its states
+            come from ``optimizer.state`` and go back there in the end. None: AdamW with a learning rate of 1e-3, betas of 0.9
+            and 0.95, a weight decay of 0.1 and the fused kernel.
+        master_weights: whether 16-bit parameters have fp32 master weights and states. Otherwise they are updated as they are,
+            with states of their type, as PyTorch's optimizers do; bf16 and Adam only.
         blocks: name of the block list, if it is ambiguous.
         device: ``emulated`` on the CPU, or ``cuda``.
         mode: speed of the emulated device; paced needs ``hardware``.
@@ -86,7 +91,8 @@ class Trainer:
         host_memory: int | str | None = None,
         pinned_memory: int | str | None = None,
         loss: Loss = next_token_loss,
-        adam: Adam | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        master_weights: bool = True,
         blocks: str | None = None,
         device: str = "emulated",
         mode: Mode = Mode.NATIVE,
@@ -100,10 +106,11 @@ class Trainer:
         check_model(model)
         check_blocks(blocks)
         check_member("on_nonfinite", on_nonfinite, NonFinite)
+        self._optimizer = CallerOptimizer(optimizer, model, masters=master_weights)
         self._options = TrainingOptions(
             policy=policy_of(policy),
             limits=MemoryLimits.of(gpu_memory, host_memory, pinned_memory),
-            recipe=recipe_of(loss, adam, clip_norm, skips=on_nonfinite is NonFinite.SKIP),
+            recipe=recipe_of(loss, self._optimizer.updates(), clip_norm, skips=on_nonfinite is NonFinite.SKIP),
             micro_batches=micro_batches,
             torch_device=device_of(device),
             mode=mode,
@@ -113,7 +120,7 @@ class Trainer:
         self._partition = partition(model, blocks)
         self._preparation = Preparation(self._options)
         self._prepared: Prepared | None = None
-        self._position = Position(self._options.recipe.adam)
+        self._position = Position()
         self._entered = False
         self._held = Held()
         #: A dropped trainer gives the model back, too.
@@ -182,8 +189,11 @@ class Trainer:
             atexit.register(held.at_exit)
             try:
                 prepared = self._preparation.prepare(self._partition, batch)
-                held.run = TrainingRun(self._options, prepared, self._position)
+                held.run = TrainingRun(self._options, prepared, self._position, self._optimizer)
                 held.run.begin()
+                held.run.serving = self._optimizer.attach(
+                    lambda: held.do(TrainingRun.read_optimizer), lambda found: held.do(lambda run: run.load_optimizer(found))
+                )
             except BaseException:
                 held.give_back()
                 raise
@@ -212,7 +222,9 @@ class Trainer:
         if self._prepared is None:
             self.prepare(batch)
         self._finish_batch()
-        return self._held.do(lambda run: run.step(batch))
+        loss = self._held.do(lambda run: run.step(batch))
+        self._optimizer.note_step()
+        return loss
 
     def evaluate(self, batches: Iterable[object]) -> float:
         """Return the mean loss over ``batches`` (see :meth:`step`) without training, after waiting for all updates.
@@ -237,17 +249,9 @@ class Trainer:
         return self._held.do(TrainingRun.parameters)
 
     @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next step."""
-        return self._position.adam.lr
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate for the next step on, whenever its updates run.
-
-        Raises:
-            InputError: ``lr`` is not a finite number of at least 0.
-        """
-        self._position.adam = replace(self._position.adam, lr=lr)
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer in whose place the Trainer updates. Settings of its groups take effect with the next step."""
+        return self._optimizer.torch
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that later steps depend on, after waiting for all updates; see :mod:`autohete.train.saved`.
@@ -261,21 +265,22 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the result of :meth:`state_dict`, before the first step or between steps.
 
-        Also sets the learning rate and the states of the random generators.
+        Also sets the settings of the optimizer's groups and the states of the random generators.
 
         Raises:
-            InputError: the state belongs to another model or to other optimizer settings; nothing has been changed.
+            InputError: the state belongs to another model or another optimizer; nothing has been changed.
         """
         self._held.check_caller()
         if self._prepared is not None:
             self._held.do(lambda run: run.load_state_dict(state))
             return
         model, position = self._partition.model, self._position
-        adam = check_state(state, model, position.adam, None)
+        check_state(state, model, self._optimizer, None)
         load_values(state, model, None)
-        position.loaded = {"optimizer": copy.deepcopy(dict(state["optimizer"]))}
+        position.loaded = copy.deepcopy(dict(state["optimizer"]))
         set_random_states(state, self._options.torch_device)
-        position.move(state, adam, 0)
+        self._optimizer.use_settings(state["groups"])
+        position.move(state, 0)
 
     def trace(self) -> Trace:
         """Return the times of all tasks in the last iterations, after waiting for all updates."""

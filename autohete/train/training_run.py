@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from autohete.errors import NonFiniteLossError, check_fields
 from autohete.execution.trace import Clock, Trace
 from autohete.runtime.batch import Batch
 from autohete.runtime.ledger import Counting, CudaMemory
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.progress import listed
 from autohete.runtime.session import Session
 from autohete.runtime.settings import Execution
 from autohete.schedule import CPU, GPU, Kind, TaskId
+from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.options import Mode, TrainingOptions
 from autohete.train.preparation import Prepared
 from autohete.train.saved import check_delayed, check_state, load_states, load_values, set_random_states, state_of
@@ -54,14 +55,12 @@ class Position:
     """Where a training is, before and after its model is taken over.
 
     Args:
-        adam: optimizer settings of the next step.
         first_step: number of steps before this run.
         skipped_before: number of skipped steps among them.
         skipped: skipped iterations of this run, and the reason for each.
         loaded: the optimizer state to continue from, until it is taken over.
     """
 
-    adam: Adam
     first_step: int = 0
     skipped_before: int = 0
     skipped: dict[int, str] = field(default_factory=dict)
@@ -72,9 +71,9 @@ class Position:
         """Number of skipped steps so far."""
         return self.skipped_before + len(self.skipped)
 
-    def move(self, state: Mapping[str, Any], adam: Adam, admitted: int) -> None:
-        """Move to that of a saved state: this run has admitted ``admitted`` iterations, and goes on with ``adam``."""
-        self.adam, self.skipped_before = adam, state["skipped_steps"] - len(self.skipped)
+    def move(self, state: Mapping[str, Any], admitted: int) -> None:
+        """Move to that of a saved state: this run has admitted ``admitted`` iterations."""
+        self.skipped_before = state["skipped_steps"] - len(self.skipped)
         self.first_step = state["step"] - admitted
 
 
@@ -85,13 +84,14 @@ class TrainingRun:
         options: how to train.
         prepared: the model, its plan and its schedule.
         position: where the training is; kept up to date.
+        optimizer: the caller's, in whose place it updates.
 
     Attributes:
         session: executes the schedule, until it is closed.
     """
 
-    def __init__(self, options: TrainingOptions, prepared: Prepared, position: Position) -> None:
-        self._options, self._prepared, self._position = options, prepared, position
+    def __init__(self, options: TrainingOptions, prepared: Prepared, position: Position, optimizer: CallerOptimizer) -> None:
+        self._options, self._prepared, self._position, self._optimizer = options, prepared, position, optimizer
         execution = Execution(
             torch_device=options.torch_device,
             paced=options.mode is Mode.PACED,
@@ -99,19 +99,19 @@ class TrainingRun:
             threads={CPU: torch.get_num_threads()} if options.on_gpu else {GPU: prepared.threads},
             history=_HISTORY,
         )
-        recipe = replace(options.recipe, adam=position.adam)
-        self.session = Session(prepared.partition, prepared.prediction.schedule, recipe, execution)
+        self.session = Session(prepared.partition, prepared.prediction.schedule, options.recipe, execution)
         position.skipped = self.session.training.passes.skipped
+        #: Serves the methods of the caller's optimizer until it is closed.
+        self.serving = ExitStack()
 
     def begin(self) -> None:
-        """Take over the state that was loaded before the first step, if any."""
-        training, loaded = self.session.training, self._position.loaded
-        if loaded is not None:
-            model = self._prepared.partition.model
-            check_delayed(loaded, model, training.states)
-            with training.guard.resumed(), training.guard.inside(), torch.no_grad():
-                load_states(loaded, model, training.states)
-            self._position.loaded = None
+        """Take over the state that was loaded before the first step, or that of the caller's optimizer."""
+        states, loaded = self.session.training.states, self._position.loaded
+        found = self._optimizer.initial() if loaded is None else loaded
+        if found:
+            self.load_optimizer(found)
+        self._position.loaded = None
+        states.handed_to = self._optimizer.take
         if isinstance(self.session.device, CudaMemory):  # do not count what measuring took
             self.session.device.reset_peak()
 
@@ -120,10 +120,10 @@ class TrainingRun:
         options, prepared, position = self._options, self._prepared, self._position
         checked = Batch.of(batch, prepared.partition.model)
         prepared.form.check(checked)
-        training, lanes = self.session.training, self.session.lanes
+        training, lanes, updates = self.session.training, self.session.lanes, self._optimizer.updates()
         with training.guard.resumed():
-            iteration = self.session.admit(checked.split(options.micro_batches), position.adam)
-            training.states.adam_at.pop(iteration - _HISTORY, None)
+            iteration = self.session.admit(checked.split(options.micro_batches), updates)
+            training.states.updates_at.pop(iteration - _HISTORY, None)
         lanes.wait(TaskId(Kind.LOSS, prepared.partition.last, options.micro_batches - 1), iteration)
         loss = training.passes.losses.pop(iteration)
         if not math.isfinite(loss) and not options.recipe.skip_nonfinite:
@@ -173,18 +173,41 @@ class TrainingRun:
         with training.guard.resumed(), training.guard.inside():
             step = position.first_step + self.session.lanes.admitted
             model, device = self._prepared.partition.model, self._options.torch_device
-            return state_of(model, training.states, position.adam, step, position.skipped_steps, device)
+            return state_of(model, training.states, self._optimizer, step, position.skipped_steps, device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of :meth:`state_dict`."""
         model, training = self._prepared.partition.model, self.session.training
-        adam = check_state(state, model, self._position.adam, training.states)
+        check_state(state, model, self._optimizer, training.states)
         self.session.drain()
         with training.guard.resumed(), training.guard.inside():
             load_values(state, model, training.states)
             load_states(state, model, training.states)
         set_random_states(state, self._options.torch_device)
-        self._position.move(state, adam, self.session.lanes.admitted)
+        self._optimizer.use_settings(state["groups"])
+        self._position.move(state, self.session.lanes.admitted)
+
+    def read_optimizer(self) -> None:
+        """Give the caller's optimizer the present states, after waiting for all updates."""
+        self.session.drain()
+        training = self.session.training
+        with training.guard.resumed(), training.guard.inside():
+            for i, unit in enumerate(training.states.units):
+                for place, parameter in enumerate(unit.parameters):
+                    self._optimizer.take(parameter, training.states.saved_states(i, place))
+
+    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the optimizer's states, by the parameters' names, after waiting for all updates."""
+        model, training, state = self._prepared.partition.model, self.session.training, {"optimizer": found}
+        check_delayed(state, model, training.states)
+        self.session.drain()
+        with training.guard.resumed(), training.guard.inside(), torch.no_grad():
+            load_states(state, model, training.states)
+
+    def close(self) -> None:
+        """End the session, which gives model and optimizer back; see :meth:`Session.close`."""
+        with self.serving:
+            self.session.close()
 
     def comparison(self) -> PredictionComparison:
         """Compare the prediction with the measurement, after waiting for all updates."""

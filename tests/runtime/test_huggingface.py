@@ -17,11 +17,11 @@ from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.probe import by_use
 from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Takeover
+from autohete.runtime.update_rules import default_optimizer
 from autohete.simulate import judge_for
 from autohete.train.trainer import Trainer
 
@@ -152,10 +152,7 @@ def train_as_they_do(model: Any, given: list[Any]) -> tuple[list[float], dict[st
     """Training with the model's own loss."""
     torch.set_num_threads(1)
     model.config.use_cache = False
-    adam = Adam()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
+    optimizer = default_optimizer(model.parameters())
     torch.manual_seed(2)
     losses = []
     for batch in given:

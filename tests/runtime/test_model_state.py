@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.probe import by_use
+from autohete.runtime.update_rules import default_optimizer
 from autohete.train.trainer import Trainer
 
 #: Recomputed once, and several times; all of them resident, and whatever the planner makes of a tight budget.
@@ -72,11 +72,8 @@ def nothing(model: nn.Module) -> None:
 def train_plainly(model: nn.Module, between: Between = nothing) -> Trained:
     """Ordinary training."""
     torch.set_num_threads(1)
-    adam = Adam()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
+    optimizer = default_optimizer(trained)
     seed()
     losses = []
     for ids, targets in batches():

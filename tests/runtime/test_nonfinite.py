@@ -27,10 +27,10 @@ from autohete.runtime.batch import Batch
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.nonfinite import UpdateGate, first_not_finite, updates_wait_for_backward
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Takeover
+from autohete.runtime.update_rules import default_optimizer
 from autohete.schedule import Kind, Schedule, TaskId
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
@@ -108,12 +108,10 @@ def data(workload: Workload) -> list[tuple[Tensor, Tensor]]:
 @cache
 def plainly(precision: Precision, steps: int, clip_norm: float | None = None) -> list[Tensor]:
     """Parameters in block order after plain training that skips a step with infinite gradients, as GradScaler does."""
-    model, adam = _ExplodingGPT(replace(MEDIUM, precision=precision)), Adam()
+    model = _ExplodingGPT(replace(MEDIUM, precision=precision))
     parameters = [parameter for owned in partition(model).owned for parameter in owned]
     masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
-    optimizer = torch.optim.AdamW(
-        masters, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
+    optimizer = default_optimizer(masters)
     torch.manual_seed(2)
     for ids, targets in data(MEDIUM)[:steps]:
         gradients = torch.autograd.grad(next_token_loss(model(ids), targets), parameters)

@@ -1,19 +1,24 @@
-"""AdamW on flat states does to the bit what ``torch.optim.AdamW`` does for each parameter alone."""
+"""Updates of flat states do to the bit what the optimizers of ``torch.optim`` do for each parameter alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from autohete.runtime import optimizer
-from autohete.runtime.optimizer import Adam, AdamStates
+from autohete.runtime.ledger import Ledger, accounting
+from autohete.runtime.optimizer import UnitStates
+from autohete.runtime.update_rules import Updates
+from autohete.train.caller_optimizer import rule_of
 
 #: Mostly multiples of 64, between which parameters are joined; others end in the kernel's scalar part.
 _SIZES = st.lists(st.one_of(st.integers(1, 6).map(lambda n: 64 * n), st.integers(1, 300)), min_size=1, max_size=6)
@@ -37,37 +42,86 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+KINDS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "adamw, fused": lambda groups: torch.optim.AdamW(groups, weight_decay=0.1, fused=True),
+    "adamw": lambda groups: torch.optim.AdamW(groups, weight_decay=0.1),
+    "adamw, foreach": lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=True),
+    "adam, fused": lambda groups: torch.optim.Adam(groups, weight_decay=0.1, maximize=True, fused=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(1e-2), weight_decay=0.1, maximize=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, weight_decay=0.1),
+    "sgd, fused": lambda groups: torch.optim.SGD(groups, lr=1e-2, fused=True),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "nesterov, fused": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
+}
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "masters"),
+    [*itertools.product(KINDS, [FP32, BF16], [True]), *((kind, BF16, False) for kind in list(KINDS)[:5])],
+)
+@settings(max_examples=30)
 @given(drawn=_steps(), shares=st.lists(st.floats(0, 1), max_size=2).map(sorted))
-def test_flat_states_are_exact(dtype: torch.dtype, drawn: tuple[list[int], list[set[int]]], shares: list[float]) -> None:
-    """Whichever parameters have a gradient in which step, wherever pieces are cut, and whoever has which part of the states."""
+def test_flat_states_are_exact(
+    kind: str, dtype: torch.dtype, masters: bool, drawn: tuple[list[int], list[set[int]]], shares: list[float]
+) -> None:
+    """Whichever parameters have a gradient in which step, wherever pieces are cut, and whoever has which part of the states.
+
+    Every other parameter is in a group of its own settings, which change from step to step. Gradients are scaled.
+    """
     sizes, steps = drawn
     torch.manual_seed(0)
     flat = torch.randn(sum(sizes)).to(dtype)
-    adam = Adam()
-    alone = [nn.Parameter(piece.float()) for piece in torch.split(flat, sizes)]
-    reference = torch.optim.AdamW(alone, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True)
+    wide = FP32 if masters else dtype
+    alone = [nn.Parameter(piece.to(wide, copy=True)) for piece in torch.split(flat, sizes)]
+    reference = KINDS[kind]([{"params": alone[::2]}, {"params": alone[1::2], "lr": 3e-3, "weight_decay": 0.0}][: len(alone)])
+    rule, groups = rule_of(reference), [place % 2 for place in range(len(sizes))]
+
+    def updates() -> Updates:
+        return Updates(rule, [dict(group) for group in reference.param_groups], masters=masters)
+
     with patch.dict(optimizer.PIECES, cpu=128):
         cuts = [0, *(round(share * sum(sizes)) for share in shares), sum(sizes)]
         spans = [slice(begin, end) for begin, end in pairwise(cuts)]
-        parts = [AdamStates(adam, flat[span], sizes, span.start) for span in spans]
-    bounds = [0, *accumulate(sizes)]
-    for present in steps:
+        parts = [UnitStates(updates(), flat[span], sizes, groups, span.start) for span in spans]
+    bounds, scale = [0, *accumulate(sizes)], torch.tensor(0.7, dtype=wide)
+    for step, present in enumerate(steps if kind != "nesterov, fused" else [{*range(len(sizes))}] * len(steps)):
+        reference.param_groups[-1]["lr"] = 1e-3 * step
         gradients = torch.randn(sum(sizes)).to(dtype)
         for place, parameter in enumerate(alone):
-            parameter.grad = gradients[bounds[place] : bounds[place + 1]].float() if place in present else None
+            gradient = gradients[bounds[place] : bounds[place + 1]].to(wide, copy=True)
+            parameter.grad = gradient.mul_(scale) if place in present else None
         reference.step()
         for states, span in zip(parts, spans, strict=True):
             pieces = [
                 part.of(gradient) if place in present else None
                 for place, (part, gradient) in enumerate(zip(states.parts, torch.split(gradients, sizes), strict=True))
             ]
-            states.update(flat[span], pieces, states.scratch())
+            states.updates = updates()
+            states.update(flat[span], pieces, states.scratch(), scale)
         expected = torch.cat([parameter.detach() for parameter in alone])
         assert torch.equal(flat, expected.to(dtype))
-        if dtype is not torch.float32:
+        if wide is not dtype:
             assert torch.equal(torch.cat([states.master for states in parts if states.master is not None]), expected)
-        for name, moment in zip(("exp_avg", "exp_avg_sq"), torch.cat([states.moments for states in parts], 1), strict=True):
+        for name, found in zip(rule.states, torch.cat([states.states for states in parts], 1), strict=True):
             kept = [reference.state[parameter].get(name, torch.zeros_like(parameter)) for parameter in alone]
-            assert torch.equal(moment, torch.cat(kept))
+            assert torch.equal(found, torch.cat(kept))
+
+
+def test_what_an_update_allocates_is_known() -> None:
+    """No step of any kernel allocates more than is said, and a fused one nothing."""
+    for kind, make in KINDS.items():
+        parameter = nn.Parameter(torch.randn(5000))
+        reference = make([parameter])
+        with patch.dict(optimizer.PIECES, cpu=1024):
+            updates = Updates(rule_of(reference), [dict(group) for group in reference.param_groups])
+            states = UnitStates(updates, parameter.detach(), [5000])
+        for step in range(3):
+            gradient, said, ledger = torch.randn(5000), states.temporary_bytes, Ledger("gpu")
+            with accounting(ledger, "", "workspace"):
+                states.update(parameter.detach(), [gradient], states.scratch())
+            counts = 4 * 4  # step counts, which are no states
+            assert ledger.peak_bytes <= said + counts, (kind, step)
+            in_place = "fused" in kind and (step > 0 or "nesterov" not in kind)
+            assert in_place == (said == 0), (kind, step)

@@ -25,7 +25,7 @@ from autohete.hardware import load_hardware
 from autohete.profile.profile_file import read_profile, write_profile
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.optimizer import Adam
+from autohete.runtime.update_rules import default_optimizer
 from autohete.sim import SimExecutor
 from autohete.train.gpt import GPT, GPTAttention, GPTMlp
 from autohete.train.machine import versions
@@ -143,10 +143,7 @@ class Alternating(nn.Module):
 def test_a_list_of_attention_and_mlp_by_turns_trains_to_the_bit() -> None:
     """Modules that differ are measured each and planned apart, within a budget, with the bits of plain PyTorch."""
     model, plain_model = Alternating(), Alternating()
-    adam = Adam()
-    optimizer = torch.optim.AdamW(
-        plain_model.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
+    optimizer = default_optimizer(plain_model.parameters())
     hardware = load_hardware("a100-40gb-epyc7713")
     with Trainer(model, gpu_memory="60%", hardware=hardware, blocks="layers") as trainer:
         prediction = trainer.prepare(batches(MEDIUM, 1)[0])
@@ -457,7 +454,8 @@ def test_learning_learns() -> None:
     torch.manual_seed(0)
     model = GPT(MEDIUM, dropout=0.0)
     batch = batches(MEDIUM, 1)[0]
-    with Trainer(model, gpu_memory="40%", adam=Adam(lr=3e-3), hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with Trainer(model, gpu_memory="40%", optimizer=optimizer, hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
         losses = [trainer.step(batch) for _ in range(30)]
     assert losses[-1] < losses[0] / 2
 

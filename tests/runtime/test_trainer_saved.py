@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from autohete import Trainer
 from autohete.errors import InputError
-from autohete.runtime.optimizer import Adam
+from autohete.runtime.update_rules import default_group, default_optimizer
 from autohete.train.gpt import seeded_gpt
 from autohete.workload import Precision
 
@@ -49,7 +50,7 @@ def steps(trainer: Trainer, begin: int, end: int) -> list[float]:
     losses = []
     for step in range(begin, end):
         if step < BEFORE:
-            trainer.set_learning_rate(rate(step))
+            trainer.optimizer.param_groups[0]["lr"] = rate(step)
         for buffer in trainer._partition.model.buffers():
             buffer += 0.1
         losses.append(trainer.step(batches(SMALL, BEFORE + AFTER)[step]) + random.random() + float(np.random.rand()))
@@ -172,7 +173,7 @@ LOSSES_OF_STATE: dict[str, Callable[[dict[str, Any]], None]] = {
     "second moment": zeroed("exp_avg_sq"),
     "step counts": zeroed("step"),
     "masters": rounded_masters,
-    "learning rate": lambda state: state["adam"].update(lr=1e-3),
+    "learning rate": lambda state: state["groups"][0].update(lr=1e-3),
     "buffers": lambda state: state["buffers"]["scale"].zero_(),
     "frozen parameters": lambda state: state["parameters"]["blocks.1.up.weight"].mul_(2),
     "torch": fresh_generator("torch"),
@@ -268,7 +269,10 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
         "exp_avg of .* torch.float64",
         lambda s: s["optimizer"][NAME].update(exp_avg=torch.zeros(192, 64).double()),
     ),
-    "settings": (r"give the Trainer adam=Adam\(lr=.*weight_decay=0\.3", lambda s: s["adam"].update(weight_decay=0.3)),
+    "settings": ("the settings of group 0 of the state lack eps", lambda s: s["groups"][0].pop("eps")),
+    "a setting": ("lr of group 0 of the optimizer is nan", lambda s: s["groups"][0].update(lr=math.nan)),
+    "groups": ("the groups of the state are no list", lambda s: s.update(groups={})),
+    "a group": ("the state's 2 groups have other parameters than the optimizer's 1", lambda s: s["groups"].append({})),
     "random": ("random states of the state cannot be read", lambda s: s["random"].update(torch=torch.zeros(3))),
     "python": ("random states of the state cannot be read", lambda s: s["random"].update(python=(3, (1, 2), None))),
     "step": ("step of the state is -1", lambda s: s.update(step=-1)),
@@ -294,7 +298,7 @@ def test_a_state_that_does_not_fit_is_refused(fault: str, after_prepare: bool) -
         after = [p.detach().clone() for p in (*model.parameters(), *model.buffers())], drawn()
     assert before[1] == after[1]
     assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
-    assert trainer.learning_rate == Adam().lr
+    assert trainer.optimizer.param_groups[0]["lr"] == default_group()["lr"]
 
 
 def test_a_state_needs_a_training() -> None:
@@ -320,17 +324,14 @@ def test_a_learning_rate_is_that_of_its_step(policy: str) -> None:
         torch.manual_seed(2)
         losses = []
         for lr, batch in zip(rates, batches(workload, 4), strict=True):
-            trainer.set_learning_rate(lr)
+            (group,) = trainer.optimizer.param_groups
+            group["lr"] = lr
             losses.append(trainer.step(batch))
-            trainer.set_learning_rate(123.0)  # the updates of the step may still be to come
-        with pytest.raises(InputError, match="lr is nan"):
-            trainer.set_learning_rate(float("nan"))
-        assert trainer.learning_rate == 123.0
+            group["lr"] = 123.0  # the updates of the step may still be to come
         found = trainer.parameters()
     model = seeded_gpt(workload, dropout=0.2, seed=0)
     parameters = [p for module in (model.embedding, *model.blocks, model.head) for p in module.parameters()]
-    adam = Adam()
-    optimizer = torch.optim.AdamW(parameters, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True)
+    optimizer = default_optimizer(parameters)
     torch.manual_seed(2)
     expected = []
     for lr, (ids, targets) in zip(rates, batches(workload, 4), strict=True):

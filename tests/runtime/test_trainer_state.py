@@ -31,8 +31,8 @@ from autohete.plan.policy import Judge
 from autohete.profile import Profile
 from autohete.runtime.guard import GuardedParameter
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
+from autohete.runtime.update_rules import default_optimizer
 from autohete.testing.strategies import plans, without_contradictions
 from autohete.train.gpt import GPT
 from autohete.workload import Precision, Workload
@@ -89,10 +89,7 @@ def plainly(
     parameters = [p for owned in partition(model).owned for p in owned]
     full = workload.precision is Precision.FP32
     masters = parameters if full else [nn.Parameter(p.detach().float()) for p in parameters]
-    adam = Adam()
-    optimizer = torch.optim.AdamW(
-        masters, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
+    optimizer = default_optimizer(masters)
     losses: list[float] = []
     late: list[Tensor | None] = [None] * len(parameters)
     torch.manual_seed(2)
@@ -485,11 +482,8 @@ def test_frozen_parameters_and_buffers_change_between_the_steps() -> None:
         assert copied.state_dict().keys() == model.state_dict().keys()
     assert type(model.scale) is Tensor
     expected = Changing(SMALL)
-    adam = Adam()
     trained = [p for p in expected.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
+    optimizer = default_optimizer(trained)
     torch.manual_seed(2)
     for ids, targets in batches(SMALL, STEPS):
         optimizer.zero_grad()

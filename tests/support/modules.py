@@ -18,11 +18,11 @@ from autohete.runtime.batch import Batch
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Ledger
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import Partition, partition
 from autohete.runtime.probe import by_use
 from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
+from autohete.runtime.update_rules import default_optimizer
 from autohete.simulate import judge_for
 from autohete.train.as_executed import as_executed
 from autohete.train.measure import workload_of
@@ -61,10 +61,7 @@ def train_plainly(model: nn.Module) -> Outcome:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     full = trained[0].dtype is torch.float32
     masters = trained if full else [nn.Parameter(parameter.detach().float()) for parameter in trained]
-    adam = Adam()
-    optimizer = torch.optim.AdamW(
-        masters, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
+    optimizer = default_optimizer(masters)
     losses = []
     torch.manual_seed(2)
     for ids, targets in batches():

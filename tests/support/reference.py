@@ -17,10 +17,10 @@ from autohete.runtime.batch import Batch
 from autohete.runtime.lanes import Action, LaneThreads
 from autohete.runtime.ledger import Ledger
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.optimizer import Adam
 from autohete.runtime.partition import partition
 from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
+from autohete.runtime.update_rules import default_optimizer
 from autohete.schedule import Schedule, Task
 from autohete.train.gpt import BLOCKS, GPT, seeded_gpt
 from autohete.workload import Precision, Workload
@@ -90,10 +90,7 @@ def train_plainly(workload: Workload, steps: int, stale: frozenset[int] = frozen
     before: list[Tensor | None] = [None] * len(parameters)
     full = workload.precision is Precision.FP32
     masters = parameters if full else [nn.Parameter(p.detach().float()) for p in parameters]
-    adam = Adam()
-    optimizer = torch.optim.AdamW(
-        masters, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, fused=True
-    )
+    optimizer = default_optimizer(masters)
     losses = []
     torch.manual_seed(2)
     drawn = iter(batches(workload, steps * workload.micro_batches))

@@ -336,6 +336,18 @@ def test_autohete_plans_without_the_cpu(optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", Optimizer)
+def test_weights_stream_with_any_optimizer(optimizer: Optimizer) -> None:
+    """Gradients take the place of weights only where there are masters to update."""
+    gpt = named_workload("gpt-2b", training=Training(optimizer=optimizer))
+    found = simulate(gpt, NODE, parse_policy("streamed_states:weights"))
+    assert {unit.gradients_replace_parameters for unit in found.plan.units[1:-1]} == {gpt_has_masters(optimizer)}
+
+
+def gpt_has_masters(optimizer: Optimizer) -> bool:
+    return named_workload("gpt-2b", training=Training(optimizer=optimizer)).has_masters
+
+
+@pytest.mark.parametrize("optimizer", Optimizer)
 def test_an_answer_names_its_optimizer(optimizer: Optimizer) -> None:
     """The assumptions of an answer have the optimizer that was given, not the default one."""
     gpt = named_workload("gpt-2b", training=Training(optimizer=optimizer))
