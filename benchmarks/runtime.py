@@ -32,7 +32,7 @@ from autohete.runtime.partition import partition
 from autohete.runtime.session import Session
 from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.torch_executor import TorchExecutor
-from autohete.runtime.update_rules import Updates, default_optimizer
+from autohete.runtime.update_rules import UpdateSettings, default_optimizer
 from autohete.schedule import GPU, Kind, TaskId
 from autohete.simulate import judge_for, safety, simulate_plan
 from autohete.train.as_executed import as_executed, everything_resident
@@ -177,12 +177,12 @@ def cpu_update() -> None:
     count = sum(sizes)
     ways: dict[str, tuple[Callable[[], object], int]] = {}
     full = torch.randn(count)
-    states = UnitStates(Updates(), full, sizes)
+    states = UnitStates(UpdateSettings(), full, sizes)
     gradients = torch.randn(count)
     pieces = torch.split(gradients, sizes)
     ways["this runtime, fp32"] = (lambda: states.update(full, pieces, states.scratch()), 28)
     half, half_gradients = torch.randn(count).bfloat16(), torch.randn(count).bfloat16()
-    half_states = UnitStates(Updates(), half, sizes)
+    half_states = UnitStates(UpdateSettings(), half, sizes)
     ways["this runtime, bf16 in and out"] = (
         lambda: half_states.update(half, torch.split(half_gradients, sizes), half_states.scratch()),
         28,

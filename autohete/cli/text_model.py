@@ -88,8 +88,7 @@ def train(options: TextModel, training: TextTraining, files: TimelineFiles) -> N
     hardware = load_hardware(training.hardware) if training.hardware is not None else None
     measured_profile = read_profile(training.profile) if training.profile is not None else None
     options.check()
-    import torch
-
+    from autohete.runtime.update_rules import default_optimizer
     from autohete.train.gpt import BLOCKS, GPT
     from autohete.train.trainer import Mode, NonFinite, Trainer
 
@@ -101,7 +100,7 @@ def train(options: TextModel, training: TextTraining, files: TimelineFiles) -> N
             gpu_memory=training.gpu_memory,
             host_memory=training.host_memory,
             pinned_memory=training.pinned_memory,
-            optimizer=torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
+            optimizer=default_optimizer(model.parameters(), training.lr),
             device=training.device,
             mode=Mode(training.mode),
             hardware=hardware,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autohete.runtime.update_rules import TEMPORARIES, Step, Updates
+from autohete.runtime.update_rules import TEMPORARIES, Step, UpdateSettings
 
 #: Elements per piece, by device. Smaller pieces need more kernel calls; larger ones need more scratch memory and do not fit in
 #: a CPU's cache. See benchmarks/README.md for the figures.
@@ -120,7 +120,7 @@ class UnitStates:
     """
 
     def __init__(
-        self, updates: Updates, parameters: Tensor, sizes: Sequence[int], groups: Sequence[int] = (), begin: int = 0
+        self, updates: UpdateSettings, parameters: Tensor, sizes: Sequence[int], groups: Sequence[int] = (), begin: int = 0
     ) -> None:
         self.updates = updates
         count, dtype, device = parameters.numel(), parameters.dtype, parameters.device

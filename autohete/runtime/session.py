@@ -14,7 +14,7 @@ from autohete.runtime.ledger import Counting, CudaMemory, Ledger
 from autohete.runtime.partition import Partition
 from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
-from autohete.runtime.update_rules import Updates
+from autohete.runtime.update_rules import UpdateSettings
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
 
 
@@ -63,7 +63,7 @@ class Session(Closing):
         """How device memory is counted: by the schedule's sizes, unless the first iterations have shown them to be wrong."""
         return Counting.EXACT if self.training.count is None else self.training.count.counting
 
-    def admit(self, batches: list[Batch], updates: Updates | None = None) -> int:
+    def admit(self, batches: list[Batch], updates: UpdateSettings | None = None) -> int:
         """Admit the next iteration, with a batch for each micro-batch, and return its number.
 
         Args:

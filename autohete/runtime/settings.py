@@ -12,7 +12,7 @@ from autohete.execution.trace import Clock
 from autohete.runtime.batch import Loss
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.update_rules import Updates
+from autohete.runtime.update_rules import UpdateSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Recipe:
     """
 
     loss: Loss = next_token_loss
-    updates: Updates = field(default_factory=Updates)
+    updates: UpdateSettings = field(default_factory=UpdateSettings)
     clip_norm: float | None = None
     skip_nonfinite: bool = False
 

@@ -21,7 +21,7 @@ from autohete.runtime.nonfinite import UpdateGate
 from autohete.runtime.optimizer import ElementRange, UnitStates, parts_of
 from autohete.runtime.state_files import Files
 from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors
-from autohete.runtime.update_rules import Updates
+from autohete.runtime.update_rules import UpdateSettings
 from autohete.schedule import (
     COPIES,
     CPU,
@@ -69,7 +69,7 @@ class States:
         self,
         owned: tuple[tuple[nn.Parameter, ...], ...],
         schedule: Schedule,
-        updates: Updates,
+        updates: UpdateSettings,
         memories: Memories,
         clipping: Clipping,
         *,
@@ -79,7 +79,7 @@ class States:
         #: Takes each parameter's optimizer states when the model is given back.
         self.handed_to: Callable[[nn.Parameter, dict[str, Any]], None] | None = None
         #: What those of single iterations compute, if different.
-        self.updates_at: dict[int, Updates] = {}
+        self.updates_at: dict[int, UpdateSettings] = {}
         self.schedule, self._poison = schedule, poison
         self.kinds = _kinds_of_blocks(schedule, len(owned))
         #: A slot also holds the gradient, which then has no bytes of its own in the schedule.

@@ -60,6 +60,9 @@ class UpdateRule:
     counts_steps: bool = True
     makes_states: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def is_in_place(self, group: Group, *, first: bool) -> bool:
         """Whether a step, perhaps the first, allocates nothing and takes any number of tensors at once."""
         return bool(group.get("fused")) and not (first and self.makes_states)
@@ -106,9 +109,9 @@ SGD = UpdateRule(Optimizer.SGD, (), _sgd_step, counts_steps=False)
 SGD_MOMENTUM = UpdateRule(Optimizer.SGD_MOMENTUM, ("momentum_buffer",), _sgd_step, counts_steps=False, makes_states=True)
 
 
-def default_optimizer(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
-    """The optimizer if a user gives none: AdamW with a learning rate of 1e-3, betas of 0.9 and 0.95, and a decay of 0.1."""
-    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+def default_optimizer(parameters: Iterable[Tensor], lr: float = 1e-3) -> torch.optim.AdamW:
+    """The optimizer if a user gives none: AdamW with betas of 0.9 and 0.95, a decay of 0.1, and the fused kernel."""
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 @cache
@@ -119,7 +122,7 @@ def default_group() -> Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Updates:
+class UpdateSettings:
     """What the updates of an iteration compute.
 
     Args:

@@ -17,7 +17,7 @@ from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.quantities import parse_quantity
 from autohete.runtime.settings import Recipe
-from autohete.runtime.update_rules import Updates
+from autohete.runtime.update_rules import UpdateSettings
 from autohete.workload import check_clip_norm
 from autohete.workload.training import FULL
 
@@ -47,7 +47,7 @@ def policy_of(given: object) -> Policy:
     return cast(Policy, given)
 
 
-def recipe_of(loss: object, updates: Updates, clip_norm: float | None, *, skips: bool) -> Recipe:
+def recipe_of(loss: object, updates: UpdateSettings, clip_norm: float | None, *, skips: bool) -> Recipe:
     """Return what a step computes.
 
     Args:
@@ -163,8 +163,8 @@ def check_processes() -> None:
     if processes.strip() not in ("", "1"):
         raise InputError(
             f"this process is rank {rank} of {processes} (torch.distributed or torchrun), but a Trainer trains in one process: "
-            "each rank would train a model of its own, and no gradient would reach another. Start one process; "
-            "'autohete simulate --gpus' predicts several GPUs"
+            "each rank would train a model of its own, and no gradient would reach another. Start one process; the "
+            "simulator predicts several GPUs"
         )
 
 

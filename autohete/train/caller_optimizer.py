@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autohete.errors import InputError
 from autohete.runtime.optimizer import MASTER, STEP
 from autohete.runtime.states import GRADIENT
-from autohete.runtime.update_rules import ADAM, SGD, SGD_MOMENTUM, Group, UpdateRule, Updates, default_optimizer
+from autohete.runtime.update_rules import ADAM, SGD, SGD_MOMENTUM, Group, UpdateRule, UpdateSettings, default_optimizer
 
 #: States of a parameter by name: its step count, and tensors in its shape.
 States = dict[str, Any]
@@ -57,7 +57,7 @@ class CallerOptimizer:
         self._members = self._check_members(model)
         self._loading: Mapping[int, States] = {}
 
-    def updates(self) -> Updates:
+    def updates(self) -> UpdateSettings:
         """What the next step's updates compute.
 
         Raises:
@@ -73,7 +73,7 @@ class CallerOptimizer:
         )
         for index, group in enumerate(groups):
             _check_group(index, group)
-        return Updates(rule, groups, self._members, self._masters)
+        return UpdateSettings(rule, groups, self._members, self._masters)
 
     def note_step(self) -> None:
         """Tell schedulers that a step has been made: they warn if they are called before."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autohete.runtime.optimizer import UnitStates
-from autohete.runtime.update_rules import Updates
+from autohete.runtime.update_rules import UpdateSettings
 from autohete.train.worker import check_stop
 
 _KIB, _MIB = 2**10, 2**20
@@ -192,7 +192,7 @@ def forget_cache(touched: int | None = None) -> None:
 def _update(count: int, threads: int) -> Callable[[], None]:
     """Return a function that runs an optimizer step over ``count`` parameters in ``threads`` threads."""
     parameters = torch.zeros(count, dtype=torch.float32, device="cpu")
-    states, gradients = UnitStates(Updates(), parameters, [count]), torch.zeros_like(parameters)
+    states, gradients = UnitStates(UpdateSettings(), parameters, [count]), torch.zeros_like(parameters)
     scratch = states.scratch()
 
     def run() -> None:

@@ -36,7 +36,7 @@ from autohete.runtime.precision import DTYPES
 from autohete.runtime.probe import probe
 from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
-from autohete.runtime.update_rules import Updates
+from autohete.runtime.update_rules import UpdateSettings
 from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, Value, parse_schedule
 from autohete.train.as_executed import everything_resident
 from autohete.train.machine import forget_cache
@@ -460,7 +460,7 @@ def _within(saved: tuple[SavedTensors, ...], kept: int) -> tuple[SavedTensors, .
     return tuple(found[one.name] for one in saved)
 
 
-def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], updates: Updates) -> float:
+def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], updates: UpdateSettings) -> float:
     """Measure an update of these parameters on the host."""
     if not owned:
         return 0.0

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from autohete.errors import InputError
 from autohete.runtime.optimizer import MASTER, STEP
 from autohete.runtime.states import GRADIENT, VALUES, States
-from autohete.runtime.update_rules import Updates
+from autohete.runtime.update_rules import UpdateSettings
 from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.machine import versions
 
@@ -194,7 +194,7 @@ def _check_count(name: str, given: object) -> None:
         raise InputError(f"{name} of the state is {given!r}: it must be a whole number of at least 0")
 
 
-def _check_optimizer(name: str, given: object, parameter: Tensor, updates: Updates) -> None:
+def _check_optimizer(name: str, given: object, parameter: Tensor, updates: UpdateSettings) -> None:
     if not isinstance(given, Mapping):
         raise InputError(f"the optimizer's state of {name} is {type(given).__name__}: give the result of Trainer.state_dict()")
     tensors = (*updates.rule.states, *([MASTER] if updates.has_masters(parameter.dtype) else []))

@@ -17,7 +17,7 @@ from torch import nn
 from autohete.runtime import optimizer
 from autohete.runtime.ledger import Ledger, accounting
 from autohete.runtime.optimizer import UnitStates
-from autohete.runtime.update_rules import Updates
+from autohete.runtime.update_rules import UpdateSettings
 from autohete.train.caller_optimizer import rule_of
 
 #: Mostly multiples of 64, between which parameters are joined; others end in the kernel's scalar part.
@@ -78,8 +78,8 @@ def test_flat_states_are_exact(
     reference = KINDS[kind]([{"params": alone[::2]}, {"params": alone[1::2], "lr": 3e-3, "weight_decay": 0.0}][: len(alone)])
     rule, groups = rule_of(reference), [place % 2 for place in range(len(sizes))]
 
-    def updates() -> Updates:
-        return Updates(rule, [dict(group) for group in reference.param_groups], masters=masters)
+    def updates() -> UpdateSettings:
+        return UpdateSettings(rule, [dict(group) for group in reference.param_groups], masters=masters)
 
     with patch.dict(optimizer.PIECES, cpu=128):
         cuts = [0, *(round(share * sum(sizes)) for share in shares), sum(sizes)]
@@ -115,7 +115,7 @@ def test_what_an_update_allocates_is_known() -> None:
         parameter = nn.Parameter(torch.randn(5000))
         reference = make([parameter])
         with patch.dict(optimizer.PIECES, cpu=1024):
-            updates = Updates(rule_of(reference), [dict(group) for group in reference.param_groups])
+            updates = UpdateSettings(rule_of(reference), [dict(group) for group in reference.param_groups])
             states = UnitStates(updates, parameter.detach(), [5000])
         for step in range(3):
             gradient, said, ledger = torch.randn(5000), states.temporary_bytes, Ledger("gpu")
