@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,13 @@ from torch.nn import functional
 
 from autohete.errors import InputError, unknown_name
 
+if TYPE_CHECKING:
+    from autohete.runtime.loss_call import LossCall
+
 #: Inputs of a model's forward: token ids (batch, sequence) as its first argument, or its arguments by name.
 Inputs = Tensor | Mapping[str, Any]
-#: Function of logits and targets that returns the loss, a scalar tensor.
-Loss = Callable[[Tensor, Tensor], Tensor]
+#: Function of logits, targets and perhaps more that returns the loss, a scalar tensor; see ``loss_call.LossCall``.
+Loss = Callable[..., Tensor]
 
 _FORMS = (
     "give (ids, targets), each (batch, sequence), or a dict with the arguments of the model's forward by name and targets "
@@ -32,7 +36,8 @@ _ASKING = {
     "output_router_logits": "the auxiliary loss of routers is part of the model's own loss, which is not computed",
     "output_attentions": "attention weights stay in the blocks",
     "output_hidden_states": "hidden states stay between the blocks",
-    "num_items_in_batch": "it scales the model's own loss, which is not computed: divide in your own loss",
+    "num_items_in_batch": "it scales the model's own loss, which is not computed: give loss=mean_token_loss, or take it in a "
+    "loss of your own",
 }
 
 
@@ -42,61 +47,81 @@ class Batch:
 
     Args:
         inputs: token ids (batch, sequence), or the arguments of the model's forward by name.
-        targets: (batch, sequence), aligned with the logits.
+        targets: what the loss compares the logits with; (batch, sequence) for a language model, aligned with the logits.
         labels: the labels that the targets were derived from, if targets were not given.
+        for_loss: what else the loss takes, by name.
+        items: number of targets that are not ignored, in the whole batch that this one is a part of.
     """
 
     inputs: Inputs
     targets: Tensor
     labels: Tensor | None = None
+    for_loss: Mapping[str, Any] = field(default_factory=dict)
+    items: int = 0
 
     @classmethod
-    def of(cls, given: object, model: nn.Module) -> Batch:
+    def of(cls, given: object, model: nn.Module, loss: LossCall | None = None) -> Batch:
         """Convert a user's batch for ``model``, and check it.
 
         Args:
             given: a pair of token ids and targets; or a mapping of the forward's arguments, with ``targets`` or Hugging Face's
                 ``labels``. Labels of a causal language model equal the token ids and are shifted here.
             model: the model whose forward takes the inputs.
+            loss: takes what the mapping has by the names of its arguments, unless the model takes it; None: next-token loss.
 
         Raises:
             InputError: the batch does not fit the model; says what is wrong.
         """
         if isinstance(given, Batch):
             return given
-        labels = None
+        labels, for_loss = None, dict[str, Any]()
         if isinstance(given, Mapping):
-            inputs, targets, labels = _split(given, model)
+            taken, names = argument_names(model) or set(), () if loss is None else loss.names
+            for_loss = {name: given[name] for name in names if name in given and name not in taken}
+            inputs, targets, labels = _split({k: v for k, v in given.items() if k not in for_loss}, model)
         elif isinstance(given, (tuple, list)):
             if len(given) != 2:
                 raise InputError(f"the batch is a {type(given).__name__} of {len(given)}: {_FORMS}")
             inputs, targets = given
         else:
             raise InputError(f"the batch is {_said(given)}: {_FORMS}")
-        batch = cls(inputs, targets, labels)
-        batch._check(model)
-        return batch
+        batch = cls(inputs, targets, labels, for_loss)
+        batch._check(model, per_position=loss is None or loss.per_position)
+        return replace(batch, items=_items(batch.targets)) if loss is not None and loss.adds_up else batch
 
     @property
     def named(self) -> Mapping[str, Any]:
         """The inputs by name; unnamed inputs are called ``ids``."""
         return self.inputs if isinstance(self.inputs, Mapping) else {"ids": self.inputs}
 
-    def split(self, micro_batches: int) -> list[Batch]:
-        """Split into ``micro_batches`` batches with equal numbers of sequences.
+    def split(self, micro_batches: int, *, equal: bool = True) -> list[Batch]:
+        """Split into ``micro_batches`` batches, the largest first, with equal numbers of sequences if ``equal``.
 
         Raises:
-            InputError: the number of sequences is not a multiple of ``micro_batches``.
+            InputError: the number of sequences is not a multiple of ``micro_batches``, or less.
         """
         sequences = len(leading(self.inputs))
+        if micro_batches == 1:
+            return [self]
         size, rest = divmod(sequences, micro_batches)
-        if rest:
-            raise InputError(
-                f"the batch has {sequences} sequences, which cannot be split into {micro_batches} equal micro-batches: give a "
-                f"multiple of {micro_batches}"
+        if not size or (rest and equal):
+            cure = (
+                f"a multiple of {micro_batches}, or a loss that takes num_items_in_batch, such as mean_token_loss"
+                if size
+                else f"at least {micro_batches}"
             )
-        parts = [slice(first, first + size) for first in range(0, sequences, size)]
-        return [Batch(_sequences(self.inputs, part), self.targets[part]) for part in parts]
+            raise InputError(
+                f"the batch has {sequences} sequences, which cannot be split into {micro_batches} {'equal ' * bool(size)}"
+                f"micro-batches: give {cure}"
+            )
+        begins = [part * size + min(part, rest) for part in range(micro_batches + 1)]
+        return [self.part(slice(first, end)) for first, end in itertools.pairwise(begins)]
+
+    def part(self, sequences: slice) -> Batch:
+        """The part with some of the sequences; the number of items stays that of the whole."""
+        count = len(leading(self.inputs))
+        for_loss = {name: _cut(value, count, sequences) for name, value in self.for_loss.items()}
+        return Batch(_sequences(self.inputs, sequences), self.targets[sequences], None, for_loss, self.items)
 
     def with_labels(self, model: nn.Module) -> Inputs:
         """Return the inputs, with the labels if there are any and the model accepts them, so that it computes its own loss."""
@@ -105,8 +130,18 @@ class Batch:
             return self.inputs
         return {**self.inputs, "labels": self.labels}
 
-    def _check(self, model: nn.Module) -> None:
-        for name, value in {**self.named, "targets": self.targets}.items():
+    def of_loss(self, device: torch.device) -> tuple[Tensor, Mapping[str, Any]]:
+        """Copies on ``device`` of the targets, and of what else the loss takes."""
+        targets = self.targets.to(device, non_blocking=True, copy=True)
+        return targets, cast("Mapping[str, Any]", on_device(self.for_loss, device, copy=True))
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """Everything by name."""
+        return {**self.named, "targets": self.targets, **self.for_loss}
+
+    def _check(self, model: nn.Module, *, per_position: bool) -> None:
+        for name, value in self.tensors.items():
             if isinstance(value, Tensor):
                 if not value.numel():
                     raise InputError(f"{name} {_said(value)} is empty: a batch has at least one sequence of one token")
@@ -116,7 +151,11 @@ class Batch:
         ids = leading(self.inputs)
         if ids.dim() < 2:
             raise InputError(f"the ids are {_said(ids)}: give (batch, sequence), such as ids.unsqueeze(0) for one sequence")
-        if self.targets.shape != ids.shape[:2]:
+        if not per_position and (not self.targets.dim() or len(self.targets) != len(ids)):
+            raise InputError(
+                f"the targets are {_said(self.targets)}, the inputs {_said(ids)}: their first dimension has to be the sequences"
+            )
+        if per_position and self.targets.shape != ids.shape[:2]:
             raise InputError(
                 f"the targets are {_said(self.targets)}, the inputs {_said(ids)}: give one target per position, "
                 f"{tuple(ids.shape[:2])}, and {_IGNORED} where there is none"
@@ -150,11 +189,24 @@ def _sequences(inputs: Inputs, part: slice) -> Inputs:
     if isinstance(inputs, Tensor):
         return inputs[part]
     sequences = len(leading(inputs))
+    return {name: _cut(value, sequences, part) if not _is_flat(value) else value for name, value in inputs.items()}
 
-    def cut(value: Any) -> Any:
-        return value[part] if isinstance(value, Tensor) and value.dim() > 1 and len(value) == sequences else value
 
-    return {name: cut(value) for name, value in inputs.items()}
+def _is_flat(value: Any) -> bool:
+    """Whether it is a tensor of one dimension: positions, and not sequences."""
+    return isinstance(value, Tensor) and value.dim() < 2
+
+
+def _cut(value: Any, sequences: int, part: slice) -> Any:
+    """A part of what has an entry for each of so many sequences; anything else as it is."""
+    return value[part] if isinstance(value, Tensor) and value.dim() and len(value) == sequences else value
+
+
+def _items(targets: Tensor) -> int:
+    """Number of targets that are not ignored."""
+    if targets.is_floating_point():
+        return targets.numel()
+    return int((targets != _IGNORED).sum())
 
 
 def padded(inputs: Inputs) -> Inputs:
@@ -180,7 +232,7 @@ def on_device(inputs: Inputs, device: torch.device, *, copy: bool = False) -> In
 
 
 class Form:
-    """The form that all batches of a training run share with the first one.
+    """The form that all batches of a training run share with the first one, which is the largest.
 
     Args:
         first: the first batch.
@@ -189,32 +241,45 @@ class Form:
     """
 
     def __init__(self, first: Batch, rows: Mapping[str, int], classes: int | None) -> None:
-        self._first, self._rows, self._classes = {**first.named, "targets": first.targets}, rows, classes
+        self._first, self._rows, self._classes = first.tensors, rows, classes
         self._shapes = {name: _said(value) for name, value in self._first.items()}
+        self._largest = tuple(leading(first.inputs).shape[:2])
         self.check(first)
 
     def check(self, batch: Batch) -> None:
-        """Reject a batch that would fail during training, or need different memory than the first batch.
+        """Reject a batch that would fail during training, or need more memory than the first. It may have fewer sequences, and
+        shorter ones.
 
         Raises:
             InputError: names, shapes or types differ from the first batch, or ids are outside the vocabulary.
         """
-        found = {**batch.named, "targets": batch.targets}
+        found, shape = batch.tensors, leading(batch.inputs).shape[:2]
         if found.keys() != self._first.keys():
             raise InputError(
                 f"the batch has {', '.join(found)}; the first one had {', '.join(self._first)}: give the same in each step"
             )
         for name, value in found.items():
             first = self._first[name]
-            if _said(value) != self._shapes[name] or (not isinstance(value, Tensor) and value != first):
+            if not self._is_like(first, value, shape):
                 raise InputError(
-                    f"the batch has {name} {_said(value)}, the first one had {self._shapes[name]}: memory is planned for one "
-                    "shape; pad the sequences, and leave out a last batch that is smaller"
+                    f"the batch has {name} {_said(value)}, the first one had {self._shapes[name]}: memory is planned for the "
+                    "first batch, and others may have fewer or shorter sequences: call prepare with one of the largest shape"
                 )
         for name, rows in self._rows.items():
             check_range(name, found[name], rows)
         if self._classes is not None:
             check_classes(batch.targets, self._classes)
+
+    def _is_like(self, first: Any, value: Any, shape: Sequence[int]) -> bool:
+        """Whether ``value`` can take the place of ``first`` in a batch of ``shape``."""
+        if not isinstance(first, Tensor) or not isinstance(value, Tensor):
+            return _said(value) == _said(first) and (isinstance(value, Tensor) or value == first)
+        if (value.dim(), value.dtype) != (first.dim(), first.dtype):
+            return False
+        less = {(most, size) for most, size in zip(self._largest, shape, strict=True) if size <= most}
+        if first.dim() and first.shape[0] in self._largest and (first.shape[0], value.shape[0]) not in less:
+            return False
+        return all(a == b or (a, b) in less for a, b in zip(first.shape, value.shape, strict=True))
 
 
 def check_classes(targets: Tensor, classes: int) -> None:

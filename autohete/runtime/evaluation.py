@@ -61,7 +61,7 @@ class Evaluation:
         """
         try:
             with self.logits() as logits, torch.no_grad():
-                return float(self._passes.loss(logits(batch.inputs), batch.targets.to(self._memories.torch_device)).item())
+                return float(self._passes.loss(logits(batch.inputs), batch, self._memories.torch_device).item())
         except (DeviceOutOfMemoryError, torch.OutOfMemoryError) as caught:
             cuda = self._memories.cuda
             error = cuda.refusal("evaluation", caught) if isinstance(caught, torch.OutOfMemoryError) else caught

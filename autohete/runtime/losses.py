@@ -1,4 +1,4 @@
-"""The loss of a language model, and checks of a user's own."""
+"""Losses of a language model, and checks of a user's own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from autohete.runtime.forward_pass import leaves
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of ``logits`` (batch, sequence, vocabulary) against ``targets`` (batch, sequence)."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def mean_token_loss(logits: Tensor, targets: Tensor, num_items_in_batch: int) -> Tensor:
+    """Return the cross-entropy of a micro-batch, summed over its tokens and divided by the number of those of the whole batch.
+
+    The loss of a batch is then the mean over all of its tokens, however they are spread over micro-batches.
+    """
+    total = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    return total / num_items_in_batch
 
 
 def check_loss(loss: object, logits: Tensor, model: nn.Module) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from autohete.errors import InputError
-from autohete.runtime.batch import Batch, Form, Loss, check_classes
+from autohete.runtime.batch import Batch, Form, check_classes
 from autohete.runtime.ledger import WORKSPACE, Ledger, accounting
+from autohete.runtime.loss_call import LossCall
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.model_state import Effects
 from autohete.runtime.partition import Partition
@@ -42,7 +43,7 @@ def _unscaled() -> Iterator[None]:
         torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
 
-def observed(partition: Partition, first: Batch, loss: Loss, micro_batches: int = 1) -> tuple[Partition, Form]:
+def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: int = 1) -> tuple[Partition, Form]:
     """Return the partition as observed in a forward of ``first``, and the form of all batches.
 
     The forward is of the first sequence. A loss of the caller's gets its logits as often as a micro-batch has sequences: it may
@@ -55,13 +56,12 @@ def observed(partition: Partition, first: Batch, loss: Loss, micro_batches: int 
     kept = Ledger("loss")
 
     def of_first(logits: Tensor) -> Tensor:
-        sequences = len(first.targets) // micro_batches
-        if loss is next_token_loss:
+        part = first.split(micro_batches, equal=not loss.adds_up)[0]
+        if loss.per_position:
             check_classes(first.targets, logits.shape[-1])
-            sequences = 1
-        targets = first.targets[:sequences].to(logits.device)
+            part = first.part(slice(1))
         with accounting(kept, "", WORKSPACE), _unscaled():
-            return loss(logits.repeat(len(targets), *[1] * (logits.dim() - 1)), targets)
+            return loss(logits.repeat(len(part.targets), *[1] * (logits.dim() - 1)), part, logits.device)
 
     found = probe(partition, first.with_labels(partition.model), of_first)
     if found.own_loss is not None:
@@ -72,6 +72,6 @@ def observed(partition: Partition, first: Batch, loss: Loss, micro_batches: int 
                 f"them is {shifted}: it uses labels in another way; give targets (batch, sequence), and a loss of logits "
                 "and targets"
             )
-    classes = found.logits.shape[-1] if loss is next_token_loss else None
+    classes = found.logits.shape[-1] if loss.per_position else None
     effects = found.effects | Effects(kept_bytes=kept.used_bytes, loss_keeps=kept.used_bytes > 0)
     return partition.using(found.before, found.after, effects), Form(first, found.rows, classes)

@@ -19,9 +19,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 from autohete.errors import InputError, NonFiniteGradientError, ScheduleError
 from autohete.quantities import format_bytes
-from autohete.runtime.batch import Batch, Inputs, Loss, on_device
+from autohete.runtime.batch import Batch, Inputs, on_device
 from autohete.runtime.forward_pass import BlockCall, ForwardPass, hidden_of, with_hidden
 from autohete.runtime.ledger import WORKSPACE, Ledger
+from autohete.runtime.loss_call import LossCall
 from autohete.runtime.losses import check_loss
 from autohete.runtime.model_state import ModulePlace, RandomState, addresses, buffers_of, tensors_in, unchanged_random_state
 from autohete.runtime.nonfinite import first_not_finite
@@ -187,7 +188,7 @@ class Passes:
         partition: the model, cut into blocks. It is intercepted only during its forward, so the caller's model is unmodified
             between iterations.
         states: its model states.
-        loss: function of logits and targets.
+        loss: of logits and a batch.
         memories: where tensors live.
 
     Attributes:
@@ -199,7 +200,7 @@ class Passes:
         skips_gradients: continue after non-finite gradients. Only possible if all updates wait for the whole backward.
     """
 
-    def __init__(self, partition: Partition, states: States, loss: Loss, memories: Memories) -> None:
+    def __init__(self, partition: Partition, states: States, loss: LossCall, memories: Memories) -> None:
         self.partition, self.states, self.loss, self.memories = partition, states, loss, memories
         self.batches: dict[tuple[int, int], Batch] = {}
         self.micro_batches = states.schedule.micro_batches
@@ -220,8 +221,8 @@ class Passes:
         #: The blocks' original forwards.
         self._forwards: list[Callable[..., Any]] = []
         self._transit = _Transit()
-        #: Logits that the loss has got and that still live.
-        self._given = Ledger("loss")
+        #: Logits that the loss has got and that still live, and the size of the largest.
+        self._given, self._most_logits = Ledger("loss"), 0
         #: Block and parameter index of the gradients found by the current backward.
         self._found: list[tuple[int, int]] = []
         self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=memories.torch_device)
@@ -351,15 +352,17 @@ class Passes:
         logits, self._transit.logits = self._transit.logits.requires_grad_(), None
         self._given.enter(logits, "logits")
         with torch.enable_grad():
-            loss = self.loss(logits, batch.targets.to(self.memories.torch_device, non_blocking=True, copy=True))
-        if self._given.used_bytes > _KEPT_LOGITS * logits.untyped_storage().nbytes():
+            loss = self.loss(logits, batch, self.memories.torch_device)
+        self._most_logits = max(self._most_logits, logits.untyped_storage().nbytes())
+        if self._given.used_bytes > _KEPT_LOGITS * self._most_logits:
             raise InputError(
                 f"the loss function keeps the logits of every call, {format_bytes(self._given.used_bytes)} so far: let it keep "
                 "detach().cpu() copies, or numbers (.item())"
             )
         check_loss(loss, logits, self.partition.model)
         with torch.autograd.set_multithreading_enabled(False):
-            share = loss if self.micro_batches == 1 else loss / self.micro_batches
+            parts = 1 if self.loss.adds_up else self.micro_batches
+            share = loss if parts == 1 else loss / parts
             (self._transit.gradient,) = torch.autograd.grad(share, logits)
         if self.partition.effects.loss_keeps and self.memories.device is not None:  # counted in Partition.lasting_bytes
             self.memories.device.forget_group(WORKSPACE, but=(self._transit.gradient,))
@@ -368,7 +371,7 @@ class Passes:
         if not math.isfinite(value):
             with torch._C.DisableTorchFunctionSubclass():  # a graph may keep a parameter, which a loss must not use
                 self.skipped[self._iteration] = self._first_not_finite()
-        self.losses[self._iteration] = self.losses.get(self._iteration, 0.0) + value / self.micro_batches
+        self.losses[self._iteration] = self.losses.get(self._iteration, 0.0) + value / parts
 
     def backward(self, i: int) -> None:
         """Compute gradients of the block's parameters, and of its input for the block below.

@@ -14,6 +14,7 @@ from autohete.runtime.evaluation import Evaluation
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.guard import Guard, check_trainable
 from autohete.runtime.ledger import Counting, CudaMemory, DeviceCount, Ledger, keep_freed_memory
+from autohete.runtime.loss_call import LossCall
 from autohete.runtime.model_state import ModulePlace, buffers_of
 from autohete.runtime.nonfinite import updates_wait_for_backward
 from autohete.runtime.partition import Partition
@@ -92,7 +93,7 @@ class Takeover:
             if isinstance(device, CudaMemory):
                 undo.enter_context(device.limited(device.used_bytes + _moving_bytes(partition, torch_device)))
             self.states = States(partition.owned, schedule, recipe.updates, memories, clipping, poison=poison)
-            self.passes = Passes(partition, self.states, recipe.loss, memories)
+            self.passes = Passes(partition, self.states, LossCall(recipe.loss), memories)
             self.passes.skips_gradients = recipe.skip_nonfinite and updates_wait_for_backward(schedule)
             undo.callback(self.passes.forget)
             if count is not None:

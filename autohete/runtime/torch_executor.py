@@ -15,6 +15,7 @@ from autohete.quantities import format_bytes
 from autohete.runtime.batch import Batch
 from autohete.runtime.claims import Claim
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger
+from autohete.runtime.loss_call import LossCall
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import partition
 from autohete.runtime.session import Session
@@ -98,8 +99,9 @@ class TorchExecutor:
         if len(given) < wanted:
             each = f" of {micro_batches} micro-batches" if micro_batches > 1 else ""
             raise InputError(f"{iterations} iterations{each} need {wanted} batches, but there are {len(given)}: give more data")
-        batches = [Batch.of(batch, model) for batch in given]
-        self._partition, form = observed(self._partition, batches[0], self._recipe.loss)
+        loss = LossCall(self._recipe.loss)
+        batches = [Batch.of(batch, model, loss) for batch in given]
+        self._partition, form = observed(self._partition, batches[0], loss)
         for batch in batches[1:]:
             form.check(batch)
         if self._execution.budget:

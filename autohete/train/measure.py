@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from statistics import median
@@ -37,7 +37,7 @@ from autohete.runtime.probe import probe
 from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
 from autohete.runtime.update_rules import UpdateSettings
-from autohete.schedule import GPU_MEMORY, Kind, Schedule, TaskId, Value, parse_schedule
+from autohete.schedule import GPU_MEMORY, Kind, Schedule, Task, TaskId, Value, parse_schedule
 from autohete.train.as_executed import everything_resident
 from autohete.train.machine import forget_cache
 from autohete.train.worker import check_stop
@@ -301,7 +301,7 @@ class _Measurement:
         counts = [sum(parameter.numel() for parameter in owned) for owned in self.partition.owned]
         passes = self._passes(Activations.KEEP, _REPEATS)
         try:
-            checkpointed = self._passes(Activations.RECOMPUTE, 1)
+            checkpointed = self._passes(Activations.RECOMPUTE, 0)
         except InputError:  # the model can only be trained without recomputation
             checkpointed = {}
         hosts = [_cpu_update_seconds(owned, self.recipe.updates) for owned in self.partition.owned]
@@ -384,44 +384,61 @@ class _Measurement:
     def _passes(
         self, activations: Activations, repeats: int, before_release: Callable[[Takeover, int], None] | None = None
     ) -> dict[TaskId, _MeasuredPass]:
-        """Measure each task of fully resident training in the last of several iterations; seconds are the median of all but the
-        first. In that one, ``before_release`` sees all that a forward of a unit has saved.
+        """Measure each task of fully resident training: seconds are the median of several iterations after the first, and bytes
+        those of the second iteration of another run, because counting takes time. In the very first iteration,
+        ``before_release`` sees all that a forward of a unit has saved.
         """
-        schedule, on_cuda = self._schedule(activations), self.torch_device.type == "cuda"
-        memory = CudaMemory(self.torch_device) if on_cuda else Ledger(GPU_MEMORY)
-        ledgers = Ledgers(self.torch_device, memory if isinstance(memory, Ledger) else None)
-        training = Takeover(self.partition, schedule, self.recipe, ledgers)
-        seconds: dict[TaskId, list[float]] = defaultdict(list)
+        schedule = self._schedule(activations)
+        seconds = self._seconds(schedule, repeats, before_release)
+        memory = CudaMemory(self.torch_device) if self.torch_device.type == "cuda" else Ledger(GPU_MEMORY)
         passes: dict[TaskId, _MeasuredPass] = {}
+        with closing(self._run(schedule, 2, memory)) as tasks:
+            for training, task, iteration in tasks:
+                before, given = memory.used_bytes, _size(training.passes.in_transit)
+                brought = _counted(memory, training.passes.in_transit)
+                memory.reset_peak()
+                training.actions.perform(task, iteration)
+                left, handed_on = memory.used_bytes, _size(training.passes.in_transit)
+                base = before - brought
+                made = sum(buffer.size_bytes for buffer in task.allocates if buffer.id.value is Value.GRADIENTS)
+                peak = max(memory.peak_bytes, before) - base
+                keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
+                kept = left - _counted(memory, training.passes.in_transit) - base
+                passes[task.id] = _MeasuredPass(seconds[task.id], peak, kept, given, brought, handed_on, made, keeps_output)
+        return passes
+
+    def _seconds(
+        self, schedule: Schedule, repeats: int, before_release: Callable[[Takeover, int], None] | None
+    ) -> dict[TaskId, float]:
+        """Measure the seconds of each task; without repetitions they are 0."""
+        on_cuda, seconds = self.torch_device.type == "cuda", defaultdict[TaskId, list[float]](list)
+        if not repeats:
+            return dict.fromkeys((task.id for task in schedule.tasks), 0.0)
+        with closing(self._run(schedule, 1 + repeats)) as tasks:
+            for training, task, iteration in tasks:
+                training.passes.before_release = partial(before_release, training) if before_release and not iteration else None
+                if not on_cuda:
+                    forget_cache(self.elsewhere)  # as the passes of the blocks left out would
+                begin = time.perf_counter()
+                training.actions.perform(task, iteration)
+                if on_cuda:
+                    torch.cuda.synchronize(self.torch_device)
+                seconds[task.id].append(time.perf_counter() - begin)
+        return {task: median(each[1:]) for task, each in seconds.items()}
+
+    def _run(
+        self, schedule: Schedule, iterations: int, memory: Ledger | CudaMemory | None = None
+    ) -> Generator[tuple[Takeover, Task, int]]:
+        """The tasks of some iterations of a training, each of which the caller performs at once; ``memory`` counts."""
+        training = Takeover(self.partition, schedule, self.recipe, Ledgers(self.torch_device, memory))
         try:
-            for iteration in range(1 + repeats):
-                training.passes.before_release = (
-                    None if iteration or before_release is None else partial(before_release, training)
-                )
-                training.passes.give(iteration, Batch(padded(self.batch.inputs), self.batch.targets))
+            for iteration in range(iterations):
+                training.passes.give(iteration, replace(self.batch, inputs=padded(self.batch.inputs)))
                 for task in schedule.tasks:
                     check_stop()
-                    before, given = memory.used_bytes, _size(training.passes.in_transit)
-                    brought = _counted(memory, training.passes.in_transit)
-                    memory.reset_peak()
-                    if not on_cuda:
-                        forget_cache(self.elsewhere)  # as the passes of the blocks left out would
-                    begin = time.perf_counter()
-                    training.actions.perform(task, iteration)
-                    if on_cuda:
-                        torch.cuda.synchronize(self.torch_device)
-                    seconds[task.id].append(time.perf_counter() - begin)
-                    left, handed_on = memory.used_bytes, _size(training.passes.in_transit)
-                    base = before - brought
-                    made = sum(buffer.size_bytes for buffer in task.allocates if buffer.id.value is Value.GRADIENTS)
-                    peak = max(memory.peak_bytes, before) - base
-                    spent = median(seconds[task.id][1:] or [0])
-                    keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
-                    kept = left - _counted(memory, training.passes.in_transit) - base
-                    passes[task.id] = _MeasuredPass(spent, peak, kept, given, brought, handed_on, made, keeps_output)
+                    yield training, task, iteration
         finally:
             training.close()
-        return passes
 
     def _schedule(self, activations: Activations) -> Schedule:
         """Return the schedule of fully resident training; its durations are meaningless."""

@@ -11,6 +11,7 @@ from autohete.hardware import Hardware, HardwareFile
 from autohete.profile import Profile
 from autohete.runtime.batch import Batch
 from autohete.runtime.claims import Claim
+from autohete.runtime.loss_call import LossCall
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import partition
@@ -79,7 +80,7 @@ def measured_profile_on(
     claim = Claim(model, "measured")
     try:
         with cpu_threads(where, 1):
-            cut, _ = observed(cut, first, next_token_loss)
+            cut, _ = observed(cut, first, LossCall(next_token_loss))
             return measure(cut, workload_of(cut, first.inputs, name), hardware, first, torch_device=where)
     finally:
         claim.release()

@@ -12,6 +12,7 @@ from autohete.plan import Plan
 from autohete.plan.policy import Judge, Policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.batch import Batch, Form
+from autohete.runtime.loss_call import LossCall
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import Partition
 from autohete.runtime.precision import DTYPES
@@ -66,10 +67,11 @@ class Preparation:
             InputError: the batch does not fit the model, or the model or the plan cannot be trained.
             InfeasibleError: the plan, or every plan, needs more memory than there is.
         """
-        options, first = self._options, Batch.of(batch, partition.model)
-        part = first.split(options.micro_batches)[0]
+        options, loss = self._options, LossCall(self._options.recipe.loss)
+        first = Batch.of(batch, partition.model, loss)
+        part = first.split(options.micro_batches, equal=not loss.adds_up)[0]
         with cpu_threads(options.torch_device, 1):
-            partition, form = observed(partition, first, options.recipe.loss, options.micro_batches)
+            partition, form = observed(partition, first, loss, options.micro_batches)
         prepared = self._planned(partition, form, part, 1)
         threads = torch.get_num_threads()
         if threads > 1 and options.may_use_threads and only_gpu_works(prepared.prediction.schedule):

@@ -15,6 +15,7 @@ from autohete.errors import NonFiniteLossError, check_fields
 from autohete.execution.trace import Clock, Trace
 from autohete.runtime.batch import Batch
 from autohete.runtime.ledger import Counting, CudaMemory
+from autohete.runtime.loss_call import LossCall
 from autohete.runtime.progress import listed
 from autohete.runtime.session import Session
 from autohete.runtime.settings import Execution
@@ -101,6 +102,7 @@ class TrainingRun:
         )
         self.session = Session(prepared.partition, prepared.prediction.schedule, options.recipe, execution)
         position.skipped = self.session.training.passes.skipped
+        self._loss = LossCall(options.recipe.loss)
         #: Serves the methods of the caller's optimizer until it is closed.
         self.serving = ExitStack()
 
@@ -118,11 +120,11 @@ class TrainingRun:
     def step(self, batch: object) -> float:
         """Train on a batch and return the loss; see :meth:`autohete.Trainer.step`."""
         options, prepared, position = self._options, self._prepared, self._position
-        checked = Batch.of(batch, prepared.partition.model)
+        checked, equal = Batch.of(batch, prepared.partition.model, self._loss), not self._loss.adds_up
         prepared.form.check(checked)
         training, lanes, updates = self.session.training, self.session.lanes, self._optimizer.updates()
         with training.guard.resumed():
-            iteration = self.session.admit(checked.split(options.micro_batches), updates)
+            iteration = self.session.admit(checked.split(options.micro_batches, equal=equal), updates)
             training.states.updates_at.pop(iteration - _HISTORY, None)
         lanes.wait(TaskId(Kind.LOSS, prepared.partition.last, options.micro_batches - 1), iteration)
         loss = training.passes.losses.pop(iteration)
@@ -154,7 +156,7 @@ class TrainingRun:
     def evaluate(self, batch: object) -> float:
         """Return the loss of a batch without training, after waiting for all updates."""
         self.session.drain()
-        return self.session.training.evaluation.loss(Batch.of(batch, self._prepared.partition.model))
+        return self.session.training.evaluation.loss(Batch.of(batch, self._prepared.partition.model, self._loss))
 
     def parameters(self) -> list[Tensor]:
         """Return copies of all trained parameters, after waiting for all updates."""

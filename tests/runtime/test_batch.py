@@ -139,7 +139,7 @@ LATER = [
     *((batch, message) for batch, message in REFUSED if isinstance(batch, dict)),
     ({"ids": IDS, "targets": TARGETS}, "the batch has ids, targets; the first one had ids, places, targets: give the same"),
     ({"ids": IDS, "targets": TARGETS, "places": torch.ones(2, 1)}, "the batch has places (2, 1) of torch.float32, the first"),
-    ({"ids": IDS[:1], "targets": TARGETS[:1], "places": torch.ones(2, 8)}, "leave out a last batch that is smaller"),
+    ({"ids": IDS[:1], "targets": TARGETS[:1], "places": torch.ones(2, 8)}, "the batch has places (2, 8) of torch.float32"),
     ({"ids": IDS + VOCABULARY, "targets": TARGETS, "places": torch.ones(2, 8)}, "ids has values from"),
     ({"ids": IDS, "targets": TARGETS - 99, "places": torch.ones(2, 8)}, "targets has values from"),
     ({"ids": IDS, "targets": TARGETS, "places": None}, "the batch has places None, the first one had (2, 8) of torch.float32"),

@@ -22,6 +22,7 @@ from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.runtime.batch import Batch
 from autohete.runtime.gradient_norm import Clipping
+from autohete.runtime.loss_call import LossCall
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import partition
@@ -90,7 +91,7 @@ class HeadFirst(nn.Module):
 
 def test_norms_are_in_the_order_of_the_model() -> None:
     """The global norm sums over parameters as ``model.parameters()`` lists them, not block by block."""
-    cut, _ = observed(partition(HeadFirst(SMALL)), Batch(*batches(SMALL, 1)[0]), next_token_loss)
+    cut, _ = observed(partition(HeadFirst(SMALL)), Batch(*batches(SMALL, 1)[0]), LossCall(next_token_loss))
     first_of_head, first_of_block = (cut.last, 0), (1, 0)
     assert cut.order.index(first_of_head) < cut.order.index(first_of_block) < cut.order.index((0, 0))
     listed = [cut.owned[i][place] for i, place in cut.order]

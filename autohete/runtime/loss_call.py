@@ -1,0 +1,54 @@
+"""How a training calls its loss function."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from autohete.runtime.losses import mean_token_loss, next_token_loss
+
+if TYPE_CHECKING:
+    from autohete.runtime.batch import Batch, Loss
+
+#: The argument of a loss that is the number of targets, as in Hugging Face's models.
+_ITEMS = "num_items_in_batch"
+
+
+class LossCall:
+    """A loss function as a training calls it.
+
+    Args:
+        function: takes logits and targets, and perhaps more by name: ``num_items_in_batch``, the number of targets in the whole
+            batch that are not ignored, or whatever a batch has by that name.
+
+    Attributes:
+        function: as given.
+        names: what it takes from a batch.
+        adds_up: whether it takes ``num_items_in_batch``. The losses of micro-batches are then added up, not averaged.
+        per_position: whether it needs a target for each position of the inputs.
+    """
+
+    def __init__(self, function: Loss) -> None:
+        self.function, self.per_position = function, function in (next_token_loss, mean_token_loss)
+        names = _more_arguments(function)
+        self.adds_up = _ITEMS in names
+        self.names = tuple(name for name in names if name != _ITEMS)
+
+    def __call__(self, logits: Tensor, batch: Batch, device: torch.device) -> Tensor:
+        """Return the loss of ``batch``, whose tensors are copied to ``device``: they belong to the caller."""
+        targets, more = batch.of_loss(device)
+        return self.function(logits, targets, **more, **({_ITEMS: batch.items} if self.adds_up else {}))
+
+
+def _more_arguments(function: Loss) -> list[str]:
+    """Names of the arguments after logits and targets."""
+    try:
+        found = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values()
+    except (TypeError, ValueError):  # a built-in function
+        return []
+    kinds = inspect.Parameter
+    positional = [p.name for p in found if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    return [*positional[2:], *(p.name for p in found if p.kind is kinds.KEYWORD_ONLY)]
