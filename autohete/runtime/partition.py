@@ -126,7 +126,8 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
 
     Args:
         model: its forward takes token ids and returns logits (or an object with ``logits``).
-        blocks: dotted name of the ``nn.ModuleList``; None: the only list of equal modules that is not inside another.
+        blocks: dotted name of the ``nn.ModuleList`` or ``nn.Sequential``; None: the only list of equal modules that is not
+            inside another, a Sequential if there is no ModuleList.
 
     Raises:
         InputError: there is no such list, or several (the message lists them); or blocks share parameters or mix types.
@@ -231,19 +232,21 @@ def check_dense(model: nn.Module) -> None:
             raise InputError(f"the gradients of {name} are sparse, which AdamW does not take: give it sparse=False")
 
 
-def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
-    lists = {
+def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList | nn.Sequential:
+    lists: dict[str, nn.ModuleList | nn.Sequential] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and not isinstance(module, ParametrizationList)
     }
+    if wanted is not None or not lists:  # a Sequential is more often something else
+        lists |= {name: module for name, module in model.named_modules() if isinstance(module, nn.Sequential) and len(module)}
     types = {name: list(dict.fromkeys(type(block).__name__ for block in module)) for name, module in lists.items()}
     found = ", ".join(f"{name!r} ({len(module)} x {' and '.join(types[name])})" for name, module in lists.items())
     if wanted is not None:
         if wanted not in lists:
             raise InputError(
                 f"{type(model).__name__} has no block list {wanted!r}: its module lists are {found or 'none'}; "
-                "a block list is an nn.ModuleList with at least one block"
+                "a block list is an nn.ModuleList or nn.Sequential with at least one block"
             )
         return lists[wanted]
     outer = [
@@ -255,6 +258,6 @@ def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList:
         raise InputError(
             f"the blocks of {type(model).__name__} are ambiguous: it has {len(outer)} lists of equal blocks "
             f"(module lists: {found or 'none'}); name one, such as blocks={next(iter(lists), 'transformer.h')!r}, "
-            "or put the blocks into an nn.ModuleList"
+            "or put the blocks into an nn.ModuleList or nn.Sequential"
         )
     return outer[0]

@@ -52,7 +52,8 @@ class Trainer:
     :mod:`autohete.runtime.guard` has the rules.
 
     Args:
-        model: has its blocks in an ``nn.ModuleList``; forward maps token ids to logits; each block's parameters have one type.
+        model: has its blocks in an ``nn.ModuleList`` or ``nn.Sequential``; forward maps its inputs to logits; each block's
+            parameters have one type.
         policy: name and flags, such as ``autohete`` or ``stronghold:window=2``, or your own policy object.
         gpu_memory: budget in bytes, or text: ``24MiB``, or ``25%`` of what fully resident training would need. None: the
             hardware's memory.

@@ -277,3 +277,51 @@ def test_an_encoder_with_a_decoder_has_to_be_cut_by_name() -> None:
         Trainer(model)
     with Trainer(model, blocks="decoder.block") as trainer, pytest.raises(InputError, match="a block takes tensors that"):
         trainer.step({"input_ids": batches()[0][0], "decoder_input_ids": batches()[0][0], "targets": batches()[0][1]})
+
+
+IMAGES = WIDE | {"image_size": 16, "patch_size": 4}
+HEADS: dict[str, dict[str, Any]] = {
+    "GPT2/ForSequenceClassification": OLDER | {"pad_token_id": 0},
+    "Llama/ForSequenceClassification": GROUPED | {"pad_token_id": 0},
+    "Bert/ForSequenceClassification": WIDE | {"pad_token_id": 0},
+    "Bert/ForTokenClassification": WIDE | {"pad_token_id": 0},
+    "ViT/ForImageClassification": {name: value for name, value in IMAGES.items() if name != "max_position_embeddings"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["resident:checkpointing=full", "stronghold:window=1"])
+@pytest.mark.parametrize("head", HEADS)
+def test_other_heads_train_to_the_bit(head: str, policy: str) -> None:
+    """Classes of sequences, tokens and images, by models whose own code stays as it is."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = "Token" in head
+    classes = torch.randint(0, 3, (4, 8) if tokens else (4,), generator=generator)
+    name = "pixel_values" if "Image" in head else "input_ids"
+    inputs = (
+        torch.randn(4, 3, 16, 16, generator=generator)
+        if "Image" in head
+        else torch.randint(1, VOCABULARY, (4, 8), generator=generator)
+    )
+    given = [(inputs[:count], classes[:count]) for count in (4, 4, 3)]
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.reshape(-1, 3), targets.reshape(-1))
+
+    torch.set_num_threads(1)
+    plain, expected = built(head, num_labels=3, **HEADS[head]), []
+    plain.config.use_cache = False  # which is for generation
+    optimizer = default_optimizer(plain.parameters())
+    torch.manual_seed(2)
+    for some, targets in given:
+        loss = loss_of(plain(**{name: some}).logits, targets)
+        expected.append(loss.item())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    model = built(head, num_labels=3, **HEADS[head])
+    with Trainer(model, policy=policy, loss=loss_of, hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+        trainer.prepare({name: given[0][0], "targets": given[0][1]})
+        torch.manual_seed(2)
+        found = [trainer.step({name: some, "targets": targets}) for some, targets in given]
+    assert_same((found, model.state_dict()), (expected, plain.state_dict()))

@@ -108,17 +108,19 @@ class Twice(Net):
         (
             WithoutList,
             "the blocks of WithoutList are ambiguous: it has 0 lists of equal blocks (module lists: none); "
-            "name one, such as blocks='transformer.h', or put the blocks into an nn.ModuleList",
+            "name one, such as blocks='transformer.h', or put the blocks into an nn.ModuleList or nn.Sequential",
         ),
         (
             Unequal,
             "the blocks of Unequal are ambiguous: it has 0 lists of equal blocks (module lists: 'blocks' "
-            "(4 x Layer and Identity)); name one, such as blocks='blocks', or put the blocks into an nn.ModuleList",
+            "(4 x Layer and Identity)); name one, such as blocks='blocks', "
+            "or put the blocks into an nn.ModuleList or nn.Sequential",
         ),
         (
             Twice,
             "the blocks of Twice are ambiguous: it has 2 lists of equal blocks (module lists: 'blocks' "
-            "(3 x Layer), 'decoder' (1 x Layer)); name one, such as blocks='blocks', or put the blocks into an nn.ModuleList",
+            "(3 x Layer), 'decoder' (1 x Layer)); name one, such as blocks='blocks', "
+            "or put the blocks into an nn.ModuleList or nn.Sequential",
         ),
     ],
 )
@@ -135,7 +137,7 @@ def test_a_wrong_name_is_answered_with_the_right_ones() -> None:
         partition(Twice(), "decoder.0")
     assert str(caught.value) == (
         "Twice has no block list 'decoder.0': its module lists are 'blocks' (3 x Layer), 'decoder' (1 x Layer); "
-        "a block list is an nn.ModuleList with at least one block"
+        "a block list is an nn.ModuleList or nn.Sequential with at least one block"
     )
 
 
@@ -584,7 +586,7 @@ def test_sparse_gradients_of_a_function_are_refused() -> None:
         def embed(self, ids: Tensor) -> Tensor:
             return nn.functional.embedding(ids, self.token.weight, sparse=True)
 
-    message = r"a gradient of layout torch\.sparse_coo: AdamW needs dense gradients"
+    message = r"a gradient of layout torch\.sparse_coo: an update needs dense gradients"
     trainer = Trainer(Functional(), hardware=load_hardware("a100-40gb-epyc7713"))
     with trainer, pytest.raises(InputError, match=message):
         trainer.step(batches()[0])

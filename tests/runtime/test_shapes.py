@@ -210,3 +210,29 @@ def test_a_batch_is_cut_where_it_has_sequences() -> None:
         "mask": (1, 8),
         "flag": True,
     }
+
+
+class InSequence(Net):
+    """Its blocks are an ``nn.Sequential``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*self.blocks)  # type: ignore[assignment]
+
+    def through(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks(x)
+        return result
+
+
+def test_blocks_may_be_in_sequence() -> None:
+    """They are cut and moved like those of a list."""
+    given = batches([(4, 8), (4, 8)], VOCABULARY)
+    losses = []
+    for make in (Net, InSequence):
+        with Trainer(make(), policy="stronghold:window=1", hardware=hardware()) as trainer:
+            trainer.prepare(given[0])
+            torch.manual_seed(2)
+            losses.append([trainer.step(batch) for batch in given])
+            assert trainer.prediction is not None
+            assert len(trainer.prediction.plan.units) == 5
+    assert losses[0] == losses[1]
