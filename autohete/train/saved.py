@@ -15,6 +15,7 @@ tensors are copies on the CPU, in the model's shapes and types.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,6 +32,8 @@ from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.machine import versions
 
 _FORMAT = "autohete-training 2"
+#: States that are means of squares.
+_SQUARES = ("exp_avg_sq",)
 _PARTS = ("buffers", "format", "groups", "optimizer", "parameters", "random", "skipped_steps", "step", "versions")
 
 
@@ -80,6 +83,8 @@ def check_state(state: object, model: nn.Module, optimizer: CallerOptimizer, sta
             raise InputError(f"{part} of the state is {type(state[part]).__name__}: give the result of Trainer.state_dict()")
     for count in ("step", "skipped_steps"):
         _check_count(count, state[count])
+    if state["skipped_steps"] > state["step"]:
+        raise InputError(f"the state has {state['skipped_steps']} skipped steps of {state['step']}: it is damaged")
     parameters = dict(model.named_parameters())
     _same_names("parameters of the state", parameters, state["parameters"])
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -89,7 +94,7 @@ def check_state(state: object, model: nn.Module, optimizer: CallerOptimizer, sta
         part = "parameters" if name in parameters else "buffers"
         _check_tensor(name, state[part][name], tensor.shape, tensor.dtype)
     for name in trained:
-        _check_optimizer(name, state["optimizer"][name], parameters[name], optimizer.updates())
+        _check_optimizer(name, state["optimizer"][name], parameters[name], optimizer.updates(), state["step"])
     if states is not None:
         check_delayed(state, model, states)
     optimizer.check_settings(state["groups"])
@@ -182,6 +187,8 @@ def _some(names: list[str]) -> str:
 def _check_tensor(name: str, given: object, shape: torch.Size, dtype: torch.dtype) -> None:
     if not isinstance(given, Tensor):
         raise InputError(f"{name} of the state is {type(given).__name__}: it must be a tensor")
+    if given.layout is not torch.strided or given.is_meta or given.is_quantized:
+        raise InputError(f"{name} of the state is a tensor of layout {given.layout} on {given.device}: it must have values")
     if (given.shape, given.dtype) != (shape, dtype):
         raise InputError(
             f"{name} of the state is {tuple(given.shape)} of {given.dtype}, here it is {tuple(shape)} of {dtype}: load a state "
@@ -194,14 +201,19 @@ def _check_count(name: str, given: object) -> None:
         raise InputError(f"{name} of the state is {given!r}: it must be a whole number of at least 0")
 
 
-def _check_optimizer(name: str, given: object, parameter: Tensor, updates: UpdateSettings) -> None:
+def _check_optimizer(name: str, given: object, parameter: Tensor, updates: UpdateSettings, steps: int) -> None:
     if not isinstance(given, Mapping):
         raise InputError(f"the optimizer's state of {name} is {type(given).__name__}: give the result of Trainer.state_dict()")
     tensors = (*updates.rule.states, *([MASTER] if updates.has_masters(parameter.dtype) else []))
     _same_names(f"optimizer's states of {name}", (STEP, *tensors, *({GRADIENT} & set(given))), given)
     _check_count(f"step of {name}", given[STEP])
+    if given[STEP] > steps:
+        raise InputError(f"step of {name} of the state is {given[STEP]}, the training has made {steps}: the state is damaged")
     for part in tensors:
         _check_tensor(f"{part} of {name}", given[part], parameter.shape, updates.state_dtype(parameter.dtype))
+        lowest = 0.0 if part in _SQUARES else -math.inf
+        if given[part].numel() and not (given[part].min() >= lowest and torch.isfinite(given[part]).all()):
+            raise InputError(f"{part} of {name} of the state has values that training never gives: the state is damaged")
     if GRADIENT in given:
         _check_tensor(f"{GRADIENT} of {name}", given[GRADIENT], parameter.shape, parameter.dtype)
 

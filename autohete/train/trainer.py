@@ -7,6 +7,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from autohete.runtime.partition import partition
 from autohete.simulate import Simulation
 from autohete.train.arguments import check_blocks, check_model, check_modes, check_processes, device_of, policy_of, recipe_of
 from autohete.train.caller_optimizer import CallerOptimizer
+from autohete.train.checkpoints import BackgroundWrite, read_checkpoint, write_checkpoint
 from autohete.train.held import Held
 from autohete.train.options import MemoryLimits, Mode, NonFinite, TrainingOptions
 from autohete.train.preparation import Preparation, Prepared
@@ -123,7 +125,7 @@ class Trainer:
         self._prepared: Prepared | None = None
         self._position = Position()
         self._entered = False
-        self._held = Held()
+        self._held, self._writing = Held(), BackgroundWrite()
         #: A dropped trainer gives the model back, too.
         weakref.finalize(self, self._held.dropped).atexit = False  # at Python's exit, Held.at_exit runs earlier
 
@@ -139,6 +141,12 @@ class Trainer:
         try:
             self._held.close(interrupted=isinstance(error, KeyboardInterrupt))
         except AutoHeteError as failure:  # a task failed, and the caller has not seen the error yet
+            if error is None:
+                raise
+            error.add_note(str(failure))
+        try:
+            self._writing.wait()
+        except InputError as failure:
             if error is None:
                 raise
             error.add_note(str(failure))
@@ -283,6 +291,41 @@ class Trainer:
         self._optimizer.use_settings(state["groups"])
         position.move(state, 0)
 
+    def save(self, folder: str | Path, *, keep: int = 3, extra: object = None, background: bool = False) -> None:
+        """Write a checkpoint of :meth:`state_dict` below ``folder``, whole or not at all.
+
+        Args:
+            folder: contains the checkpoints, each in a folder of its own, such as ``step-00000020``.
+            keep: number of checkpoints that stay; older ones are removed.
+            extra: numbers, text and tensors in dictionaries and lists that :meth:`load` returns, such as a scheduler's
+                ``state_dict()`` and the position in the data.
+            background: return once the state is copied. The next call, or :meth:`close`, waits and raises what went wrong.
+
+        Raises:
+            InputError: it cannot be written, or no step has run yet; earlier checkpoints are as before.
+        """
+        self._writing.wait()
+        state = self.state_dict()
+        content = {"training": state, "extra": copy.deepcopy(extra) if background else extra}
+        write = partial(write_checkpoint, folder, state["step"], content, keep)
+        if background:
+            self._writing.start(write)
+        else:
+            write()
+
+    def load(self, folder: str | Path) -> Any:
+        """Resume from the latest checkpoint below ``folder``, or from the checkpoint ``folder``, and return its ``extra``.
+
+        Raises:
+            InputError: there is none, it is damaged, or it does not fit the model; nothing has been changed.
+        """
+        self._writing.wait()
+        content = read_checkpoint(folder)
+        if not isinstance(content, dict) or content.keys() != {"training", "extra"}:
+            raise InputError(f"{str(folder)!r} has a checkpoint of something else: give a folder that Trainer.save has written")
+        self.load_state_dict(content["training"])
+        return content["extra"]
+
     def trace(self) -> Trace:
         """Return the times of all tasks in the last iterations, after waiting for all updates."""
         return self._held.do(TrainingRun.trace)
@@ -318,8 +361,10 @@ class Trainer:
 
         Raises:
             TaskError: a task failed and no call has raised the error yet.
+            InputError: a checkpoint could not be written in the background.
         """
         self._held.close(interrupted=False)
+        self._writing.wait()
 
     def _finish_batch(self) -> None:
         """Wait for the caller's work on the GPU, which may produce the batch."""

@@ -96,6 +96,13 @@ def written_result(block: Any, x: Any) -> Any:
     return x + block.mlp(b * block.scale * y)
 
 
+def changed_result(block: Any, x: Any) -> Any:
+    """A result is changed in place by an operation that reads nothing else."""
+    y = functional.gelu(block.norm(x))
+    y.mul_(1.5)
+    return x + block.mlp(y)
+
+
 def written_buffer(block: Any, x: Any) -> Any:
     """So is a buffer."""
     y = functional.gelu(block.norm(x) + block.count)
@@ -195,6 +202,7 @@ def route(block: Any) -> None:
 CASES: dict[Forward, Callable[[Any], object]] = {
     norm_of_batch: lambda block: setattr(block, "batch", nn.BatchNorm1d(HIDDEN)),
     written_result: lambda block: setattr(block, "scale", nn.Parameter(torch.ones(HIDDEN))),
+    changed_result: lambda block: None,
     written_buffer: lambda block: block.register_buffer("count", torch.ones(HIDDEN)),
     replaced_buffer: lambda block: block.register_buffer("count", torch.ones(HIDDEN)),
     conjugate: lambda block: None,

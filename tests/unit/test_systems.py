@@ -311,6 +311,18 @@ task F1 gpu 5000000 after=U0
     assert f"share cpu_beside_gpu {1 + share!r} gpu,cpu counts-lanes" in map(str, lowered.resources)
 
 
+def test_bounds_know_what_the_gpu_takes_from_the_cpu() -> None:
+    """Where the CPU is slower beside the GPU, no plan that updates there can be as fast, and the bound says so."""
+    bounds = []
+    for share in (1.0, 0.5):
+        node = replace(NODE, cpu=replace(NODE.cpu, concurrent_share=share))
+        found = simulate(replace(FP16, batch_size=8), node, parse_policy("autohete:gpu_updates=off"))
+        assert found.plan.bound_seconds is not None
+        assert found.plan.bound_seconds <= found.iteration_seconds
+        bounds.append(found.plan.bound_seconds)
+    assert bounds[1] > 1.01 * bounds[0]
+
+
 def test_updates_in_backward_hold_the_gradients_of_one_unit() -> None:
     """The iteration takes as long, and of all gradients only those of the largest unit are there at a time."""
     untied = replace(FP16, tied_embeddings=False)
