@@ -46,12 +46,15 @@ class Clipping:
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._coefficients: dict[int, Tensor] = {}
 
-    def measure(self, iteration: int, unit: int, gradients: Sequence[Tensor | None]) -> None:
-        """Compute the norm of each of the block's gradients, which must be complete."""
+    def measure(self, iteration: int, unit: int, gradients: Sequence[Tensor | None], factor: float = 1.0) -> None:
+        """Compute the norm of each of the block's gradients, which must be complete, times ``factor``."""
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         there = [gradient for gradient in gradients if gradient is not None]
         # A few bytes, copied right away: no task waits only for them.
-        norms: Iterable[Tensor] = torch.stack(torch._foreach_norm(there, 2.0, dtype=self._dtype)).to("cpu") if there else []
+        norms: Iterable[Tensor] = []
+        if there:
+            norms = torch.stack(torch._foreach_norm(there, 2.0, dtype=self._dtype)).to("cpu")
+            norms = norms if factor == 1.0 else norms * factor
         self._norms[iteration, unit] = dict(zip(places, norms, strict=True))
 
     def combine(self, iteration: int) -> None:

@@ -32,7 +32,7 @@ def _unscaled() -> Iterator[None]:
         if threading.get_ident() == caller and scaler.is_enabled():
             raise InputError(
                 "the loss calls GradScaler.scale, but the Trainer applies the updates, and would apply them with scaled "
-                "gradients: return the loss as it is; gradients that underflow in float16 do not in bfloat16"
+                "gradients: return the loss as it is, and give the Trainer grad_scaler=..."
             )
         return scale(scaler, outputs)
 

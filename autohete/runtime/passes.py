@@ -207,6 +207,7 @@ class Passes:
         self.losses: dict[int, float] = {}
         self.skipped = states.gate.skipped
         self.skips_gradients = False
+        states.not_finite = self._refuse
         self.before_release: Callable[[int], None] | None = None
         #: Addresses of storages that are neither trained nor moved.
         self._lasting: set[int] = set()
@@ -259,6 +260,7 @@ class Passes:
 
     def forget(self) -> None:
         """Discard the passes in progress."""
+        self.states.not_finite = None  # it refers to this object
         self._transit = _Transit()
         self._interception.close()
 
@@ -362,7 +364,9 @@ class Passes:
         check_loss(loss, logits, self.partition.model)
         with torch.autograd.set_multithreading_enabled(False):
             parts = 1 if self.loss.adds_up else self.micro_batches
+            scale = self.states.updates_of(self._iteration).loss_scale
             share = loss if parts == 1 else loss / parts
+            share = share if scale == 1.0 else share * scale
             (self._transit.gradient,) = torch.autograd.grad(share, logits)
         if self.partition.effects.loss_keeps and self.memories.device is not None:  # counted in Partition.lasting_bytes
             self.memories.device.forget_group(WORKSPACE, but=(self._transit.gradient,))

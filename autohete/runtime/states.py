@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autohete.errors import InputError, ScheduleError
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.ledger import WORKSPACE
-from autohete.runtime.nonfinite import UpdateGate
+from autohete.runtime.nonfinite import UpdateGate, first_not_finite
 from autohete.runtime.optimizer import ElementRange, UnitStates, parts_of
 from autohete.runtime.state_files import Files
 from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors
@@ -76,6 +76,8 @@ class States:
         poison: bool,
     ) -> None:
         self.updates, self.memories, self.clipping, self.gate = updates, memories, clipping, UpdateGate()
+        #: Called with a parameter whose summed gradient is not finite.
+        self.not_finite: Callable[[int, int], None] | None = None
         #: Takes each parameter's optimizer states when the model is given back.
         self.handed_to: Callable[[nn.Parameter, dict[str, Any]], None] | None = None
         #: What those of single iterations compute, if different.
@@ -441,6 +443,7 @@ class States:
             if gradient is not None and sums.places and sums.gradients[place] is None:
                 sums.gradients[place], side.gradients[place] = sums.places[place].copy_(gradient), None
         _add(sums.gradients, side.gradients)
+        self._check_sums(i, sums.gradients)
         self.memories.current.alive += [side.gradients, side.reserved]
         side.gradients, side.reserved, side.sums = sums.gradients, sums.reserved, None
 
@@ -455,6 +458,15 @@ class States:
                 side.gradients[place] = side.places[place].copy_(gradient)
                 arrived[place] = None
         _add(side.gradients, arrived)
+        self._check_sums(i, side.gradients)
+
+    def _check_sums(self, i: int, sums: Sequence[Tensor | None]) -> None:
+        """Report sums over all micro-batches that are not finite, though each gradient is: in 16 bit a sum may be too large."""
+        if self.not_finite is not None and self.memories.current.micro_batch == self.schedule.micro_batches - 1:
+            places = [place for place, held in enumerate(sums) if held is not None]
+            bad = first_not_finite([held for held in sums if held is not None])
+            if bad is not None:
+                self.not_finite(i, places[bad])
 
     def replace_parameters(self, i: int) -> None:
         """Overwrite the parameters of block ``i`` with its finished gradients."""
@@ -469,11 +481,23 @@ class States:
 
     # --- updates
 
+    def updates_of(self, iteration: int) -> UpdateSettings:
+        """What the updates of an iteration compute."""
+        return self.updates_at.get(iteration, self.updates)
+
+    def _scale_of(self, iteration: int) -> Tensor | None:
+        """The factor of the gradients of an iteration: that of clipping, and what undoes the scale of the loss."""
+        factor, scale = self.clipping.coefficient(iteration), self.updates_of(iteration).loss_scale
+        if scale == 1.0:
+            return factor
+        return (torch.ones(()) if factor is None else factor) / scale
+
     def measure_gradients(self, i: int) -> None:
         """Compute the norms of the block's gradients where they are complete."""
         unit = self.units[i]
         side = unit.host if i in self._norm_on_host else unit.device
-        self.clipping.measure(self.memories.current.iteration, i, side.gradients)
+        iteration = self.memories.current.iteration
+        self.clipping.measure(iteration, i, side.gradients, 1.0 / self.updates_of(iteration).loss_scale)
 
     def clip(self, i: int) -> None:
         """Compute the scale of this iteration's gradients from all norms."""
@@ -502,7 +526,7 @@ class States:
         assert parameters is not None
         if len(part.resting) < len(self._state_ways[i]) - 1:
             raise ScheduleError(f"{self.memories.current.task} updates with states that the schedule has not fetched before it")
-        optimizer.updates = self.updates_at.get(self.memories.current.iteration, self.updates)
+        optimizer.updates = self.updates_of(self.memories.current.iteration)
         if all(gradient is None for gradient in gradients):  # a delayed update in the first iteration, or a skipped one
             return
         begin = part.begin - (self.units[i].cut if side is self.units[i].host else 0)
@@ -512,7 +536,7 @@ class States:
             if side is self.units[i].device:
                 self.memories.claim(scratch, WORKSPACE)
                 counted = self.memories.reserve(optimizer.temporary_bytes, WORKSPACE)
-            optimizer.update(mine, gradients, scratch, self.clipping.coefficient(side.iteration))
+            optimizer.update(mine, gradients, scratch, self._scale_of(side.iteration))
             del counted
         elif optimizer.master is not None:
             mine.copy_(optimizer.master)  # gradients may have overwritten the parameters

@@ -131,12 +131,14 @@ class UpdateSettings:
         members: index of a parameter's group, by ``id`` of the parameter; of any other it is 0.
         masters: whether 16-bit parameters have fp32 master weights and states. Otherwise they are updated as they are, with
             states of their type.
+        loss_scale: a power of two by which the loss is multiplied, and gradients divided before they are used.
     """
 
     rule: UpdateRule = ADAM
     groups: Sequence[Group] = field(default_factory=lambda: (default_group(),))
     members: Mapping[int, int] = field(default_factory=dict)
     masters: bool = True
+    loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -57,7 +57,7 @@ class CallerOptimizer:
         self._members = self._check_members(model)
         self._loading: Mapping[int, States] = {}
 
-    def updates(self) -> UpdateSettings:
+    def updates(self, loss_scale: float = 1.0) -> UpdateSettings:
         """What the next step's updates compute.
 
         Raises:
@@ -73,7 +73,7 @@ class CallerOptimizer:
         )
         for index, group in enumerate(groups):
             _check_group(index, group)
-        return UpdateSettings(rule, groups, self._members, self._masters)
+        return UpdateSettings(rule, groups, self._members, self._masters, loss_scale)
 
     def note_step(self) -> None:
         """Tell schedulers that a step has been made: they warn if they are called before."""

@@ -130,7 +130,8 @@ def measure(
     left_out = {place for place in range(len(kinds)) if place not in chosen}
     elsewhere = sum(p.numel() * p.element_size() for place in left_out for p in partition.owned[1 + place])
     recipe, device = recipe or Recipe(), torch_device or torch.device("cpu")
-    measured = _Measurement(small, analytic_profile(shape, hardware), batch, replace(recipe, clip_norm=None), device, elsewhere)
+    recipe = replace(recipe, clip_norm=None, updates=replace(recipe.updates, loss_scale=1.0))
+    measured = _Measurement(small, analytic_profile(shape, hardware), batch, recipe, device, elsewhere)
     with _unchanged(partition, device), _handing_on(partition.modules, kinds):
         blocks, loss = measured.units()
     inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]

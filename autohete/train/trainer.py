@@ -29,6 +29,7 @@ from autohete.train.arguments import check_blocks, check_model, check_modes, che
 from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.checkpoints import BackgroundWrite, read_checkpoint, write_checkpoint
 from autohete.train.held import Held
+from autohete.train.loss_scale import NO_CLIPPING, LossScale
 from autohete.train.options import MemoryLimits, Mode, NonFinite, TrainingOptions
 from autohete.train.preparation import Preparation, Prepared
 from autohete.train.saved import check_state, load_values, set_random_states
@@ -78,6 +79,9 @@ class Trainer:
         clip_norm: maximum global norm of the gradients; they are scaled down before the update, bit-identical to
             ``torch.nn.utils.clip_grad_norm_`` over all trained parameters (in 16 bit, over the fp32 master weights' gradients).
             None: no clipping.
+        grad_scaler: scales the loss, against underflow of gradients in float16, and skips steps whose gradients are not finite,
+            as in a loop that calls its ``scale``, ``step`` and ``update``. Do not call it in the loss. All updates wait for the
+            whole backward pass, as with ``clip_norm``.
         micro_batches: number of equal parts in which each step's batch is computed; their gradients are accumulated before
             the update. The loss is the mean of the parts' losses.
 
@@ -103,6 +107,7 @@ class Trainer:
         profile: Profile | None = None,
         on_nonfinite: NonFinite = NonFinite.STOP,
         clip_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         micro_batches: int = 1,
     ) -> None:
         check_processes()
@@ -110,10 +115,16 @@ class Trainer:
         check_blocks(blocks)
         check_member("on_nonfinite", on_nonfinite, NonFinite)
         self._optimizer = CallerOptimizer(optimizer, model, masters=master_weights)
+        self._scale = LossScale(grad_scaler)
         self._options = TrainingOptions(
             policy=policy_of(policy),
             limits=MemoryLimits.of(gpu_memory, host_memory, pinned_memory),
-            recipe=recipe_of(loss, self._optimizer.updates(), clip_norm, skips=on_nonfinite is NonFinite.SKIP),
+            recipe=recipe_of(
+                loss,
+                self._optimizer.updates(),
+                NO_CLIPPING if clip_norm is None and self._scale.is_on else clip_norm,
+                skips=on_nonfinite is NonFinite.SKIP or self._scale.is_on,
+            ),
             micro_batches=micro_batches,
             torch_device=device_of(device),
             mode=mode,
@@ -198,7 +209,7 @@ class Trainer:
             atexit.register(held.at_exit)
             try:
                 prepared = self._preparation.prepare(self._partition, batch)
-                held.run = TrainingRun(self._options, prepared, self._position, self._optimizer)
+                held.run = TrainingRun(self._options, prepared, self._position, self._optimizer, self._scale)
                 held.run.begin()
                 held.run.serving = self._optimizer.attach(
                     lambda: held.do(TrainingRun.read_optimizer), lambda found: held.do(lambda run: run.load_optimizer(found))

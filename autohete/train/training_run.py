@@ -21,6 +21,7 @@ from autohete.runtime.session import Session
 from autohete.runtime.settings import Execution
 from autohete.schedule import CPU, GPU, Kind, TaskId
 from autohete.train.caller_optimizer import CallerOptimizer
+from autohete.train.loss_scale import LossScale
 from autohete.train.options import Mode, TrainingOptions
 from autohete.train.preparation import Prepared
 from autohete.train.saved import check_delayed, check_state, load_states, load_values, set_random_states, state_of
@@ -86,13 +87,17 @@ class TrainingRun:
         prepared: the model, its plan and its schedule.
         position: where the training is; kept up to date.
         optimizer: the caller's, in whose place it updates.
+        scale: of the loss.
 
     Attributes:
         session: executes the schedule, until it is closed.
     """
 
-    def __init__(self, options: TrainingOptions, prepared: Prepared, position: Position, optimizer: CallerOptimizer) -> None:
+    def __init__(
+        self, options: TrainingOptions, prepared: Prepared, position: Position, optimizer: CallerOptimizer, scale: LossScale
+    ) -> None:
         self._options, self._prepared, self._position, self._optimizer = options, prepared, position, optimizer
+        self._scale = scale
         execution = Execution(
             torch_device=options.torch_device,
             paced=options.mode is Mode.PACED,
@@ -122,7 +127,7 @@ class TrainingRun:
         options, prepared, position = self._options, self._prepared, self._position
         checked, equal = Batch.of(batch, prepared.partition.model, self._loss), not self._loss.adds_up
         prepared.form.check(checked)
-        training, lanes, updates = self.session.training, self.session.lanes, self._optimizer.updates()
+        training, lanes, updates = self.session.training, self.session.lanes, self._optimizer.updates(self._scale.now())
         with training.guard.resumed():
             iteration = self.session.admit(checked.split(options.micro_batches, equal=equal), updates)
             training.states.updates_at.pop(iteration - _HISTORY, None)
@@ -138,6 +143,9 @@ class TrainingRun:
             )
         for task in self._tasks_of_the_model():
             lanes.wait(task, iteration)
+        if self._scale.is_on:  # whether gradients are finite is known once their norm is
+            lanes.wait(TaskId(Kind.CLIP, 0), iteration)
+            self._scale.note(finite=iteration not in position.skipped)
         return loss
 
     def changed_by(self, iteration: int) -> str:

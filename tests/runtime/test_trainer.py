@@ -520,4 +520,4 @@ def test_a_policy_that_needs_drives_is_refused_without_them(policy: str) -> None
         pytest.raises(InfeasibleError, match=r"rest in nvme, but .* has no such place.*\[places.nvme\]") as refused,
     ):
         trainer.step(batches(MEDIUM, 1)[0])
-    assert refused.value.constraint == "nvme"
+    assert (refused.value.constraint, refused.value.capacity_bytes) == ("nvme", 0)
