@@ -67,7 +67,7 @@ class Batch:
             given: a pair of token ids and targets; or a mapping of the forward's arguments, with ``targets`` or Hugging Face's
                 ``labels``. Labels of a causal language model equal the token ids and are shifted here.
             model: the model whose forward takes the inputs.
-            loss: takes what the mapping has by the names of its arguments, unless the model takes it; None: next-token loss.
+            loss: takes what the mapping has by the names of its arguments, as the model does; None: next-token loss.
 
         Raises:
             InputError: the batch does not fit the model; says what is wrong.
@@ -77,8 +77,8 @@ class Batch:
         labels, for_loss = None, dict[str, Any]()
         if isinstance(given, Mapping):
             taken, names = argument_names(model) or set(), () if loss is None else loss.names
-            for_loss = {name: given[name] for name in names if name in given and name not in taken}
-            inputs, targets, labels = _split({k: v for k, v in given.items() if k not in for_loss}, model)
+            for_loss = {name: given[name] for name in names if name in given}
+            inputs, targets, labels = _split({k: v for k, v in given.items() if k not in for_loss or k in taken}, model)
         elif isinstance(given, (tuple, list)):
             if len(given) != 2:
                 raise InputError(f"the batch is a {type(given).__name__} of {len(given)}: {_FORMS}")
@@ -138,7 +138,7 @@ class Batch:
     @property
     def tensors(self) -> Mapping[str, Any]:
         """Everything by name."""
-        return {**self.named, "targets": self.targets, **self.for_loss}
+        return {**self.for_loss, **self.named, "targets": self.targets}
 
     def _check(self, model: nn.Module, *, per_position: bool) -> None:
         for name, value in self.tensors.items():

@@ -15,6 +15,9 @@ from autohete.errors import InputError, ScheduleError
 from autohete.schedule import Kind, Schedule
 from autohete.workload import check_clip_norm
 
+#: A norm to clip to that clips nothing: updates wait until all gradients are known, and that is all.
+NO_CLIPPING = torch.finfo(torch.float32).max
+
 
 class Clipping:
     """Norms of gradients, and the factor by which each iteration scales them.
@@ -72,7 +75,8 @@ class Clipping:
         norms = [of_block[unit][place] for unit, place in self._order if place in of_block[unit]]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         self._coefficients.pop(iteration - 2, None)  # a delayed update uses that of the iteration before
-        self._coefficients[iteration] = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
+        clipped = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
+        self._coefficients[iteration] = torch.ones(()) if self.clip_norm == NO_CLIPPING else clipped
 
     def coefficient(self, iteration: int) -> Tensor | None:
         """Return the scale of the gradients of ``iteration``, a tensor on the host; None: no clipping.

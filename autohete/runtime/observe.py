@@ -22,25 +22,49 @@ from autohete.runtime.partition import Partition
 from autohete.runtime.probe import probe
 
 
+class _Unscaled(threading.local):
+    """Whether the calling thread may scale no loss."""
+
+    here = False
+
+
+_unscaled_loss, _patching = _Unscaled(), threading.Lock()
+_patches = 0
+
+
 @contextmanager
 def _unscaled() -> Iterator[None]:
     """Let the calling thread scale no loss: nothing would divide the gradients by the scale again."""
-    scale, caller = torch.amp.GradScaler.scale, threading.get_ident()
+    global _patches
+    with _patching:
+        _patches += 1
+        if _patches == 1:
+            _patch()
+    _unscaled_loss.here = True
+    try:
+        yield
+    finally:
+        _unscaled_loss.here = False
+        with _patching:
+            _patches -= 1
+            if not _patches:
+                torch.amp.GradScaler.scale = _SCALE  # type: ignore[method-assign]
 
-    @wraps(scale)
+
+_SCALE = torch.amp.GradScaler.scale
+
+
+def _patch() -> None:
+    @wraps(_SCALE)
     def refuse(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-        if threading.get_ident() == caller and scaler.is_enabled():
+        if _unscaled_loss.here and scaler.is_enabled():
             raise InputError(
                 "the loss calls GradScaler.scale, but the Trainer applies the updates, and would apply them with scaled "
                 "gradients: return the loss as it is, and give the Trainer grad_scaler=..."
             )
-        return scale(scaler, outputs)
+        return _SCALE(scaler, outputs)
 
     torch.amp.GradScaler.scale = refuse  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
 
 def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: int = 1) -> tuple[Partition, Form]:

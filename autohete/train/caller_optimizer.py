@@ -8,9 +8,10 @@ come from ``optimizer.state`` when training begins, are read and replaced by ``o
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,21 @@ from autohete.runtime.update_rules import ADAM, SGD, SGD_MOMENTUM, Group, Update
 
 #: States of a parameter by name: its step count, and tensors in its shape.
 States = dict[str, Any]
+
+
+class Running(Protocol):
+    """A training that has taken over the states."""
+
+    def read_optimizer(self) -> dict[int, dict[str, Any]]:
+        """Its states by the parameter's id, after waiting for all updates."""
+
+    def check_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that it can load such states, by the parameters' names."""
+
+    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace its states."""
+
+
 #: What no rule computes.
 _NEVER = ("amsgrad", "capturable", "differentiable")
 
@@ -55,7 +71,6 @@ class CallerOptimizer:
         self.torch, self._masters, self._names = given, masters, trained
         self.rule = rule_of(given)
         self._members = self._check_members(model)
-        self._loading: Mapping[int, States] = {}
 
     def updates(self, loss_scale: float = 1.0) -> UpdateSettings:
         """What the next step's updates compute.
@@ -89,51 +104,70 @@ class CallerOptimizer:
             if id(parameter) in self._names and states
         }
 
-    def take(self, parameter: nn.Parameter, states: States) -> None:
-        """Keep states in ``optimizer.state``, in PyTorch's form."""
-        if not states[STEP] and GRADIENT not in states:  # PyTorch makes them with the first step
-            return
-        step = {STEP: torch.tensor(float(states[STEP]))} if self.rule.counts_steps else {}
-        found = step | {name: value for name, value in states.items() if name != STEP}
-        if found:
+    def take(self, parameter: Tensor, states: Mapping[str, Any]) -> None:
+        """Keep states in ``optimizer.state``."""
+        if found := self._in_pytorchs_form(states):
             self.torch.state[parameter] = found
+        else:
+            self.torch.state.pop(parameter, None)
 
-    def attach(self, read: Callable[[], None], load: Callable[[dict[str, States]], None]) -> ExitStack:
+    def forget(self) -> None:
+        """Drop the states of trained parameters from ``optimizer.state``: the training has them."""
+        for parameter in [parameter for parameter in self.torch.state if id(parameter) in self._names]:
+            del self.torch.state[parameter]
+
+    def attach(self, run: Callable[[], Running | None]) -> ExitStack:
         """Serve the optimizer's own methods until the result is closed.
 
         Args:
-            read: calls :meth:`take` with the present states of every parameter.
-            load: replaces the present states.
+            run: returns the training in progress, if there is any.
         """
-        undo = ExitStack()
+        undo, optimizer = ExitStack(), self.torch
+        loading = threading.local()
 
-        def clear(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            optimizer.state.clear()
+        def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if run() is not None:
+                raise InputError("a Trainer updates in this optimizer's place: call Trainer.step(batch), not optimizer.step()")
+
+        def fill(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            training = run()
+            if training is not None:
+                found = training.read_optimizer()
+                places = (p for group in optimizer.param_groups for p in group["params"])
+                state_dict["state"] |= {
+                    place: states
+                    for place, parameter in enumerate(places)
+                    if (states := self._in_pytorchs_form(found.get(id(parameter), {})))
+                }
 
         def check(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            self._loading = self._by_parameter(state_dict)
+            loading.found, training = self._by_parameter(state_dict), run()
+            if training is not None:
+                training.check_optimizer(self._named(loading.found))
 
         def loaded(optimizer: torch.optim.Optimizer) -> None:
-            optimizer.state.clear()
-            load({self._names[key]: states for key, states in self._loading.items() if key in self._names})
-            self._loading = {}
+            training = run()
+            if training is not None:
+                self.forget()
+                training.load_optimizer(self._named(loading.found))
+                return
+            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+                if id(parameter) in loading.found:  # PyTorch has rounded them to the type of 16-bit parameters
+                    self.take(parameter, loading.found[id(parameter)])
 
-        optimizer = self.torch
         for handle in (
-            optimizer.register_step_pre_hook(_refuse),
-            optimizer.register_state_dict_pre_hook(lambda optimizer: read()),
-            optimizer.register_state_dict_post_hook(clear),
+            optimizer.register_step_pre_hook(refuse),
+            optimizer.register_state_dict_post_hook(fill),
             optimizer.register_load_state_dict_pre_hook(check),
             optimizer.register_load_state_dict_post_hook(loaded),
         ):
             undo.callback(handle.remove)
-        optimizer.state.clear()
         return undo
 
     def settings(self) -> list[dict[str, Any]]:
         """The groups as plain values, with the names of their trained parameters."""
         return [
-            {name: _plain(value) for name, value in group.items() if name != "params"}
+            {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
             | {"params": [self._names[id(p)] for p in group["params"] if id(p) in self._names]}
             for group in self.torch.param_groups
         ]
@@ -154,15 +188,19 @@ class CallerOptimizer:
             )
         for index, (group, own) in enumerate(zip(groups, here, strict=True)):
             missing = sorted({*own} - {*group, "initial_lr"})
-            if missing or _kept_by(group) != _kept_by(own):
-                found = f"lack {', '.join(missing)}" if missing else f"are of an optimizer that keeps {_kept_by(group)}"
+            if missing or _kind_of(group) != _kind_of(own):
+                found = f"lack {', '.join(missing)}" if missing else f"are of {_kind_of(group)}"
                 raise InputError(f"the settings of group {index} of the state {found}: give the Trainer the same optimizer")
             _check_group(index, group)
 
     def use_settings(self, groups: list[dict[str, Any]]) -> None:
         """Use the result of :meth:`settings` of another training."""
         for own, group in zip(self.torch.param_groups, groups, strict=True):
-            own.update({name: _as_given(value) for name, value in group.items() if name != "params"})
+            for name, value in group.items():
+                if isinstance(own.get(name), Tensor):  # whoever holds it sees the value
+                    own[name].fill_(value)
+                elif name != "params":
+                    own[name] = value
 
     def _check_members(self, model: nn.Module) -> dict[int, int]:
         members = self._members_now()
@@ -184,6 +222,16 @@ class CallerOptimizer:
 
     def _members_now(self) -> dict[int, int]:
         return {id(p): index for index, group in enumerate(self.torch.param_groups) for p in group["params"]}
+
+    def _named(self, found: Mapping[int, States]) -> dict[str, States]:
+        return {self._names[key]: states for key, states in found.items()}
+
+    def _in_pytorchs_form(self, states: Mapping[str, Any]) -> States:
+        """States of the runtime, without those that PyTorch makes with the first step only."""
+        if not states.get(STEP) and GRADIENT not in states:
+            return {}
+        step = {STEP: torch.tensor(float(states[STEP]))} if self.rule.counts_steps else {}
+        return step | {name: value for name, value in states.items() if name != STEP}
 
     def _by_parameter(self, state_dict: Mapping[str, Any]) -> dict[int, States]:
         """The states of a ``state_dict`` by the parameter's id, checked. PyTorch checks the groups."""
@@ -210,6 +258,12 @@ class CallerOptimizer:
                 raise InputError(
                     f"{part} of {name} in the optimizer's state is {shape}, the parameter {tuple(parameter.shape)}: give the "
                     "state_dict of the same kind of optimizer, of the same model"
+                )
+            if part != GRADIENT and self._masters and value.dtype is not torch.float32:
+                raise InputError(
+                    f"{part} of {name} in the optimizer's state is of {value.dtype}, but with master weights of torch.float32: "
+                    "optimizer.load_state_dict rounds states to the type of the parameters, so call it once the Trainer is "
+                    "made, or give master_weights=False"
                 )
             found[part] = value.detach().to("cpu", copy=True)
         return found
@@ -239,10 +293,6 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
     )
 
 
-def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    raise InputError("a Trainer updates in this optimizer's place: call Trainer.step(batch), and not optimizer.step()")
-
-
 def _check_group(index: int, group: Group) -> None:
     for name in ("lr", "eps", "weight_decay", "momentum"):
         value = group.get(name, 0.0)
@@ -260,24 +310,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _kept_by(group: Group) -> str:
-    """What an optimizer with such a group keeps, in words."""
+def _kind_of(group: Group) -> str:
+    """What an optimizer with such a group is, in words."""
     if "betas" in group:
-        return "two moments"
-    return "momentum" if group.get("momentum") else "nothing"
+        return "AdamW" if group.get("decoupled_weight_decay") else "Adam"
+    return "SGD with momentum" if group.get("momentum") else "SGD"
 
 
 def _copied(value: Any) -> Any:
     """A setting that the caller's changes do not reach, as a scheduler fills a tensor."""
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _plain(value: Any) -> Any:
-    """A setting without a tensor that the caller may change."""
-    if isinstance(value, Tensor):
-        return float(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _as_given(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -1,14 +1,16 @@
 """Checkpoints of a training on disk: a folder for each, complete or not there, without pickled code.
 
-    FOLDER/step-00000020/tensors-0.safetensors    all tensors, in files of about a gigabyte
-                         state.json               everything else, and the digests of those files and of itself
+    FOLDER/000007-step-00000020/tensors-0.safetensors    all tensors, in files of about a gigabyte
+                                state.json               everything else, and the digests of those files and of itself
 
-A checkpoint is written into a hidden folder beside, brought to disk, and renamed; those before it stay until then. What a
-killed process has left behind is removed by the next save.
+The first number counts the checkpoints of the folder: the last one written is the latest, also if training went back to an
+earlier step. A checkpoint is written into a hidden folder beside, brought to disk, and renamed; those before it stay until
+then. What a killed process has left behind is removed by the next save.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -18,6 +20,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,63 +37,112 @@ _FORMAT = "autohete-checkpoint 1"
 _STATE = "state.json"
 #: Bytes of tensors in a file. Writing a file needs as much memory again.
 _SHARD_BYTES = 2**30
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_NAME = re.compile(r"(\d{6,})-step-(\d{8,})")
 _PARTS = "format", "shards", "state"
+#: Names of hidden folders that are being written or removed.
+_HIDDEN, _END = ".autohete-", ".part"
 
 
-def write_checkpoint(folder: str | Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
-    """Write ``state`` as a new checkpoint, and remove the oldest ones.
+class Checkpoint:
+    """A state that can be written.
 
     Args:
-        folder: contains the checkpoints; it is created.
-        step: number of steps so far.
         state: plain values and tensors in dictionaries, lists and tuples.
-        keep: number of checkpoints that stay, this one included.
-
-    Returns:
-        The checkpoint's own folder.
 
     Raises:
-        InputError: a value cannot be written, or the folder not be written to. Earlier checkpoints are as before.
+        InputError: names a value that a checkpoint cannot have.
     """
-    check_whole("keep", keep, 1)
-    tensors: dict[str, Tensor] = {}
-    plain = _plain(state, "state", tensors, set())
-    folder = Path(folder)
-    make_folder(folder)
-    part = folder / f".{secrets.token_hex(8)}.part"
-    try:
-        for left in folder.glob(".*.part"):
-            shutil.rmtree(left)
-        part.mkdir()
+
+    def __init__(self, state: object) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._known: set[int] = set()
+        self._plain = self._encoded(state, "state")
+
+    def write(self, folder: str | Path, step: int, keep: int) -> Path:
+        """Write it as the latest checkpoint of a folder, and remove the oldest ones.
+
+        Args:
+            folder: contains the checkpoints; it is created.
+            step: number of steps so far.
+            keep: number of checkpoints that stay, this one included.
+
+        Returns:
+            The checkpoint's own folder.
+
+        Raises:
+            InputError: the folder cannot be written to. Earlier checkpoints are as before.
+        """
+        check_whole("keep", keep, 1)
+        folder = Path(folder)
+        make_folder(folder)
+        try:
+            _remove_leftovers(folder)
+            with _hidden(folder) as part:
+                self._write(part)
+                there = checkpoints(folder)
+                number = int(_number(there[-1])) + 1 if there else 1
+                while (target := folder / f"{number:06d}-step-{step:08d}").exists():  # another process writes here, too
+                    number += 1
+                part.rename(target)
+            _bring_to_disk(folder)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(
+                f"the checkpoint of step {step} cannot be written to {str(folder)!r}: {reason}; earlier checkpoints are as "
+                "before. Give a folder that is writable and has room"
+            ) from error
+        for old in [*there, target][:-keep]:
+            with suppress(OSError):  # this checkpoint is there in any case
+                gone = old.rename(folder / f"{_HIDDEN}{secrets.token_hex(8)}{_END}")
+                shutil.rmtree(gone)
+        return target
+
+    def _write(self, part: Path) -> None:
         shards = {}
-        for number, shard in enumerate(_shards(tensors)):
+        for number, shard in enumerate(_shards(self._tensors)):
             file = part / f"tensors-{number}.safetensors"
             save_file({name: tensor.contiguous() for name, tensor in shard.items()}, file)
             shards[file.name] = _digest(file)
             _bring_to_disk(file)
-        content = {"format": _FORMAT, "shards": shards, "state": plain}
+        content = {"format": _FORMAT, "shards": shards, "state": self._plain}
         (part / _STATE).write_text(json.dumps(content | {"digest": _digest_of(content)}))
         _bring_to_disk(part / _STATE)
         _bring_to_disk(part)
-        target = _free_name(folder, step)
-        part.rename(target)
-        _bring_to_disk(folder)
-        for old in checkpoints(folder)[:-keep]:
-            gone = old.rename(folder / f".{secrets.token_hex(8)}.part")
-            shutil.rmtree(gone)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
+
+    def _encoded(self, value: Any, where: str) -> Any:
+        """``value`` as JSON has it. Its tensors get numbers, and memory of their own."""
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, Tensor):
+            return {"tensor": self._noted(value, where)}
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, (list, tuple)):
+            items = [self._encoded(item, f"{where}[{place}]") for place, item in enumerate(value)]
+            return items if isinstance(value, list) else {"tuple": items}
+        if isinstance(value, Mapping):
+            if not all(isinstance(key, (str, int)) for key in value):
+                raise InputError(f"{where} has keys that are neither text nor whole numbers: a checkpoint has no others")
+            return {"dict": [[key, self._encoded(item, f"{where}.{key}")] for key, item in value.items()]}
         raise InputError(
-            f"the checkpoint of step {step} cannot be written to {str(folder)!r}: {reason}; earlier checkpoints are as before. "
-            "Give a folder that is writable and has room"
-        ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return target
+            f"{where} is a {type(value).__name__}, which a checkpoint cannot have: give numbers, text, tensors, and "
+            "dictionaries, lists and tuples of them"
+        )
+
+    def _noted(self, tensor: Tensor, where: str) -> str:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise InputError(f"{where} is a tensor of layout {tensor.layout} on {tensor.device}: give an ordinary one")
+        storage = tensor.untyped_storage()
+        alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in self._known
+        self._known.add(storage.data_ptr())
+        name = f"{len(self._tensors)}:{where}"
+        self._tensors[name] = tensor.detach().to("cpu") if alone else tensor.detach().to("cpu", copy=True).contiguous()
+        return name
 
 
-def read_checkpoint(folder: str | Path) -> dict[str, Any]:
+def read_checkpoint(folder: str | Path) -> Any:
     """Return the state in a checkpoint, or in the latest one of a folder of checkpoints. Everything is verified.
 
     Raises:
@@ -112,63 +164,96 @@ def read_checkpoint(folder: str | Path) -> dict[str, Any]:
             if _digest(latest / name) != digest:
                 raise ValueError(f"{name} has changed since it was written")
             tensors |= load_file(latest / name)
-        state: dict[str, Any] = _read(rest["state"], tensors)
+        return _decoded(rest["state"], tensors)
     except FileNotFoundError as error:
         raise InputError(f"checkpoint {str(latest)!r} lacks {Path(str(error.filename)).name}{others}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise InputError(f"checkpoint {str(latest)!r} cannot be read: {error}{others}") from error
-    return state
 
 
-class BackgroundWrite:
-    """Writes one checkpoint at a time in a thread of its own."""
+class CheckpointWriter:
+    """Writes one checkpoint at a time, in the calling thread or in one of its own."""
 
     def __init__(self) -> None:
+        #: Held by whoever saves or loads.
+        self.lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: InputError | None = None
 
-    def start(self, write: Callable[[], object]) -> None:
-        """Begin to write, after the one before."""
-        self.wait()
-        self._thread = threading.Thread(target=self._run, args=(write,), name="autohete-checkpoint")
-        self._thread.start()
+    def run(self, write: Callable[[], object], *, background: bool) -> None:
+        """Write, after the one before has ended. An error of that one is raised once this one has been written, or begun."""
+        with self.lock:
+            earlier = self._ended()
+            if background:
+                self._thread = threading.Thread(target=self._run, args=(write,), name="autohete-checkpoint")
+                self._thread.start()
+            else:
+                write()
+            if earlier is not None:
+                raise earlier
 
     def wait(self) -> None:
         """Return once nothing is being written.
 
         Raises:
-            InputError: it could not be written, and nobody has been told yet.
+            InputError: the last checkpoint could not be written, and nobody has been told yet.
         """
+        with self.lock:
+            earlier = self._ended()
+        if earlier is not None:
+            raise earlier
+
+    def _ended(self) -> InputError | None:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        return error
 
     def _run(self, write: Callable[[], object]) -> None:
         try:
             write()
-        except BaseException as error:
+        except InputError as error:
             self._error = error
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the latest last."""
     try:
-        found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     except OSError:
         return []
-    return [path for match, path in sorted(found, key=lambda each: (int(each[0][1]), int(each[0][2] or 0)))]
+    return sorted(found, key=lambda path: int(_number(path)))
 
 
-def _free_name(folder: Path, step: int) -> Path:
-    """Where the checkpoint goes; one of the same step stays until then."""
-    target, number = folder / f"step-{step:08d}", 0
-    while target.exists():
-        number += 1
-        target = folder / f"step-{step:08d}.{number}"
-    return target
+def _number(path: Path) -> str:
+    return path.name.partition("-")[0]
+
+
+@contextmanager
+def _hidden(folder: Path) -> Iterator[Path]:
+    """A new hidden folder, which is removed unless it gets another name. A lock says that it is in use."""
+    part = folder / f"{_HIDDEN}{secrets.token_hex(8)}{_END}"
+    part.mkdir()
+    number = os.open(part, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield part
+    finally:
+        os.close(number)
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the hidden folders that nobody is writing."""
+    for left in folder.glob(f"{_HIDDEN}*{_END}"):
+        with suppress(OSError):  # it is in use, or another process removes it
+            number = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(number)
 
 
 def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -184,38 +269,10 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield shard
 
 
-def _plain(value: Any, where: str, tensors: dict[str, Tensor], known: set[int]) -> Any:
-    """``value`` as JSON has it; ``tensors`` collects its tensors by their place, each with memory of its own."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise InputError(f"{where} is a tensor of layout {value.layout} on {value.device}: a checkpoint has ordinary ones")
-        alone = value.untyped_storage().nbytes() == value.nbytes and value.untyped_storage().data_ptr() not in known
-        tensors[where] = value.detach().to("cpu") if alone else value.detach().to("cpu", copy=True).contiguous()
-        known.add(value.untyped_storage().data_ptr())
-        return {"tensor": where}
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, (list, tuple)):
-        items = [_plain(item, f"{where}[{place}]", tensors, known) for place, item in enumerate(value)]
-        return items if isinstance(value, list) else {"tuple": items}
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, (str, int)) for key in value):
-            raise InputError(f"{where} has keys that are neither text nor whole numbers: a checkpoint has no others")
-        return {"dict": [[key, _plain(item, f"{where}.{key}", tensors, known)] for key, item in value.items()]}
-    raise InputError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot have: give numbers, text, tensors, and dictionaries, "
-        "lists and tuples of them"
-    )
-
-
-def _read(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of :func:`_plain`."""
+def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Inverse of ``Checkpoint._encoded``."""
     if isinstance(value, list):
-        return [_read(item, tensors) for item in value]
+        return [_decoded(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
@@ -224,8 +281,8 @@ def _read(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "float":
         return float(inner)
     if kind == "tuple":
-        return tuple(_read(item, tensors) for item in inner)
-    return {key: _read(item, tensors) for key, item in inner}
+        return tuple(_decoded(item, tensors) for item in inner)
+    return {key: _decoded(item, tensors) for key, item in inner}
 
 
 def _digest(file: Path) -> str:

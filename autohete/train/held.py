@@ -25,6 +25,7 @@ class Held:
         claim: exclusive use of the model; None: it is not used.
         run: the training in progress; None: it has not started, or has ended.
         closed: whether :meth:`close` was called.
+        serving: closed in the end.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class Held:
         self.claim: Claim | None = None
         self.run: TrainingRun | None = None
         self.closed = False
+        self.serving = ExitStack()
         #: Whether a call has raised the failure of a task.
         self._reported = False
 
@@ -103,6 +105,8 @@ class Held:
             if run is not None:
                 error.add_note(run.session.lanes.progress.state())
             raise
+        finally:
+            self.serving.close()
 
     def give_back(self) -> None:
         """End the lanes once all admitted iterations have ended, and give the model back."""
@@ -111,7 +115,7 @@ class Held:
                 if self.claim is not None:
                     undo.callback(self.claim.release)
                 if self.run is not None:
-                    undo.callback(self.run.close)
+                    undo.callback(self.run.session.close)
         finally:
             self.claim = self.run = None
             atexit.unregister(self.at_exit)
@@ -136,6 +140,7 @@ class Held:
 
     def dropped(self) -> None:
         """Release the resources of a Trainer that was never closed. Can run in any thread, at any time."""
+        self.serving.close()
         if self.worker.forked or self.worker.thread.ident is None:
             return
         open_ = self.run is not None

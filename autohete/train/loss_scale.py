@@ -8,9 +8,6 @@ import torch
 
 from autohete.errors import InputError
 
-#: As large as a norm can be: gradients are not scaled down, but updates wait until all of them are known to be finite.
-NO_CLIPPING = torch.finfo(torch.float32).max
-
 
 class LossScale:
     """The scale of the loss, which a step with gradients that are not finite lowers, and many others in turn raise.
@@ -54,6 +51,7 @@ class LossScale:
         """Tell the scaler whether all gradients of the step were finite."""
         if self._scaler is None:
             return
+        # The scaler's own methods find out from gradients, and those of the model are elsewhere: let it look at one like them.
         standing_in = torch.zeros(1, requires_grad=True)
         self._scaler.scale(standing_in.detach())  # makes its tensors the first time
         standing_in.grad = torch.full((1,), 0.0 if finite else math.inf)

@@ -12,6 +12,7 @@ from autohete.plan import Plan
 from autohete.plan.policy import Judge, Policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.batch import Batch, Form
+from autohete.runtime.gradient_norm import NO_CLIPPING
 from autohete.runtime.loss_call import LossCall
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import Partition
@@ -80,9 +81,10 @@ class Preparation:
                 prepared = quicker
         clip_norm, plan = options.recipe.clip_norm, prepared.prediction.plan
         if plan.delayed and clip_norm is not None:
+            name = "grad_scaler" if clip_norm == NO_CLIPPING else "clip_norm"
             raise InputError(
-                f"clip_norm is {clip_norm}, but {plan.policy} delays updates, and a saved state does not "
-                "record the scale of waiting gradients: leave clip_norm out, or choose a policy that does not delay updates"
+                f"there is a {name}, but {plan.policy} delays updates, and a saved state does not record the scale of waiting "
+                f"gradients: leave {name} out, or choose a policy that does not delay updates"
             )
         if partition.effects.keeps_parameters and plan.offloaded_parameter_units:
             raise InputError(

@@ -34,6 +34,8 @@ from autohete.train.machine import versions
 _FORMAT = "autohete-training 2"
 #: States that are means of squares.
 _SQUARES = ("exp_avg_sq",)
+#: More steps than any training makes. A parameter may have more than the training itself, if its optimizer had some before.
+_MOST_STEPS = 10**10
 _PARTS = ("buffers", "format", "groups", "optimizer", "parameters", "random", "skipped_steps", "step", "versions")
 
 
@@ -94,7 +96,7 @@ def check_state(state: object, model: nn.Module, optimizer: CallerOptimizer, sta
         part = "parameters" if name in parameters else "buffers"
         _check_tensor(name, state[part][name], tensor.shape, tensor.dtype)
     for name in trained:
-        _check_optimizer(name, state["optimizer"][name], parameters[name], optimizer.updates(), state["step"])
+        _check_optimizer(name, state["optimizer"][name], parameters[name], optimizer.updates())
     if states is not None:
         check_delayed(state, model, states)
     optimizer.check_settings(state["groups"])
@@ -201,14 +203,14 @@ def _check_count(name: str, given: object) -> None:
         raise InputError(f"{name} of the state is {given!r}: it must be a whole number of at least 0")
 
 
-def _check_optimizer(name: str, given: object, parameter: Tensor, updates: UpdateSettings, steps: int) -> None:
+def _check_optimizer(name: str, given: object, parameter: Tensor, updates: UpdateSettings) -> None:
     if not isinstance(given, Mapping):
         raise InputError(f"the optimizer's state of {name} is {type(given).__name__}: give the result of Trainer.state_dict()")
     tensors = (*updates.rule.states, *([MASTER] if updates.has_masters(parameter.dtype) else []))
     _same_names(f"optimizer's states of {name}", (STEP, *tensors, *({GRADIENT} & set(given))), given)
     _check_count(f"step of {name}", given[STEP])
-    if given[STEP] > steps:
-        raise InputError(f"step of {name} of the state is {given[STEP]}, the training has made {steps}: the state is damaged")
+    if given[STEP] > _MOST_STEPS:
+        raise InputError(f"step of {name} of the state is {given[STEP]}, more than any training makes: the state is damaged")
     for part in tensors:
         _check_tensor(f"{part} of {name}", given[part], parameter.shape, updates.state_dtype(parameter.dtype))
         lowest = 0.0 if part in _SQUARES else -math.inf

@@ -21,15 +21,16 @@ from autohete.plan.policy import Policy
 from autohete.profile import Profile
 from autohete.runtime.batch import Loss
 from autohete.runtime.claims import Claim
+from autohete.runtime.gradient_norm import NO_CLIPPING
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.simulate import Simulation
 from autohete.train.arguments import check_blocks, check_model, check_modes, check_processes, device_of, policy_of, recipe_of
 from autohete.train.caller_optimizer import CallerOptimizer
-from autohete.train.checkpoints import BackgroundWrite, read_checkpoint, write_checkpoint
+from autohete.train.checkpoints import Checkpoint, CheckpointWriter, read_checkpoint
 from autohete.train.held import Held
-from autohete.train.loss_scale import NO_CLIPPING, LossScale
+from autohete.train.loss_scale import LossScale
 from autohete.train.options import MemoryLimits, Mode, NonFinite, TrainingOptions
 from autohete.train.preparation import Preparation, Prepared
 from autohete.train.saved import check_state, load_values, set_random_states
@@ -66,8 +67,8 @@ class Trainer:
         optimizer: an AdamW, Adam or SGD of ``torch.optim`` over the model's trained parameters, with any number of groups. Its
             settings may change between steps, also by a scheduler of ``torch.optim.lr_scheduler``. Do not call its ``step``:
             the Trainer updates in its place, as it would. Its ``state_dict`` and ``load_state_dict`` work as ever; its states
-            come from ``optimizer.state`` and go back there in the end. None: AdamW with a learning rate of 1e-3, betas of 0.9
-            and 0.95, a weight decay of 0.1 and the fused kernel.
+            come from ``optimizer.state`` and go back there in the end, with the master weights as ``master``. None: AdamW with
+            a learning rate of 1e-3, betas of 0.9 and 0.95, a weight decay of 0.1 and the fused kernel.
         master_weights: whether 16-bit parameters have fp32 master weights and states. Otherwise they are updated as they are,
             with states of their type, as PyTorch's optimizers do; bf16 and Adam only.
         blocks: name of the block list, if it is ambiguous.
@@ -136,7 +137,8 @@ class Trainer:
         self._prepared: Prepared | None = None
         self._position = Position()
         self._entered = False
-        self._held, self._writing = Held(), BackgroundWrite()
+        self._held, self._writing = Held(), CheckpointWriter()
+        self._held.serving = self._optimizer.attach(_Served(self._held).running)
         #: A dropped trainer gives the model back, too.
         weakref.finalize(self, self._held.dropped).atexit = False  # at Python's exit, Held.at_exit runs earlier
 
@@ -211,9 +213,6 @@ class Trainer:
                 prepared = self._preparation.prepare(self._partition, batch)
                 held.run = TrainingRun(self._options, prepared, self._position, self._optimizer, self._scale)
                 held.run.begin()
-                held.run.serving = self._optimizer.attach(
-                    lambda: held.do(TrainingRun.read_optimizer), lambda found: held.do(lambda run: run.load_optimizer(found))
-                )
             except BaseException:
                 held.give_back()
                 raise
@@ -293,36 +292,41 @@ class Trainer:
         self._held.check_caller()
         if self._prepared is not None:
             self._held.do(lambda run: run.load_state_dict(state))
-            return
-        model, position = self._partition.model, self._position
+        else:
+            self._held.worker.do(partial(self._load_before, state))
+
+    def _load_before(self, state: Mapping[str, Any]) -> None:
+        """Load a state before the model is taken over: into the model, and into the caller's optimizer."""
+        if self._held.closed:
+            raise InputError("the trainer is closed: create a new one to continue")
+        model = self._partition.model
         check_state(state, model, self._optimizer, None)
         load_values(state, model, None)
-        position.loaded = copy.deepcopy(dict(state["optimizer"]))
+        for name, parameter in model.named_parameters():
+            if name in state["optimizer"]:
+                self._optimizer.take(parameter, copy.deepcopy(dict(state["optimizer"][name])))
         set_random_states(state, self._options.torch_device)
         self._optimizer.use_settings(state["groups"])
-        position.move(state, 0)
+        self._position.move(state, 0)
 
     def save(self, folder: str | Path, *, keep: int = 3, extra: object = None, background: bool = False) -> None:
         """Write a checkpoint of :meth:`state_dict` below ``folder``, whole or not at all.
 
         Args:
-            folder: contains the checkpoints, each in a folder of its own, such as ``step-00000020``.
+            folder: contains the checkpoints, each in a folder of its own, such as ``000007-step-00000020``.
             keep: number of checkpoints that stay; older ones are removed.
             extra: numbers, text and tensors in dictionaries and lists that :meth:`load` returns, such as a scheduler's
                 ``state_dict()`` and the position in the data.
-            background: return once the state is copied. The next call, or :meth:`close`, waits and raises what went wrong.
+            background: return once the state is copied. What goes wrong is raised by the next :meth:`save` or :meth:`load`, or
+                by :meth:`close`.
 
         Raises:
             InputError: it cannot be written, or no step has run yet; earlier checkpoints are as before.
         """
-        self._writing.wait()
-        state = self.state_dict()
-        content = {"training": state, "extra": copy.deepcopy(extra) if background else extra}
-        write = partial(write_checkpoint, folder, state["step"], content, keep)
-        if background:
-            self._writing.start(write)
-        else:
-            write()
+        with self._writing.lock:
+            state = self.state_dict()
+            checkpoint = Checkpoint({"training": state, "extra": copy.deepcopy(extra) if background else extra})
+            self._writing.run(lambda: checkpoint.write(folder, state["step"], keep), background=background)
 
     def load(self, folder: str | Path) -> Any:
         """Resume from the latest checkpoint below ``folder``, or from the checkpoint ``folder``, and return its ``extra``.
@@ -331,7 +335,7 @@ class Trainer:
             InputError: there is none, it is damaged, or it does not fit the model; nothing has been changed.
         """
         self._writing.wait()
-        content = read_checkpoint(folder)
+        content: Any = read_checkpoint(folder)
         if not isinstance(content, dict) or content.keys() != {"training", "extra"}:
             raise InputError(f"{str(folder)!r} has a checkpoint of something else: give a folder that Trainer.save has written")
         self.load_state_dict(content["training"])
@@ -381,3 +385,23 @@ class Trainer:
         """Wait for the caller's work on the GPU, which may produce the batch."""
         if self._options.on_gpu:
             torch.cuda.current_stream(self._options.torch_device).synchronize()
+
+
+class _Served:
+    """The training in progress, as the caller's optimizer uses it: in the trainer's thread."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+
+    def running(self) -> Self | None:
+        """This object if there is a training."""
+        return self if self._held.run is not None else None
+
+    def read_optimizer(self) -> dict[int, dict[str, Any]]:
+        return self._held.do(TrainingRun.read_optimizer)
+
+    def check_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        self._held.do(lambda run: run.check_optimizer(found))
+
+    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        self._held.do(lambda run: run.load_optimizer(found))

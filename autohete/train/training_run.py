@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,13 +59,11 @@ class Position:
         first_step: number of steps before this run.
         skipped_before: number of skipped steps among them.
         skipped: skipped iterations of this run, and the reason for each.
-        loaded: the optimizer state to continue from, until it is taken over.
     """
 
     first_step: int = 0
     skipped_before: int = 0
     skipped: dict[int, str] = field(default_factory=dict)
-    loaded: dict[str, Any] | None = None
 
     @property
     def skipped_steps(self) -> int:
@@ -108,17 +105,13 @@ class TrainingRun:
         self.session = Session(prepared.partition, prepared.prediction.schedule, options.recipe, execution)
         position.skipped = self.session.training.passes.skipped
         self._loss = LossCall(options.recipe.loss)
-        #: Serves the methods of the caller's optimizer until it is closed.
-        self.serving = ExitStack()
 
     def begin(self) -> None:
-        """Take over the state that was loaded before the first step, or that of the caller's optimizer."""
-        states, loaded = self.session.training.states, self._position.loaded
-        found = self._optimizer.initial() if loaded is None else loaded
-        if found:
+        """Take over the states of the caller's optimizer."""
+        if found := self._optimizer.initial():
             self.load_optimizer(found)
-        self._position.loaded = None
-        states.handed_to = self._optimizer.take
+        self._optimizer.forget()
+        self.session.training.states.handed_to = self._optimizer.take
         if isinstance(self.session.device, CudaMemory):  # do not count what measuring took
             self.session.device.reset_peak()
 
@@ -197,27 +190,28 @@ class TrainingRun:
         self._optimizer.use_settings(state["groups"])
         self._position.move(state, self.session.lanes.admitted)
 
-    def read_optimizer(self) -> None:
-        """Give the caller's optimizer the present states, after waiting for all updates."""
+    def read_optimizer(self) -> dict[int, dict[str, Any]]:
+        """Return copies of the optimizer's states by the parameter's id, after waiting for all updates."""
         self.session.drain()
         training = self.session.training
         with training.guard.resumed(), training.guard.inside():
-            for i, unit in enumerate(training.states.units):
-                for place, parameter in enumerate(unit.parameters):
-                    self._optimizer.take(parameter, training.states.saved_states(i, place))
+            return {
+                id(parameter): training.states.saved_states(i, place)
+                for i, unit in enumerate(training.states.units)
+                for place, parameter in enumerate(unit.parameters)
+            }
+
+    def check_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that :meth:`load_optimizer` can load states."""
+        check_delayed({"optimizer": found}, self._prepared.partition.model, self.session.training.states)
 
     def load_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the optimizer's states, by the parameters' names, after waiting for all updates."""
-        model, training, state = self._prepared.partition.model, self.session.training, {"optimizer": found}
-        check_delayed(state, model, training.states)
+        self.check_optimizer(found)
         self.session.drain()
+        training = self.session.training
         with training.guard.resumed(), training.guard.inside(), torch.no_grad():
-            load_states(state, model, training.states)
-
-    def close(self) -> None:
-        """End the session, which gives model and optimizer back; see :meth:`Session.close`."""
-        with self.serving:
-            self.session.close()
+            load_states({"optimizer": found}, self._prepared.partition.model, training.states)
 
     def comparison(self) -> PredictionComparison:
         """Compare the prediction with the measurement, after waiting for all updates."""

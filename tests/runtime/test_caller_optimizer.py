@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -292,3 +294,135 @@ def test_no_masters_where_the_simulator_knows_none(make: str, precision: Precisi
         pytest.raises(InputError, match="without master weights, which the simulator knows of Adam and AdamW in"),
     ):
         trainer.step(batches(workload, 1)[0])
+
+
+@pytest.mark.slow
+def test_states_loaded_before_the_first_step_are_not_rounded() -> None:
+    """PyTorch rounds them to the parameters' 16 bit; those that it has rounded before are refused."""
+    workload = replace(SMALL, precision=Precision.BF16)
+    given, model = batches(workload, 3), model_for(workload)
+    optimizer = MAKES["adamw"](list(model.parameters()))
+    with training(model, optimizer, "resident") as trainer:
+        trainer.prepare(given[0])
+        torch.manual_seed(2)
+        for batch in given[:2]:
+            trainer.step(batch)
+        saved = copy.deepcopy((optimizer.state_dict(), model.state_dict(), torch.get_rng_state()))
+        trainer.step(given[2])
+        expected = trainer.parameters()
+    resumed = model_for(workload)
+    optimizer = MAKES["adamw"](list(resumed.parameters()))
+    resumed.load_state_dict(saved[1])
+    with training(resumed, optimizer, "stronghold:window=1") as trainer:
+        optimizer.load_state_dict(copy.deepcopy(saved[0]))
+        trainer.prepare(given[0])
+        torch.set_rng_state(saved[2])
+        trainer.step(given[2])
+        assert same(trainer.parameters(), [nn.Parameter(value) for value in expected])
+    optimizer.load_state_dict(saved[0])
+    with (
+        training(resumed, optimizer, "resident") as trainer,
+        pytest.raises(InputError, match="call it once the Trainer is made"),
+    ):
+        trainer.step(given[0])
+
+
+@pytest.mark.slow
+def test_the_last_load_counts() -> None:
+    """Whether by the Trainer or by the optimizer, and also if no step follows."""
+    given, model = batches(SMALL, 2), model_for(SMALL)
+    optimizer = MAKES["adamw"](list(model.parameters()))
+    with training(model, optimizer, "resident") as trainer:
+        trainer.step(given[0])
+        state = trainer.state_dict()
+        trainer.step(given[1])
+        later = optimizer.state_dict()
+
+    def steps_of(state_dict: dict[str, Any]) -> set[float]:
+        return {float(states["step"]) for states in state_dict["state"].values()}
+
+    for load, expected in (("trainer", 1), ("optimizer", 2)):
+        fresh = model_for(SMALL)
+        optimizer = MAKES["adamw"](list(fresh.parameters()))
+        with training(fresh, optimizer, "resident") as trainer:
+            trainer.load_state_dict(state)
+            assert steps_of(optimizer.state_dict()) == {1}
+            if load == "optimizer":
+                optimizer.load_state_dict(copy.deepcopy(later))
+        assert steps_of(optimizer.state_dict()) == {expected}
+        with training(fresh, optimizer, "resident") as trainer:
+            trainer.prepare(given[0])
+            assert steps_of(optimizer.state_dict()) == {expected}
+            trainer.load_state_dict(trainer.state_dict())  # also if the optimizer has made more steps than the training
+
+
+@pytest.mark.slow
+def test_states_of_parameters_that_are_frozen_stay() -> None:
+    """They are in the optimizer during the training and after it, as with PyTorch."""
+    model, batch = model_for(SMALL), batches(SMALL, 1)[0]
+    optimizer = MAKES["adamw"](list(model.parameters()))
+    with training(model, optimizer, "resident") as trainer:
+        trainer.step(batch)
+    frozen = list(model.blocks[0].parameters())
+    before = [optimizer.state[parameter]["exp_avg"].clone() for parameter in frozen]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    with training(model, optimizer, "resident") as trainer:
+        trainer.step(batch)
+        assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert same([optimizer.state[parameter]["exp_avg"] for parameter in frozen], [nn.Parameter(value) for value in before])
+
+
+@pytest.mark.slow
+def test_several_threads_may_read_the_optimizer() -> None:
+    """Each gets all states."""
+    model, batch = model_for(SMALL), batches(SMALL, 1)[0]
+    optimizer = MAKES["adamw"](list(model.parameters()))
+    with training(model, optimizer, "resident") as trainer:
+        trainer.step(batch)
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda _: len(optimizer.state_dict()["state"]), range(12)))
+    assert found == [len(list(model.parameters()))] * 12
+
+
+def test_a_closed_trainer_loads_nothing() -> None:
+    """The model stays as it is."""
+    model = model_for(SMALL)
+    optimizer = MAKES["adamw"](list(model.parameters()))
+    with training(model, optimizer, "resident") as trainer:
+        trainer.step(batches(SMALL, 1)[0])
+        state = trainer.state_dict()
+    other = model_for(SMALL)
+    before = [p.detach().clone() for p in other.parameters()]
+    with training(other, MAKES["adamw"](list(other.parameters())), "resident") as trainer:
+        pass
+    with pytest.raises(InputError, match="the trainer is closed"):
+        trainer.load_state_dict(state)
+    assert same(before, list(other.parameters()))
+
+
+def test_nothing_stays_on_an_optimizer() -> None:
+    """A Trainer that is closed or dropped, used or not, leaves no hooks."""
+    model = model_for(SMALL)
+    optimizer = MAKES["adamw"](list(model.parameters()))
+    Trainer(model, optimizer=optimizer).close()
+    with Trainer(model, optimizer=optimizer):
+        pass
+    trainer = Trainer(model, optimizer=optimizer)
+    del trainer
+    gc.collect()
+    hooks = ("step_pre", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    assert not any(getattr(optimizer, f"_optimizer_{hook}_hooks") for hook in hooks)
+
+
+def test_a_state_of_adam_is_none_of_adamw() -> None:
+    """Their settings differ in how weights decay."""
+    model, batch = model_for(SMALL), batches(SMALL, 1)[0]
+    with training(model, torch.optim.AdamW(model.parameters()), "resident") as trainer:
+        trainer.step(batch)
+        state = trainer.state_dict()
+    model = model_for(SMALL)
+    adam = training(model, torch.optim.Adam(model.parameters()), "resident")
+    with adam as trainer, pytest.raises(InputError, match="group 0 of the state are of AdamW"):
+        trainer.load_state_dict(state)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ from torch import Tensor
 
 from autohete import Trainer
 from autohete.errors import InputError
-from autohete.train.checkpoints import checkpoints, read_checkpoint, write_checkpoint
+from autohete.train.checkpoints import Checkpoint, checkpoints, read_checkpoint
 
 BEFORE, AFTER = 2, 2
+
+
+def write(folder: Path, step: int, state: object, keep: int = 1) -> Path:
+    return Checkpoint(state).write(folder, step, keep)
 
 
 def trainer_of(policy: str) -> Trainer:
@@ -97,13 +102,54 @@ def test_a_training_resumes_to_the_bit(
 
 
 def test_the_last_checkpoints_stay(tmp_path: Path) -> None:
-    """The oldest go, also if a step is saved again; nothing else is left behind."""
-    for step in (1, 2, 10, 10, 11):
-        write_checkpoint(tmp_path, step, {"step": step}, keep=3)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000010", "step-00000010.1", "step-00000011"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in checkpoints(tmp_path)]
-    assert read_checkpoint(tmp_path) == {"step": 11}
-    assert read_checkpoint(tmp_path / "step-00000010") == {"step": 10}
+    """The oldest go, whatever their steps: after going back to an earlier step, the last one written is the latest."""
+    for step in (1, 10, 11, 2):
+        write(tmp_path, step, {"step": step}, keep=3)
+    names = ["000002-step-00000010", "000003-step-00000011", "000004-step-00000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in checkpoints(tmp_path)] == names
+    assert read_checkpoint(tmp_path) == {"step": 2}
+    assert read_checkpoint(tmp_path / names[0]) == {"step": 10}
+
+
+@pytest.mark.slow
+def test_going_back_keeps_what_is_saved_then(tmp_path: Path) -> None:
+    """The checkpoint of the earlier step is the one that loads."""
+    with trainer_of("resident") as trainer:
+        trainer.step(batches(SMALL, 1)[0])
+        state = trainer.state_dict()
+        for batch in batches(SMALL, 3):
+            trainer.step(batch)
+            trainer.save(tmp_path)
+        trainer.load_state_dict(state)
+        trainer.save(tmp_path, extra="went back")
+        assert trainer.load(tmp_path) == "went back"
+        assert trainer.state_dict()["step"] == 1
+
+
+@pytest.mark.slow
+def test_several_threads_may_save(tmp_path: Path) -> None:
+    """One after another, in the background or not, and also two trainers into one folder."""
+    with trainer_of("resident") as one, trainer_of("resident") as other:
+        for trainer in (one, other):
+            trainer.step(batches(SMALL, 1)[0])
+
+        def save(number: int) -> None:
+            for _ in range(3):
+                (one, other)[number % 2].save(tmp_path, keep=100, extra=number, background=number < 2)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(save, range(4)))
+    assert len(checkpoints(tmp_path)) == 12
+    assert all(read_checkpoint(path)["training"]["step"] == 1 for path in checkpoints(tmp_path))
+
+
+def test_hidden_files_of_others_stay(tmp_path: Path) -> None:
+    """Only what was left behind by a save is removed."""
+    (tmp_path / ".x.part").write_text("mine")
+    (tmp_path / ".mine.part").mkdir()
+    (tmp_path / ".autohete-0.part").mkdir()
+    write(tmp_path, 0, {}, keep=1)
+    assert {path.name for path in tmp_path.iterdir()} == {".x.part", ".mine.part", "000001-step-00000000"}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +163,7 @@ def test_the_last_checkpoints_stay(tmp_path: Path) -> None:
 )
 def test_every_plain_value_is_read_as_it_was(value: object, tmp_path: Path) -> None:
     """Types, keys and order included."""
-    write_checkpoint(tmp_path, 0, {"value": value}, keep=1)
+    write(tmp_path, 0, {"value": value}, keep=1)
     assert repr(read_checkpoint(tmp_path)["value"]) == repr(value.item() if isinstance(value, np.generic) else value)
 
 
@@ -126,8 +172,10 @@ def test_tensors_are_read_as_they_were(tmp_path: Path) -> None:
     whole = torch.randn(6, 4)
     given = {"a": whole, "b": whole, "row": whole[2], "turned": whole.T, "none": torch.empty(0, 3), "one": torch.tensor(3)}
     given |= {"bf16": whole.bfloat16(), "bytes": torch.arange(5, dtype=torch.uint8)}
-    write_checkpoint(tmp_path, 0, given, keep=1)
+    given |= {"in.one": torch.zeros(2)}
+    write(tmp_path, 0, given | {"in": {"one": torch.ones(2)}}, keep=1)
     found = read_checkpoint(tmp_path)
+    assert found.pop("in")["one"].tolist() == [1, 1]
     assert found.keys() == given.keys()
     assert all(torch.equal(found[name], tensor) and found[name].dtype is tensor.dtype for name, tensor in given.items())
 
@@ -143,7 +191,7 @@ def test_tensors_are_read_as_they_were(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_named(value: Any, message: str, tmp_path: Path) -> None:
     """Before anything is written."""
     with pytest.raises(InputError, match=message):
-        write_checkpoint(tmp_path, 0, value, keep=1)
+        write(tmp_path, 0, value, keep=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -174,11 +222,11 @@ def test_a_damaged_checkpoint_is_refused(damage: str, folder: Path, tmp_path: Pa
     """In one line that names the one before, which loads."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     act, message = DAMAGES[damage]
-    act(tmp_path / "step-00000002")
+    act(tmp_path / "000002-step-00000002")
     with pytest.raises(InputError, match=message) as caught:
         read_checkpoint(tmp_path)
-    assert "step-00000001 is the one before" in str(caught.value)
-    assert read_checkpoint(tmp_path / "step-00000001")["training"]["step"] == 1
+    assert "000001-step-00000001 is the one before" in str(caught.value)
+    assert read_checkpoint(tmp_path / "000001-step-00000001")["training"]["step"] == 1
 
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
@@ -186,7 +234,7 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     for wrong in (tmp_path, tmp_path / "not there"):
         with pytest.raises(InputError, match="has no checkpoint"):
             read_checkpoint(wrong)
-    write_checkpoint(tmp_path, 3, {"other": 1}, keep=1)
+    write(tmp_path, 3, {"other": 1}, keep=1)
     with trainer_of("resident") as trainer, pytest.raises(InputError, match="a checkpoint of something else"):
         trainer.load(tmp_path)
 
@@ -206,14 +254,14 @@ def little_room() -> Iterator[None]:
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_leaves_the_checkpoint_before(background: bool, tmp_path: Path, little_room: None) -> None:
     """One clear error, at once or at the next call, and training goes on."""
-    write_checkpoint(tmp_path, 1, {"step": 1}, keep=3)
+    write(tmp_path, 1, {"step": 1}, keep=3)
     with trainer_of("resident") as trainer:
         trainer.step(batches(SMALL, 1)[0])
         with pytest.raises(InputError, match=r"the checkpoint of step 1 cannot be written to .*; earlier checkpoints are as"):
             trainer.save(tmp_path, background=background)
             trainer.load(tmp_path)
         trainer.step(batches(SMALL, 1)[0])
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert [path.name for path in tmp_path.iterdir()] == ["000001-step-00000001"]
 
 
 @pytest.mark.slow
@@ -225,12 +273,27 @@ def test_an_error_in_the_background_is_raised_by_close(tmp_path: Path) -> None:
         trainer.save(tmp_path / "file", background=True)
 
 
+@pytest.mark.slow
+def test_an_error_in_the_background_does_not_prevent_the_next_save(tmp_path: Path) -> None:
+    """It is raised once that one is written; what cannot be written at all is refused at once."""
+    (tmp_path / "file").write_text("")
+    with trainer_of("resident") as trainer:
+        trainer.step(batches(SMALL, 1)[0])
+        with pytest.raises(InputError, match=r"state\.extra is a object"):
+            trainer.save(tmp_path, extra=object(), background=True)
+        trainer.save(tmp_path / "file", background=True)
+        with pytest.raises(InputError, match="cannot be created"):
+            trainer.save(tmp_path / "good")
+        trainer.save(tmp_path / "good")
+    assert len(checkpoints(tmp_path / "good")) == 2
+
+
 KILLED = """
 import sys, torch
-from autohete.train.checkpoints import write_checkpoint
+from autohete.train.checkpoints import Checkpoint
 for step in range(1, 10_000):
     state = {"step": step, "tensors": [torch.full((50_000,), float(step)) for _ in range(8)]}
-    write_checkpoint(sys.argv[1], step, state, keep=2)
+    Checkpoint(state).write(sys.argv[1], step, keep=2)
     if step == 2:
         print("begun", flush=True)
 """
@@ -248,9 +311,9 @@ def test_a_killed_process_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
             process.kill()
         state = read_checkpoint(tmp_path)
         assert all(torch.equal(tensor, torch.full((50_000,), float(state["step"]))) for tensor in state["tensors"])
-        write_checkpoint(tmp_path, 99_999, {"step": 0, "tensors": []}, keep=1)
-        assert [path.name for path in tmp_path.iterdir()] == ["step-00099999"]
-        shutil.rmtree(tmp_path / "step-00099999")
+        write(tmp_path, 99_999, {"step": 0, "tensors": []}, keep=1)
+        (left,) = tmp_path.iterdir()
+        shutil.rmtree(left)
 
 
 NAME = "blocks.0.qkv.weight"
@@ -258,7 +321,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "NaN moment": lambda s: s["optimizer"][NAME]["exp_avg"].view(-1)[3].fill_(torch.nan),
     "infinite moment": lambda s: s["optimizer"][NAME]["exp_avg_sq"].view(-1)[3].fill_(torch.inf),
     "negative square": lambda s: s["optimizer"][NAME]["exp_avg_sq"].view(-1)[3].fill_(-1.0),
-    "later than the training": lambda s: s["optimizer"][NAME].update(step=99),
+    "more steps than any": lambda s: s["optimizer"][NAME].update(step=10**12),
     "more skipped than made": lambda s: s.update(skipped_steps=99),
     "sparse": lambda s: s["parameters"].update({NAME: s["parameters"][NAME].to_sparse()}),
     "meta at the end": lambda s: s["parameters"].update({[*s["parameters"]][-1]: [*s["parameters"].values()][-1].to("meta")}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +17,7 @@ from autohete.hardware import load_hardware
 from autohete.runtime.batch import Loss
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
+from autohete.runtime.observe import _unscaled
 from autohete.train.trainer import Trainer
 
 
@@ -200,3 +202,18 @@ def test_a_scaled_loss_is_refused(enabled: bool) -> None:
     with trainer, refusal if enabled else nullcontext():
         trainer.step(batches()[0])
     assert scaler.scale(torch.ones(())) == (2.0**16 if enabled else 1)
+
+
+def test_scalers_are_as_before_whoever_prepares_beside() -> None:
+    """Two threads may observe losses at a time, and other threads scale theirs meanwhile."""
+    scale = torch.amp.GradScaler.scale
+    one, other = _unscaled(), _unscaled()
+    with ThreadPoolExecutor(1) as pool:
+        one.__enter__()
+        pool.submit(other.__enter__).result()
+        with pytest.raises(InputError):
+            torch.amp.GradScaler("cpu").scale(torch.ones(()))
+        one.__exit__(None, None, None)
+        assert torch.amp.GradScaler("cpu").scale(torch.ones(())) == 2.0**16
+        pool.submit(other.__exit__, None, None, None).result()
+    assert torch.amp.GradScaler.scale is scale

@@ -144,6 +144,28 @@ def test_a_loss_takes_what_the_batch_has_for_it(micro_batches: int) -> None:
             trainer.step({key: value for key, value in batch.items() if key != "scale"})
 
 
+class Scaled(Net):
+    """Takes a factor that its loss takes, too."""
+
+    def forward(self, ids: Tensor, factor: Tensor | None = None) -> Any:
+        found = super().forward(ids)
+        return found if factor is None else found * factor
+
+
+def test_loss_and_model_may_take_the_same() -> None:
+    """As a mask of the tokens that count."""
+
+    def loss(logits: Tensor, targets: Tensor, factor: Tensor) -> Tensor:
+        return next_token_loss(logits, targets) * factor.mean()
+
+    ids, targets = batches([(4, 8)], VOCABULARY)[0]
+    factor = torch.full((4, 1, 1), 0.5)
+    model = Scaled().eval()
+    expected = (next_token_loss(model(ids, factor), targets) * 0.5).item()
+    with Trainer(model, loss=loss, hardware=hardware()) as trainer:
+        assert trainer.step({"ids": ids, "targets": targets, "factor": factor}) == expected
+
+
 class Classifier(Net):
     """One result for each sequence."""
 
