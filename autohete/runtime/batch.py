@@ -138,7 +138,7 @@ class Batch:
     @property
     def tensors(self) -> Mapping[str, Any]:
         """Everything by name."""
-        return {**self.for_loss, **self.named, "targets": self.targets}
+        return {**self.named, "targets": self.targets, **self.for_loss}
 
     def _check(self, model: nn.Module, *, per_position: bool) -> None:
         for name, value in self.tensors.items():
