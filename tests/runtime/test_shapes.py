@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.measured import is_within
 from support.modules import VOCABULARY, Layer, Net
 from support.reference import model_for
 from support.small import SMALL
@@ -73,8 +74,7 @@ def test_smaller_batches_train_to_the_bit(make: Callable[[], nn.Module], policy:
         torch.manual_seed(2)
         assert [trainer.step(batch) for batch in given] == expected
         assert trainer.counting is Counting.SCHEDULED
-        found = trainer.comparison()
-        assert found.measured_peak_bytes <= found.predicted_peak_bytes
+        assert is_within(trainer)
     assert same(model, plain)
 
 

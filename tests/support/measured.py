@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from autohete.analysis.worst_case import worst_case
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY
 from autohete.simulate import Simulation, judge_for, simulate_plan
 from autohete.train.as_executed import as_executed
 from autohete.train.measured import measured_profile_on
+from autohete.train.trainer import Trainer
 from autohete.workload import Workload
 from support.reference import batches, model_for
 from support.small import SMALL
@@ -38,3 +41,12 @@ def predicted(workload: Workload, policy: str) -> Simulation:
     """What the simulator says about a policy on the measured profile."""
     profile = profile_for(workload)
     return simulate_plan(profile, as_executed(parse_policy(policy).plan(profile, judge_for(profile)), profile))
+
+
+def is_within(trainer: Trainer) -> bool:
+    """Whether a training has needed no more device memory than its schedule may need under any timing. The predicted peak is
+    that of the predicted timing, which a busy machine does not keep.
+    """
+    assert trainer.prediction is not None
+    most = worst_case(trainer.prediction.schedule, GPU_MEMORY).peak_bytes
+    return most is None or trainer.comparison().measured_peak_bytes <= most
