@@ -90,7 +90,7 @@ def train_plainly(model: nn.Module, between: Between = nothing) -> Trained:
 def train(
     model: nn.Module, between: Between = nothing, policy: str = "autohete", memory: str | None = None, *, steady: bool = True
 ) -> Trained:
-    """The same training, from measuring to closing; its peak is none that the schedule rules out, if the model is ``steady``."""
+    """The same training, from measuring to closing; its peak is one that its schedule allows, if the model is ``steady``."""
     seed()
     hardware = load_hardware("a100-40gb-epyc7713")
     with Trainer(model, policy=policy, gpu_memory=memory, hardware=hardware) as trainer:
