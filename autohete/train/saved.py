@@ -130,11 +130,11 @@ def load_values(state: Mapping[str, Any], model: nn.Module, states: States | Non
             buffer.copy_(state["buffers"][name])
 
 
-def load_states(state: Mapping[str, Any], model: nn.Module, states: States) -> None:
+def load_states(state: Mapping[str, Any], model: nn.Module, states: States, *, by_masters: bool = False) -> None:
     """Set the model states, wherever they are stored. All updates must have ended.
 
-    A state without ``parameters`` leaves their values unchanged; master weights that do not match them are replaced. States of
-    parameters that it does not name are as in the beginning.
+    A state without ``parameters`` leaves their values unchanged; master weights that do not match them are replaced, or, if
+    ``by_masters``, the values follow from them. States of parameters that it does not name are as in the beginning.
     """
     places = _places(states)
     for name, parameter in model.named_parameters():
@@ -142,9 +142,11 @@ def load_states(state: Mapping[str, Any], model: nn.Module, states: States) -> N
             continue
         i, place = places[id(parameter)]
         values = state.get("parameters", {}).get(name)
-        values = states.values(i, place) if values is None else values
+        given = dict(state["optimizer"].get(name, {}))
+        if values is None:
+            values = given[MASTER].to(parameter.dtype) if by_masters and MASTER in given else states.values(i, place)
         beginning = {VALUES: values, STEP: 0, MASTER: values.float()}
-        states.load(i, place, beginning | dict(state["optimizer"].get(name, {})))
+        states.load(i, place, beginning | given)
         states.assign(i, place, values)
 
 

@@ -328,6 +328,29 @@ def test_states_loaded_before_the_first_step_are_not_rounded() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_first", [True, False])
+def test_weights_and_states_may_be_loaded_in_either_order(model_first: bool) -> None:
+    """Between steps, in 16 bit: masters keep the bits that the weights do not have."""
+    workload = replace(SMALL, precision=Precision.BF16)
+    given, model = batches(workload, 4), model_for(workload)
+    optimizer = MAKES["adamw"](list(model.parameters()))
+    with training(model, optimizer, "stronghold:window=1") as trainer:
+        trainer.prepare(given[0])
+        torch.manual_seed(2)
+        for batch in given[:2]:
+            trainer.step(batch)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+        trainer.step(given[2])
+        expected = trainer.parameters()
+        trainer.step(given[3])
+        for load in (0, 1) if model_first else (1, 0):
+            (model, optimizer)[load].load_state_dict(copy.deepcopy(saved[load]))
+        torch.set_rng_state(saved[2])
+        trainer.step(given[2])
+        assert same(trainer.parameters(), [nn.Parameter(value) for value in expected])
+
+
+@pytest.mark.slow
 def test_the_last_load_counts() -> None:
     """Whether by the Trainer or by the optimizer, and also if no step follows."""
     given, model = batches(SMALL, 2), model_for(SMALL)
