@@ -343,8 +343,11 @@ def test_weights_and_states_may_be_loaded_in_either_order(model_first: bool) -> 
         trainer.step(given[2])
         expected = trainer.parameters()
         trainer.step(given[3])
-        for load in (0, 1) if model_first else (1, 0):
-            (model, optimizer)[load].load_state_dict(copy.deepcopy(saved[load]))
+        for load_model in (True, False) if model_first else (False, True):
+            if load_model:
+                model.load_state_dict(saved[0])
+            else:
+                optimizer.load_state_dict(copy.deepcopy(saved[1]))
         torch.set_rng_state(saved[2])
         trainer.step(given[2])
         assert same(trainer.parameters(), [nn.Parameter(value) for value in expected])

@@ -172,6 +172,6 @@ def test_a_trainer_does_not_clip_what_it_delays() -> None:
     """Its saved state has gradients without their coefficient: refused, and the model is given back."""
     model = model_for(MEDIUM)
     trainer = Trainer(model, policy="zero_offload:delayed_update", profile=profile_for(MEDIUM), clip_norm=1.0)
-    with trainer, pytest.raises(InputError, match=r"clip_norm is 1\.0, but zero_offload:delayed_update delays updates"):
+    with trainer, pytest.raises(InputError, match="there is a clip_norm, but zero_offload:delayed_update delays"):
         trainer.step(batches(MEDIUM, 1)[0])
     assert model(batches(MEDIUM, 1)[0][0]).isfinite().all()
