@@ -299,8 +299,8 @@ CHANGING = [Normed, Codebook, Spectral, SpectralByHook, FrozenStatistics]
 @pytest.mark.parametrize(("policy", "memory"), POLICIES)
 @pytest.mark.parametrize("model", CHANGING)
 def test_buffers_that_change_are_those_of_plain_training(model: type[Net], policy: str, memory: str | None) -> None:
-    """Measuring changes none, recomputation finds those of its forward, and all are the same after closing. Plans that recompute
-    blocks with the older hook need up to 10 KB more than they say, which the first steps show.
+    """Measuring changes none, recomputation finds those of its forward, and all are the same after closing. Plans that
+    recompute blocks with the older hook need up to 10 KB more than they say, which the first steps show.
     """
     steady = model is not SpectralByHook
     assert train(model(), policy=policy, memory=memory, steady=steady) == train_plainly(model())
