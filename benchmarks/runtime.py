@@ -134,7 +134,8 @@ def overlap() -> None:
     slow = {"links.h2d.bandwidth": "6GB/s", "links.d2h.bandwidth": "6GB/s"}
     node = load_hardware("a100-40gb-epyc7713", slow)
     shown = table(
-        "autohete, paced: period against the schedule's lower bound", ["memory", "bound", "measured", "above", "goal"]
+        "autohete, paced: period against the schedule's lower bound",
+        ["memory and plan", "bound", "simulated", "measured", "above", "goal"],
     )
     profile = measured_profile_on(node, GPT(small), data)
     # Passes slowed down to where this CPU keeps up, copies and updates to where they matter.

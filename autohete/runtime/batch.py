@@ -153,7 +153,7 @@ class Batch:
             raise InputError(f"the ids are {_said(ids)}: give (batch, sequence), such as ids.unsqueeze(0) for one sequence")
         if not per_position and (not self.targets.dim() or len(self.targets) != len(ids)):
             raise InputError(
-                f"the targets are {_said(self.targets)}, the inputs {_said(ids)}: their first dimension has to be the sequences"
+                f"the targets are {_said(self.targets)}, the inputs {_said(ids)}: their first dimension must be the sequences"
             )
         if per_position and self.targets.shape != ids.shape[:2]:
             raise InputError(

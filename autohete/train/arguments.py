@@ -169,7 +169,8 @@ def check_processes() -> None:
 
 
 def check_modes() -> None:
-    """Reject PyTorch modes that are active in the calling thread but not in the threads that compute. Warn of a profiler.
+    """Reject PyTorch modes that are active in the calling thread but not in the threads that compute. Warn about a profiler
+    that records only the calling thread.
 
     Raises:
         InputError: names the mode and the alternative.

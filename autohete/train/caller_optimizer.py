@@ -279,7 +279,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
     for index, group in enumerate(groups):
         for name in _NEVER:
             if group.get(name):
-                raise InputError(f"group {index} of the optimizer has {name}: leave it out, no update of a Trainer has it")
+                raise InputError(f"group {index} of the optimizer has {name}, which the Trainer does not support: leave it out")
     if kind in (torch.optim.AdamW, torch.optim.Adam):
         return ADAM
     if kind is torch.optim.SGD:

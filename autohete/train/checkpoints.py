@@ -1,11 +1,11 @@
-"""Checkpoints of a training on disk: a folder for each, complete or not there, without pickled code.
+"""Checkpoints of a training on disk: a folder for each, complete or absent, without pickled code.
 
     FOLDER/000007-step-00000020/tensors-0.safetensors    all tensors, in files of about a gigabyte
                                 state.json               everything else, and the digests of those files and of itself
 
 The first number counts the checkpoints of the folder: the last one written is the latest, also if training went back to an
-earlier step. A checkpoint is written into a hidden folder beside, brought to disk, and renamed; those before it stay until
-then. What a killed process has left behind is removed by the next save.
+earlier step. A checkpoint is written to a hidden folder in the same place, synced to disk, and renamed; earlier ones stay until
+then. The next save removes what a killed process has left behind.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Checkpoint:
             return items if isinstance(value, list) else {"tuple": items}
         if isinstance(value, Mapping):
             if not all(isinstance(key, (str, int)) for key in value):
-                raise InputError(f"{where} has keys that are neither text nor whole numbers: a checkpoint has no others")
+                raise InputError(f"{where} has keys that are neither text nor whole numbers: use strings or integers")
             return {"dict": [[key, self._encoded(item, f"{where}.{key}")] for key, item in value.items()]}
         raise InputError(
             f"{where} is a {type(value).__name__}, which a checkpoint cannot have: give numbers, text, tensors, and "
@@ -133,7 +133,9 @@ class Checkpoint:
 
     def _noted(self, tensor: Tensor, where: str) -> str:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise InputError(f"{where} is a tensor of layout {tensor.layout} on {tensor.device}: give an ordinary one")
+            raise InputError(
+                f"{where} is a tensor of layout {tensor.layout} on {tensor.device}: only dense tensors with values can be saved"
+            )
         storage = tensor.untyped_storage()
         alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in self._known
         self._known.add(storage.data_ptr())

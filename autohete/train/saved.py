@@ -95,8 +95,9 @@ def check_state(state: object, model: nn.Module, optimizer: CallerOptimizer, sta
     for name, tensor in (*parameters.items(), *model.named_buffers()):
         part = "parameters" if name in parameters else "buffers"
         _check_tensor(name, state[part][name], tensor.shape, tensor.dtype)
+    updates = optimizer.updates()
     for name in trained:
-        _check_optimizer(name, state["optimizer"][name], parameters[name], optimizer.updates())
+        _check_optimizer(name, state["optimizer"][name], parameters[name], updates)
     if states is not None:
         check_delayed(state, model, states)
     optimizer.check_settings(state["groups"])

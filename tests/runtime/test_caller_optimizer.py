@@ -296,6 +296,19 @@ def test_no_masters_where_the_simulator_knows_none(make: str, precision: Precisi
         trainer.step(batches(workload, 1)[0])
 
 
+def saved_after_two(
+    trainer: Trainer, model: GPT, given: list[tuple[Tensor, Tensor]]
+) -> tuple[tuple[dict[str, Any], dict[str, Any], Tensor], list[Tensor]]:
+    """Train on two batches and one more: states of model, optimizer and generator after the two, and parameters in the end."""
+    trainer.prepare(given[0])
+    torch.manual_seed(2)
+    for batch in given[:2]:
+        trainer.step(batch)
+    saved = copy.deepcopy((model.state_dict(), trainer.optimizer.state_dict(), torch.get_rng_state()))
+    trainer.step(given[2])
+    return saved, trainer.parameters()
+
+
 @pytest.mark.slow
 def test_states_loaded_before_the_first_step_are_not_rounded() -> None:
     """PyTorch rounds them to the parameters' 16 bit; those that it has rounded before are refused."""
@@ -303,23 +316,17 @@ def test_states_loaded_before_the_first_step_are_not_rounded() -> None:
     given, model = batches(workload, 3), model_for(workload)
     optimizer = MAKES["adamw"](list(model.parameters()))
     with training(model, optimizer, "resident") as trainer:
-        trainer.prepare(given[0])
-        torch.manual_seed(2)
-        for batch in given[:2]:
-            trainer.step(batch)
-        saved = copy.deepcopy((optimizer.state_dict(), model.state_dict(), torch.get_rng_state()))
-        trainer.step(given[2])
-        expected = trainer.parameters()
+        saved, expected = saved_after_two(trainer, model, given)
     resumed = model_for(workload)
     optimizer = MAKES["adamw"](list(resumed.parameters()))
-    resumed.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[0])
     with training(resumed, optimizer, "stronghold:window=1") as trainer:
-        optimizer.load_state_dict(copy.deepcopy(saved[0]))
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
         trainer.prepare(given[0])
         torch.set_rng_state(saved[2])
         trainer.step(given[2])
         assert same(trainer.parameters(), [nn.Parameter(value) for value in expected])
-    optimizer.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
     with (
         training(resumed, optimizer, "resident") as trainer,
         pytest.raises(InputError, match="call it once the Trainer is made"),
@@ -335,13 +342,7 @@ def test_weights_and_states_may_be_loaded_in_either_order(model_first: bool) -> 
     given, model = batches(workload, 4), model_for(workload)
     optimizer = MAKES["adamw"](list(model.parameters()))
     with training(model, optimizer, "stronghold:window=1") as trainer:
-        trainer.prepare(given[0])
-        torch.manual_seed(2)
-        for batch in given[:2]:
-            trainer.step(batch)
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
-        trainer.step(given[2])
-        expected = trainer.parameters()
+        saved, expected = saved_after_two(trainer, model, given)
         trainer.step(given[3])
         for load_model in (True, False) if model_first else (False, True):
             if load_model:
