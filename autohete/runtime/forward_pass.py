@@ -238,7 +238,12 @@ def _version(tensor: Tensor) -> int:
 
 def graph_nodes(tensor: Tensor, until: Tensor | None = None) -> Iterator[Node]:
     """Iterate over the graph nodes that ``tensor`` was computed by, back to ``until``."""
-    nodes, seen = [tensor.grad_fn], {None if until is None else until.grad_fn}
+    return nodes_of(tensor.grad_fn, None if until is None else until.grad_fn)
+
+
+def nodes_of(root: Node | None, until: Node | None = None) -> Iterator[Node]:
+    """Iterate over the nodes of a graph from ``root``, back to ``until``."""
+    nodes, seen = [root], {None, until}
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -88,7 +89,9 @@ def check_trainable(model: nn.Module) -> None:
 
 
 class Guarded:
-    """A tensor of a model that is being trained. Each guard creates its own subclasses, which refer to it."""
+    """A tensor of a model that is being trained. Each guard creates its own subclasses, one for each type of tensor, which
+    refer to it. Copies are of the ordinary type.
+    """
 
     __slots__ = ()
     guard: ClassVar[Guard]
@@ -104,24 +107,14 @@ class Guarded:
         return cls.guard.use(func, types, args, kwargs or {})
 
 
-class GuardedParameter(Guarded, nn.Parameter):
-    """A guarded parameter. Copies of it are ordinary parameters."""
-
-    def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
-        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
-
-
-class GuardedBuffer(Guarded, Tensor):
-    """A guarded buffer."""
-
-
 @dataclass(frozen=True, slots=True)
 class _GuardedTensor:
-    """A parameter or buffer, and its place in the states: block, and number in the block; None if it is not trained."""
+    """A parameter or buffer, and its place in the states: block, and number in the block; None if it stays on the device."""
 
     tensor: Tensor
     name: str
     place: tuple[int, int] | None
+    trained: bool
     shape: torch.Size
     dtype: torch.dtype
 
@@ -163,23 +156,23 @@ class Guard:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._inside = _Inside()
-        places = {
-            id(parameter): (i, place)
-            for i, block in enumerate(states.units)
-            for place, parameter in enumerate(block.parameters)
-        }
+        places = states.places()
+        trained = {id(parameter) for block in states.units for parameter in block.parameters}
         named = [*model.named_parameters(), *model.named_buffers()]
         self._structure = _Structure(model)
         self._guarded = {
-            id(tensor): _GuardedTensor(tensor, name, places.get(id(tensor)), tensor.shape, tensor.dtype)
+            id(tensor): _GuardedTensor(tensor, name, places.get(id(tensor)), id(tensor) in trained, tensor.shape, tensor.dtype)
             for name, tensor in named
-            if type(tensor) in (nn.Parameter, Tensor)
+            if type(tensor) in (nn.Parameter, Tensor) or id(tensor) in places
         }
         self._lent = _Lent(states, self._guarded)
-        parameter = type("Parameter", (GuardedParameter,), {"guard": self})
-        buffer = type("Tensor", (GuardedBuffer,), {"guard": self})
+        #: The types of the guarded tensors, and the guarded ones of each.
+        self._types: dict[type[Tensor], type[Tensor]] = {
+            kind: type(kind.__name__, (Guarded, kind), {"guard": self, "__new__": partial(_ordinary, kind)})
+            for kind in {type(one.tensor) for one in self._guarded.values()}
+        }
         for one in self._guarded.values():
-            one.tensor.__class__ = parameter if isinstance(one.tensor, nn.Parameter) else buffer
+            one.tensor.__class__ = self._types[type(one.tensor)]
 
     def release(self) -> None:
         """Apply the caller's changes, and make the parameters ordinary ones again.
@@ -193,12 +186,10 @@ class Guard:
                 self._lent.check_writes()
             finally:
                 self._lent.forget()
+                ordinary = {guarded: kind for kind, guarded in self._types.items()}
                 for one in self._guarded.values():
-                    if isinstance(one.tensor, GuardedParameter):
-                        one.tensor.__class__ = nn.Parameter  # type: ignore[assignment]
-                    elif isinstance(one.tensor, GuardedBuffer):
-                        one.tensor.__class__ = Tensor  # type: ignore[assignment]
-                self._guarded = {}
+                    one.tensor.__class__ = ordinary.get(type(one.tensor), type(one.tensor))
+                self._guarded, self._types = {}, {}
                 self.wait = _nothing  # breaks a possible reference cycle with the training
 
     @contextmanager
@@ -247,7 +238,7 @@ class Guard:
             return _call(func, types, args, kwargs)
         self._check_process()
         if func == _DEVICE:  # the caller gets the values on the CPU
-            return torch.device("cpu") if self._is_trained(args[0]) else _call(func, types, args, kwargs)
+            return torch.device("cpu") if self._is_held(args[0]) else _call(func, types, args, kwargs)
         with ExitStack() as held:
             for guard in sorted({t.guard for t in types if issubclass(t, Guarded)}, key=id):
                 held.enter_context(guard._lock)
@@ -273,14 +264,15 @@ class Guard:
 
     def _refuse_in_loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for tensor in _tensors((args, kwargs)):
-            if isinstance(tensor, Guarded) and self._is_trained(tensor):
+            if isinstance(tensor, Guarded) and self._is_held(tensor):
                 raise InputError(
                     f"the loss uses the parameter {self._guarded[id(tensor)].name}, which gets no gradient from it: compute a "
                     "weight penalty with the optimizer's weight_decay, and anything else that needs parameters in the model's "
                     "forward"
                 )
 
-    def _is_trained(self, tensor: object) -> bool:
+    def _is_held(self, tensor: object) -> bool:
+        """Whether the states have the tensor."""
         one = self._guarded.get(id(tensor))
         return one is not None and one.place is not None
 
@@ -295,7 +287,7 @@ class Guard:
         found = self._guarded.get(id(tensor))
         if found is None:
             return
-        trained = found.place is not None
+        trained = found.trained
         if func == _GRADIENT:
             if trained and sys._getframe(3).f_code not in _HARMLESS:
                 raise InputError(f"{found.name}.grad is not available while a Trainer trains it: {_UPDATES_HERE}")
@@ -313,7 +305,7 @@ class Guard:
                     f"{found.name}.requires_grad cannot become {bool(wanted)} while a Trainer trains the model: the plan "
                     "depends on what is trained; leave the Trainer, change it, and create a new one"
                 )
-        elif func == _SET_DATA and trained and tensor is args[0]:
+        elif func == _SET_DATA and found.place is not None and tensor is args[0]:
             _check_like(found, args[1])
 
     def _expose(self, tensor: object) -> None:
@@ -338,7 +330,7 @@ class _Lent:
         self._states, self._guarded = states, guarded
         #: Values given to the caller, by the parameter's id.
         self.values: dict[int, Tensor] = {}
-        #: PyTorch's counts of in-place writes to trained parameters.
+        #: PyTorch's counts of in-place writes to parameters that the states have.
         self._writes = {key: one.tensor._version for key, one in guarded.items() if one.place is not None}
         self._snapshots: list[_Snapshot] = []
 
@@ -458,6 +450,11 @@ class _Structure:
                 raise InputError(f"{name} was unfrozen after the Trainer took over the model: create a new Trainer to train it")
 
 
+def _ordinary(kind: type[Tensor], _guarded: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Make a tensor of an ordinary type instead of a guarded one."""
+    return kind(*args, **kwargs)
+
+
 def _nothing() -> None:
     """Wait for nothing."""
 
@@ -467,7 +464,7 @@ def _check_like(one: _GuardedTensor, given: object) -> None:
     if not isinstance(given, Tensor):
         raise InputError(f"{one.name}.data cannot become {type(given).__name__}: give a tensor")
     with torch._C.DisableTorchFunctionSubclass():
-        there = "cpu" if isinstance(given, GuardedParameter) else given.device.type
+        there = "cpu" if isinstance(given, Guarded) else given.device.type
         if (given.shape, given.dtype, given.layout, there) != (one.shape, one.dtype, torch.strided, "cpu"):
             raise InputError(
                 f"{one.name} is {tuple(one.shape)} of {one.dtype} and cannot become {tuple(given.shape)} of {given.dtype} "

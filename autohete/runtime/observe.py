@@ -98,4 +98,4 @@ def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: 
             )
     classes = found.logits.shape[-1] if loss.per_position else None
     effects = found.effects | Effects(kept_bytes=kept.used_bytes, loss_keeps=kept.used_bytes > 0)
-    return partition.using(found.before, found.after, effects), Form(first, found.rows, classes)
+    return partition.using(found.before, found.after, effects, found.places), Form(first, found.rows, classes)

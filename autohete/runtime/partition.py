@@ -6,7 +6,8 @@ The runtime drives a model block by block, but the code before the first block a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from autohete.errors import InputError
 from autohete.runtime.forward_pass import stopping
 from autohete.runtime.model_state import NO_EFFECTS, Effects, buffers_of
 from autohete.runtime.precision import DTYPES
+from autohete.runtime.units import FrozenPlaces
 
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
@@ -33,12 +35,14 @@ class Partition:
         modules: the transformer blocks.
         owned: trained parameters of each block, embedding first, head last; each parameter only once, so a matrix that
             the head shares with the embedding belongs to the embedding.
+        frozen: frozen parameters of each block that only it uses: they move with it.
         effects: side effects of a forward pass, as observed by :func:`autohete.runtime.probe.by_use`.
     """
 
     model: nn.Module
     modules: tuple[nn.Module, ...]
     owned: tuple[tuple[nn.Parameter, ...], ...]
+    frozen: tuple[tuple[nn.Parameter, ...], ...]
     effects: Effects = NO_EFFECTS
 
     @property
@@ -54,9 +58,15 @@ class Partition:
 
     @property
     def lasting(self) -> list[Tensor]:
-        """Buffers and frozen parameters, which are neither trained nor moved: they stay on the device throughout."""
-        trained = {id(parameter) for owned in self.owned for parameter in owned}
-        return [*self.model.buffers(), *(p for p in self.model.parameters() if id(p) not in trained)]
+        """Buffers and other frozen parameters, which are neither trained nor moved: they stay on the device throughout."""
+        moving = {id(parameter) for some in (*self.owned, *self.frozen) for parameter in some}
+        frozen = [parameter for parameter in self.model.parameters() if id(parameter) not in moving]
+        scales = (scale for p in self.model.parameters() if is_quantised(p) for scale in _scales(vars(p)))
+        return [*self.model.buffers(), *frozen, *{id(scale): scale for scale in scales}.values()]
+
+    def frozen_bytes(self, i: int) -> int:
+        """Bytes that the frozen parameters of block ``i`` add to its trained ones."""
+        return FrozenPlaces.behind(sum(parameter.nbytes for parameter in self.owned[i]), self.frozen[i]).size_bytes
 
     @property
     def lasting_bytes(self) -> int:
@@ -92,12 +102,15 @@ class Partition:
                     vars(module)["gradient_checkpointing"] = False
             yield undo.enter_context(stopping(self.modules))
 
-    def using(self, before: frozenset[int], after: frozenset[int], effects: Effects) -> Partition:
+    def using(
+        self, before: frozenset[int], after: frozenset[int], effects: Effects, places: Mapping[int, Set[int]]
+    ) -> Partition:
         """Return this partition with parameters outside of the blocks assigned by use in a forward pass, not by declaration.
 
         Args:
             before, after: ids of the parameters used for the first block's input, and for the logits after the last block.
             effects: side effects of the forward pass.
+            places: of the uses of each frozen parameter, by the address of its memory; see :class:`Probe`.
 
         Raises:
             InputError: a parameter of a block is used outside of it.
@@ -115,7 +128,22 @@ class Partition:
         of_first += [p for p in first if id(p) not in used]
         of_last += [p for p in last if id(p) not in used]
         owned = (_round_first(of_first), *self.owned[1:-1], _round_first(of_last))
-        return replace(self, owned=owned, effects=effects)
+        return replace(self, owned=owned, effects=effects, frozen=self._moving(places))
+
+    def _moving(self, used: Mapping[int, Set[int]]) -> tuple[tuple[nn.Parameter, ...], ...]:
+        """The frozen parameters that exactly one block uses, by block."""
+        found: list[list[nn.Parameter]] = [[] for _ in self.owned]
+        at = Counter(parameter.untyped_storage().data_ptr() for parameter in self.model.parameters())
+        for parameter in self.model.parameters():
+            address = parameter.untyped_storage().data_ptr()
+            places = used.get(address, frozenset())
+            whole = parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
+            ordinary = (type(parameter) is nn.Parameter or is_quantised(parameter)) and parameter.layout is torch.strided
+            if not parameter.requires_grad and ordinary and whole and at[address] == 1 and len(places) == 1:
+                (place,) = places
+                if place >= 0:
+                    found[place].append(parameter)
+        return tuple(map(tuple, found))
 
 
 def partition(model: nn.Module, blocks: str | None = None) -> Partition:
@@ -172,7 +200,37 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
                 f"block {i} has parameters of {' and '.join(sorted(map(str, types)))}: convert the model to one type of "
                 f"{', '.join(map(str, DTYPES.values()))}, such as model.to(torch.bfloat16)"
             )
-    return Partition(model, tuple(modules), tuple(owned))
+    return Partition(model, tuple(modules), tuple(owned), ((),) * len(owned))
+
+
+def is_quantised(parameter: Tensor) -> bool:
+    """Whether ``parameter`` has values of 4 bits, as of bitsandbytes."""
+    return type(parameter).__name__ == "Params4bit" and getattr(parameter, "quant_state", None) is not None
+
+
+def _scales(attributes: Mapping[str, Any], depth: int = 4) -> Iterator[Tensor]:
+    """The tensors among some attributes, and those of objects there: the scales of quantised values."""
+    for value in attributes.values():
+        if isinstance(value, Tensor):
+            yield value
+        elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+            yield from _scales(vars(value), depth - 1)
+
+
+@contextmanager
+def packed_for_training(model: nn.Module) -> Iterator[None]:
+    """Let linear layers of bitsandbytes not repack 4-bit weights in evaluation, as they do on CPUs with AVX512-BF16: what is
+    packed so cannot be trained.
+    """
+    flag = "support_avx512bf16_for_cpu"
+    before = [(vars(module), vars(module)[flag]) for module in model.modules() if flag in vars(module)]
+    for attributes, _ in before:
+        attributes[flag] = False
+    try:
+        yield
+    finally:
+        for attributes, value in before:
+            attributes[flag] = value
 
 
 def _round_first(parameters: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]:

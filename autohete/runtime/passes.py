@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_map
 
 from autohete.errors import InputError, NonFiniteGradientError, ScheduleError
 from autohete.quantities import format_bytes
 from autohete.runtime.batch import Batch, Inputs, on_device
-from autohete.runtime.forward_pass import BlockCall, ForwardPass, hidden_of, with_hidden
+from autohete.runtime.forward_pass import BlockCall, ForwardPass, hidden_of, nodes_of, with_hidden
 from autohete.runtime.ledger import WORKSPACE, Ledger
 from autohete.runtime.loss_call import LossCall
 from autohete.runtime.losses import check_loss
@@ -144,6 +146,13 @@ class _Transit:
         return self.logits if self.logits is not None else self.gradient
 
 
+@dataclass(frozen=True, slots=True)
+class _OfParameters:
+    """Stands for a tensor in the memory of a block's parameters, which may leave and come back elsewhere."""
+
+    place: Geometry
+
+
 class _Kept:
     """What a block keeps from forward to forward in addition to its parameters.
 
@@ -213,6 +222,8 @@ class Passes:
         self._lasting: set[int] = set()
         self._kept = [_Kept(partition, i) for i in range(partition.last + 1)]
         self._passes = _forwards_of(states.schedule, partition.last + 1)
+        #: The first block with a backward. Those below it are frozen.
+        self._lowest = min((task.id.unit for task in states.schedule.tasks if task.id.kind is Kind.BACKWARD), default=0)
         self._parts = _parts_of(states.schedule, self._passes)
         #: Whether what a block's backward needs is kept in movable form.
         self._moves = [
@@ -286,14 +297,18 @@ class Passes:
         if i == last:
             result, transit.result = transit.result, None
             with torch.enable_grad(), self._saving(i):
-                logits = transit.forward.finish(with_hidden(result, self._cut(unit, hidden_of(result))))
+                logits = transit.forward.finish(with_hidden(result, self._cut(i, hidden_of(result))))
             self._interception.close()
             unit.root, transit.logits, transit.forward = _edge(logits), logits.detach(), None
+            self._take_parameters(i)
             return
         call, transit.call = transit.call, None
         assert call is not None
         now = self._passes[i][0]
-        if now.keeps_all or now.selects:
+        if i < self._lowest:
+            with torch.no_grad():
+                result = call.on(self._forwards[i - 1], call.hidden)
+        elif now.keeps_all or now.selects:
             result = self._compute_with_graph(i, call)
         else:
             random = RandomState(self.memories.torch_device)
@@ -388,6 +403,7 @@ class Passes:
         self.memories.current.alive += [unit.root, unit.still_saved()]
         if unit.root is not None and incoming is not None:
             with torch.autograd.set_multithreading_enabled(False):  # run in this thread, which owns the task, on CUDA too
+                self._give_parameters(unit)
                 # Keep what backward needs until it has ended, which is when the schedule frees it. Incremental freeing would
                 # lower the peak by 0.1 to 1 %, but the memory left when a copy arrives would depend on timing. A graph held by
                 # an attribute of the model would stay alive.
@@ -565,10 +581,11 @@ class Passes:
         unit, parts = self.states.units[i], self._parts[i]
         recorder = Recorder(self.partition.modules[i - 1], partial(self._described, unit, call)) if parts else None
         with torch.enable_grad(), self._saving(i, tensors_in((call.args, call.kwargs)), recorder):
-            cut = self._cut(unit, call.hidden)
+            cut = self._cut(i, call.hidden)
             with recorder.recording() if recorder else nullcontext():  # only the block's own operations
                 result = call.on(self._forwards[i - 1], cut)
         unit.root = _edge(hidden_of(result))
+        self._take_parameters(i)
         result = with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)  # frees the graphs of others
         if recorder is not None and parts is not None:
             unit.named = recorder.finished(self._kept[i].tensors())
@@ -582,11 +599,9 @@ class Passes:
 
     def _described(self, unit: UnitTensors, call: BlockCall, tensor: Tensor) -> object:
         """What comes from outside of a block's forward: where it is in what may move, or the tensor."""
-        flat, storage = unit.device.parameters, tensor.untyped_storage().data_ptr()
-        assert flat is not None, "forward without parameters"
-        if flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.nbytes:
+        if unit.holds(tensor):
             return "parameters", Geometry.of(tensor)
-        if storage == call.hidden.untyped_storage().data_ptr():
+        if tensor.untyped_storage().data_ptr() == call.hidden.untyped_storage().data_ptr():
             return "input", Geometry.of(tensor)
         return AsRead.of(tensor)
 
@@ -612,10 +627,45 @@ class Passes:
 
         return outside
 
-    def _cut(self, unit: UnitTensors, hidden: Tensor) -> Tensor:
+    def _cut(self, i: int, hidden: Tensor) -> Tensor:
+        unit = self.states.units[i]
         unit.arrived = []
+        if i == self._lowest:
+            return hidden.detach()
         cut: Tensor = _Cut.apply(self._anchor, hidden, unit.arrived)  # type: ignore[no-untyped-call]
         return cut
+
+    def _take_parameters(self, i: int) -> None:
+        """Let functions in Python not keep the parameters of block ``i`` in attributes, as those of bitsandbytes do: no hook
+        sees these, and the parameters may leave before backward.
+        """
+        unit = self.states.units[i]
+        unit.kept_by = []
+        if unit.root is None or not (self._moves[i] and self.partition.effects.python_in_backward):
+            return
+
+        def taken(value: Any) -> Any:
+            held = isinstance(value, Tensor) and unit.holds(value)
+            return _OfParameters(Geometry.of(value)) if held else value
+
+        for node in (node for node in nodes_of(unit.root.node) if isinstance(node, BackwardCFunction)):
+            for name, value in list(vars(node).items()):
+                if any(unit.holds(tensor) for tensor in tensors_in(value)):
+                    setattr(node, name, tree_map(taken, value))
+                    unit.kept_by.append((node, name))
+
+    def _give_parameters(self, unit: UnitTensors) -> None:
+        """Give the functions these parameters back, for backward."""
+
+        def given(value: Any) -> Any:
+            if not isinstance(value, _OfParameters):
+                return value
+            assert unit.device.parameters is not None, "backward without parameters"
+            return value.place.within(unit.device.parameters.untyped_storage())
+
+        for node, name in unit.kept_by:
+            setattr(node, name, tree_map(given, getattr(node, name)))
+        unit.kept_by = []
 
     @contextmanager
     def _saving(self, i: int, beside: Iterable[Tensor] = (), recorder: Recorder | None = None) -> Iterator[None]:
@@ -624,18 +674,15 @@ class Passes:
         Buffers, frozen parameters and ``beside`` stay where they are. ``recorder`` is told of all else.
         """
         unit = self.states.units[i]
-        assert unit.device.parameters is not None, "forward without parameters"
         if not self._moves[i]:
             yield
             return
         parts = self._parts[i]
-        begin = unit.device.parameters.data_ptr()
-        end = begin + unit.device.parameters.nbytes
         staying = self._lasting | addresses(beside)
         unit.saved = []
 
         def pack(tensor: Tensor) -> object:
-            if begin <= tensor.data_ptr() < end:
+            if unit.holds(tensor):
                 return Geometry.of(tensor)
             tensor = tensor.detach()  # break the reference cycle with the graph, or it would never be freed
             if tensor.untyped_storage().data_ptr() in staying:

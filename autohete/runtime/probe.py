@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohete.errors import AutoHeteError, InputError
 from autohete.runtime.batch import Inputs, check_range, first_sequence, leading, on_device, padded
@@ -29,6 +30,8 @@ from autohete.runtime.model_state import (
 )
 from autohete.runtime.partition import Partition, check_dense, check_hooks
 
+#: Place of uses by the loss.
+LOSS = -1
 _OWN_HOOKS = "a block has hooks of its own for what backward needs"
 
 
@@ -41,6 +44,7 @@ class Probe:
         logits: the result.
         before, after: ids of the parameters used for the first block's input, and for the logits after the last block.
         effects: side effects of the forward pass.
+        places: blocks in which each frozen parameter is used, by the address of its memory; -1 for the loss.
         rows: number of rows of the embedding that an input is looked up in, by the input's name.
         own_loss: the model's own loss, if it was given labels.
     """
@@ -50,6 +54,7 @@ class Probe:
     before: frozenset[int]
     after: frozenset[int]
     effects: Effects
+    places: Mapping[int, Set[int]]
     rows: Mapping[str, int]
     own_loss: float | None
 
@@ -69,21 +74,25 @@ def probe(cut: Partition, inputs: Inputs, loss: Callable[[Tensor], Tensor] | Non
     check_dense(cut.model)
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
     outside, sequences = Snapshot(cut.named_modules(0)), len(leading(inputs))
+    uses = _Uses(parameter for parameter in cut.model.parameters() if not parameter.requires_grad)
     trials = [_Trial(cut.named_modules(place + 1), sequences) for place in range(len(cut.modules))]
     try:
         with cut.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad(), _teaching(inputs):
             forward = ForwardPass(cut.model)
             first = on_device(first_sequence(inputs), device)
-            with _rows_of_embeddings(cut.named_modules(0), first) as rows:
+            with _rows_of_embeddings(cut.named_modules(0), first) as rows, uses.at(0):
                 call = begin = forward.start(first)
             for place, own in enumerate(forwards):
-                result = trials[place].run(call, own, device)
+                with uses.at(place + 1):
+                    result = trials[place].run(call, own, device)
                 if place + 1 < len(forwards):
                     call = forward.resume(result)
-            logits = forward.finish(result)
+            with uses.at(cut.last):
+                logits = forward.finish(result)
             if loss is not None:
                 found = logits.detach().requires_grad_()
-                check_loss(loss(found), found, cut.model)
+                with uses.at(LOSS):
+                    check_loss(loss(found), found, cut.model)
             beside = _beside_bytes(cut, on_device(padded(inputs), device))
         effects = reduce(Effects.__or__, (trial.effects for trial in trials), _effects_since(outside, sequences))
     finally:
@@ -92,7 +101,7 @@ def probe(cut: Partition, inputs: Inputs, loss: Callable[[Tensor], Tensor] | Non
     before, after = (frozenset(map(id, leaves(tensor))) for tensor in (begin.hidden, logits))
     effects |= Effects(kept_bytes=beside)
     own_loss = None if forward.own_loss is None else forward.own_loss.detach().item()
-    return Probe(begin.hidden.detach(), logits.detach(), before, after, effects, rows, own_loss)
+    return Probe(begin.hidden.detach(), logits.detach(), before, after, effects, uses.found, rows, own_loss)
 
 
 def by_use(cut: Partition, inputs: Inputs) -> Partition:
@@ -102,7 +111,41 @@ def by_use(cut: Partition, inputs: Inputs) -> Partition:
         InputError: see :func:`probe` and :meth:`Partition.using`.
     """
     found = probe(cut, inputs)
-    return cut.using(found.before, found.after, found.effects)
+    return cut.using(found.before, found.after, found.effects, found.places)
+
+
+class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes where some tensors are used.
+
+    Args:
+        tensors: the tensors.
+
+    Attributes:
+        found: places in which each is used, by the address of its memory.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[int, set[int]] = {address: set() for address in addresses(tensors)}
+        self._place = LOSS
+
+    @contextmanager
+    def at(self, place: int) -> Iterator[None]:
+        """Note uses at ``place``."""
+        self._place = place
+        with self if self.found else nullcontext():
+            yield
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As in :class:`autohete.runtime.ledger.Accounting`."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for address in addresses(tensors_in((args, kwargs or {}))):
+            if address in self.found:
+                self.found[address].add(self._place)
+        return func(*args, **(kwargs or {}))
 
 
 def _beside_bytes(cut: Partition, inputs: Inputs) -> int:

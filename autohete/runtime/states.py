@@ -54,6 +54,7 @@ class States:
 
     Args:
         owned: trained parameters of each block.
+        frozen: frozen parameters of each block that move with them.
         schedule: its tasks and buffers define where each block's states live.
         updates: what the updates compute.
         memories: where they live.
@@ -68,6 +69,7 @@ class States:
     def __init__(
         self,
         owned: tuple[tuple[nn.Parameter, ...], ...],
+        frozen: tuple[tuple[nn.Parameter, ...], ...],
         schedule: Schedule,
         updates: UpdateSettings,
         memories: Memories,
@@ -106,7 +108,7 @@ class States:
             if task.id.kind is Kind.GPU_UPDATE:
                 self._part_counts[task.id.unit] = max(self._part_counts[task.id.unit], task.id.again + 1)
         self.files = Files()
-        self.units = [UnitTensors(parameters, memories.torch_device) for parameters in owned]
+        self.units = [UnitTensors(mine, memories.torch_device, still) for mine, still in zip(owned, frozen, strict=True)]
         for i, unit in enumerate(self.units):
             unit.cut = self._cut_of(i)
         self._slots: list[Tensor] | None = None
@@ -127,10 +129,10 @@ class States:
         self.memories.settle()
         for i, unit in enumerate(self.units):
             if any(side.parameters is not None for side in unit.sides):  # take_over has not failed before this block
-                for place, parameter in enumerate(unit.parameters):
+                for place, parameter in enumerate((*unit.parameters, *unit.frozen)):
                     parameter.data = self.values(i, place)
                     parameter.grad = None
-                    if self.handed_to is not None:
+                    if self.handed_to is not None and place < len(unit.parameters):
                         self.handed_to(parameter, self.saved_states(i, place))
             unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
             unit.forget_passes()
@@ -140,13 +142,22 @@ class States:
     # --- between steps, after every update has ended
 
     def values(self, i: int, place: int) -> Tensor:
-        """The current values of a parameter of block ``i``, in its shape and type, copied to new host memory."""
+        """The current values of a parameter of block ``i``, in its shape and type, copied to new host memory. Frozen parameters
+        follow the trained ones.
+        """
+        if (index := place - len(self.units[i].parameters)) >= 0:
+            return self.units[i].places.value(self._frozen(i)[0], index)
         # Master weights are rounded in the same way as by the update.
         return self._trained(i, place, self.units[i].dtype)
 
     def assign(self, i: int, place: int, values: Tensor) -> None:
         """Set the values of a parameter of block ``i`` wherever it is. Unchanged elements keep their master weights."""
         unit = self.units[i]
+        if (index := place - len(unit.parameters)) >= 0:
+            for data in self._frozen(i):
+                unit.places.assign(data, index, values)
+            self.memories.settle()
+            return
         changed = _bits(values) != _bits(self.values(i, place))
         if not changed.any():
             return
@@ -156,12 +167,13 @@ class States:
             there.copy_(torch.where(chosen, found.to(there.dtype), there))
         self.memories.settle()
 
-    def saved(self, i: int, place: int) -> dict[str, Any]:
-        """Copy a parameter's values and optimizer states, in its shape; also the gradient, if its update is delayed."""
-        return {VALUES: self.values(i, place), **self.saved_states(i, place)}
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Block, and place in it, of each parameter that the states have, by its id; the trained ones come first."""
+        held = ((i, (*unit.parameters, *unit.frozen)) for i, unit in enumerate(self.units))
+        return {id(parameter): (i, place) for i, some in held for place, parameter in enumerate(some)}
 
     def saved_states(self, i: int, place: int) -> dict[str, Any]:
-        """The same without the values."""
+        """Copy a parameter's optimizer states, in its shape; also the gradient, if its update is delayed."""
         unit, found = self.units[i], dict[str, Any]()
         for states in self._parts(i):
             for name, value in states.optimizer.saved(place).items():
@@ -172,7 +184,7 @@ class States:
         return {name: value.view(unit.shapes[place]) if isinstance(value, Tensor) else value for name, value in found.items()}
 
     def load(self, i: int, place: int, saved: dict[str, Any]) -> None:
-        """Load the result of :meth:`saved`."""
+        """Load values and the result of :meth:`saved_states`."""
         unit = self.units[i]
         for states in self._parts(i):
             states.optimizer.load(place, saved)
@@ -225,12 +237,27 @@ class States:
             parameter.grad = None  # a step starts without gradients
         try:
             self._place_states(i, unit, flat)
+            self._place_frozen(i, unit)
         except BaseException:
             unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
             for parameter, view in zip(unit.parameters, unit.views(flat), strict=True):
                 parameter.data = view.clone()
             raise
         unit.bind()
+
+    def _place_frozen(self, i: int, unit: UnitTensors) -> None:
+        """Copy the frozen parameters to where they rest. A copy is on the device if the first forward fetches nothing."""
+        if i in self._far:
+            unit.far.frozen = self.files.holding(torch.empty(unit.places.size_bytes, dtype=torch.uint8, device="cpu"))
+        elif self.kinds[i] & _PREFETCHES:
+            unit.host.frozen = self.memories.on_host(unit.places.size_bytes, torch.uint8, "parameters")
+        for data in self._frozen(i):
+            for index, parameter in enumerate(unit.frozen):
+                unit.places.assign(data, index, parameter.detach())
+
+    def _frozen(self, i: int) -> list[Tensor]:
+        """The bytes of the frozen parameters of block ``i`` in all memories."""
+        return [side.frozen for side in self.units[i].sides if side.frozen is not None]
 
     def _place_states(self, i: int, unit: UnitTensors, flat: Tensor) -> None:
         kinds, memories = self.kinds[i], self.memories
@@ -258,7 +285,9 @@ class States:
         elif kinds & {Kind.CPU_UPDATE, *_PREFETCHES}:
             unit.host.parameters = memories.on_host(len(there), unit.dtype, "parameters").copy_(there)
         if Kind.PREFETCH_FORWARD not in kinds:  # they never leave, or the first forward fetches nothing
-            unit.device.parameters = self._place_for(i).copy_(flat)
+            unit.put(self._place_for(i))
+            assert unit.device.parameters is not None, "there is room for them"
+            unit.device.parameters.copy_(flat)
 
     def _cut_of(self, i: int) -> int:
         """Number of elements of block ``i`` that the device updates if both sides update a part, derived from the bytes of
@@ -346,23 +375,23 @@ class States:
         if not total:
             return None
         leaving = [unit for unit, kinds in zip(self.units, self.kinds, strict=True) if kinds & _PREFETCHES]
-        slot = max(unit.elements * unit.dtype.itemsize for unit in leaving) * (2 if self._gradients_in_slots else 1)
+        slot = max(unit.size_bytes + self._gradients_in_slots * unit.trained_bytes for unit in leaving)
         return [self.memories.on_device(slot, torch.uint8, "parameter_slots") for _ in range(total // slot)]
 
-    def _place_for(self, i: int) -> Tensor:
+    def _place_for(self, i: int) -> torch.UntypedStorage:
         """Device memory for the parameters of block ``i``."""
-        unit = self.units[i]
         if self._slots is None or not self.kinds[i] & _PREFETCHES:
-            return self.memories.on_device(unit.elements, unit.dtype, "parameters")
+            return self.memories.on_device(self.units[i].size_bytes, torch.uint8, "parameters").untyped_storage()
         if not self._slots:
             raise ScheduleError("all slots for parameters are taken: the schedule fetches earlier than it releases")
-        return self._slots.pop()[: unit.elements * unit.dtype.itemsize].view(unit.dtype)
+        return self._slots.pop().untyped_storage()
 
     def poison(self, i: int) -> None:
         """If enabled, overwrite the parameters of block ``i`` on the device before they are released."""
-        flat = self.units[i].device.parameters
-        if self._poison and flat is not None:
-            flat.fill_(torch.nan)
+        side = self.units[i].device
+        if self._poison and side.parameters is not None and side.frozen is not None:
+            side.parameters.fill_(torch.nan)
+            side.frozen.fill_(0xFF)  # NaN in any floating-point type
 
     def release(self, i: int) -> None:
         """Release the device memory of the parameters of block ``i``, if any.
@@ -375,13 +404,13 @@ class States:
             return
         if self._slots is not None:
             self._slots.append(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(flat.untyped_storage()))
-        unit.device.parameters = None
+        unit.device.parameters = unit.device.frozen = None
         unit.bind()
 
     def release_on_host(self, i: int) -> None:
         """Release the host's memory of parameters of block ``i`` that have passed it."""
         if i in self._far:
-            self.units[i].host.parameters = None
+            self.units[i].host.parameters = self.units[i].host.frozen = None
 
     def make_gradients(self, i: int) -> None:
         """Provide device memory for the gradients of block ``i``: in its slot, or wherever autograd allocates them."""
@@ -393,9 +422,9 @@ class States:
         if self._gradients_in_slots and self.kinds[i] & _PREFETCHES:
             assert side.parameters is not None
             storage = side.parameters.untyped_storage()
-            half = storage.nbytes() // 2 // unit.dtype.itemsize  # the slot's second half
+            behind = (storage.nbytes() - unit.trained_bytes) // unit.dtype.itemsize  # the end of the slot
             flat = torch.empty(0, dtype=unit.dtype, device=side.parameters.device)
-            side.places = unit.views(flat.set_(storage, half, (unit.elements,), (1,)))
+            side.places = unit.views(flat.set_(storage, behind, (unit.elements,), (1,)))
         else:
             # Reserve all of it now, like the schedule, so that memory does not depend on the order of gradients.
             side.reserved = self.memories.reserve(unit.elements * unit.dtype.itemsize, "gradients")
@@ -549,17 +578,24 @@ class States:
         there, here = unit.side(source).parameters, unit.side(target).parameters
         if there is None:
             raise ScheduleError(f"{self.memories.current.task} copies parameters from {source}, but they are not there")
+        frozen = unit.side(source).frozen
         if here is None and target == HOST_MEMORY:
             unit.host.parameters = self.memories.on_host(unit.elements, unit.dtype, "parameters").copy_(
                 there, non_blocking=True
             )
+            if frozen is not None and source != GPU_MEMORY:
+                unit.host.frozen = self.memories.on_host(len(frozen), torch.uint8, "parameters").copy_(frozen)
             return
         if here is not None:
             # Of a block that both sides update, only the host's part is copied, and only to the device.
             here[unit.cut :].copy_(there, non_blocking=True)
             return
         assert target == GPU_MEMORY
-        unit.device.parameters = self._place_for(i).copy_(there, non_blocking=True)
+        unit.put(self._place_for(i))
+        for place, data in ((unit.device.parameters, there), (unit.device.frozen, frozen)):
+            assert place is not None, "there is room for them"
+            if data is not None:
+                place.copy_(data, non_blocking=True)
         unit.bind()
 
     def copy_states(self, i: int, source: str, target: str) -> None:

@@ -17,7 +17,7 @@ from autohete.runtime.ledger import Counting, CudaMemory, DeviceCount, Ledger, k
 from autohete.runtime.loss_call import LossCall
 from autohete.runtime.model_state import ModulePlace, buffers_of
 from autohete.runtime.nonfinite import updates_wait_for_backward
-from autohete.runtime.partition import Partition
+from autohete.runtime.partition import Partition, packed_for_training
 from autohete.runtime.passes import Passes
 from autohete.runtime.settings import Recipe
 from autohete.runtime.states import States
@@ -92,7 +92,7 @@ class Takeover:
         with ExitStack() as undo:
             if isinstance(device, CudaMemory):
                 undo.enter_context(device.limited(device.used_bytes + _moving_bytes(partition, torch_device)))
-            self.states = States(partition.owned, schedule, recipe.updates, memories, clipping, poison=poison)
+            self.states = States(partition.owned, partition.frozen, schedule, recipe.updates, memories, clipping, poison=poison)
             self.passes = Passes(partition, self.states, LossCall(recipe.loss), memories)
             self.passes.skips_gradients = recipe.skip_nonfinite and updates_wait_for_backward(schedule)
             undo.callback(self.passes.forget)
@@ -110,6 +110,7 @@ class Takeover:
                 for index, parameter in enumerate(unit.parameters):
                     hook = parameter.register_post_accumulate_grad_hook(self.passes.receiver(i, index))  # type: ignore[no-untyped-call]
                     undo.callback(hook.remove)
+            undo.enter_context(packed_for_training(partition.model))
             self.guard = Guard(partition.model, self.states)
             undo.callback(self.guard.release)
             self._undo = undo.pop_all()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from autohete.runtime.optimizer import UnitStates, parts_of
 from autohete.runtime.recorder import AsRead, Recorded, Remaking, Saved
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
+#: Tensors begin at multiples of this many bytes where PyTorch allocates them.
+ALIGNED_BYTES = 64
 #: Stands for any place that is neither the device nor the host.
 FAR = "far"
 
@@ -153,8 +156,9 @@ class UnitSide:
     """A block's states on the device or on the host.
 
     Attributes:
-        parameters: flat, all parameters of the block one after another; ``views`` are the parameters in it. On the host those
-            from ``Block.cut`` on.
+        parameters: flat, all trained parameters of the block one after another; ``views`` are the parameters in it. On the host
+            those from ``Block.cut`` on.
+        frozen: bytes of the frozen parameters that move with them, in memory behind them on the device.
         gradients: one per parameter, None if it has none; empty while the schedule gives them no memory.
         iteration: the iteration of the gradients.
         places: destinations to which gradients, or their copied parts, are copied; empty if they stay in the tensors that
@@ -167,6 +171,7 @@ class UnitSide:
     """
 
     parameters: Tensor | None = None
+    frozen: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     iteration: int = -1
@@ -179,6 +184,58 @@ class UnitSide:
     states: list[MovingStates] = field(default_factory=list)
 
 
+class FrozenPlaces(NamedTuple):
+    """Where the frozen parameters of a unit are, in bytes that follow the trained ones.
+
+    Args:
+        ranges: bytes of each.
+        likes: each of them, with type and shape but without values.
+        size_bytes: of all, with the gaps between them.
+    """
+
+    ranges: tuple[slice, ...]
+    likes: tuple[Tensor, ...]
+    size_bytes: int
+
+    @classmethod
+    def behind(cls, trained_bytes: int, frozen: Sequence[Tensor]) -> FrozenPlaces:
+        """Those of ``frozen``, each at a multiple of 64 bytes of the unit's memory, as if allocated by itself."""
+        end, ranges = trained_bytes, []
+        for tensor in frozen:
+            begin = -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
+            end = begin + tensor.numel() * tensor.element_size()
+            ranges.append(slice(begin - trained_bytes, end - trained_bytes))
+        if frozen:
+            end = -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
+        likes = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in frozen)
+        return cls(tuple(ranges), likes, end - trained_bytes)
+
+    def views(self, data: Tensor) -> list[Tensor]:
+        """The parameters in ``data``, bytes on the device."""
+        return [data[place].view(like.dtype).view(like.shape) for place, like in zip(self.ranges, self.likes, strict=True)]
+
+    def value(self, data: Tensor, index: int) -> Tensor:
+        """A parameter in ``data``, bytes in any memory, copied to new host memory."""
+        found = torch.empty(self.likes[index].shape, dtype=self.likes[index].dtype, device="cpu")
+        bytes_of(found).copy_(data[self.ranges[index]])
+        return found
+
+    def assign(self, data: Tensor, index: int, value: Tensor) -> None:
+        """Set the values of a parameter in ``data``."""
+        data[self.ranges[index]].copy_(bytes_of(value.contiguous()))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as a view."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _absent(parameter: Tensor, device: torch.device) -> Tensor:
+    """Stands in for a parameter that is not on the device: NaN, if its type has it."""
+    value = torch.nan if parameter.is_floating_point() else 0
+    return torch.full((), value, dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
 @dataclass(slots=True)
 class UnitTensors:
     """One block: its parameters, their states on both sides, and what lives between its passes."""
@@ -186,6 +243,8 @@ class UnitTensors:
     parameters: tuple[nn.Parameter, ...]
     #: Device of its passes.
     torch_device: torch.device
+    #: Frozen parameters that move with them.
+    frozen: tuple[nn.Parameter, ...] = ()
     #: Number of elements, from the first, that the device updates while the host has and updates the rest; 0: one side updates
     #: all.
     cut: int = 0
@@ -194,6 +253,8 @@ class UnitTensors:
     sizes: list[int] = field(init=False)
     elements: int = field(init=False)
     dtype: torch.dtype = field(init=False)
+    #: Where the frozen parameters are.
+    places: FrozenPlaces = field(init=False)
     device: UnitSide = field(default_factory=UnitSide)
     host: UnitSide = field(default_factory=UnitSide)
     #: What rests in another place of the hardware.
@@ -212,6 +273,8 @@ class UnitTensors:
     #: The start of backward, and the destination of the input's gradient.
     root: GradientEdge | None = None
     arrived: list[Tensor] = field(default_factory=list)
+    #: Functions of its graph that keep parameters, and the attributes in which they do.
+    kept_by: list[tuple[object, str]] = field(default_factory=list)
     saved: list[weakref.ref[Saved]] = field(default_factory=list)
     #: By part of the activations: the storages that have moved, and the memory that has them.
     moved: dict[int, dict[int, Tensor]] = field(default_factory=dict)
@@ -224,8 +287,18 @@ class UnitTensors:
         self.sizes = [shape.numel() for shape in self.shapes]
         self.elements = sum(self.sizes)
         self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
-        nan = torch.full((), torch.nan, dtype=self.dtype, device=self.torch_device)
-        self.absent = [nan.expand(shape) for shape in self.shapes]
+        self.places = FrozenPlaces.behind(self.trained_bytes, self.frozen)
+        self.absent = [_absent(parameter, self.torch_device) for parameter in (*self.parameters, *self.frozen)]
+
+    @property
+    def trained_bytes(self) -> int:
+        """Size of the trained parameters."""
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all that moves with the parameters, themselves included."""
+        return self.trained_bytes + self.places.size_bytes
 
     def side(self, memory: str) -> UnitSide:
         """The block's states in ``memory``; in any other place if it is neither the device's nor the host's."""
@@ -247,11 +320,25 @@ class UnitTensors:
         at = before + part.first
         return flat[at : at + part.elements], slice(part.first, part.last)
 
+    def put(self, storage: torch.UntypedStorage) -> None:
+        """Let the parameters on the device be at the beginning of ``storage``."""
+        flat = torch.empty(0, dtype=self.dtype, device=storage.device)
+        self.device.parameters = flat.set_(storage, 0, (self.elements,), (1,))
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        self.device.frozen = data.set_(storage, self.trained_bytes, (self.places.size_bytes,), (1,))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is in the memory of the parameters on the device."""
+        assert self.device.parameters is not None, "a pass without parameters"
+        begin = self.device.parameters.untyped_storage().data_ptr()
+        return begin <= tensor.data_ptr() < begin + self.size_bytes
+
     def bind(self) -> None:
         """Let the module compute with the parameters on the device, or with NaN if there are none."""
-        flat = self.device.parameters
+        flat, data = self.device.parameters, self.device.frozen
         self.device.views = [] if flat is None else self.views(flat)
-        for parameter, tensor in zip(self.parameters, self.device.views or self.absent, strict=True):
+        there = self.device.views if data is None else [*self.device.views, *self.places.views(data)]
+        for parameter, tensor in zip((*self.parameters, *self.frozen), there or self.absent, strict=True):
             parameter.data = tensor
 
     def still_saved(self) -> list[Saved]:
@@ -261,4 +348,5 @@ class UnitTensors:
     def forget_passes(self) -> None:
         """Discard what lives between the passes."""
         self.checkpoint, self.beside, self.input, self.root, self.saved, self.moved = None, [], None, None, [], {}
+        self.kept_by = []
         self.recomputed, self.named, self.remaking, self.kept_in = 0, None, None, {}

@@ -9,7 +9,7 @@ input through.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ from autohete.schedule import GPU_MEMORY, Kind, Schedule, Task, TaskId, Value, p
 from autohete.train.as_executed import everything_resident
 from autohete.train.machine import forget_cache
 from autohete.train.worker import check_stop
-from autohete.workload import Units, Workload
+from autohete.workload import Precision, Units, Workload
 from autohete.workload.config import parse_model
 from autohete.workload.families import FAMILIES
 
@@ -77,7 +77,7 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
             vocabulary_size=found.logits.shape[-1],
             sequence_length=ids.shape[1],
             batch_size=ids.shape[0],
-            precision=_PRECISIONS[found.hidden.dtype],
+            precision=_precision(partition),
             tied_embeddings=any(id(parameter) in found.after for parameter in partition.owned[0]),
         )
     return Workload(
@@ -88,10 +88,20 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
         vocabulary_size=found.logits.shape[-1],
         sequence_length=ids.shape[1],
         batch_size=ids.shape[0],
-        precision=_PRECISIONS[found.hidden.dtype],
+        precision=_precision(partition),
         tied_embeddings=any(id(parameter) in found.after for parameter in partition.owned[0]),
         units=units if isinstance(units, Units) else Units.BLOCK,
     )
+
+
+def _precision(partition: Partition) -> Precision:
+    """The precision of what is trained, which decides on masters and gradients. Of several types it is the narrowest, and of
+    those the largest share; frozen parameters may have any type, and are counted in bytes.
+    """
+    types = Counter[torch.dtype]()
+    for parameter in (parameter for owned in partition.owned for parameter in owned):
+        types[parameter.dtype] += parameter.numel()
+    return _PRECISIONS[min(types, key=lambda dtype: (dtype.itemsize, -types[dtype]))]
 
 
 def _by_config(config: object, name: str, units: int) -> Workload | None:
@@ -125,10 +135,12 @@ def measure(
         partition,
         modules=tuple(partition.modules[place] for place in chosen),
         owned=(partition.owned[0], *(partition.owned[1 + place] for place in chosen), partition.owned[-1]),
+        frozen=(partition.frozen[0], *(partition.frozen[1 + place] for place in chosen), partition.frozen[-1]),
     )
     shape = replace(workload, transformer_blocks=len(chosen), units=Units.BLOCK)  # as many units as there are modules
     left_out = {place for place in range(len(kinds)) if place not in chosen}
-    elsewhere = sum(p.numel() * p.element_size() for place in left_out for p in partition.owned[1 + place])
+    left = (p for place in left_out for p in (*partition.owned[1 + place], *partition.frozen[1 + place]))
+    elsewhere = sum(parameter.nbytes for parameter in left)
     recipe, device = recipe or Recipe(), torch_device or torch.device("cpu")
     recipe = replace(recipe, clip_norm=None, updates=replace(recipe.updates, loss_scale=1.0))
     measured = _Measurement(small, analytic_profile(shape, hardware), batch, recipe, device, elsewhere)
@@ -137,6 +149,34 @@ def measure(
     inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
     units = (replace(unit, role=workload.role(i)) for i, unit in enumerate((blocks[0], *inner, blocks[-1])))
     return _with_handover(Profile(workload, hardware, tuple(units), loss))
+
+
+def with_parameters_of(partition: Partition, profile: Profile) -> Profile:
+    """``profile`` with the parameters of ``partition``'s model, if it does not know its frozen ones."""
+    units, element = profile.units, profile.element_bytes
+    if len(units) != partition.last + 1 or all(partition.frozen_bytes(i) == profile.frozen_bytes(i) for i in range(len(units))):
+        return profile
+    known = (replace(unit, **_sizes(partition, i, element)) for i, unit in enumerate(units))
+    return replace(profile, units=tuple(known))
+
+
+def _sizes(partition: Partition, i: int, element_bytes: int) -> dict[str, Any]:
+    """The fields of a block's profile about its parameters."""
+    trained = _trained(partition, i, element_bytes)
+    frozen = sum(parameter.numel() for parameter in partition.frozen[i])
+    return {
+        "parameters": sum(trained) + frozen,
+        "frozen_parameters": frozen,
+        "frozen_bytes": partition.frozen_bytes(i),
+        "largest_parameter": max(trained, default=None),
+    }
+
+
+def _trained(partition: Partition, i: int, element_bytes: int) -> list[int]:
+    """Number of elements of each trained parameter of a block. Those of a type that is larger than what the profile counts in
+    count as several, so that the schedule has their bytes.
+    """
+    return [-(-parameter.nbytes // element_bytes) for parameter in partition.owned[i]]
 
 
 def _with_handover(profile: Profile) -> Profile:
@@ -299,7 +339,6 @@ class _Measurement:
 
     def units(self) -> tuple[list[UnitProfile], LossProfile]:
         """Measure all blocks of the partition, and the loss."""
-        counts = [sum(parameter.numel() for parameter in owned) for owned in self.partition.owned]
         passes = self._passes(Activations.KEEP, _REPEATS)
         try:
             checkpointed = self._passes(Activations.RECOMPUTE, 0)
@@ -308,9 +347,9 @@ class _Measurement:
         hosts = [_cpu_update_seconds(owned, self.recipe.updates) for owned in self.partition.owned]
         saved = self._saved()
         inputs = sum(_size(value) for value in self.batch.named.values() if isinstance(value, Tensor))
-        last = len(counts) - 1
+        last = self.partition.last
         units = []
-        for i, count in enumerate(counts):
+        for i in range(last + 1):
             forward, backward, update = (passes[TaskId(k, i)] for k in (Kind.FORWARD, Kind.BACKWARD, Kind.GPU_UPDATE))
             given = forward.given if i else inputs
             kept = max(forward.kept, given)
@@ -321,7 +360,6 @@ class _Measurement:
             units.append(
                 UnitProfile(
                     role=self.analytic.workload.role(i),
-                    parameters=count,
                     forward_seconds=forward.seconds,
                     backward_seconds=backward.seconds,
                     gpu_update_seconds=update.seconds,
@@ -334,12 +372,17 @@ class _Measurement:
                     measured_checkpointed_workspace_bytes=None if alone is None else _workspace(alone),
                     saved=() if selected is None else _within(selected.saved, kept + twice - given),
                     measured_selective_workspace_bytes=None if selected is None else selected.workspaces,
-                    state_bytes=count * self.recipe.updates.state_bytes(DTYPES[self.analytic.workload.precision]),
-                    largest_parameter=max((parameter.numel() for parameter in self.partition.owned[i]), default=None),
+                    state_bytes=self._state_bytes(i),
+                    **_sizes(self.partition, i, self.analytic.element_bytes),
                 )
             )
         found = passes[TaskId(Kind.LOSS, last)]
         return units, LossProfile(found.seconds, found.brought, max(0, found.peak - found.brought - found.handed_on))
+
+    def _state_bytes(self, i: int) -> int:
+        """Size of the optimizer states of a block."""
+        owned, updates = self.partition.owned[i], self.recipe.updates
+        return sum(parameter.numel() * updates.state_bytes(parameter.dtype) for parameter in owned)
 
     def _saved(self) -> dict[int, _MeasuredSaved]:
         """What forwards of the blocks save by name, and how long it takes to make each again; of those that save something."""
@@ -443,17 +486,16 @@ class _Measurement:
 
     def _schedule(self, activations: Activations) -> Schedule:
         """Return the schedule of fully resident training; its durations are meaningless."""
-        counts = [sum(parameter.numel() for parameter in owned) for owned in self.partition.owned]
         inner = range(1, self.partition.last)
         units = tuple(
             replace(
                 unit,
-                parameters=count,
+                parameters=sum(_trained(self.partition, i, self.analytic.element_bytes)),  # all have a backward to measure
                 activation_bytes=unit.input_bytes,
                 saved=_SAVED if i in inner else (),
-                state_bytes=count * self.recipe.updates.state_bytes(DTYPES[self.analytic.workload.precision]),
+                state_bytes=self._state_bytes(i),
             )
-            for i, (unit, count) in enumerate(zip(self.analytic.units, counts, strict=True))
+            for i, unit in enumerate(self.analytic.units)
         )
         profile = replace(self.analytic, units=units)
         return lower(profile, everything_resident(profile, activations))

@@ -21,7 +21,7 @@ from autohete.runtime.takeover import only_gpu_works
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.train.as_executed import as_executed, everything_resident
 from autohete.train.machine import cpu_threads, measure_machine, usable_bytes
-from autohete.train.measure import measure, workload_of
+from autohete.train.measure import measure, with_parameters_of, workload_of
 from autohete.train.measured import hardware_of
 from autohete.train.options import Mode, TrainingOptions
 from autohete.train.slowed import slowed
@@ -119,7 +119,7 @@ class Preparation:
                     f"the profile is of training with {workload.training.optimizer}, the optimizer is {wanted}: measure a "
                     "profile with it, or leave the profile out"
                 )
-            return options.profile, 1.0
+            return with_parameters_of(partition, options.profile), 1.0
         if self._hardware is None:
             available = options.limits.gpu_bytes or usable_bytes(options.torch_device)
             self._hardware = hardware_of(measure_machine(options.torch_device, available, quick=True))

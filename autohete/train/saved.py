@@ -43,15 +43,16 @@ def state_of(
     model: nn.Module, states: States, optimizer: CallerOptimizer, step: int, skipped_steps: int, device: torch.device
 ) -> dict[str, Any]:
     """Return the state of a training run whose updates have all ended."""
-    places = _places(states)
+    places = states.places()
     parameters: dict[str, Tensor] = {}
     of_optimizer: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) in places:
-            of_optimizer[name] = states.saved(*places[id(parameter)])
-            parameters[name] = of_optimizer[name].pop(VALUES)
+            parameters[name] = states.values(*places[id(parameter)])
         else:
             parameters[name] = parameter.detach().to("cpu", copy=True)
+        if parameter.requires_grad:
+            of_optimizer[name] = states.saved_states(*places[id(parameter)])
     return {
         "format": _FORMAT,
         "versions": versions(),
@@ -111,7 +112,7 @@ def check_delayed(state: Mapping[str, Any], model: nn.Module, states: States) ->
     Raises:
         InputError: names the parameter.
     """
-    places = _places(states)
+    places = states.places()
     for name, parameter in model.named_parameters():
         if GRADIENT in state["optimizer"].get(name, {}) and not states.delays(places[id(parameter)][0]):
             raise InputError(
@@ -122,7 +123,7 @@ def check_delayed(state: Mapping[str, Any], model: nn.Module, states: States) ->
 
 def load_values(state: Mapping[str, Any], model: nn.Module, states: States | None) -> None:
     """Set the values of buffers, and of the parameters that ``states`` have not taken over."""
-    taken = {} if states is None else _places(states)
+    taken = {} if states is None else states.places()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if id(parameter) not in taken:
@@ -137,12 +138,16 @@ def load_states(state: Mapping[str, Any], model: nn.Module, states: States, *, b
     A state without ``parameters`` leaves their values unchanged; master weights that do not match them are replaced, or, if
     ``by_masters``, the values follow from them. States of parameters that it does not name are as in the beginning.
     """
-    places = _places(states)
+    places = states.places()
     for name, parameter in model.named_parameters():
         if id(parameter) not in places:
             continue
         i, place = places[id(parameter)]
         values = state.get("parameters", {}).get(name)
+        if not parameter.requires_grad:
+            if values is not None:
+                states.assign(i, place, values)
+            continue
         given = dict(state["optimizer"].get(name, {}))
         if values is None:
             values = given[MASTER].to(parameter.dtype) if by_masters and MASTER in given else states.values(i, place)
@@ -170,11 +175,6 @@ def _random_states(device: torch.device) -> dict[str, Any]:
         "numpy": (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)),
     }
     return found | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def _places(states: States) -> dict[int, tuple[int, int]]:
-    """Return the block of each trained parameter and its place in the block, by the parameter's id."""
-    return {id(p): (i, place) for i, unit in enumerate(states.units) for place, p in enumerate(unit.parameters)}
 
 
 def _same_names(what: str, expected: Iterable[str], given: Mapping[str, Any]) -> None:

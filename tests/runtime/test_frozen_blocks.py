@@ -1,13 +1,15 @@
-"""Models with blocks of which nothing is trained: they train to the bits of plain PyTorch under every kind of policy."""
+"""Models of which a part is frozen: they train to the bits of plain PyTorch under every kind of policy."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from support.measured import is_within
 from torch import Tensor, nn
 from torch.nn import functional
 
 from autohete import Trainer
+from autohete.errors import InputError
 from autohete.hardware import load_hardware
 
 STEPS = 3
@@ -100,5 +102,141 @@ def test_a_frozen_block_trains_as_in_plain_pytorch(policy: str, frozen: str) -> 
     with Trainer(trained, policy=policy, gpu_memory=budget, loss=loss, hardware=NODE) as trainer:
         losses = [trainer.step((tokens, tokens)) for _ in range(STEPS)]
     assert losses == [one.item() for one in expected]
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, trained.get_parameter(name)), name
+
+
+class Cast(Adapted):
+    """The same with adapters of another type than the layer, as peft has them."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        low = self.up(self.down(hidden.to(self.down.weight.dtype)))
+        added: Tensor = self.layer(hidden) + low.to(hidden.dtype)
+        return added
+
+
+def adapted(base: torch.dtype, adapter: torch.dtype) -> Small:
+    """A model with a frozen base and adapters in each block; embedding and head are frozen, too."""
+    torch.manual_seed(0)
+    small = Small().to(base)
+    small.requires_grad_(False)
+    for block in small.blocks:
+        assert isinstance(block, Residual)
+        assert isinstance(block.a, nn.Linear)
+        block.a = Cast(block.a)
+        block.a.down.to(adapter).requires_grad_(True)
+        block.a.up.to(adapter).requires_grad_(True)
+    return small
+
+
+def in_plain_pytorch(small: Small, batches: list[Tensor], micro_batches: int = 1) -> list[float]:
+    """Train in a usual loop, with fp32 masters of 16-bit parameters; return the losses."""
+    torch.set_num_threads(1)
+    given = [parameter for parameter in small.parameters() if parameter.requires_grad]
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in given]
+    adam, losses = torch.optim.AdamW(masters, fused=True), []
+    for tokens in batches:
+        parts = [loss(small(part), part) / micro_batches for part in tokens.chunk(micro_batches)]
+        for part in parts:
+            part.backward()  # type: ignore[no-untyped-call]
+        losses.append(sum(part.item() for part in parts))
+        for master, parameter in zip(masters, given, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        adam.step()
+        for master, parameter in zip(masters, given, strict=True):
+            parameter.data.copy_(master)
+    return losses
+
+
+def tokens_of(step: int) -> Tensor:
+    return torch.randint(0, 61, (4, 12), generator=torch.Generator().manual_seed(step))
+
+
+LORA_POLICIES = [*POLICIES, "zero3_offload", "twin_flow", "zero_infinity", "mlp_offload", "rotor"]
+DRIVE = load_hardware("rtx4090-workstation")
+
+
+def adam(small: Small) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], fused=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("types", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("policy", LORA_POLICIES)
+def test_adapters_beside_a_frozen_base_of_any_type_train_as_in_plain_pytorch(policy: str, types: tuple[str, str]) -> None:
+    """Losses and weights have the bits of plain PyTorch, wherever the base rests, and all bytes are those of the schedule."""
+    base, adapter = (getattr(torch, name) for name in types)
+    plain, trained, batches = adapted(base, adapter), adapted(base, adapter), [tokens_of(step) for step in range(STEPS)]
+    expected = in_plain_pytorch(plain, batches)
+    budget = "60%" if policy in ("autohete", "joint") else None
+    with Trainer(trained, optimizer=adam(trained), policy=policy, gpu_memory=budget, loss=loss, hardware=DRIVE) as trainer:
+        assert [trainer.step((tokens, tokens)) for tokens in batches] == expected
+        assert is_within(trainer)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, trained.get_parameter(name)), name
+
+
+def test_a_frozen_base_leaves_the_device() -> None:
+    """Less device memory than the frozen base alone is enough."""
+    small = adapted(torch.float32, torch.float32)
+    base = sum(parameter.nbytes for parameter in small.parameters() if not parameter.requires_grad)
+    tokens = tokens_of(0)[:1, :4]
+    with Trainer(small, optimizer=adam(small), policy="fsdp2_offload", loss=loss, hardware=NODE) as trainer:
+        trainer.step((tokens, tokens))
+        assert is_within(trainer)
+        assert trainer.comparison().measured_peak_bytes < 0.8 * base
+
+
+@pytest.mark.parametrize("policy", ["resident", "fsdp2_offload", "streamed_states:weights"])
+def test_frozen_parameters_are_read_and_written_between_steps(policy: str) -> None:
+    """The caller sees the values of frozen parameters, and what it writes into them takes effect."""
+    plain, trained = adapted(torch.float32, torch.float32), adapted(torch.float32, torch.float32)
+    expected = in_plain_pytorch(plain, [tokens_of(0)])
+    with Trainer(trained, optimizer=adam(trained), policy=policy, loss=loss, hardware=NODE) as trainer:
+        found = [trainer.step((tokens_of(0), tokens_of(0)))]
+        for name, value in plain.state_dict().items():
+            assert torch.equal(value, trained.state_dict()[name]), name
+        changed = {name: value * 0.5 for name, value in plain.state_dict().items() if "layer" in name}
+        trained.load_state_dict(changed, strict=False)
+        again = adapted(torch.float32, torch.float32)
+        again.load_state_dict(plain.state_dict() | changed)
+        with pytest.raises(InputError, match="requires_grad cannot become True"):
+            trained.embedding.weight.requires_grad_(True)
+        found.append(trainer.step((tokens_of(1), tokens_of(1))))
+    assert found == [*expected, loss(again(tokens_of(1)), tokens_of(1)).item()]
+
+
+@pytest.mark.parametrize("used_by", ["loss", "two blocks"])
+def test_a_frozen_parameter_that_is_used_elsewhere_stays(used_by: str) -> None:
+    """A parameter that one block owns and something else uses, too, is on the device whenever it is needed."""
+
+    def shared() -> Small:
+        small = adapted(torch.float32, torch.float32)
+        if used_by == "two blocks":
+            small.blocks[2].b = small.blocks[0].b
+        return small
+
+    def penalised(logits: Tensor, targets: Tensor) -> Tensor:
+        weight = trained.blocks[0].b.weight  # type: ignore[union-attr]
+        return loss(logits, targets) + weight.square().sum() * 0.0  # type: ignore[operator]
+
+    plain, trained = shared(), shared()
+    expected = in_plain_pytorch(plain, [tokens_of(0), tokens_of(1)])
+    given = penalised if used_by == "loss" else loss
+    with Trainer(trained, optimizer=adam(trained), policy="fsdp2_offload", loss=given, hardware=NODE) as trainer:
+        assert [trainer.step((tokens_of(step), tokens_of(step))) for step in range(2)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["zero_offload", "fsdp2_offload", "streamed_states:weights", "patrickstar", "l2l:paper"])
+def test_adapters_accumulate(policy: str) -> None:
+    """Gradients of several micro-batches are added up beside a frozen base as in plain PyTorch."""
+    plain, trained = (adapted(torch.bfloat16, torch.float32) for _ in range(2))
+    batches = [tokens_of(step) for step in range(STEPS)]
+    expected = in_plain_pytorch(plain, batches, micro_batches=2)
+    with Trainer(trained, optimizer=adam(trained), policy=policy, loss=loss, hardware=NODE, micro_batches=2) as trainer:
+        assert [trainer.step((tokens, tokens)) for tokens in batches] == expected
+        assert is_within(trainer)
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter, trained.get_parameter(name)), name

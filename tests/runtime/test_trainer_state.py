@@ -29,7 +29,7 @@ from autohete.hardware import load_hardware
 from autohete.plan import Plan
 from autohete.plan.policy import Judge
 from autohete.profile import Profile
-from autohete.runtime.guard import GuardedParameter
+from autohete.runtime.guard import Guarded
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.runtime.update_rules import default_optimizer
@@ -602,7 +602,7 @@ def test_a_changed_structure_is_refused_at_the_next_step(change: str) -> None:
     with pytest.raises(InputError, match=message), training() as (trainer, model):
         act(model)
         trainer.step(batches(SMALL, 1)[0])
-    assert not any(isinstance(p, GuardedParameter) for p in model.parameters())
+    assert not any(isinstance(p, Guarded) for p in model.parameters())
 
 
 def test_a_global_hook_is_refused_until_it_is_removed() -> None:

@@ -25,7 +25,7 @@ from autohete.runtime.takeover import Ledgers, Takeover
 from autohete.runtime.update_rules import default_optimizer
 from autohete.simulate import judge_for
 from autohete.train.as_executed import as_executed
-from autohete.train.measure import workload_of
+from autohete.train.measure import with_parameters_of, workload_of
 from support.reference import Outcome
 
 STEPS = 3
@@ -52,7 +52,7 @@ def profile_for(cut: Partition) -> Profile:
     profile = analytic_profile(workload_of(cut, batches()[0][0]), load_hardware("a100-40gb-epyc7713", slow))
     counts = [sum(parameter.numel() for parameter in owned) for owned in cut.owned]
     blocks = tuple(replace(block, parameters=count) for block, count in zip(profile.units, counts, strict=True))
-    return replace(profile, units=blocks)
+    return with_parameters_of(cut, replace(profile, units=blocks))
 
 
 def train_plainly(model: nn.Module) -> Outcome:
