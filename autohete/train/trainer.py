@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -99,7 +99,7 @@ class Trainer:
         host_memory: int | str | None = None,
         pinned_memory: int | str | None = None,
         loss: Loss = next_token_loss,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         master_weights: bool = True,
         blocks: str | None = None,
         device: str = "emulated",
@@ -268,9 +268,11 @@ class Trainer:
         return self._held.do(TrainingRun.parameters)
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer in whose place the Trainer updates. Settings of its groups take effect with the next step."""
-        return self._optimizer.torch
+    def optimizer(self) -> Any:
+        """The optimizer in whose place the Trainer updates, or the list of them, as given. Settings of their groups take effect
+        with the next step.
+        """
+        return self._optimizer.given
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that later steps depend on, after waiting for all updates; see :mod:`autohete.train.saved`.
@@ -403,5 +405,5 @@ class _Served:
     def check_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
         self._held.do(lambda run: run.check_optimizer(found))
 
-    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
-        self._held.do(lambda run: run.load_optimizer(found))
+    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> None:
+        self._held.do(lambda run: run.load_optimizer(found, names))

@@ -79,7 +79,7 @@ def test_flat_states_are_exact(
     rule, groups = rule_of(reference), [place % 2 for place in range(len(sizes))]
 
     def updates() -> UpdateSettings:
-        return UpdateSettings(rule, [dict(group) for group in reference.param_groups], masters=masters)
+        return UpdateSettings([rule] * 2, [dict(group) for group in reference.param_groups], masters=masters)
 
     with patch.dict(optimizer.PIECES, cpu=128):
         cuts = [0, *(round(share * sum(sizes)) for share in shares), sum(sizes)]
@@ -104,7 +104,7 @@ def test_flat_states_are_exact(
         assert torch.equal(flat, expected.to(dtype))
         if wide is not dtype:
             assert torch.equal(torch.cat([states.master for states in parts if states.master is not None]), expected)
-        for name, found in zip(rule.states, torch.cat([states.states for states in parts], 1), strict=True):
+        for name, found in zip(parts[0]._names, torch.cat([states.states for states in parts], 1), strict=True):
             kept = [reference.state[parameter].get(name, torch.zeros_like(parameter)) for parameter in alone]
             assert torch.equal(found, torch.cat(kept))
 
@@ -115,7 +115,7 @@ def test_what_an_update_allocates_is_known() -> None:
         parameter = nn.Parameter(torch.randn(5000))
         reference = make([parameter])
         with patch.dict(optimizer.PIECES, cpu=1024):
-            updates = UpdateSettings(rule_of(reference), [dict(group) for group in reference.param_groups])
+            updates = UpdateSettings([rule_of(reference)], [dict(group) for group in reference.param_groups])
             states = UnitStates(updates, parameter.detach(), [5000])
         for step in range(3):
             gradient, said, ledger = torch.randn(5000), states.temporary_bytes, Ledger("gpu")
