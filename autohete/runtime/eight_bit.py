@@ -1,14 +1,17 @@
 """The rule of bitsandbytes' optimizers with states in 8 bit. The library is used if the caller's optimizer is of it.
 
 Its optimizers initialise and update each parameter by itself, in two methods, which a copy of the caller's optimizer runs here.
-A state in 8 bit has one scale per block of 256 elements, and a table of the values of the 256 codes. Parameters of fewer than
-4096 elements have states in fp32.
+A state in 8 bit has one scale per block of 256 elements. Parameters of fewer than 4096 elements have states in fp32. The tables
+of the values of the 256 codes are constants of the optimizer. They are never copied: its kernels for the CPU know a table by
+its address, and give wrong results if two threads use tables that come and go.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,13 +44,8 @@ def eight_bit_rule(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
             f"parameters of {kind.__name__} have settings in bitsandbytes' GlobalOptimManager, which a Trainer does not "
             "support: leave override_config and register_module_override out, and put such parameters into another optimizer"
         )
-    return UpdateRule(
-        _States(optimizer), _Step(optimizer), Optimizer.ADAMW8BIT, Optimizer.ADAMW8BIT_PURE_BF16, count=_whole_number
-    )
-
-
-def _whole_number(count: int) -> int:
-    return count
+    states, step, saved = _States(optimizer), _Step(optimizer), _Saved(optimizer)
+    return UpdateRule(states, step, Optimizer.ADAMW8BIT, Optimizer.ADAMW8BIT_PURE_BF16, saved=saved)
 
 
 @dataclass(frozen=True, slots=True, eq=True)
@@ -68,6 +66,25 @@ class _Rule:
         copied.param_groups, copied.state = [{**group, "params": [parameter]}], defaultdict(dict, {parameter: states})
         return copied
 
+    def tables(self, states: Mapping[str, object], device: torch.device) -> dict[str, Any]:
+        """The tables of those of the states that are in 8 bit."""
+        in_8bit = [table for table in _TABLES if table.replace("qmap", "absmax") in states]
+        return {table: _on(self.optimizer.name2qmap[_TABLES[table]], device) for table in in_8bit}
+
+
+@lru_cache(maxsize=16)
+def _on(table: Tensor, device: torch.device) -> Tensor:
+    """The one copy of a table on a device; the table itself if it is there."""
+    return table.to(device)
+
+
+@dataclass(frozen=True, slots=True, eq=True)
+class _Saved(_Rule):
+    """What the optimizer saves."""
+
+    def __call__(self, count: int, states: Mapping[str, Any]) -> dict[str, Any]:
+        return {_STEP: count, **self.tables(states, torch.device("cpu")), **states}
+
 
 @dataclass(frozen=True, slots=True, eq=True)
 class _States(_Rule):
@@ -78,9 +95,9 @@ class _States(_Rule):
         made = self.alone(group, probe, {})
         made.init_state(group, probe, 0, 0)
         return {
-            name: StateTensor(value.shape, value.dtype, self.optimizer.name2qmap[_TABLES[name]] if name in _TABLES else None)
+            name: StateTensor(value.shape, value.dtype)
             for name, value in made.state[probe].items()
-            if name != _STEP
+            if name != _STEP and name not in _TABLES
         }
 
 
@@ -91,5 +108,6 @@ class _Step(_Rule):
     def __call__(self, group: Group, step: Step) -> None:
         parameter = nn.Parameter(step.weights[0])
         parameter.grad = step.gradients[0]
-        states = {name: tensors[0] for name, tensors in step.states.items()} | {_STEP: step.counts[0] - 1}
+        states = self.tables(step.states, step.weights[0].device) | {name: tensors[0] for name, tensors in step.states.items()}
+        states[_STEP] = step.counts[0] - 1
         self.alone(group, parameter, states).update_step(group, parameter, 0, 0)

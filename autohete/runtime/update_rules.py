@@ -64,8 +64,14 @@ class Step:
     counts: list[int]
 
 
-def _as_tensor(count: int) -> Tensor:
-    return torch.tensor(float(count))
+def with_count(count: int, states: Mapping[str, Any]) -> dict[str, Any]:
+    """What most optimizers of PyTorch save of a parameter: the number of steps as a tensor, and the states."""
+    return {"step": torch.tensor(float(count)), **states}
+
+
+def without_count(count: int, states: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for those that count no steps."""
+    return dict(states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class UpdateRule:
             once, and each state has the parameter's shape and begins with zeros.
         temporaries: numbers per element that a step ``per_element`` allocates at most, unless it is in place. What the others
             allocate is measured.
-        count: the number of steps in the form in which PyTorch saves it; None: it is not saved.
+        saved: what the optimizer has in ``optimizer.state`` for a parameter after a number of steps, from the states here.
         makes_states: whether the first step of a parameter makes the states, instead of changing zeros.
     """
 
@@ -94,7 +100,7 @@ class UpdateRule:
     without_masters: Optimizer | None = None
     per_element: bool = False
     temporaries: int = 3
-    count: Callable[[int], Any] | None = _as_tensor
+    saved: Callable[[int, Mapping[str, Any]], dict[str, Any]] = with_count
     makes_states: bool = False
 
     def __post_init__(self) -> None:
@@ -196,10 +202,12 @@ def _muon_step(group: Group, step: Step) -> None:
 
 
 ADAM = UpdateRule(_adam_states, _adam_step, Optimizer.ADAMW, Optimizer.ADAMW_PURE_BF16, per_element=True)
-SGD = UpdateRule(lambda shape, dtype, group: {}, _sgd_step, Optimizer.SGD, per_element=True, count=None)
-SGD_MOMENTUM = UpdateRule(_momentum, _sgd_step, Optimizer.SGD_MOMENTUM, per_element=True, count=None, makes_states=True)
+SGD = UpdateRule(lambda shape, dtype, group: {}, _sgd_step, Optimizer.SGD, per_element=True, saved=without_count)
+SGD_MOMENTUM = UpdateRule(
+    _momentum, _sgd_step, Optimizer.SGD_MOMENTUM, per_element=True, saved=without_count, makes_states=True
+)
 ADAFACTOR = UpdateRule(_adafactor_states, _adafactor_step, Optimizer.ADAFACTOR, Optimizer.ADAFACTOR_PURE_BF16)
-MUON = UpdateRule(_momentum, _muon_step, Optimizer.MUON, Optimizer.MUON_PURE_BF16, count=None)
+MUON = UpdateRule(_momentum, _muon_step, Optimizer.MUON, Optimizer.MUON_PURE_BF16, saved=without_count)
 
 
 def _adam_of(optimizer: torch.optim.Optimizer) -> UpdateRule:

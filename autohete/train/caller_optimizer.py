@@ -260,9 +260,8 @@ class CallerOptimizer:
         """States of the runtime, without those that PyTorch makes with the first step only."""
         if not states.get(STEP) and GRADIENT not in states:
             return {}
-        count = self._rule(parameter).count
-        step = {} if count is None else {STEP: count(states[STEP])}
-        return step | {name: value for name, value in states.items() if name != STEP}
+        tensors = {name: value for name, value in states.items() if name != STEP}
+        return self._rule(parameter).saved(states[STEP], tensors)
 
     def _by_parameter(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[int, States]:
         """The states of a ``state_dict`` by the parameter's id, checked. The optimizer checks the groups."""
@@ -279,7 +278,7 @@ class CallerOptimizer:
         given: dict[str, Any] = {}
         for key, value in states.items():  # bitsandbytes has some in a dictionary of their own
             given.update(value if isinstance(value, Mapping) else {key: value})
-        if self._rule(parameter).count is not None and STEP not in given:
+        if STEP not in given and STEP in self._rule(parameter).saved(1, {}):
             raise InputError(f"the optimizer's state of {name} has no step: give the state_dict of the same kind of optimizer")
         found: States = {STEP: int(given.get(STEP, 1))}
         updates = UpdateSettings(self._rules, tuple(self._groups()), self._members, self._masters)
