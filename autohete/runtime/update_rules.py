@@ -316,9 +316,10 @@ class UpdateSettings:
         if not self.masters and dtype is not torch.float32:
             known = [rule.without_masters for rule in self.rules if rule.without_masters is not None]
             if dtype is not torch.bfloat16 or len(known) < len(self.rules):
+                unknown = [f", and not with {rule.optimizer}" for rule in self.rules if rule.without_masters is None]
                 raise InputError(
-                    f"parameters are of {dtype} and are to be updated without master weights, which the simulator knows in "
-                    "torch.bfloat16 only, and not of SGD: leave master_weights out"
+                    f"parameters are of {dtype} and are to be updated without master weights, which is known in torch.bfloat16 "
+                    f"only{unknown[0] if unknown else ''}: leave master_weights out"
                 )
             rows = known
         return next((row for row in rows if not updates_any_share(row)), rows[0])
