@@ -64,13 +64,15 @@ class Trainer:
         host_memory: the same for the host, but not as a share.
         pinned_memory: limit of pinned host memory. The emulated device pins nothing, but plans keep to the limit.
         loss: function of logits and targets.
-        optimizer: an AdamW, Adam or SGD of ``torch.optim`` over the model's trained parameters, with any number of groups. Its
-            settings may change between steps, also by a scheduler of ``torch.optim.lr_scheduler``. Do not call its ``step``:
-            the Trainer updates in its place, as it would. Its ``state_dict`` and ``load_state_dict`` work as ever; its states
-            come from ``optimizer.state`` and go back there in the end, with the master weights as ``master``. None: AdamW with
-            a learning rate of 1e-3, betas of 0.9 and 0.95, a weight decay of 0.1 and the fused kernel.
+        optimizer: an AdamW, Adam, SGD, Adafactor or Muon of ``torch.optim``, an 8-bit optimizer of bitsandbytes, or one with a
+            registered rule (:func:`~autohete.runtime.update_rules.register_rule`), over the model's trained parameters, with
+            any number of groups; or a list of optimizers that have each parameter once. Its settings may change between steps,
+            also by a scheduler of ``torch.optim.lr_scheduler``. Do not call its ``step``: the Trainer updates in its place, as
+            it would. Its ``state_dict`` and ``load_state_dict`` work as ever; its states come from ``optimizer.state`` and go
+            back there in the end, with the master weights as ``master``. None: AdamW with a learning rate of 1e-3, betas of 0.9
+            and 0.95, a weight decay of 0.1 and the fused kernel.
         master_weights: whether 16-bit parameters have fp32 master weights and states. Otherwise they are updated as they are,
-            with states of their type, as PyTorch's optimizers do; bf16 and Adam only.
+            with states of their type, as PyTorch's optimizers do; bf16 only, and not with SGD.
         blocks: name of the block list, if it is ambiguous.
         device: ``emulated`` on the CPU, or ``cuda``.
         mode: speed of the emulated device; paced needs ``hardware``.

@@ -133,7 +133,7 @@ def test_groups_and_schedules_train_to_the_bit(make: str, policy: str, precision
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["resident", "streamed_states:weights", "joint"])
+@pytest.mark.parametrize("policy", ["resident", "zero_offload", "streamed_states:weights", "joint"])
 def test_parameters_in_bf16_without_masters_are_pytorchs_own(policy: str) -> None:
     """What PyTorch's optimizer does with a model in bf16."""
     workload = replace(SMALL, precision=Precision.BF16)

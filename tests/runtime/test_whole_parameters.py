@@ -45,7 +45,7 @@ class Normed(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -76,7 +76,7 @@ class Signs(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -135,6 +135,7 @@ MAKES: dict[str, Callable[[Parameters], Optimizers]] = {
     "adafactor": lambda parameters: [torch.optim.Adafactor(groups(parameters), lr=1e-2)],
     "adafactor, foreach": lambda parameters: [torch.optim.Adafactor(parameters, weight_decay=0.1, maximize=True, foreach=True)],
     "muon": muon_and_adamw,
+    "sgd and adam": lambda parameters: [torch.optim.SGD(parameters[::2]), torch.optim.Adam(parameters[1::2], fused=True)],
     "amsgrad": lambda parameters: [torch.optim.AdamW(groups(parameters), amsgrad=True)],
     "amsgrad, fused": lambda parameters: [torch.optim.Adam(groups(parameters), amsgrad=True, fused=True)],
     "own": lambda parameters: [Normed(parameters)],
@@ -333,31 +334,35 @@ def test_a_checkpoint_resumes_under_another_policy(make: str, precision: Precisi
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", ["resident", "zero_offload"])
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("make", WHOLE)
-def test_the_schedule_has_the_bytes_of_the_states(make: str, masters: bool) -> None:
-    """Of every unit: those of the tensors that the optimizer keeps, with masters; and the peak is the predicted one."""
+def test_the_schedule_has_the_bytes_of_the_states(make: str, masters: bool, policy: str) -> None:
+    """Those of the tensors that the optimizer keeps, with masters; and the peaks of device and host are the predicted ones."""
     workload = replace(SMALL, precision=Precision.BF16)
     model = model_for(workload)
     optimizers = MAKES[make](list(model.parameters()))
-    with trainer_of(model, optimizers, "resident", master_weights=masters) as trainer:
+    with trainer_of(model, optimizers, policy, master_weights=masters) as trainer:
         for batch in batches(workload, STEPS):
             trainer.step(batch)
         comparison, prediction = trainer.comparison(), trainer.prediction
     assert prediction is not None
     assert comparison.measured_peak_bytes == comparison.predicted_peak_bytes
+    assert comparison.measured_host_bytes == comparison.predicted_host_bytes
+    if policy == "zero_offload":  # on the host, next to gradients and parameters in one buffer
+        return
     said = sum(b.size_bytes for b in prediction.schedule.resident if b.id.value is Value.OPTIMIZER_STATES)
     kept = [state for optimizer in optimizers for state in optimizer.state.values()]
     tables = {STEP, "qmap1", "qmap2"}  # constants, and a number
     assert said == sum(tensor.nbytes for state in kept for name, tensor in state.items() if name not in tables)
 
 
-@pytest.mark.parametrize("make", ["adafactor", "muon", "8 bit"])
+@pytest.mark.parametrize("make", ["adafactor", "muon", "8 bit", "sgd and adam"])
 def test_plans_that_cut_parameters_are_refused(make: str) -> None:
     """Before training, with what to do."""
     model = model_for(SMALL)
     optimizers = MAKES[make](list(model.parameters()))
-    with trainer_of(model, optimizers, TWIN) as trainer, pytest.raises(OptimizerError, match="needs whole parameters here"):
+    with trainer_of(model, optimizers, TWIN) as trainer, pytest.raises(OptimizerError, match="needs whole parameters"):
         trainer.step(batches(SMALL, 1)[0])
 
 
@@ -414,7 +419,7 @@ def test_whole_states_are_exact(
         assert torch.equal(flat, torch.cat([parameter.detach().reshape(-1) for parameter in alone]).to(dtype))
         for place, parameter in enumerate(alone):
             kept = states.saved(place)
-            expected = next((each.state[parameter] for each in optimizers if parameter in each.state), {})
+            expected: dict[str, Any] = next((each.state[parameter] for each in optimizers if parameter in each.state), {})
             assert kept.pop(STEP) == counts[place]
             assert not expected or equal(kept, {name: tensor for name, tensor in expected.items() if name != STEP})
 
@@ -466,6 +471,41 @@ def test_a_state_of_one_optimizer_is_none_of_another() -> None:
     adafactor = torch.optim.Adafactor(model.parameters())
     with trainer_of(model, [adafactor], "resident") as trainer, pytest.raises(InputError, match="optimizer's states of"):
         trainer.load_state_dict(state)
+
+
+def test_a_profile_of_other_states_is_refused() -> None:
+    """It would plan with the wrong bytes."""
+    model, batch = model_for(SMALL), batches(SMALL, 1)[0]
+    with trainer_of(model, MAKES["muon"](list(model.parameters())), "resident") as trainer:
+        assert trainer.prepare(batch)
+        profile = trainer.prediction.profile if trainer.prediction else None
+    with (
+        trainer_of(model, MAKES["own"](list(model.parameters())), "resident", profile=profile) as trainer,
+        pytest.raises(InputError, match=r"the profile has \d+ bytes of optimizer states of unit 0, but this"),
+    ):
+        trainer.step(batch)
+
+
+def test_settings_of_single_parameters_of_bitsandbytes_are_refused() -> None:
+    """A copy of the optimizer would not find them."""
+    model = model_for(SMALL)
+    (optimizer,) = MAKES["8 bit"](list(model.parameters()))
+    manager: Any = vars(optimizer)["mng"]
+    manager.pid2config[0] = {"optim_bits": 32}
+    try:
+        with pytest.raises(InputError, match="leave override_config and register_module_override out"):
+            Trainer(model, optimizer=optimizer)
+    finally:
+        manager.pid2config.clear()
+
+
+def test_nothing_stays_on_an_optimizer_of_bitsandbytes() -> None:
+    """Its own ``load_state_dict`` calls no hooks, so a Trainer puts another in its place until it is closed."""
+    model = model_for(SMALL)
+    (optimizer,) = MAKES["8 bit"](list(model.parameters()))
+    with Trainer(model, optimizer=optimizer):
+        assert "load_state_dict" in vars(optimizer)
+    assert "load_state_dict" not in vars(optimizer)
 
 
 def test_damaged_statistics_are_refused() -> None:
