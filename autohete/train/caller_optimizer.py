@@ -297,9 +297,10 @@ class CallerOptimizer:
                     "same kind of optimizer, of the same model"
                 )
             wide = kept[part].dtype if part in kept else torch.float32
-            if part != GRADIENT and self._masters and value.dtype is not wide:
+            rounds = not self._masters and value.is_floating_point() and wide.is_floating_point  # as PyTorch does
+            if part != GRADIENT and value.dtype is not wide and not rounds:
                 raise InputError(
-                    f"{part} of {name} in the optimizer's state is of {value.dtype}, but with master weights of {wide}: "
+                    f"{part} of {name} in the optimizer's state is of {value.dtype}, but has to be of {wide}: "
                     "optimizer.load_state_dict rounds states to the type of the parameters, so call it once the Trainer is "
                     "made, or give master_weights=False"
                 )

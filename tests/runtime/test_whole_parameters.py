@@ -508,6 +508,21 @@ def test_nothing_stays_on_an_optimizer_of_bitsandbytes() -> None:
     assert "load_state_dict" not in vars(optimizer)
 
 
+def test_states_of_another_type_are_refused() -> None:
+    """States in fp32 are not taken for codes of 8 bit, whether or not there are masters."""
+    workload, kept = replace(SMALL, precision=Precision.BF16), list[dict[str, Any]]()
+    kind = type(MAKES["8 bit"](list(model_for(workload).parameters()))[0])
+    for smallest in (10**9, 512):
+        model = model_for(workload)
+        optimizer: Any = kind(model.parameters(), min_8bit_size=smallest)
+        with trainer_of(model, [optimizer], "resident", master_weights=False) as trainer:
+            trainer.step(batches(workload, 1)[0])
+            kept.append(optimizer.state_dict())
+            if len(kept) > 1:
+                with pytest.raises(InputError, match=r"is of torch\.float32, but has to be of torch\.uint8"):
+                    optimizer.load_state_dict(kept[0])
+
+
 def test_damaged_statistics_are_refused() -> None:
     """Means of squares are never negative."""
     model, batch = model_for(SMALL), batches(SMALL, 1)[0]
