@@ -48,6 +48,9 @@ KINDS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "adamw, foreach": lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=True),
     "adam, fused": lambda groups: torch.optim.Adam(groups, weight_decay=0.1, maximize=True, fused=True),
     "adam": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(1e-2), weight_decay=0.1, maximize=True),
+    "amsgrad": lambda groups: torch.optim.AdamW(groups, weight_decay=0.1, amsgrad=True),
+    "amsgrad, foreach": lambda groups: torch.optim.Adam(groups, weight_decay=0.1, amsgrad=True, foreach=True),
+    "amsgrad, fused": lambda groups: torch.optim.AdamW(groups, weight_decay=0.1, amsgrad=True, fused=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, weight_decay=0.1),
     "sgd, fused": lambda groups: torch.optim.SGD(groups, lr=1e-2, fused=True),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
@@ -59,7 +62,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "masters"),
-    [*itertools.product(KINDS, [FP32, BF16], [True]), *((kind, BF16, False) for kind in list(KINDS)[:5])],
+    [*itertools.product(KINDS, [FP32, BF16], [True]), *((kind, BF16, False) for kind in list(KINDS)[:8])],
 )
 @settings(max_examples=30)
 @given(drawn=_steps(), shares=st.lists(st.floats(0, 1), max_size=2).map(sorted))
