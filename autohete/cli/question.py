@@ -29,7 +29,9 @@ _OptimizerName = Literal[
     "sgd",
     "sgd_momentum",
     "adafactor",
+    "adafactor_pure_bf16",
     "muon",
+    "muon_pure_bf16",
 ]
 #: Options that together are one field of ``Workload``.
 _TRAINING = ("optimizer", "lora", "lora_targets", "qlora", "train_last")
@@ -94,7 +96,8 @@ class Shape:
         Tokens per document, of which each sequence packs several; attention stays within a document.
     optimizer:
         adamw (states in fp32), adamw_bf16 (masters and states in bf16), adamw_pure_bf16 (states in bf16, no masters),
-        adamw8bit, adamw8bit_pure_bf16 (no masters), sgd, sgd_momentum, adafactor, or muon.
+        adamw8bit, sgd, sgd_momentum, adafactor, muon, or without masters adamw8bit_pure_bf16, adafactor_pure_bf16,
+        muon_pure_bf16.
     lora:
         Rank of low-rank adapters, such as 16; all other parameters are frozen.
     lora_targets:

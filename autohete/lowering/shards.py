@@ -9,7 +9,7 @@ from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.plan.moves import SavedPart, SavedSize, UnitSizes, saved_parts
 from autohete.profile import Profile, SavedTensors, UnitProfile
 from autohete.schedule import GPU_MEMORY, Value
-from autohete.workload.optimizers import check_cpu_kernel, updates_any_share
+from autohete.workload.optimizers import updates_any_share
 
 
 class Shards:
@@ -166,12 +166,13 @@ class Shards:
         optimizer, plan = self._profile.workload.training.optimizer, self._plan
         units = range(len(plan.units))
         if any(self.updates_on(unit, Processor.CPU) for unit in units):
-            check_cpu_kernel(optimizer)
-        if not updates_any_share(optimizer) and any(
-            self.stage(unit) or plan.units[unit].update.share or plan.units[unit].states.parts > 1 for unit in units
-        ):
+            self._profile.check_cpu_updates()
+        cut = (unit for unit in units if self.stage(unit) or plan.units[unit].update.share or plan.units[unit].states.parts > 1)
+        whole = next((unit for unit in cut if not self._profile.updates_any_share(unit)), None)
+        if whole is not None:
+            several = updates_any_share(optimizer) and f"unit {whole} has several optimizers, or one that"
             raise OptimizerError(
-                f"the plan updates parts of a unit by themselves, but {optimizer} needs whole matrices: "
+                f"the plan updates parts of a unit by themselves, but {several or optimizer} needs whole parameters: "
                 "choose another optimizer, such as adamw, or leave zero_stage and the share of the update at 0 and parts at 1"
             )
 

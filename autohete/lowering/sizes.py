@@ -48,7 +48,7 @@ def _without_times(unit: UnitProfile) -> UnitProfile:
         forward_seconds=0.0,
         backward_seconds=0.0,
         gpu_update_seconds=0.0,
-        cpu_update_seconds=None,
+        cpu_update_seconds=None if unit.cpu_update_seconds is None else 0.0,  # whether the CPU can update
         saved=saved,
         shorter_recompute_seconds=None,
     )

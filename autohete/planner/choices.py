@@ -13,7 +13,6 @@ from functools import lru_cache
 from autohete.plan import Activations, Format, Processor, Route, UnitPlan, Update
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
-from autohete.workload.optimizers import has_cpu_kernel, updates_any_share
 
 #: For each unit, the indices of its two choices in their lists.
 Assignment = tuple[tuple[int, int], ...]
@@ -120,7 +119,7 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
     summed_here, summed_away = Route(GPU_MEMORY, carried=gradients), Route(HOST_MEMORY, carried=gradients)
     on_gpu = UnitPlan(gradients=summed_here, refresh=upload)
     on_cpu = replace(on_gpu, update=Update(Processor.CPU))
-    optimizer, largest = profile.workload.training.optimizer, _largest_block(profile)
+    largest = _largest_block(profile)
     gpu_sums, cpu_sums = [summed_here], [summed_away]
     if profile.workload.micro_batches > 1:
         gpu_sums.append(summed_away)
@@ -132,7 +131,7 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         """Updates with states that rest in other places, whose parameters may rest there as well."""
         for place in places:
             updates = [replace(on_gpu, states=Route(place.name, parts=parts), gradients=summed) for summed in gpu_sums]
-            if place.beside == HOST_MEMORY and has_cpu_kernel(optimizer):
+            if place.beside == HOST_MEMORY and profile.cpu_updates:
                 updates += (replace(on_cpu, states=Route(place.name), gradients=summed) for summed in cpu_sums)
             for update in updates:
                 yield from (replace(update, parameters=route) for route in routes)
@@ -147,10 +146,10 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
             return tuple(replace(on_gpu, parameters=route) for route in where)
         # Of a unit larger than the blocks, such as the head of a large vocabulary, no more states are there than of a block.
         wanted = -(-profile.units[unit].trained_parameters // largest)
-        parts = min(max(1, wanted), _MOST_PARTS) if updates_any_share(optimizer) else 1
+        parts = min(max(1, wanted), _MOST_PARTS) if profile.updates_any_share(unit) else 1
         states = (Route(), Route(HOST_MEMORY, parts=parts))
         updates = [replace(on_gpu, states=where, gradients=summed) for summed in gpu_sums for where in states]
-        if has_cpu_kernel(optimizer):
+        if profile.cpu_updates:
             updates += (replace(on_cpu, gradients=summed) for summed in cpu_sums)
         planned = [replace(update, parameters=route) for route in routes for update in updates]
         return tuple(

@@ -9,7 +9,6 @@ from autohete.plan.moves import When
 from autohete.planner.unit_costs import Costs, UnitCosts
 from autohete.profile import Profile
 from autohete.schedule import D2H, GPU_MEMORY, H2D, HOST_MEMORY, Value
-from autohete.workload.optimizers import has_cpu_kernel
 
 #: Gradients that may be on the GPU while they wait for their copy, including the one being computed.
 GRADIENT_SLOTS = 2
@@ -118,7 +117,7 @@ class BlockCosts:
         self.states = [one.resting_bytes(GPU_MEMORY, Value.OPTIMIZER_STATES) for one in here]
         self.kept = [one.resting_bytes(GPU_MEMORY, Value.PARAMETER_SHARD) for one in away]
         #: Whether the CPU can update at all.
-        self.updates_on_cpu = has_cpu_kernel(profile.workload.training.optimizer)
+        self.updates_on_cpu = profile.cpu_updates
         self.input = [block.input_bytes for block in blocks]
         self.activations = [block.activation_bytes * there for block, there in zip(blocks, reached, strict=True)]
         self.workspace = [block.backward_workspace_bytes * there for block, there in zip(blocks, reached, strict=True)]

@@ -37,7 +37,6 @@ from autohete.planner.tuning import tune_prefetches
 from autohete.policies import traffic
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, Kind
-from autohete.workload.optimizers import check_cpu_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class AutoHete:
             OptimizerError: the GPU is to update nothing, and the CPU cannot.
         """
         if not self.gpu_updates:
-            check_cpu_kernel(profile.workload.training.optimizer)
+            profile.check_cpu_updates()
         program = self.program(profile)
 
         def judged(by: Judge, counts: Counts, way: Way) -> Judgement:

@@ -9,7 +9,7 @@ from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.hashing import Hashed, hashed_once
 from autohete.workload import BlockRole, Workload
-from autohete.workload.optimizers import Optimizer, moment_bytes
+from autohete.workload.optimizers import Optimizer, check_cpu_kernel, has_cpu_kernel, moment_bytes, updates_any_share
 
 #: A year and a half. Thousands of such tasks in sequence still fit 64-bit nanoseconds.
 LONGEST_TASK_SECONDS = 5e7
@@ -63,6 +63,7 @@ class UnitProfile(Hashed):
         frozen_bytes: size of these, if they are not in the format the GPU computes with (quantised).
         state_bytes: size of its optimizer states, with master weights. None: those of AdamW.
         largest_parameter: number of elements of its largest trained parameter. None: not known, taken as all of them.
+        is_whole: its update needs whole parameters, whatever the optimizer; otherwise the optimizer says so.
         shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
     """
 
@@ -85,6 +86,7 @@ class UnitProfile(Hashed):
     state_bytes: int | None = None
     shorter_recompute_seconds: float | None = None
     largest_parameter: int | None = None
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -231,6 +233,28 @@ class Profile:
         """Bytes by which these states are smaller than AdamW's."""
         count = self.units[unit].trained_parameters if count is None else count
         return count * self.optimizer_bytes - self.state_bytes(unit, count)
+
+    @property
+    def cpu_updates(self) -> bool:
+        """Whether the CPU can update: it has a kernel of the optimizer, or its updates have been measured."""
+        return self._measured_on_cpu or has_cpu_kernel(self.workload.training.optimizer)
+
+    def check_cpu_updates(self) -> None:
+        """Check that the CPU can update.
+
+        Raises:
+            OptimizerError: it cannot.
+        """
+        if not self._measured_on_cpu:
+            check_cpu_kernel(self.workload.training.optimizer)
+
+    @property
+    def _measured_on_cpu(self) -> bool:
+        return all(unit.is_frozen or unit.cpu_update_seconds is not None for unit in self.units)
+
+    def updates_any_share(self, unit: int) -> bool:
+        """Whether a part of a unit can be updated by itself."""
+        return updates_any_share(self.workload.training.optimizer) and not self.units[unit].is_whole
 
     def parameter_bytes(self, unit: int) -> int:
         """Size of all parameters of ``block`` where the GPU computes with them."""

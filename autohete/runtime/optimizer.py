@@ -9,6 +9,8 @@ not fill a vector, differently.
 States may belong to a part of a unit, which may begin and end anywhere, even within a parameter. The group of 64 elements that
 contains such a cut is then computed as a whole, with zeros for the missing elements, and only the present elements are kept.
 This takes at most 2 KiB while a kernel runs, which is not counted.
+
+Other rules than those per element update one whole parameter at a time; see :class:`WholeStates`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autohete.runtime.update_rules import TEMPORARIES, Step, UpdateSettings
+from autohete.errors import ScheduleError
+from autohete.runtime.update_rules import StateTensor, Step, UpdateSettings
 
 #: Elements per piece, by device. Smaller pieces need more kernel calls; larger ones need more scratch memory and do not fit in
 #: a CPU's cache. See benchmarks/README.md for the figures.
@@ -110,7 +113,7 @@ class UnitStates:
         updates: what an update computes.
         parameters: flat, those of the unit one after another; (n,) in fp32 or a 16-bit type.
         sizes: number of elements of each parameter of the unit.
-        groups: index of the group of each of them; none: they are all in the first.
+        groups: index of the group of each of them; none: they are all in the first. They all have the same rule.
         begin: number of elements of the unit before the first of ``parameters``.
 
     Attributes:
@@ -124,12 +127,15 @@ class UnitStates:
     ) -> None:
         self.updates = updates
         count, dtype, device = parameters.numel(), parameters.dtype, parameters.device
-        self.states = torch.zeros(len(updates.rule.states), count, dtype=updates.state_dtype(dtype), device=device)
+        self._groups = groups or [0] * len(sizes)
+        one = self._groups[0] if sizes else 0
+        self._rule, wide = updates.rules[one], updates.state_dtype(dtype)
+        self._names = self._rule.names(wide, updates.groups[one])
+        self.states = torch.zeros(len(self._names), count, dtype=wide, device=device)
         self.master = parameters.float() if updates.has_masters(dtype) else None
         self.parts = parts_of(sizes, begin, begin + count)
         # A GPU's kernel computes all elements in the same way, so no groups of elements are needed.
         self._stretches = _stretches(self.parts, _JOINT if device.type == "cpu" else 1)
-        self._groups = groups or [0] * len(sizes)
         self._steps = [0] * len(sizes)
         # At most the largest parameter. Otherwise a small unit's scratch would exceed everything else a pass needs.
         largest = max((part.elements for part in self.parts), default=0)
@@ -159,8 +165,8 @@ class UnitStates:
     def temporary_bytes(self) -> int:
         """Bytes that PyTorch allocates at most during an update besides the scratch; 0 for fused kernels."""
         groups, first = {self._groups[stretch.place] for stretch in self._stretches}, 0 in self._steps
-        in_place = all(self.updates.rule.is_in_place(self.updates.groups[group], first=first) for group in groups)
-        return 0 if in_place else TEMPORARIES * min(self._piece, self.elements) * self.states.element_size()
+        in_place = all(self._rule.is_in_place(self.updates.groups[group], first=first) for group in groups)
+        return 0 if in_place else self._rule.temporaries * min(self._piece, self.elements) * self.states.element_size()
 
     @torch.no_grad()
     def update(
@@ -203,7 +209,7 @@ class UnitStates:
     def saved(self, place: int) -> dict[str, Any]:
         """Copy a parameter's step count, and its part's states and master weights (if any), flat on the CPU."""
         span = self._span(place)
-        tensors = {name: state[span] for name, state in zip(self.updates.rule.states, self.states, strict=True)}
+        tensors = {name: state[span] for name, state in zip(self._names, self.states, strict=True)}
         master = {} if self.master is None else {MASTER: self.master[span]}
         return {STEP: self._steps[place]} | {name: tensor.to("cpu", copy=True) for name, tensor in (tensors | master).items()}
 
@@ -213,7 +219,7 @@ class UnitStates:
         """
         span, part = self._span(place), self.parts[place]
         self._steps[place] = saved[STEP]
-        for name, state in zip(self.updates.rule.states, self.states, strict=True):
+        for name, state in zip(self._names, self.states, strict=True):
             if name in saved:
                 state[span].copy_(part.of(saved[name].reshape(-1)))
             else:
@@ -236,7 +242,7 @@ class UnitStates:
         for stretch, gradient in changing:
             calls.setdefault((self._groups[stretch.place], self._is_first(stretch)), []).append((stretch, gradient))
         for (group, first), some in calls.items():
-            if self.updates.rule.is_in_place(self.updates.groups[group], first=first):
+            if self._rule.is_in_place(self.updates.groups[group], first=first):
                 stretches = [stretch for stretch, _ in some]
                 weights, *states = (
                     [flat[stretch.begin : stretch.end] for stretch in stretches] for flat in (parameters, *self.states)
@@ -280,8 +286,143 @@ class UnitStates:
         )
         group = self.updates.groups[self._groups[stretches[0].place]]
         counts = [self._steps[stretch.place] for stretch in stretches]
-        self.updates.rule.step(group, Step(weights, gradients, states, counts))
+        self._rule.step(group, Step(weights, gradients, dict(zip(self._names, states, strict=True)), counts))
         for place, stretch in enumerate(stretches):
             if stretch.width:
                 for here, found in zip(changed, (weights, *states), strict=True):
                     here[place].copy_(found[place][stretch.lead : stretch.lead + len(here[place])])
+
+
+class WholeStates:
+    """Optimizer states, step counts and master weights of the parameters of one unit, each of which is updated as a whole.
+
+    All states are in one buffer of bytes, those of wide numbers first, so that each begins at a multiple of its numbers' size.
+
+    Args:
+        updates: what an update computes.
+        parameters: flat, those of the unit one after another; (n,) in fp32 or a 16-bit type.
+        shapes: shape of each parameter.
+        groups: index of the group of each of them.
+
+    Attributes and methods are those of :class:`UnitStates`.
+    """
+
+    #: What a step allocates is counted while it runs.
+    temporary_bytes = 0
+
+    def __init__(
+        self, updates: UpdateSettings, parameters: Tensor, shapes: Sequence[torch.Size], groups: Sequence[int]
+    ) -> None:
+        self.updates = updates
+        dtype, device = parameters.dtype, parameters.device
+        self._shapes, self._groups, self._steps = shapes, groups, [0] * len(shapes)
+        self._kept = [updates.states_of(shape, dtype, group) for shape, group in zip(shapes, groups, strict=True)]
+        entries = [(place, name, state) for place, kept in enumerate(self._kept) for name, state in kept.items()]
+        entries.sort(key=lambda entry: -entry[2].dtype.itemsize)
+        ends = [0, *accumulate(state.size_bytes for _, _, state in entries)]
+        #: Where the bytes of each state begin, by the parameter's index and the state's name.
+        self._begins = {(place, name): begin for (place, name, _), begin in zip(entries, ends, strict=False)}
+        self.states = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        self.master = parameters.float() if updates.has_masters(dtype) else None
+        self.elements = parameters.numel()
+        sizes = [shape.numel() for shape in shapes]
+        self.parts = parts_of(sizes, 0, self.elements)
+        self._spans = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        for place in range(len(shapes)):
+            self._reset(place)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that occupy memory."""
+        return [self.states] if self.master is None else [self.states, self.master]
+
+    def use(self, tensors: Sequence[Tensor]) -> None:
+        """Use ``tensors`` from now on: copies of :attr:`tensors` in another memory, with the same values."""
+        self.states = tensors[0]
+        self.master = tensors[1] if len(tensors) > 1 else None
+
+    def scratch(self) -> Tensor:
+        """Allocate scratch for the largest gradient in fp32, if there are master weights."""
+        wide = 0 if self.master is None else max((part.size for part in self.parts), default=0)
+        return torch.empty(wide, dtype=torch.float32, device=self.states.device)
+
+    @torch.no_grad()
+    def update(
+        self, parameters: Tensor, gradients: Sequence[Tensor | None], scratch: Tensor, scale: Tensor | None = None
+    ) -> None:
+        """Run one optimizer step; see :meth:`UnitStates.update`."""
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            self._steps[place] += 1
+            shape, span, group = self._shapes[place], self._spans[place], self._groups[place]
+            weights, wide = parameters[span].view(shape), gradient.view(shape)
+            if self.master is not None:
+                weights, wide = self.master[span].view(shape), scratch[: shape.numel()].view(shape).copy_(wide)
+            if scale is not None:
+                wide.mul_(scale)
+            states = {name: [tensor] for name, tensor in self._tensors(place).items()}
+            step = Step([weights], [wide], states, [self._steps[place]])
+            self.updates.rules[group].step(self.updates.groups[group], step)
+            if self.master is not None:
+                parameters[span].copy_(self.master[span])
+
+    def saved(self, place: int) -> dict[str, Any]:
+        """Copy a parameter's step count, states and master weights (if any), in their shapes, on the CPU."""
+        tensors = self._tensors(place)
+        if self.master is not None:
+            tensors[MASTER] = self.master[self._spans[place]].view(self._shapes[place])
+        return {STEP: self._steps[place]} | {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def load(self, place: int, saved: dict[str, Any]) -> None:
+        """Load the result of :meth:`saved`. States that are not there begin as before the first step."""
+        self._reset(place)
+        self._steps[place] = saved[STEP]
+        for name, tensor in self._tensors(place).items():
+            if name in saved:
+                tensor.copy_(saved[name])
+        if self.master is not None:
+            self.master[self._spans[place]].copy_(saved[MASTER].reshape(-1))
+
+    def _reset(self, place: int) -> None:
+        """Let states be as before the first step."""
+        for name, tensor in self._tensors(place).items():
+            initial = self._kept[place][name].initial
+            if initial is None:
+                tensor.zero_()
+            else:
+                tensor.copy_(initial)
+
+    def _tensors(self, place: int) -> dict[str, Tensor]:
+        """A parameter's states, in their shapes."""
+        return {name: self._tensor(place, name, state) for name, state in self._kept[place].items()}
+
+    def _tensor(self, place: int, name: str, state: StateTensor) -> Tensor:
+        begin = self._begins[place, name]
+        return self.states[begin : begin + state.size_bytes].view(state.dtype).view(state.shape)
+
+
+def states_of_unit(
+    updates: UpdateSettings, parameters: Tensor, shapes: Sequence[torch.Size], groups: Sequence[int], begin: int = 0
+) -> UnitStates | WholeStates:
+    """Return the states of a unit, or of a part of it.
+
+    Args:
+        updates: what an update computes.
+        parameters: flat, those of the part.
+        shapes: shapes of all parameters of the unit.
+        groups: index of the group of each of them.
+        begin: number of elements of the unit before the part.
+
+    Raises:
+        ScheduleError: it is a part, but the rules need whole parameters.
+    """
+    sizes = [shape.numel() for shape in shapes]
+    if updates.may_be_cut(groups):
+        return UnitStates(updates, parameters, sizes, groups, begin)
+    if parameters.numel() < sum(sizes):
+        raise ScheduleError(
+            "the schedule updates a unit in parts, but its optimizer updates whole parameters, or its parameters have "
+            "different optimizers: let one side update all of the unit, in one part"
+        )
+    return WholeStates(updates, parameters, shapes, groups)

@@ -8,7 +8,7 @@ elements; the host has the states, gradients and copy of the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from autohete.errors import InputError, ScheduleError
 from autohete.runtime.gradient_norm import Clipping
-from autohete.runtime.ledger import WORKSPACE
+from autohete.runtime.ledger import WORKSPACE, accounting
 from autohete.runtime.nonfinite import UpdateGate, first_not_finite
-from autohete.runtime.optimizer import ElementRange, UnitStates, parts_of
+from autohete.runtime.optimizer import ElementRange, UnitStates, WholeStates, parts_of, states_of_unit
 from autohete.runtime.state_files import Files
 from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors
 from autohete.runtime.update_rules import UpdateSettings
@@ -177,11 +177,14 @@ class States:
         unit, found = self.units[i], dict[str, Any]()
         for states in self._parts(i):
             for name, value in states.optimizer.saved(place).items():
-                found[name] = torch.cat([found[name], value]) if name in found and isinstance(value, Tensor) else value
+                if isinstance(states.optimizer, UnitStates) and isinstance(value, Tensor):
+                    value = torch.cat([found[name].view(-1), value]) if name in found else value
+                    value = value.view(unit.shapes[place]) if value.numel() == unit.sizes[place] else value
+                found[name] = value
         gradient = unit.host.gradients[place] if self.delays(i) and unit.host.gradients else None
         if gradient is not None:
-            found[GRADIENT] = gradient.to("cpu", copy=True)
-        return {name: value.view(unit.shapes[place]) if isinstance(value, Tensor) else value for name, value in found.items()}
+            found[GRADIENT] = gradient.to("cpu", copy=True).view(unit.shapes[place])
+        return found
 
     def load(self, i: int, place: int, saved: dict[str, Any]) -> None:
         """Load values and the result of :meth:`saved_states`."""
@@ -261,7 +264,7 @@ class States:
 
     def _place_states(self, i: int, unit: UnitTensors, flat: Tensor) -> None:
         kinds, memories = self.kinds[i], self.memories
-        groups = [self.updates.members.get(id(parameter), 0) for parameter in unit.parameters]
+        groups = [self.updates.group_of(parameter) for parameter in unit.parameters]
         for side in self._updating_sides(i):
             begin, end = (unit.cut, unit.elements) if side is unit.host else (0, unit.cut or unit.elements)
             home = HOST_MEMORY if unit.cut and side is unit.host else self._state_ways[i][0]
@@ -269,7 +272,7 @@ class States:
                 first = begin + elements.start
                 part = flat[first : begin + elements.stop]
                 part = part.to(memories.torch_device) if home == GPU_MEMORY else part
-                states = UnitStates(self.updates, part, unit.sizes, groups, first)
+                states = states_of_unit(self.updates, part, unit.shapes, groups, first)
                 side.states.append(MovingStates(states, first))
                 if home not in _NEAR:
                     states.use([self.files.holding(tensor) for tensor in states.tensors])
@@ -308,8 +311,12 @@ class States:
         if i in self._delayed or i in self._norm_on_host:
             why = "its CPU update is delayed" if i in self._delayed else "the norm of its gradients is computed on the host"
             raise ScheduleError(f"{told}, but {why}: the host has only a part of the gradients; let one side update all of it")
+        groups = [self.updates.group_of(parameter) for parameter in unit.parameters]
+        if not self.updates.may_be_cut(groups):
+            raise ScheduleError(f"{told}, but its optimizer updates whole parameters: let one side update all of it")
         states = (b for b in self.schedule.resident if (b.id.value, b.id.unit) == (Value.OPTIMIZER_STATES, i))
-        size, of_each = sum(b.size_bytes for b in states if b.memory == GPU_MEMORY), self.updates.state_bytes(unit.dtype)
+        of_each = self.updates.state_bytes(unit.dtype, groups[0])
+        size = sum(b.size_bytes for b in states if b.memory == GPU_MEMORY)
         if not of_each or size % of_each or not 0 < size < unit.elements * of_each:
             raise ScheduleError(
                 f"{told}, but the schedule gives the GPU {size} bytes of its optimizer states: give a positive multiple of "
@@ -562,13 +569,24 @@ class States:
         mine = parameters[begin : begin + optimizer.elements]
         if self.gate.admits(side.iteration, i):
             scratch, counted = optimizer.scratch(), None
+            watched: AbstractContextManager[None] = nullcontext()
             if side is self.units[i].device:
                 self.memories.claim(scratch, WORKSPACE)
                 counted = self.memories.reserve(optimizer.temporary_bytes, WORKSPACE)
-            optimizer.update(mine, gradients, scratch, self._scale_of(side.iteration))
+                watched = self._watched(optimizer)
+            scale = self._scale_of(side.iteration)
+            with watched:
+                optimizer.update(mine, gradients, scratch, scale)
             del counted
         elif optimizer.master is not None:
             mine.copy_(optimizer.master)  # gradients may have overwritten the parameters
+
+    def _watched(self, optimizer: UnitStates | WholeStates) -> AbstractContextManager[None]:
+        """Count what an update of whole parameters allocates on the device, as it depends on their shapes."""
+        ledger, count = self.memories.device, self.memories.count
+        if isinstance(optimizer, UnitStates) or ledger is None or count is None:
+            return nullcontext()
+        return accounting(ledger, self.memories.current.task, WORKSPACE, count.compare)
 
     # --- copies
 

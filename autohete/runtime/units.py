@@ -16,7 +16,7 @@ from autohete.quantities import rounded_when_pinned
 from autohete.runtime.forward_pass import BlockCall
 from autohete.runtime.ledger import CudaMemory, DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
-from autohete.runtime.optimizer import UnitStates, parts_of
+from autohete.runtime.optimizer import UnitStates, WholeStates, parts_of
 from autohete.runtime.recorder import AsRead, Recorded, Remaking, Saved
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
@@ -131,7 +131,7 @@ class MovingStates:
         resting: their tensors where they rest, and those of each hop, while copies of them are elsewhere.
     """
 
-    optimizer: UnitStates
+    optimizer: UnitStates | WholeStates
     begin: int
     resting: list[list[Tensor]] = field(default_factory=list)
 

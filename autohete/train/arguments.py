@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -93,7 +94,7 @@ def check_profile(profile: object) -> None:
     """
     if profile is not None and not isinstance(profile, Profile):
         raise InputError(f"profile is {_named(profile)}: give a Profile, such as read_profile('profile.json')")
-    if profile is not None and profile.workload.training != FULL:
+    if profile is not None and replace(profile.workload.training, optimizer=FULL.optimizer) != FULL:
         raise InputError(
             f"profile is for {profile.workload.training}, which only the simulator has: freeze parameters with requires_grad, "
             "and profile the model as it is"

@@ -1,6 +1,6 @@
-"""A caller's ``torch.optim`` optimizer while a Trainer updates in its place.
+"""A caller's ``torch.optim`` optimizers while a Trainer updates in their place.
 
-The optimizer keeps its groups, which the caller or a scheduler changes between steps. Its states live with the Trainer: they
+Each keeps its groups, which the caller or a scheduler changes between steps. Its states live with the Trainer: they
 come from ``optimizer.state`` when training begins, are read and replaced by ``optimizer.state_dict()`` and
 ``optimizer.load_state_dict()``, and go back to ``optimizer.state`` when training ends.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from autohete.errors import InputError
+from autohete.runtime.eight_bit import EIGHT_BIT, eight_bit_rule
 from autohete.runtime.optimizer import MASTER, STEP
 from autohete.runtime.states import GRADIENT
-from autohete.runtime.update_rules import ADAM, SGD, SGD_MOMENTUM, Group, UpdateRule, UpdateSettings, default_optimizer
+from autohete.runtime.update_rules import Group, UpdateRule, UpdateSettings, default_optimizer, registered_rule
 
 #: States of a parameter by name: its step count, and tensors in its shape.
 States = dict[str, Any]
@@ -34,43 +35,39 @@ class Running(Protocol):
     def check_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
         """Check that it can load such states, by the parameters' names."""
 
-    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace its states."""
+    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> None:
+        """Replace the states of ``names``; those that are not found are as in the beginning."""
 
 
 #: What no rule computes.
-_NEVER = ("amsgrad", "capturable", "differentiable")
+_NEVER = ("capturable", "differentiable")
 
 
 class CallerOptimizer:
-    """The optimizer of a training.
+    """The optimizers of a training.
 
     Args:
-        given: the caller's; None: AdamW with PyTorch's fused kernel.
+        given: the caller's, one or several; None: AdamW with PyTorch's fused kernel.
         model: the model to train.
         masters: whether 16-bit parameters have fp32 master weights.
 
     Attributes:
-        torch: the ``torch.optim`` optimizer.
-        rule: how it updates.
+        given: as given; the one that is used if none was given.
 
     Raises:
-        InputError: it cannot be used for this model.
+        InputError: they cannot be used for this model.
     """
 
     def __init__(self, given: object, model: nn.Module, *, masters: bool) -> None:
         trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         if given is None:
             given = default_optimizer([p for p in model.parameters() if p.requires_grad])
-        if not isinstance(given, torch.optim.Optimizer):
-            what = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
-            raise InputError(
-                f"optimizer is {what}: give an optimizer of the model's parameters, such as "
-                "torch.optim.AdamW(model.parameters(), lr=1e-3)"
-            )
-        self.torch, self._masters, self._names = given, masters, trained
-        self.rule = rule_of(given)
+        self._all = _all_of(given)
+        self.given: Any = given
+        self._masters, self._names = masters, trained
+        self._rules = self._rules_now()
         self._members = self._check_members(model)
+        self._owners = {id(p): optimizer for optimizer in self._all for p in _parameters_of(optimizer)}
 
     def updates(self, loss_scale: float = 1.0) -> UpdateSettings:
         """What the next step's updates compute.
@@ -78,21 +75,20 @@ class CallerOptimizer:
         Raises:
             InputError: the caller has changed what must not change between steps, or a setting is no number.
         """
-        if self._members_now() != self._members or (rule := rule_of(self.torch)) is not self.rule:
+        if self._members_now() != self._members or self._rules_now() != self._rules:
             raise InputError(
                 "the optimizer's groups have other parameters, or keep other states, than when the Trainer was made: make a "
                 "new Trainer"
             )
-        groups = tuple(
-            {name: _copied(value) for name, value in group.items() if name != "params"} for group in self.torch.param_groups
-        )
+        groups = tuple({name: _copied(value) for name, value in group.items() if name != "params"} for group in self._groups())
         for index, group in enumerate(groups):
             _check_group(index, group)
-        return UpdateSettings(rule, groups, self._members, self._masters, loss_scale)
+        return UpdateSettings(self._rules, groups, self._members, self._masters, loss_scale)
 
     def note_step(self) -> None:
         """Tell schedulers that a step has been made: they warn if they are called before."""
-        vars(self.torch)["_opt_called"] = True
+        for optimizer in self._all:
+            vars(optimizer)["_opt_called"] = True
 
     # --- states
 
@@ -100,30 +96,38 @@ class CallerOptimizer:
         """The states in ``optimizer.state`` of the trained parameters that have any, by the parameter's name."""
         return {
             self._names[id(parameter)]: self._checked(self._names[id(parameter)], parameter, states)
-            for parameter, states in self.torch.state.items()
+            for optimizer in self._all
+            for parameter, states in optimizer.state.items()
             if id(parameter) in self._names and states
         }
 
     def take(self, parameter: Tensor, states: Mapping[str, Any]) -> None:
         """Keep states in ``optimizer.state``."""
-        if found := self._in_pytorchs_form(states):
-            self.torch.state[parameter] = found
+        kept = self._owners[id(parameter)].state
+        if found := self._in_pytorchs_form(parameter, states):
+            kept[parameter] = found
         else:
-            self.torch.state.pop(parameter, None)
+            kept.pop(parameter, None)
 
     def forget(self) -> None:
         """Drop the states of trained parameters from ``optimizer.state``: the training has them."""
-        for parameter in [parameter for parameter in self.torch.state if id(parameter) in self._names]:
-            del self.torch.state[parameter]
+        for optimizer in self._all:
+            for parameter in [parameter for parameter in optimizer.state if id(parameter) in self._names]:
+                del optimizer.state[parameter]
 
     def attach(self, run: Callable[[], Running | None]) -> ExitStack:
-        """Serve the optimizer's own methods until the result is closed.
+        """Serve the optimizers' own methods until the result is closed.
 
         Args:
             run: returns the training in progress, if there is any.
         """
-        undo, optimizer = ExitStack(), self.torch
-        loading = threading.local()
+        undo = ExitStack()
+        for optimizer in self._all:
+            undo.enter_context(self._attach(optimizer, run))
+        return undo
+
+    def _attach(self, optimizer: torch.optim.Optimizer, run: Callable[[], Running | None]) -> ExitStack:
+        undo, loading = ExitStack(), threading.local()
 
         def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if run() is not None:
@@ -133,25 +137,25 @@ class CallerOptimizer:
             training = run()
             if training is not None:
                 found = training.read_optimizer()
-                places = (p for group in optimizer.param_groups for p in group["params"])
                 state_dict["state"] |= {
                     place: states
-                    for place, parameter in enumerate(places)
-                    if (states := self._in_pytorchs_form(found.get(id(parameter), {})))
+                    for place, parameter in enumerate(_parameters_of(optimizer))
+                    if (states := self._in_pytorchs_form(parameter, found.get(id(parameter), {})))
                 }
 
         def check(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            loading.found, training = self._by_parameter(state_dict), run()
+            loading.found, training = self._by_parameter(optimizer, state_dict), run()
             if training is not None:
                 training.check_optimizer(self._named(loading.found))
 
         def loaded(optimizer: torch.optim.Optimizer) -> None:
-            training = run()
+            training, parameters = run(), list(_parameters_of(optimizer))
             if training is not None:
                 self.forget()
-                training.load_optimizer(self._named(loading.found))
+                names = [self._names[id(parameter)] for parameter in parameters if id(parameter) in self._names]
+                training.load_optimizer(self._named(loading.found), names)
                 return
-            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            for parameter in parameters:
                 if id(parameter) in loading.found:  # PyTorch has rounded them to the type of 16-bit parameters
                     self.take(parameter, loading.found[id(parameter)])
 
@@ -162,6 +166,16 @@ class CallerOptimizer:
             optimizer.register_load_state_dict_post_hook(loaded),
         ):
             undo.callback(handle.remove)
+        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:  # it may not call hooks
+            own = optimizer.load_state_dict
+
+            def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+                check(optimizer, state_dict)
+                own(state_dict, *args, **kwargs)
+                loaded(optimizer)
+
+            optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+            undo.callback(vars(optimizer).pop, "load_state_dict", None)
         return undo
 
     def settings(self) -> list[dict[str, Any]]:
@@ -169,7 +183,7 @@ class CallerOptimizer:
         return [
             {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
             | {"params": [self._names[id(p)] for p in group["params"] if id(p) in self._names]}
-            for group in self.torch.param_groups
+            for group in self._groups()
         ]
 
     def check_settings(self, groups: object) -> None:
@@ -195,7 +209,7 @@ class CallerOptimizer:
 
     def use_settings(self, groups: list[dict[str, Any]]) -> None:
         """Use the result of :meth:`settings` of another training."""
-        for own, group in zip(self.torch.param_groups, groups, strict=True):
+        for own, group in zip(self._groups(), groups, strict=True):
             for name, value in group.items():
                 if isinstance(own.get(name), Tensor):  # whoever holds it sees the value
                     own[name].fill_(value)
@@ -212,7 +226,12 @@ class CallerOptimizer:
                 "requires_grad_(False)"
             )
         known = {id(parameter) for parameter in model.parameters()}
-        foreign = [p for group in self.torch.param_groups for p in group["params"] if id(p) not in known]
+        given = [parameter for optimizer in self._all for parameter in _parameters_of(optimizer)]
+        if len(given) > len(members):
+            raise InputError(
+                f"{len(given) - len(members)} parameters are in several of the {len(self._all)} optimizers: give each to one"
+            )
+        foreign = [p for p in given if id(p) not in known]
         if foreign:
             raise InputError(
                 f"the optimizer has a parameter {tuple(foreign[0].shape)} that is none of the model's: give it the parameters "
@@ -220,25 +239,35 @@ class CallerOptimizer:
             )
         return members
 
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        """The groups of all optimizers."""
+        return (group for optimizer in self._all for group in optimizer.param_groups)
+
     def _members_now(self) -> dict[int, int]:
-        return {id(p): index for index, group in enumerate(self.torch.param_groups) for p in group["params"]}
+        return {id(p): index for index, group in enumerate(self._groups()) for p in group["params"]}
+
+    def _rules_now(self) -> tuple[UpdateRule, ...]:
+        """The rule of each group."""
+        return tuple(rule for optimizer in self._all for rule in [rule_of(optimizer)] * len(optimizer.param_groups))
+
+    def _rule(self, parameter: Tensor) -> UpdateRule:
+        return self._rules[self._members[id(parameter)]]
 
     def _named(self, found: Mapping[int, States]) -> dict[str, States]:
         return {self._names[key]: states for key, states in found.items()}
 
-    def _in_pytorchs_form(self, states: Mapping[str, Any]) -> States:
+    def _in_pytorchs_form(self, parameter: Tensor, states: Mapping[str, Any]) -> States:
         """States of the runtime, without those that PyTorch makes with the first step only."""
         if not states.get(STEP) and GRADIENT not in states:
             return {}
-        step = {STEP: torch.tensor(float(states[STEP]))} if self.rule.counts_steps else {}
-        return step | {name: value for name, value in states.items() if name != STEP}
+        tensors = {name: value for name, value in states.items() if name != STEP}
+        return self._rule(parameter).saved(states[STEP], tensors)
 
-    def _by_parameter(self, state_dict: Mapping[str, Any]) -> dict[int, States]:
-        """The states of a ``state_dict`` by the parameter's id, checked. PyTorch checks the groups."""
-        parameters = [parameter for group in self.torch.param_groups for parameter in group["params"]]
+    def _by_parameter(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[int, States]:
+        """The states of a ``state_dict`` by the parameter's id, checked. The optimizer checks the groups."""
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
         found = {}
-        for place, parameter in zip(places, parameters, strict=False):
+        for place, parameter in zip(places, _parameters_of(optimizer), strict=False):
             states = state_dict["state"].get(place)
             if states and id(parameter) in self._names:
                 found[id(parameter)] = self._checked(self._names[id(parameter)], parameter, states)
@@ -246,22 +275,32 @@ class CallerOptimizer:
 
     def _checked(self, name: str, parameter: Tensor, states: Mapping[str, Any]) -> States:
         """States in PyTorch's form as the runtime has them."""
-        if self.rule.counts_steps and STEP not in states:
+        given: dict[str, Any] = {}
+        for key, value in states.items():  # bitsandbytes has some in a dictionary of their own
+            given.update(value if isinstance(value, Mapping) else {key: value})
+        if STEP not in given and STEP in self._rule(parameter).saved(1, {}):
             raise InputError(f"the optimizer's state of {name} has no step: give the state_dict of the same kind of optimizer")
-        found: States = {STEP: int(states.get(STEP, 1))}
-        for part in (*self.rule.states, MASTER, GRADIENT):
-            value = states.get(part)
+        found: States = {STEP: int(given.get(STEP, 1))}
+        updates = UpdateSettings(self._rules, tuple(self._groups()), self._members, self._masters)
+        kept = updates.states_of(parameter.shape, parameter.dtype, updates.group_of(parameter))
+        shapes = {part: tuple(state.shape) for part, state in kept.items()} | dict.fromkeys(
+            (MASTER, GRADIENT), tuple(parameter.shape)
+        )
+        for part, shape in shapes.items():
+            value = given.get(part)
             if value is None and part in (MASTER, GRADIENT):
                 continue
-            if not isinstance(value, Tensor) or value.shape != parameter.shape:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+                was = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise InputError(
-                    f"{part} of {name} in the optimizer's state is {shape}, the parameter {tuple(parameter.shape)}: give the "
-                    "state_dict of the same kind of optimizer, of the same model"
+                    f"{part} of {name} in the optimizer's state is {was}, but has to be {shape}: give the state_dict of the "
+                    "same kind of optimizer, of the same model"
                 )
-            if part != GRADIENT and self._masters and value.dtype is not torch.float32:
+            wide = kept[part].dtype if part in kept else torch.float32
+            rounds = not self._masters and value.is_floating_point() and wide.is_floating_point  # as PyTorch does
+            if part != GRADIENT and value.dtype is not wide and not rounds:
                 raise InputError(
-                    f"{part} of {name} in the optimizer's state is of {value.dtype}, but with master weights of torch.float32: "
+                    f"{part} of {name} in the optimizer's state is of {value.dtype}, but has to be of {wide}: "
                     "optimizer.load_state_dict rounds states to the type of the parameters, so call it once the Trainer is "
                     "made, or give master_weights=False"
                 )
@@ -275,27 +314,47 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
     Raises:
         InputError: there is no rule for it; says for which there is.
     """
-    kind, groups = type(optimizer), optimizer.param_groups
-    for index, group in enumerate(groups):
+    for index, group in enumerate(optimizer.param_groups):
         for name in _NEVER:
             if group.get(name):
                 raise InputError(f"group {index} of the optimizer has {name}, which the Trainer does not support: leave it out")
-    if kind in (torch.optim.AdamW, torch.optim.Adam):
-        return ADAM
-    if kind is torch.optim.SGD:
-        keep = {bool(group["momentum"]) for group in groups}
-        if len(keep) > 1:
-            raise InputError("some groups of SGD have momentum and others none: give all of them momentum, or none")
-        return SGD_MOMENTUM if keep == {True} else SGD
-    raise InputError(
-        f"the optimizer is {kind.__module__}.{kind.__qualname__}: a Trainer updates as torch.optim.AdamW, Adam and SGD do, not "
-        "as their subclasses or others"
-    )
+    rule = registered_rule(optimizer) or eight_bit_rule(optimizer)
+    if rule is None:
+        kind = type(optimizer)
+        raise InputError(
+            f"the optimizer is {kind.__module__}.{kind.__qualname__}: a Trainer updates as torch.optim.AdamW, Adam, SGD, "
+            f"Adafactor and Muon do, and bitsandbytes' {', '.join(EIGHT_BIT)}, not as their subclasses or others, unless "
+            "autohete.runtime.update_rules.register_rule has been given a rule"
+        )
+    return rule
+
+
+def _all_of(given: object) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that a caller gives."""
+    found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    for one in found:
+        if not isinstance(one, torch.optim.Optimizer):
+            what = f"the class {one.__name__}" if isinstance(one, type) else f"of type {type(one).__name__}"
+            raise InputError(
+                f"optimizer is {what}: give an optimizer of the model's parameters, such as "
+                "torch.optim.AdamW(model.parameters(), lr=1e-3), or a list of optimizers"
+            )
+    if not found:
+        raise InputError("the list of optimizers is empty: give an optimizer of the model's parameters")
+    return found
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups, in the order of a ``state_dict``."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _check_group(index: int, group: Group) -> None:
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        value = group.get(name, 0.0)
+    numbers = {name: group.get(name, 0.0) for name in ("lr", "weight_decay", "momentum")}
+    eps = group.get("eps", 0.0)  # Adafactor has two, of which the first may follow from the type
+    several = isinstance(eps, (tuple, list))
+    numbers |= {f"eps[{place}]": one for place, one in enumerate(eps) if one is not None} if several else {"eps": eps}
+    for name, value in numbers.items():
         if not _is_number(value) or not 0 <= float(value) < math.inf:
             raise InputError(f"{name} of group {index} of the optimizer is {value!r}: give a finite number that is 0 or more")
     betas = group.get("betas", (0.0, 0.0))
@@ -312,9 +371,12 @@ def _is_number(value: object) -> bool:
 
 def _kind_of(group: Group) -> str:
     """What an optimizer with such a group is, in words."""
-    if "betas" in group:
-        return "AdamW" if group.get("decoupled_weight_decay") else "Adam"
-    return "SGD with momentum" if group.get("momentum") else "SGD"
+    if "decoupled_weight_decay" in group:
+        return ("AdamW" if group["decoupled_weight_decay"] else "Adam") + (" with AMSGrad" if group.get("amsgrad") else "")
+    if "dampening" in group:
+        return "SGD with momentum" if group.get("momentum") else "SGD"
+    known = {"beta2_decay": "Adafactor", "ns_steps": "Muon", "t_alpha": "bitsandbytes"}
+    return next((kind for setting, kind in known.items() if setting in group), "another optimizer")
 
 
 def _copied(value: Any) -> Any:

@@ -30,7 +30,7 @@ from autohete.runtime.forward_pass import HOOKS, call_of, replaced_forwards, wit
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import CudaMemory, Ledger
 from autohete.runtime.model_state import Snapshot, unchanged_random_state
-from autohete.runtime.optimizer import UnitStates
+from autohete.runtime.optimizer import states_of_unit
 from autohete.runtime.partition import Partition
 from autohete.runtime.precision import DTYPES
 from autohete.runtime.probe import probe
@@ -344,7 +344,8 @@ class _Measurement:
             checkpointed = self._passes(Activations.RECOMPUTE, 0)
         except InputError:  # the model can only be trained without recomputation
             checkpointed = {}
-        hosts = [_cpu_update_seconds(owned, self.recipe.updates) for owned in self.partition.owned]
+        updates = self.recipe.updates
+        hosts = [_cpu_update_seconds(owned, updates) for owned in self.partition.owned]
         saved = self._saved()
         inputs = sum(_size(value) for value in self.batch.named.values() if isinstance(value, Tensor))
         last = self.partition.last
@@ -372,17 +373,13 @@ class _Measurement:
                     measured_checkpointed_workspace_bytes=None if alone is None else _workspace(alone),
                     saved=() if selected is None else _within(selected.saved, kept + twice - given),
                     measured_selective_workspace_bytes=None if selected is None else selected.workspaces,
-                    state_bytes=self._state_bytes(i),
+                    state_bytes=updates.unit_bytes(self.partition.owned[i]),
+                    is_whole=not updates.may_be_cut(map(updates.group_of, self.partition.owned[i])),
                     **_sizes(self.partition, i, self.analytic.element_bytes),
                 )
             )
         found = passes[TaskId(Kind.LOSS, last)]
         return units, LossProfile(found.seconds, found.brought, max(0, found.peak - found.brought - found.handed_on))
-
-    def _state_bytes(self, i: int) -> int:
-        """Size of the optimizer states of a block."""
-        owned, updates = self.partition.owned[i], self.recipe.updates
-        return sum(parameter.numel() * updates.state_bytes(parameter.dtype) for parameter in owned)
 
     def _saved(self) -> dict[int, _MeasuredSaved]:
         """What forwards of the blocks save by name, and how long it takes to make each again; of those that save something."""
@@ -493,7 +490,7 @@ class _Measurement:
                 parameters=sum(_trained(self.partition, i, self.analytic.element_bytes)),  # all have a backward to measure
                 activation_bytes=unit.input_bytes,
                 saved=_SAVED if i in inner else (),
-                state_bytes=self._state_bytes(i),
+                state_bytes=self.recipe.updates.unit_bytes(self.partition.owned[i]),
             )
             for i, unit in enumerate(self.analytic.units)
         )
@@ -526,8 +523,8 @@ def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], updates: UpdateSettings
         return 0.0
     sizes = [parameter.numel() for parameter in owned]
     flat = torch.zeros(sum(sizes), dtype=owned[0].dtype, device="cpu")
-    groups = [updates.members.get(id(parameter), 0) for parameter in owned]
-    states, gradients = UnitStates(updates, flat, sizes, groups), torch.split(torch.zeros_like(flat), sizes)
+    states = states_of_unit(updates, flat, [parameter.shape for parameter in owned], list(map(updates.group_of, owned)))
+    gradients = torch.split(torch.zeros_like(flat), sizes)
     scratch = states.scratch()
     times = []
     for _ in range(1 + _REPEATS):

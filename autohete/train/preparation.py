@@ -18,6 +18,7 @@ from autohete.runtime.observe import observed
 from autohete.runtime.partition import Partition
 from autohete.runtime.precision import DTYPES
 from autohete.runtime.takeover import only_gpu_works
+from autohete.runtime.update_rules import UpdateSettings
 from autohete.simulate import Simulation, simulate_plan, simulate_safely
 from autohete.train.as_executed import as_executed, everything_resident
 from autohete.train.machine import cpu_threads, measure_machine, usable_bytes
@@ -119,7 +120,9 @@ class Preparation:
                     f"the profile is of training with {workload.training.optimizer}, the optimizer is {wanted}: measure a "
                     "profile with it, or leave the profile out"
                 )
-            return with_parameters_of(partition, options.profile), 1.0
+            profile = with_parameters_of(partition, options.profile)
+            _check_states(profile, partition, options.recipe.updates)
+            return profile, 1.0
         if self._hardware is None:
             available = options.limits.gpu_bytes or usable_bytes(options.torch_device)
             self._hardware = hardware_of(measure_machine(options.torch_device, available, quick=True))
@@ -130,6 +133,21 @@ class Preparation:
         if options.mode is Mode.PACED:
             return slowed(profile, analytic_profile(workload, self._hardware))
         return profile, 1.0
+
+
+def _check_states(profile: Profile, partition: Partition, updates: UpdateSettings) -> None:
+    """Check that a given profile has the bytes of the states that updates use.
+
+    Raises:
+        InputError: it has not.
+    """
+    for i, (unit, owned) in enumerate(zip(profile.units, partition.owned, strict=False)):
+        told, used = profile.state_bytes(i), updates.unit_bytes(owned)
+        if unit.trained_parameters == sum(parameter.numel() for parameter in owned) and told != used:
+            raise InputError(
+                f"the profile has {told} bytes of optimizer states of unit {i}, but this optimizer keeps {used}: measure a "
+                "profile with it, or leave the profile out"
+            )
 
 
 @dataclass(frozen=True, slots=True)

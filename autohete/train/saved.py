@@ -27,13 +27,11 @@ from torch import Tensor, nn
 from autohete.errors import InputError
 from autohete.runtime.optimizer import MASTER, STEP
 from autohete.runtime.states import GRADIENT, VALUES, States
-from autohete.runtime.update_rules import UpdateSettings
+from autohete.runtime.update_rules import StateTensor, UpdateSettings
 from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.machine import versions
 
 _FORMAT = "autohete-training 2"
-#: States that are means of squares.
-_SQUARES = ("exp_avg_sq",)
 #: More steps than any training makes. A parameter may have more than the training itself, if its optimizer had some before.
 _MOST_STEPS = 10**10
 _PARTS = ("buffers", "format", "groups", "optimizer", "parameters", "random", "skipped_steps", "step", "versions")
@@ -136,7 +134,8 @@ def load_states(state: Mapping[str, Any], model: nn.Module, states: States, *, b
     """Set the model states, wherever they are stored. All updates must have ended.
 
     A state without ``parameters`` leaves their values unchanged; master weights that do not match them are replaced, or, if
-    ``by_masters``, the values follow from them. States of parameters that it does not name are as in the beginning.
+    ``by_masters``, the values follow from them. Parameters that its ``optimizer`` does not name keep their states; states that
+    are not there are as in the beginning.
     """
     places = states.places()
     for name, parameter in model.named_parameters():
@@ -148,7 +147,9 @@ def load_states(state: Mapping[str, Any], model: nn.Module, states: States, *, b
             if values is not None:
                 states.assign(i, place, values)
             continue
-        given = dict(state["optimizer"].get(name, {}))
+        if name not in state["optimizer"]:
+            continue
+        given = dict(state["optimizer"][name])
         if values is None:
             values = given[MASTER].to(parameter.dtype) if by_masters and MASTER in given else states.values(i, place)
         beginning = {VALUES: values, STEP: 0, MASTER: values.float()}
@@ -209,14 +210,16 @@ def _check_count(name: str, given: object) -> None:
 def _check_optimizer(name: str, given: object, parameter: Tensor, updates: UpdateSettings) -> None:
     if not isinstance(given, Mapping):
         raise InputError(f"the optimizer's state of {name} is {type(given).__name__}: give the result of Trainer.state_dict()")
-    tensors = (*updates.rule.states, *([MASTER] if updates.has_masters(parameter.dtype) else []))
+    shape = parameter.shape
+    kept = updates.states_of(shape, parameter.dtype, updates.group_of(parameter))
+    tensors = kept | ({MASTER: StateTensor(shape, torch.float32)} if updates.has_masters(parameter.dtype) else {})
     _same_names(f"optimizer's states of {name}", (STEP, *tensors, *({GRADIENT} & set(given))), given)
     _check_count(f"step of {name}", given[STEP])
     if given[STEP] > _MOST_STEPS:
         raise InputError(f"step of {name} of the state is {given[STEP]}, more than any training makes: the state is damaged")
-    for part in tensors:
-        _check_tensor(f"{part} of {name}", given[part], parameter.shape, updates.state_dtype(parameter.dtype))
-        lowest = 0.0 if part in _SQUARES else -math.inf
+    for part, there in tensors.items():
+        _check_tensor(f"{part} of {name}", given[part], torch.Size(there.shape), there.dtype)
+        lowest = 0.0 if there.is_square else -math.inf
         if given[part].numel() and not (given[part].min() >= lowest and torch.isfinite(given[part]).all()):
             raise InputError(f"{part} of {name} of the state has values that training never gives: the state is damaged")
     if GRADIENT in given:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -64,13 +64,15 @@ class Trainer:
         host_memory: the same for the host, but not as a share.
         pinned_memory: limit of pinned host memory. The emulated device pins nothing, but plans keep to the limit.
         loss: function of logits and targets.
-        optimizer: an AdamW, Adam or SGD of ``torch.optim`` over the model's trained parameters, with any number of groups. Its
-            settings may change between steps, also by a scheduler of ``torch.optim.lr_scheduler``. Do not call its ``step``:
-            the Trainer updates in its place, as it would. Its ``state_dict`` and ``load_state_dict`` work as ever; its states
-            come from ``optimizer.state`` and go back there in the end, with the master weights as ``master``. None: AdamW with
-            a learning rate of 1e-3, betas of 0.9 and 0.95, a weight decay of 0.1 and the fused kernel.
+        optimizer: an AdamW, Adam, SGD, Adafactor or Muon of ``torch.optim``, an 8-bit optimizer of bitsandbytes, or one with a
+            registered rule (:func:`~autohete.runtime.update_rules.register_rule`), over the model's trained parameters, with
+            any number of groups; or a list of optimizers that have each parameter once. Its settings may change between steps,
+            also by a scheduler of ``torch.optim.lr_scheduler``. Do not call its ``step``: the Trainer updates in its place, as
+            it would. Its ``state_dict`` and ``load_state_dict`` work as ever; its states come from ``optimizer.state`` and go
+            back there in the end, with the master weights as ``master``. None: AdamW with a learning rate of 1e-3, betas of 0.9
+            and 0.95, a weight decay of 0.1 and the fused kernel.
         master_weights: whether 16-bit parameters have fp32 master weights and states. Otherwise they are updated as they are,
-            with states of their type, as PyTorch's optimizers do; bf16 and Adam only.
+            with states of their type, as PyTorch's optimizers do; bf16 only, and not with SGD.
         blocks: name of the block list, if it is ambiguous.
         device: ``emulated`` on the CPU, or ``cuda``.
         mode: speed of the emulated device; paced needs ``hardware``.
@@ -99,7 +101,7 @@ class Trainer:
         host_memory: int | str | None = None,
         pinned_memory: int | str | None = None,
         loss: Loss = next_token_loss,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         master_weights: bool = True,
         blocks: str | None = None,
         device: str = "emulated",
@@ -268,9 +270,11 @@ class Trainer:
         return self._held.do(TrainingRun.parameters)
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer in whose place the Trainer updates. Settings of its groups take effect with the next step."""
-        return self._optimizer.torch
+    def optimizer(self) -> Any:
+        """The optimizer in whose place the Trainer updates, or the list of them, as given. Settings of their groups take effect
+        with the next step.
+        """
+        return self._optimizer.given
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that later steps depend on, after waiting for all updates; see :mod:`autohete.train.saved`.
@@ -403,5 +407,5 @@ class _Served:
     def check_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
         self._held.do(lambda run: run.check_optimizer(found))
 
-    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]]) -> None:
-        self._held.do(lambda run: run.load_optimizer(found))
+    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> None:
+        self._held.do(lambda run: run.load_optimizer(found, names))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +109,7 @@ class TrainingRun:
     def begin(self) -> None:
         """Take over the states of the caller's optimizer."""
         if found := self._optimizer.initial():
-            self.load_optimizer(found, by_masters=False)
+            self.load_optimizer(found, list(found), by_masters=False)
         self._optimizer.forget()
         self.session.training.states.handed_to = self._optimizer.take
         if isinstance(self.session.device, CudaMemory):  # do not count what measuring took
@@ -205,13 +205,14 @@ class TrainingRun:
         """Check that :meth:`load_optimizer` can load states."""
         check_delayed({"optimizer": found}, self._prepared.partition.model, self.session.training.states)
 
-    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]], *, by_masters: bool = True) -> None:
-        """Replace the optimizer's states, by the parameters' names, after waiting for all updates; see :func:`load_states`."""
+    def load_optimizer(self, found: Mapping[str, Mapping[str, Any]], names: Sequence[str], *, by_masters: bool = True) -> None:
+        """Replace an optimizer's states of the parameters ``names``, after waiting for all updates; see :func:`load_states`."""
         self.check_optimizer(found)
         self.session.drain()
         training = self.session.training
         with training.guard.resumed(), training.guard.inside(), torch.no_grad():
-            load_states({"optimizer": found}, self._prepared.partition.model, training.states, by_masters=by_masters)
+            state = {"optimizer": {name: found.get(name, {}) for name in names}}
+            load_states(state, self._prepared.partition.model, training.states, by_masters=by_masters)
 
     def comparison(self) -> PredictionComparison:
         """Compare the prediction with the measurement, after waiting for all updates."""

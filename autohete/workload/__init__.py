@@ -367,7 +367,8 @@ class Workload(Hashed):
         if self.is_inner(unit):
             return tuple(product for part in self.components(unit) for product in part.products(self.hidden_size))
         outer = unit > 0 and self.tied_embeddings
-        return () if outer or self.training.optimizer is Optimizer.MUON else (Product(self.vocabulary_size, self.hidden_size),)
+        is_muon = self.training.optimizer in (Optimizer.MUON, Optimizer.MUON_PURE_BF16)
+        return () if outer or is_muon else (Product(self.vocabulary_size, self.hidden_size),)
 
     def _adapter_parameters(self, unit: int) -> int:
         return sum(product.parameters for product in self.adapter_products(unit))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from autohete.errors import OptimizerError
@@ -30,7 +30,9 @@ class Optimizer(StrEnum):
     SGD = "sgd"
     SGD_MOMENTUM = "sgd_momentum"
     ADAFACTOR = "adafactor"
+    ADAFACTOR_PURE_BF16 = "adafactor_pure_bf16"
     MUON = "muon"
+    MUON_PURE_BF16 = "muon_pure_bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class _Optimizer:
         cpu_kernel: has a fused kernel for the CPU.
         shares: any elements can be updated by themselves, as ZeRO and shared updates need it.
         temporaries: traffic in addition to one pass over states, master, gradient and parameter.
-        factored: matrices have a row and a column of fp32 statistics instead of ``states``, which vectors have.
+        number: bytes of a number of these states.
+        factored: matrices have a row and a column of statistics instead of ``states``, which vectors have.
         orthogonalised: matrices are updated as a whole; ``states`` are those of matrices, vectors have AdamW's.
     """
 
@@ -56,6 +59,7 @@ class _Optimizer:
     cpu_kernel: bool = False
     shares: bool = True
     temporaries: float = 0
+    number: int = 4
     factored: bool = False
     orthogonalised: bool = False
 
@@ -66,6 +70,12 @@ _BLOCK = 256
 _STATES_8BIT = 2 * (1 + 4 / _BLOCK)
 _BITSANDBYTES = "bitsandbytes, optim/optimizer.py, Optimizer2State"
 _FUSED_SGD = "torch 2.13, torch._fused_sgd_, for CPU and CUDA"
+# Without fused kernel: squares (fp32 read, written), their means by row and column (8 read), the update (12), its norm (4)
+# and scaling (8).
+_ADAFACTOR = _Optimizer(
+    "Adafactor", "transformers, optimization.py, no first moment", 4, temporaries=40, shares=False, factored=True
+)
+_MUON = _Optimizer("Muon", "torch 2.13, optim/_muon.py", 4, shares=False, orthogonalised=True)
 _OPTIMIZERS = {
     Optimizer.ADAMW: _Optimizer(
         "AdamW", "torch 2.13, torch._fused_adamw_; DeepSpeed csrc/adam/cpu_adam.cpp", _ADAMW_STATES, cpu_kernel=True
@@ -80,12 +90,18 @@ _OPTIMIZERS = {
     Optimizer.ADAMW8BIT_PURE_BF16: _Optimizer("8-bit AdamW, bf16 without masters", _BITSANDBYTES, _STATES_8BIT, master=0),
     Optimizer.SGD: _Optimizer("SGD", _FUSED_SGD, 0, cpu_kernel=True),
     Optimizer.SGD_MOMENTUM: _Optimizer("SGD with momentum", _FUSED_SGD, 4, cpu_kernel=True),
-    # Without fused kernel: squares (fp32 read, written), their means by row and column (8 read), the update (12), its norm (4)
-    # and scaling (8).
-    Optimizer.ADAFACTOR: _Optimizer(
-        "Adafactor", "transformers, optimization.py, no first moment", 4, temporaries=40, shares=False, factored=True
+    Optimizer.ADAFACTOR: _ADAFACTOR,
+    Optimizer.ADAFACTOR_PURE_BF16: replace(
+        _ADAFACTOR,
+        label="Adafactor in bf16 without masters",
+        source="torch 2.13, optim/_adafactor.py",
+        states=2,
+        number=2,
+        master=0,
+        temporaries=20,
     ),
-    Optimizer.MUON: _Optimizer("Muon", "torch 2.13, optim/_muon.py", 4, shares=False, orthogonalised=True),
+    Optimizer.MUON: _MUON,
+    Optimizer.MUON_PURE_BF16: replace(_MUON, label="Muon in bf16 without masters", states=2, number=2, master=0),
 }
 #: Newton-Schulz iterations of Muon.
 _ROUNDS = 5
@@ -143,8 +159,8 @@ def state_bytes(optimizer: Optimizer, trained: int, matrices: Sequence[Product],
     inside = sum(matrix.parameters for matrix in matrices)
     size = row.master * trained * mixed + row.states * inside
     if row.factored:
-        size += sum(4 * matrix.matrices * (matrix.columns + matrix.inner) for matrix in matrices) - row.states * inside
-    return math.ceil(size + (_ADAMW_STATES if row.orthogonalised else row.states) * (trained - inside))
+        size += sum(row.number * matrix.matrices * (matrix.columns + matrix.inner) for matrix in matrices) - row.states * inside
+    return math.ceil(size + (2 * row.number if row.orthogonalised else row.states) * (trained - inside))
 
 
 def moment_bytes(optimizer: Optimizer) -> float:

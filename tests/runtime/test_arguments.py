@@ -90,7 +90,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     """What a caller sets between steps and ``torch.optim.AdamW`` would refuse, or misread, is refused with its name."""
     ((name, _),) = settings.items()
     optimizer = CallerOptimizer(None, model_for(SMALL), masters=True)
-    optimizer.torch.param_groups[0].update(settings)
+    optimizer.given.param_groups[0].update(settings)
     with pytest.raises(InputError, match=rf"^{name} of group 0 of the optimizer (is|are) .*: give "):
         optimizer.updates()
 

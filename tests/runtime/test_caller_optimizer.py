@@ -133,7 +133,7 @@ def test_groups_and_schedules_train_to_the_bit(make: str, policy: str, precision
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["resident", "streamed_states:weights", "joint"])
+@pytest.mark.parametrize("policy", ["resident", "zero_offload", "streamed_states:weights", "joint"])
 def test_parameters_in_bf16_without_masters_are_pytorchs_own(policy: str) -> None:
     """What PyTorch's optimizer does with a model in bf16."""
     workload = replace(SMALL, precision=Precision.BF16)
@@ -233,7 +233,7 @@ def test_what_a_caller_must_not_do_is_refused() -> None:
             optimizer.step()
         state = optimizer.state_dict()
         for change, message in (
-            ({"momentum_buffer": torch.zeros(3)}, r"momentum_buffer of \S+ in the optimizer's state is \(3,\), the parameter"),
+            ({"momentum_buffer": torch.zeros(3)}, r"momentum_buffer of \S+ in the optimizer's state is \(3,\), but has to be"),
             ({"momentum_buffer": None}, r"momentum_buffer of \S+ in the optimizer's state is NoneType"),
         ):
             wrong = copy.deepcopy(state)
@@ -252,11 +252,26 @@ def test_what_a_caller_must_not_do_is_refused() -> None:
         assert equal_states(trainer.optimizer.state_dict(), optimizer.state_dict())
 
 
+def rest_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are in no block."""
+    return [parameter for name, parameter in model.named_parameters() if not name.startswith("blocks.")]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "group 0 of the optimizer has amsgrad"),
-        (lambda m: torch.optim.RMSprop(m.parameters()), "updates as torch.optim.AdamW, Adam and SGD do"),
+        (lambda m: torch.optim.AdamW(m.parameters(), capturable=True), "group 0 of the optimizer has capturable"),
+        (lambda m: torch.optim.RMSprop(m.parameters()), "updates as torch.optim.AdamW, Adam, SGD, Adafactor and Muon do"),
+        (lambda m: [], "the list of optimizers is empty"),
+        (lambda m: [torch.optim.SGD(m.parameters()), m], "optimizer is of type GPT: give an optimizer"),
+        (
+            lambda m: [torch.optim.SGD(m.parameters()), torch.optim.Adam(m.blocks.parameters())],
+            "in several of the 2",
+        ),
+        (
+            lambda m: torch.optim.Adam([{"params": m.blocks.parameters(), "amsgrad": True}, {"params": rest_of(m)}]),
+            "some groups of Adam have amsgrad and others none",
+        ),
         (lambda m: type("Mine", (torch.optim.AdamW,), {})(m.parameters()), "Mine: a Trainer updates as .*not as their"),
         (lambda m: torch.optim.AdamW(list(m.parameters())[1:]), r"the optimizer has no embedding\.\S+, which would be trained"),
         (
@@ -291,7 +306,7 @@ def test_no_masters_where_the_simulator_knows_none(make: str, precision: Precisi
     optimizer = MAKES[make](list(model.parameters()))
     with (
         training(model, optimizer, "resident", master_weights=False) as trainer,
-        pytest.raises(InputError, match="without master weights, which the simulator knows of Adam and AdamW in"),
+        pytest.raises(InputError, match=r"without master weights, which is known in torch\.bfloat16 only"),
     ):
         trainer.step(batches(workload, 1)[0])
 

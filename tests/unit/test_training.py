@@ -27,7 +27,7 @@ from autohete.report.answer_json import plan_json
 from autohete.report.answer_text import decisions
 from autohete.report.tables import print_plan
 from autohete.schedule import HOST_MEMORY, Kind, Value
-from autohete.simulate import judge_for, simulate
+from autohete.simulate import judge_for, simulate, simulate_policy
 from autohete.simulate.summary import answer
 from autohete.train.arguments import check_profile
 from autohete.workload import Kernels, Precision, Workload, named_workload
@@ -250,7 +250,9 @@ def test_a_profile_file_without_frozen_parameters_can_be_read(tmp_path: Path) ->
         (Optimizer.SGD, 4 * 1000),
         (Optimizer.SGD_MOMENTUM, 8 * 1000),
         (Optimizer.ADAFACTOR, 4 * 1000 + 4 * (20 + 40) + 4 * 200),  # a row and a column; of vectors every element
+        (Optimizer.ADAFACTOR_PURE_BF16, 2 * (20 + 40) + 2 * 200),
         (Optimizer.MUON, 4 * 1000 + 4 * 800 + 8 * 200),  # momentum of the matrix, AdamW for the rest
+        (Optimizer.MUON_PURE_BF16, 2 * 800 + 4 * 200),
     ],
 )
 def test_state_bytes(optimizer: Optimizer, expected: float) -> None:
@@ -317,11 +319,22 @@ def test_optimizers_without_a_cpu_kernel_are_refused(policy: str, optimizer: Opt
         simulate(gpt, NODE, parse_policy(policy))
 
 
+def test_updates_measured_on_the_cpu_need_no_kernel() -> None:
+    """A profile with the time of every unit's update on the CPU is of something that updates there."""
+    gpt = named_workload("gpt-2b", training=Training(optimizer=Optimizer.MUON))
+    profile = analytic_profile(gpt, NODE)
+    measured = replace(profile, units=tuple(replace(unit, cpu_update_seconds=0.5) for unit in profile.units))
+    assert simulate_policy(measured, parse_policy("zero_offload")).iteration_seconds > 0.5 * len(profile.units)
+    some = replace(profile, units=(*measured.units[:-1], profile.units[-1]))
+    with pytest.raises(InputError, match="no kernel for muon"):
+        simulate_policy(some, parse_policy("zero_offload"))
+
+
 def test_whole_matrices_are_not_shared() -> None:
     """Muon needs whole matrices: several GPUs cannot share a unit's optimizer."""
     node = load_hardware("a100-40gb-epyc7713").shared_by(2)
     gpt = named_workload("gpt-2b", training=Training(optimizer=Optimizer.MUON))
-    with pytest.raises(InputError, match=r"needs whole matrices.*zero_stage"):
+    with pytest.raises(InputError, match=r"needs whole parameters.*zero_stage"):
         simulate(gpt, node, parse_policy("resident:zero_stage=1"))
 
 
