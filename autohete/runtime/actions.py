@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch.autograd import profiler
@@ -53,8 +52,6 @@ class Actions:
             Value.OPTIMIZER_STATES: states.copy_states,
         }
         self._ends = ends_of_copies(schedule)
-        cuda = memories.torch_device.type == "cuda"
-        self._stream = partial(torch.cuda.current_stream, memories.torch_device) if cuda else None
 
     def perform(self, task: Task, iteration: int) -> None:
         """Perform ``task`` and count its bytes, for callers that run one task after another.
@@ -101,11 +98,10 @@ class Actions:
             for i in releases:
                 states.poison(i)
         except torch.OutOfMemoryError as error:
-            raise self._memories.cuda.refusal(current.task, error) from error
+            raise self._memories.allocator.refusal(current.task, error) from error
         finally:
-            if self._stream is not None:
-                # Only now is the work done: memory allocated by another stream may be freed, and the next task may begin.
-                self._stream().synchronize()
+            # Only now is the work done: memory allocated by another stream may be freed, and the next task may begin.
+            self._memories.accelerator.finish()
             current.alive = []
         for i in releases:
             states.release(i)

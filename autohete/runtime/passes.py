@@ -466,8 +466,7 @@ class Passes:
         """Copy bytes to new memory on the host, or to a file."""
         if memory != HOST_MEMORY:
             return self.states.files.holding(data)
-        there = torch.empty(len(data), dtype=torch.uint8, device="cpu", pin_memory=self.memories.pins)
-        return self.memories.claim_host(there, "activations").copy_(data, non_blocking=True)
+        return self.memories.on_host(len(data), torch.uint8, "activations").copy_(data, non_blocking=True)
 
     def _leave(self, memory: str, moved: Iterable[Tensor]) -> None:
         """Let files that have been read be used again."""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from autohete.quantities import rounded_when_pinned
+from autohete.runtime.device import AllocatorMemory, Device
 from autohete.runtime.forward_pass import BlockCall
-from autohete.runtime.ledger import CudaMemory, DeviceCount, Ledger, Reservation
+from autohete.runtime.ledger import DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import UnitStates, parts_of
 from autohete.runtime.recorder import AsRead, Recorded, Remaking, Saved
@@ -41,24 +42,24 @@ class Memories:
     """Where tensors live, and which ledgers count them.
 
     Args:
-        torch_device: device of the passes. The CPU stands in if there is no other device.
+        accelerator: device of the passes.
         count, host: count the bytes on the device and on the host. None: not counted.
-        cuda: a GPU's own accounting, which reports what was full.
+        allocator: a GPU's own accounting, which reports what was full.
+        pinned: counts the pinned part of the host memory. None: not counted.
 
     Attributes:
         current: names the task for which a tensor is allocated.
-        pinned: counts the pinned part of the host memory. None: not counted.
     """
 
     def __init__(
         self,
-        torch_device: torch.device,
+        accelerator: Device,
         count: DeviceCount | None,
         host: Ledger | None,
-        cuda: CudaMemory,
+        allocator: AllocatorMemory,
         pinned: Ledger | None = None,
     ) -> None:
-        self.torch_device, self.count, self.host, self.cuda, self.pinned = torch_device, count, host, cuda, pinned
+        self.accelerator, self.count, self.host, self.allocator, self.pinned = accelerator, count, host, allocator, pinned
         self.current = Current()
 
     @property
@@ -67,9 +68,9 @@ class Memories:
         return None if self.count is None else self.count.storages
 
     @property
-    def pins(self) -> bool:
-        """Whether host tensors are allocated in pinned memory."""
-        return self.torch_device.type == "cuda"
+    def torch_device(self) -> torch.device:
+        """PyTorch's name of the device of the passes."""
+        return self.accelerator.torch_device
 
     def claim(self, tensor: Tensor, group: str) -> Tensor:
         """Count ``tensor`` as device memory."""
@@ -106,16 +107,15 @@ class Memories:
 
     def on_device(self, elements: int, dtype: torch.dtype, group: str) -> Tensor:
         """Allocate a flat tensor on the device."""
-        return self.claim(torch.empty(elements, dtype=dtype, device=self.torch_device), group)
+        return self.claim(self.accelerator.empty(elements, dtype), group)
 
     def on_host(self, elements: int, dtype: torch.dtype, group: str) -> Tensor:
         """Allocate a flat tensor of zeros on the host, pinned if that makes copies faster."""
-        return self.claim_host(torch.zeros(elements, dtype=dtype, device="cpu", pin_memory=self.pins), group)
+        return self.claim_host(self.accelerator.on_host(elements, dtype), group)
 
     def settle(self) -> None:
         """Wait for the work that the calling thread has started on the device. The lanes' streams do not track it."""
-        if self.torch_device.type == "cuda":
-            torch.cuda.synchronize(self.torch_device)
+        self.accelerator.settle()
 
 
 @dataclass(slots=True)

@@ -31,7 +31,8 @@ from autohete.errors import DeviceOutOfMemoryError, InfeasibleError, InputError,
 from autohete.lowering import lower
 from autohete.runtime import ledger
 from autohete.runtime.batch import Batch
-from autohete.runtime.ledger import Counting, CudaMemory, Ledger, accounting
+from autohete.runtime.device import AllocatorMemory, EmulatedDevice
+from autohete.runtime.ledger import Counting, Ledger, accounting
 from autohete.runtime.partition import partition
 from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
@@ -443,13 +444,9 @@ def test_work_is_waited_for_before_its_place_is_released() -> None:
 
         return note
 
-    class Stream:
-        def synchronize(self) -> None:
-            happened.append("wait")
-
-    training.actions._stream = Stream  # type: ignore[assignment]
     states = training.states
     with (
+        patch.object(EmulatedDevice, "finish", lambda _: happened.append("wait")),
         patch.object(states, "poison", noting("poison", states.poison)),
         patch.object(states, "release", noting("release", states.release)),
     ):
@@ -471,12 +468,13 @@ def test_a_gpus_budget_is_held_by_its_allocator() -> None:
     """PyTorch is limited to the budget and some fragments while training, and what it refuses is our error with both counts."""
     simulation = predicted(MEDIUM, "resident")
     gib = 2**30
-    memory = CudaMemory(torch.device("cpu"), 4 * gib)
+    memory = AllocatorMemory(torch.device("cpu"), 4 * gib)
     cuda = {
         "memory_allocated": 3 * gib,
         "memory_reserved": 4 * gib,
         "empty_cache": None,
         "get_device_properties": SimpleNamespace(total_memory=16 * gib),
+        "get_per_process_memory_fraction": 0.9,
     }
     with ExitStack() as patches:
         for name, value in cuda.items():
@@ -498,13 +496,13 @@ def test_a_gpus_budget_is_held_by_its_allocator() -> None:
             training.actions.perform(simulation.schedule.tasks[0], 0)
         assert caught.value.holders == {"allocated": 3 * gib, "reserved": 4 * gib}
         training.close()
-        assert limit.call_args.args[0] == 1.0
+        assert limit.call_args.args[0] == 0.9, "the limit that the user has set"
 
 
 def test_pinned_memory_is_counted_as_pytorch_pins_it() -> None:
     """Where host memory is pinned, a tensor takes the next power of two, of its own limit, too."""
     ledger, pinned = Ledger(HOST_MEMORY), Ledger(PINNED_MEMORY, 4000)
-    memories = Memories(torch.device("cpu"), None, ledger, CudaMemory(torch.device("cpu")), pinned)
+    memories = Memories(EmulatedDevice(), None, ledger, AllocatorMemory(torch.device("cpu")), pinned)
     kept = [memories.on_host(300, torch.float32, "parameters")]
     assert ledger.used_bytes == 1200
     with patch.object(Tensor, "is_pinned", return_value=True):
