@@ -257,9 +257,18 @@ class Scheduled:
         Raises:
             DeviceOutOfMemoryError: not enough memory is left.
         """
-        for buffer in self._allocates[task]:
-            self._allocate(buffer, iteration, task.at(iteration))
+        try:
+            for buffer in self._allocates[task]:
+                self._allocate(buffer, iteration, task.at(iteration))
+        except DeviceOutOfMemoryError:  # it may begin later
+            self.undo(task, iteration)
+            raise
         self.begun += 1
+
+    def undo(self, task: TaskId, iteration: int) -> None:
+        """Free what the task, which cannot begin, has been given."""
+        for buffer in self._allocates[task]:
+            self._alive.pop((buffer.id, iteration), None)
 
     def end(self, task: TaskId, iteration: int) -> None:
         """Free what the task frees."""
@@ -272,6 +281,42 @@ class Scheduled:
 
     def _allocate(self, buffer: Buffer, iteration: int, task: str) -> None:
         self._alive[buffer.id, iteration] = self._ledger.reserve(buffer.size_bytes, buffer.id.group, task)
+
+
+class Room:
+    """Lets a task be issued once its buffers fit beside those of all tasks that have been issued and are not done.
+
+    Args:
+        schedule: what is executed.
+        count: counts the device's memory, too; None: the device's allocator does.
+    """
+
+    def __init__(self, schedule: Schedule, count: DeviceCount | None) -> None:
+        self._memories = [Scheduled(Ledger(memory.name, memory.capacity_bytes), schedule) for memory in schedule.memories]
+        self._count = count
+
+    def begin(self, task: Task, iteration: int) -> None:
+        """Count the buffers of ``task``.
+
+        Raises:
+            DeviceOutOfMemoryError: not enough memory is left.
+        """
+        try:
+            for memory in self._memories:
+                memory.begin(task.id, iteration)
+            if self._count is not None:
+                self._count.begin(task, iteration)
+        except DeviceOutOfMemoryError:
+            for memory in self._memories:
+                memory.undo(task.id, iteration)
+            raise
+
+    def end(self, task: Task, iteration: int) -> None:
+        """Free what ``task`` frees."""
+        for memory in self._memories:
+            memory.end(task.id, iteration)
+        if self._count is not None:
+            self._count.end(task, iteration)
 
 
 class DeviceCount:

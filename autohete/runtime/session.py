@@ -8,7 +8,7 @@ from autohete.runtime.batch import Batch
 from autohete.runtime.closing import Closing
 from autohete.runtime.device import AllocatorMemory
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.ledger import Counting, Ledger
+from autohete.runtime.ledger import Counting, Ledger, Room
 from autohete.runtime.partition import Partition
 from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
@@ -39,8 +39,7 @@ class Session(Closing):
                 schedule,
                 self.training.actions.act,
                 execution,
-                booking=self.training.count,
-                around=execution.accelerator.stream,
+                booking=Room(schedule, self.training.count) if execution.accelerator.runs_ahead else self.training.count,
             )
             undo.callback(self.lanes.close)
             self.training.guard.wait = self.lanes.drain

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from autohete.errors import InputError, ScheduleError
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.ledger import WORKSPACE
-from autohete.runtime.nonfinite import UpdateGate, first_not_finite
+from autohete.runtime.nonfinite import UpdateGate, not_finite_among
 from autohete.runtime.optimizer import ElementRange, UnitStates, parts_of
 from autohete.runtime.state_files import Files
 from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors
@@ -212,8 +213,8 @@ class States:
             yield
         finally:
             self.poison(i)
-            self.memories.settle()
             self.release(i)
+            self.memories.settle()
 
     # --- where states are
 
@@ -367,20 +368,23 @@ class States:
     def release(self, i: int) -> None:
         """Release the device memory of the parameters of block ``i``, if any.
 
-        The caller must have waited for all work on them: another lane may reuse the memory at once.
+        The memory is released once the work of the current task is done: another lane may reuse it at once.
         """
         unit = self.units[i]
         flat = unit.device.parameters
         if flat is None:
             return
+        self.memories.current.alive.append(flat)
         if self._slots is not None:
-            self._slots.append(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(flat.untyped_storage()))
+            slot = torch.empty(0, dtype=torch.uint8, device=flat.device).set_(flat.untyped_storage())
+            self.memories.once_done(partial(self._slots.append, slot))
         unit.device.parameters = None
         unit.bind()
 
     def release_on_host(self, i: int) -> None:
         """Release the host's memory of parameters of block ``i`` that have passed it."""
         if i in self._far:
+            self.memories.current.alive.append(self.units[i].host.parameters)
             self.units[i].host.parameters = None
 
     def make_gradients(self, i: int) -> None:
@@ -464,9 +468,13 @@ class States:
         """Report sums over all micro-batches that are not finite, though each gradient is: in 16 bit a sum may be too large."""
         if self.not_finite is not None and self.memories.current.micro_batch == self.schedule.micro_batches - 1:
             places = [place for place, held in enumerate(sums) if held is not None]
-            bad = first_not_finite([held for held in sums if held is not None])
-            if bad is not None:
-                self.not_finite(i, places[bad])
+            found = not_finite_among([held for held in sums if held is not None], self.memories.accelerator)
+            self.memories.once_done(partial(self._refuse, i, places, found))
+
+    def _refuse(self, i: int, places: Sequence[int], found: Callable[[], int | None]) -> None:
+        bad = found()
+        if bad is not None and self.not_finite is not None:
+            self.not_finite(i, places[bad])
 
     def replace_parameters(self, i: int) -> None:
         """Overwrite the parameters of block ``i`` with its finished gradients."""
@@ -497,7 +505,8 @@ class States:
         unit = self.units[i]
         side = unit.host if i in self._norm_on_host else unit.device
         iteration = self.memories.current.iteration
-        self.clipping.measure(iteration, i, side.gradients, 1.0 / self.updates_of(iteration).loss_scale)
+        factor = 1.0 / self.updates_of(iteration).loss_scale
+        self.clipping.measure(iteration, i, side.gradients, factor, self.memories.accelerator)
 
     def clip(self, i: int) -> None:
         """Compute the scale of this iteration's gradients from all norms."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -31,11 +31,13 @@ class Current(threading.local):
         task: name of the instance, such as ``F3@1``; empty before the first.
         iteration, micro_batch, part: those of the task.
         alive: what must live until the work of the task is done.
+        later: what to do then, on a device that runs ahead.
     """
 
     def __init__(self) -> None:
         self.task, self.iteration, self.micro_batch, self.part = "", 0, 0, 0
         self.alive: list[object] = []
+        self.later: list[Callable[[], None]] = []
 
 
 class Memories:
@@ -113,9 +115,22 @@ class Memories:
         """Allocate a flat tensor of zeros on the host, pinned if that makes copies faster."""
         return self.claim_host(self.accelerator.on_host(elements, dtype), group)
 
+    def once_done(self, act: Callable[[], None]) -> None:
+        """Call ``act`` once the device has done what the current task has issued so far, at the latest when the task is done.
+
+        If the device does not run ahead, that is now.
+        """
+        if self.accelerator.runs_ahead:
+            self.current.later.append(act)
+        else:
+            act()
+
     def settle(self) -> None:
         """Wait for the work that the calling thread has started on the device. The lanes' streams do not track it."""
         self.accelerator.settle()
+        later, self.current.alive, self.current.later = self.current.later, [], []
+        for act in later:
+            act()
 
 
 @dataclass(slots=True)
