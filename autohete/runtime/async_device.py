@@ -239,16 +239,7 @@ class AsyncDevice(EmulatedDevice):
         return self.allocated(_Geometry((elements,), (1,), 0, dtype, elements * dtype.itemsize))
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        self._local.on_host = True
-        try:
-            return super().on_host(elements, dtype)
-        finally:
-            self._local.on_host = False
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the calling thread allocates host memory."""
-        return getattr(self._local, "on_host", False)
+        return torch.from_numpy(np.zeros(elements * dtype.itemsize, np.uint8)).view(dtype)  # no operation of the device
 
     def allocated(self, like: _Geometry) -> Tensor:
         """Return a tensor in memory of the calling thread's stream."""
@@ -288,7 +279,7 @@ class AsyncDevice(EmulatedDevice):
         assert stream is not None
         written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
         is_view = any(returned.alias_info is not None for returned in schema.returns) and not any(written)
-        if self.is_on_host or func.is_view or is_view or schema.name in _CHANGES_MEMORY:
+        if func.is_view or is_view or schema.name in _CHANGES_MEMORY:
             return func(*args, **kwargs)
         named = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
         tensors = _tensors(named.values())
@@ -302,7 +293,7 @@ class AsyncDevice(EmulatedDevice):
             if is_written and argument.name in named
         )
         if torch.Tag.nondeterministic_seeded in func.tags:
-            if [tensor is changed[0] for tensor in tensors] == [True]:  # numbers are drawn into a tensor
+            if changed and [tensor is changed[0] for tensor in tensors] == [True]:  # numbers are drawn into a tensor
                 drawn = torch.empty_like(changed[0])
                 func(drawn, *args[1:], **kwargs)
                 func, args, kwargs, tensors = torch.ops.aten.copy_.default, (changed[0], drawn), {}, [changed[0], drawn]

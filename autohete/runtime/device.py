@@ -150,7 +150,10 @@ class Device(ABC):
 
     def read_later(self, tensor: Tensor) -> Tensor:
         """Return a tensor that the host can read once what the calling thread has issued so far is done."""
-        return tensor
+        if not self.runs_ahead or (tensor.device.type == "cpu" and not self.on_cpu):
+            return tensor
+        there = self.on_host(tensor.numel(), tensor.dtype).view(tensor.shape)
+        return there.copy_(tensor, non_blocking=True)
 
     # --- memory
 
@@ -261,10 +264,6 @@ class CudaDevice(Device):
             if since_ms > _LONG_MS:
                 self._base = event, at
             return at
-
-    def read_later(self, tensor: Tensor) -> Tensor:
-        there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        return there.copy_(tensor, non_blocking=True)
 
     def memory(self, capacity_bytes: int | None = None) -> AllocatorMemory:
         return AllocatorMemory(self.torch_device, capacity_bytes)

@@ -278,6 +278,8 @@ class LaneRun:
             self.stop.iteration = min(self.stop.iteration, iteration)
             self.stop.failed = min(self.stop.failed, iteration)
             self._left(self.engines[lane], instance)
+            if iteration == -math.inf:  # the lane itself: nothing of it ends any more
+                self.engines[lane].issued = 0
             self._callers.wake_all()
 
     def drop(self, lane: int, instance: int) -> None:

@@ -237,8 +237,12 @@ class LaneThreads(Closing):
                     self._work_through(lane, issued)
             else:
                 self._work_through(lane, None)
-        except BaseException as error:  # not a task's: this lane has ended, so the others cannot continue
-            self._run.fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
+        except BaseException as error:
+            self._fail_lane(lane, error)
+
+    def _fail_lane(self, lane: int, error: BaseException) -> None:
+        """Note an error that is not a task's: the lane has ended, so the others cannot continue."""
+        self._run.fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
 
     def _work_through(self, lane: int, issued: Callable[[_Issued], None] | None) -> None:
         named = self._schedule.lanes[lane]
@@ -285,8 +289,11 @@ class LaneThreads(Closing):
         queue = SimpleQueue[_Issued | None]()
 
         def work() -> None:
-            while (one := queue.get()) is not None:
-                self._end(lane, one)
+            try:
+                while (one := queue.get()) is not None:
+                    self._end(lane, one)
+            except BaseException as error:
+                self._fail_lane(lane, error)
 
         thread = threading.Thread(target=work, name=f"{threading.current_thread().name}-done", daemon=True)
         thread.start()
@@ -306,12 +313,13 @@ class LaneThreads(Closing):
                 return
             if issued.finish is not None:
                 issued.finish()
-            self.progress.end(task, iteration)
-            at = self._accelerator.ended_ns(issued.begin), self._accelerator.ended_ns(issued.end)
-            self._run.complete(lane, issued.instance, at)
         except BaseException as error:
             self.progress.fail(task, iteration)
             self._run.fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, issued.instance)
+            return
+        self.progress.end(task, iteration)
+        at = self._accelerator.ended_ns(issued.begin), self._accelerator.ended_ns(issued.end)
+        self._run.complete(lane, issued.instance, at)
 
     def _in_context(self, in_order: bool, task: Task, iteration: int) -> Callable[[], None] | None:
         """Perform a task that runs the model, with the context variables of the caller of its iteration.

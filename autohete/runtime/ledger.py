@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autohete.analysis.worst_case import worst_case
 from autohete.errors import DeviceOutOfMemoryError
 from autohete.quantities import format_bytes
 from autohete.schedule import GPU, Buffer, BufferId, Kind, Schedule, Task, TaskId
@@ -286,13 +287,17 @@ class Scheduled:
 class Room:
     """Lets a task be issued once its buffers fit beside those of all tasks that have been issued and are not done.
 
+    They fit into what the tasks need in the worst order when each is issued only after those before it are done: issuing ahead
+    takes no more memory.
+
     Args:
         schedule: what is executed.
         count: counts the device's memory, too; None: the device's allocator does.
     """
 
     def __init__(self, schedule: Schedule, count: DeviceCount | None) -> None:
-        self._memories = [Scheduled(Ledger(memory.name, memory.capacity_bytes), schedule) for memory in schedule.memories]
+        most = {memory.name: worst_case(schedule, memory.name).peak_bytes for memory in schedule.memories}
+        self._memories = [Scheduled(Ledger(name, size), schedule) for name, size in most.items()]
         self._count = count
 
     def begin(self, task: Task, iteration: int) -> None:

@@ -468,7 +468,7 @@ class Passes:
             self._fetch_activations(i, moved, part)
         else:
             unit.moved[part] = {key: self._kept_in(target, there) for key, there in moved.items()}
-        self._leave(source, moved.values())
+        self.memories.once_done(partial(self._leave, source, moved.values()))
 
     def _kept_in(self, memory: str, data: Tensor) -> Tensor:
         """Copy bytes to new memory on the host, or to a file."""

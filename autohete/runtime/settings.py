@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autohete.errors import check_fields, check_whole
+from autohete.errors import InputError, check_fields, check_whole
 from autohete.execution.trace import Clock
 from autohete.runtime.batch import Loss
 from autohete.runtime.device import Device, device_for
@@ -64,6 +64,8 @@ class Execution:
             check_whole(f"threads of lane {name}", number, 1)
         if self.history is not None:
             check_whole("history", self.history, 1)
+        if self.paced and self.accelerator.runs_ahead:
+            raise InputError("a device that runs ahead cannot be paced: run without paced, or on the emulated device")
 
     @property
     def clock(self) -> Clock:

@@ -93,7 +93,7 @@ def test_every_policy_is_exact_behind_the_issuing_threads(policy: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_every_plan_is_exact_behind_the_issuing_threads(data: st.DataObject) -> None:
     """Whatever a plan moves, recomputes, cuts and updates where: plain PyTorch's bits."""

@@ -231,6 +231,7 @@ def test_an_interrupt_of_closing_abandons_what_was_admitted() -> None:
         *(f"pacing.Pace.{name}" for name in ("_share", "_sleep_until")),
         "lanes.torch.set_num_threads",
         "device.EmulatedDevice.stream",
+        "device.EmulatedDevice.ended_ns",
     ],
 )
 def test_no_fault_of_a_lane_is_a_hang(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,13 +241,14 @@ def test_no_fault_of_a_lane_is_a_hang(where: str, monkeypatch: pytest.MonkeyPatc
         raise ArithmeticError("broken")
 
     monkeypatch.setattr(f"autohete.runtime.{where}", broken)
-    monkeypatch.setattr(EmulatedDevice, "runs_ahead", where.endswith("stream"))  # then its lanes have streams
+    ahead = where.endswith(("stream", "ended_ns"))  # where lanes have streams
+    monkeypatch.setattr(EmulatedDevice, "runs_ahead", ahead)
     shared = parse_schedule(f"{RING}flow h2d 1.0 1.0\nflow d2h 1.0 1.0\nshare dram 1.0 h2d,d2h\n")
     schedule = shared if where.endswith("_share") else RING
     begin = time.perf_counter()
     with (
         pytest.raises(TaskError, match=r"^lane \w+ failed: ArithmeticError: broken") as caught,
-        LaneThreads(schedule, nothing, Execution(paced=True)) as lanes,
+        LaneThreads(schedule, nothing, Execution(paced=not ahead)) as lanes,
     ):
         for _ in range(3):
             lanes.admit()
