@@ -149,7 +149,7 @@ class LaneRun:
         self._issued: dict[int, Event] = {}
         #: What has been booked and has not ended.
         self._booked: set[int] = set()
-        self._waits_for_room = bool(ahead.lanes)
+        self._runs_ahead = bool(ahead.lanes)
         self._callers = Callers()
         self._lock = threading.Lock()
         #: Notified when a task that was issued is done, and when anything fails.
@@ -257,12 +257,11 @@ class LaneRun:
             iteration, task = divmod(instance, len(self._tasks))
             if self._booking is not None:
                 self._booking.end(self._tasks[task], iteration)
-            for after, back in self._follows[task]:
-                successor = instance + after - task + back * len(self._tasks)
-                if successor < self.history.admitted * len(self._tasks):
-                    self.history.make_ready(successor, instance)
-            for other, _ in self._readiness.end(instance):
+            for other, successor in self._readiness.end(instance):
+                self.history.make_ready(successor, instance)
                 self.engines[other].pushed.notify()
+            if self._runs_ahead:  # its other successors wait for it, too: in their streams
+                self._note_waits(instance)
             self._left(engine, instance)
             if self._callers:
                 self._callers.wake(instance)
@@ -312,7 +311,7 @@ class LaneRun:
                 return None
             except BaseException as error:  # the lane raises it once its lock is free
                 # What has been issued frees memory when it is done. Without it there would be room: edges see to that.
-                if not (self._waits_for_room and self._booked and isinstance(error, DeviceOutOfMemoryError)):
+                if not (self._runs_ahead and self._booked and isinstance(error, DeviceOutOfMemoryError)):
                     return error
             self._ended.wait()
             if iteration >= self.stop.iteration:
@@ -325,7 +324,16 @@ class LaneRun:
             engine.busy = False
         else:
             engine.issued -= 1
-        self._ended.notify_all()
+        if self._runs_ahead:
+            self._ended.notify_all()
+
+    def _note_waits(self, instance: int) -> None:
+        """Note for all admitted successors of ``instance`` that they have waited for it."""
+        task, admitted = instance % len(self._tasks), self.history.admitted * len(self._tasks)
+        for after, back in self._follows[task]:
+            successor = instance + after - task + back * len(self._tasks)
+            if successor < admitted:
+                self.history.make_ready(successor, instance)
 
     def _is_settled(self) -> bool:
         """Whether a task has failed and all tasks that can still end have ended."""

@@ -6,25 +6,34 @@ from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ahead import Launch, Recorded, Recording, Synchronized, Wait, Waited, drawn, train_ahead, waits_for_data
-from support.reference import lanes_alive
+from support.measured import is_within
+from support.reference import batches, lanes_alive, model_for
 from support.small import CLIP_NORM, POLICIES, SMALL, STEPS, plainly, profile_of
 from torch.cuda import _sanitizer
 
-from autohete.errors import AutoHeteError
+from autohete import Trainer
+from autohete.errors import AutoHeteError, InputError
 from autohete.execution.trace import check_trace
+from autohete.hardware import load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.policies import parse_policy
+from autohete.runtime.ahead import ahead_of
 from autohete.runtime.async_device import AsyncDevice
-from autohete.schedule import Schedule, Task, validate
+from autohete.runtime.lanes import LaneThreads
+from autohete.runtime.ledger import Room
+from autohete.runtime.settings import Execution
+from autohete.schedule import Schedule, Task, parse_schedule, validate
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans, with_shared_updates
+from autohete.train.options import TrainingOptions
 from autohete.workload import Precision, Workload
 
 #: All policies, and variants of some.
@@ -208,6 +217,75 @@ def races(recording: Recording) -> list[object]:
             case Synchronized():
                 handler._handle_event_synchronization(one.event)
     return found
+
+
+def test_what_decides_or_needs_room_waits_until_tasks_are_done() -> None:
+    """Passes and copies to the host are issued ahead; not fetches, updates by results, or tasks of other lanes."""
+    schedule = parse_schedule(
+        "autohete-schedule 2\nlane gpu fifo\nlane h2d fifo\nlane d2h fifo\nlane cpu fifo\n"
+        "task PF0 h2d 1 after=F0@-1\ntask F0 gpu 1 after=PF0\ntask G0 d2h 1 after=F0\ntask U0 cpu 1 after=G0\n"
+        "task H0 h2d 1 after=U0\ntask W0 gpu 1 after=F0\ntask F1 gpu 1 after=H0,W0\n"
+    )
+    names, ahead = [str(task.id) for task in schedule.tasks], ahead_of(schedule)
+    edges = {(names[before], names[after]) for before, after, _ in ahead.edges}
+    assert edges == {("PF0", "F0"), ("F0", "G0"), ("H0", "F1"), ("W0", "F1")}
+    assert {schedule.lanes[lane].name for lane in ahead.lanes} == {"gpu", "h2d", "d2h"}
+
+
+def test_priorities_are_settled_when_tasks_are_done() -> None:
+    """A lane that chooses by priority issues nothing ahead, so that it chooses among those that could begin."""
+    schedule = parse_schedule(
+        "autohete-schedule 2\nlane gpu fifo\nlane d2h priority\ntask F0 gpu 1\ntask G0 d2h 1 after=F0\ntask F1 gpu 1 after=G0\n"
+    )
+    assert ahead_of(schedule).edges == {(1, 2, 0)}
+
+
+def test_a_device_that_runs_ahead_is_not_paced() -> None:
+    """Its tasks take as long as they take."""
+    with pytest.raises(InputError, match="a device that runs ahead cannot be paced"):
+        Execution(AsyncDevice(), paced=True)
+
+
+def test_issuing_ahead_takes_no_more_memory() -> None:
+    """A task is not issued before there is room for it, whatever the others have still to free."""
+    schedule = parse_schedule(
+        "autohete-schedule 2\nmemory gpu 100\nlane gpu fifo\n"
+        "task F0 gpu 1 allocates=activations.0:gpu:60 frees=activations.0:gpu\n"
+        "task F1 gpu 1 allocates=activations.1:gpu:60 frees=activations.1:gpu\n"
+    )
+    room, device, most = Room(schedule, None), AsyncDevice(), [0]
+
+    def action(task: Task, iteration: int) -> None:
+        device.delay(0.01)
+        most.append(room._memories[0]._ledger.used_bytes)
+
+    with LaneThreads(schedule, action, Execution(device), booking=room) as lanes:
+        for _ in range(3):
+            lanes.admit()
+    assert max(most) == 60
+    assert check_trace(lanes.trace()) == []
+
+
+@pytest.mark.parametrize("policy", ["stronghold:window=1", "zero_offload"])
+def test_a_trainer_is_exact_behind_the_issuing_threads(policy: str) -> None:
+    """Steps, evaluation, saved states and what they give are those of a device that does not run ahead, within its memory."""
+    hardware = load_hardware("a100-40gb-epyc7713")
+
+    def outcome() -> tuple[list[float], float, list[torch.Tensor]]:
+        torch.manual_seed(2)
+        with Trainer(model_for(SMALL), policy=policy, hardware=hardware) as trainer:
+            losses = [trainer.step(batch) for batch in batches(SMALL, 2)]
+            loss = trainer.evaluate(batches(SMALL, 1))
+            trainer.load_state_dict(trainer.state_dict())
+            losses += [trainer.step(batch) for batch in batches(SMALL, 2)]
+            assert is_within(trainer)
+            return losses, loss, trainer.parameters()
+
+    *here, parameters = outcome()
+    with patch.object(TrainingOptions, "accelerator", AsyncDevice()):
+        *there, behind = outcome()
+    assert there == here
+    assert all(map(torch.equal, behind, parameters))
 
 
 # --- the device by itself
