@@ -53,8 +53,6 @@ class Actions:
             Value.OPTIMIZER_STATES: states.copy_states,
         }
         self._ends = ends_of_copies(schedule)
-        cuda = memories.torch_device.type == "cuda"
-        self._stream = partial(torch.cuda.current_stream, memories.torch_device) if cuda else None
 
     def perform(self, task: Task, iteration: int) -> None:
         """Perform ``task`` and count its bytes, for callers that run one task after another.
@@ -65,12 +63,18 @@ class Actions:
         count = self._memories.count
         if count is not None:
             count.begin(task, iteration)
-        self.act(task, iteration)
+        finish = self.act(task, iteration)
+        if finish is not None:
+            self._memories.accelerator.finish()
+            finish()
         if count is not None:
             count.end(task, iteration)
 
-    def act(self, task: Task, iteration: int) -> None:
+    def act(self, task: Task, iteration: int) -> Callable[[], None] | None:
         """Perform ``task``, whose buffers the caller counts: allocate its buffers, act, then release what it frees.
+
+        On a device that runs ahead, return what to call once the device has done the work. It releases what must live until
+        then, and raises what the results show, such as a gradient that is not finite.
 
         Raises:
             DeviceOutOfMemoryError: a memory's budget is used up.
@@ -78,11 +82,11 @@ class Actions:
         profiled = profiler._is_profiler_enabled  # even an empty context manager takes time
         named = profiler.record_function(task.id.at(iteration)) if profiled else nullcontext()
         with named, self._guard.inside(loss=task.id.kind is Kind.LOSS):
-            self._act(task, iteration)
+            return self._act(task, iteration)
 
-    def _act(self, task: Task, iteration: int) -> None:
+    def _act(self, task: Task, iteration: int) -> Callable[[], None] | None:
         current, states = self._memories.current, self._states
-        current.task, current.iteration, current.alive = task.id.at(iteration), iteration, []
+        current.task, current.iteration, current.alive, current.later = task.id.at(iteration), iteration, [], []
         current.micro_batch, current.part = task.id.micro_batch, task.id.again
         makes, replaces, adds, releases, arrived = self._rooms[task.id]
         count = self._memories.count
@@ -100,17 +104,28 @@ class Actions:
                 states.add_gradients(i)
             for i in releases:
                 states.poison(i)
-        except torch.OutOfMemoryError as error:
-            raise self._memories.cuda.refusal(current.task, error) from error
-        finally:
-            if self._stream is not None:
-                # Only now is the work done: memory allocated by another stream may be freed, and the next task may begin.
-                self._stream().synchronize()
-            current.alive = []
-        for i in releases:
-            states.release(i)
-        for i in arrived:
-            states.release_on_host(i)
+            for i in releases:
+                states.release(i)
+            for i in arrived:
+                states.release_on_host(i)
+        except BaseException as error:
+            self._memories.accelerator.finish()  # only now may be freed what the work uses
+            current.alive, current.later = [], []
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self._memories.allocator.refusal(current.task, error) from error
+            raise
+        alive, later, current.alive, current.later = current.alive, current.later, [], []
+        if not self._memories.accelerator.runs_ahead:
+            return None
+        return partial(self._finish, task, iteration, alive, later)
+
+    def _finish(self, task: Task, iteration: int, alive: list[object], later: list[Callable[[], None]]) -> None:
+        current = self._memories.current
+        current.task, current.iteration = task.id.at(iteration), iteration
+        current.micro_batch, current.part = task.id.micro_batch, task.id.again
+        alive.clear()
+        for act in later:
+            act()
 
     def _work(self, task: Task, makes: tuple[int, ...]) -> None:
         for i in makes:

@@ -63,8 +63,8 @@ class Evaluation:
             with self.logits() as logits, torch.no_grad():
                 return float(self._passes.loss(logits(batch.inputs), batch, self._memories.torch_device).item())
         except (DeviceOutOfMemoryError, torch.OutOfMemoryError) as caught:
-            cuda = self._memories.cuda
-            error = cuda.refusal("evaluation", caught) if isinstance(caught, torch.OutOfMemoryError) else caught
+            allocator = self._memories.allocator
+            error = allocator.refusal("evaluation", caught) if isinstance(caught, torch.OutOfMemoryError) else caught
             size = " x ".join(map(str, batch.targets.shape))
             raise DeviceOutOfMemoryError(
                 f"a batch of {size} tokens is too large to evaluate next to the training states: "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autohete.errors import InputError, ScheduleError
+from autohete.runtime.device import Device
 from autohete.schedule import Kind, Schedule
 from autohete.workload import check_clip_norm
 
@@ -49,15 +50,20 @@ class Clipping:
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._coefficients: dict[int, Tensor] = {}
 
-    def measure(self, iteration: int, unit: int, gradients: Sequence[Tensor | None], factor: float = 1.0) -> None:
-        """Compute the norm of each of the block's gradients, which must be complete, times ``factor``."""
+    def measure(
+        self, iteration: int, unit: int, gradients: Sequence[Tensor | None], factor: float, accelerator: Device
+    ) -> None:
+        """Compute the norm of each of the block's gradients, which must be complete, times ``factor``.
+
+        The host can read them once the work of the current task is done.
+        """
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         there = [gradient for gradient in gradients if gradient is not None]
         # A few bytes, copied right away: no task waits only for them.
         norms: Iterable[Tensor] = []
         if there:
-            norms = torch.stack(torch._foreach_norm(there, 2.0, dtype=self._dtype)).to("cpu")
-            norms = norms if factor == 1.0 else norms * factor
+            found = torch.stack(torch._foreach_norm(there, 2.0, dtype=self._dtype))
+            norms = accelerator.read_later(found if factor == 1.0 else found * factor)
         self._norms[iteration, unit] = dict(zip(places, norms, strict=True))
 
     def combine(self, iteration: int) -> None:

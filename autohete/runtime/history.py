@@ -24,6 +24,10 @@ class Instants:
         """Return the time."""
         return time.perf_counter_ns() - self._begin
 
+    def at(self, nanoseconds: int) -> int:
+        """Return the time at which :func:`time.perf_counter_ns` was ``nanoseconds``."""
+        return nanoseconds - self._begin
+
     def next(self) -> int:
         """Return the time, later than any before. Times then have the order of what they are times of, even where the clock
         ticks slowly, or differs between cores.
@@ -73,18 +77,26 @@ class History:
         """Note that ``instance`` begins."""
         self._begun[instance - self._first * self._tasks] = self._instants.next()
 
-    def end(self, instance: int) -> int:
-        """Note that ``instance`` ends; return the time that it took."""
+    def end(self, instance: int, on_device: tuple[int, int] | None = None) -> int:
+        """Note that ``instance`` ends; return the time that it took.
+
+        Args:
+            instance: has ended.
+            on_device: when the device began and ended it, by :func:`time.perf_counter_ns`; None: it ends now.
+        """
         place = instance - self._first * self._tasks
-        self._ended[place] = now = self._instants.next()
+        if on_device is None:
+            self._ended[place] = self._instants.next()
+        else:
+            self._begun[place], self._ended[place] = map(self._instants.at, on_device)
         self._left[place // self._tasks] -= 1
         self.open -= 1
-        return now - self._begun[place]
+        return self._ended[place] - self._begun[place]
 
     def make_ready(self, instance: int, last: int) -> None:
-        """Note that ``instance`` has become ready by the end of ``last``."""
+        """Note that ``instance`` has waited for the end of ``last``."""
         first = self._first * self._tasks
-        self._ready[instance - first] = self._ended[last - first]
+        self._ready[instance - first] = max(self._ready[instance - first], self._ended[last - first])
 
     def has_ended(self, instance: int) -> bool:
         """Whether ``instance`` has ended."""

@@ -1,6 +1,9 @@
 """What the lanes of a run and its callers share: what may start, what has ended, and whether something has failed.
 
 One lock guards it. Each waiter has its own wake-up, since every thread that wakes competes for the GIL.
+
+On a device that runs ahead, a task of one of its lanes ends in two steps: :meth:`LaneRun.issue`, then :meth:`LaneRun.complete`
+once the device has done it. On any other device there is only the second.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Protocol
 
-from autohete.errors import InputError, TaskError
+from autohete.errors import DeviceOutOfMemoryError, InputError, TaskError
+from autohete.runtime.ahead import NOTHING_AHEAD, Ahead
+from autohete.runtime.device import Event
 from autohete.runtime.history import History
 from autohete.runtime.readiness import Readiness
 from autohete.schedule import Schedule, Task, graph_of
@@ -28,18 +33,23 @@ class Booking(Protocol):
         """Free what ``task`` frees."""
 
 
+class _NotStarted(Exception):
+    """The run has stopped while a task waited for room."""
+
+
 class Stop:
     """From which iteration on no task starts any more, and why.
 
     Attributes:
         iteration: that iteration; infinite while all tasks may start.
+        failed: the first iteration of which a task has failed; infinite if none has.
         failures: what has failed, and how.
         closing: the lanes end once their running tasks have.
         abandoned: callers wait for nothing more.
     """
 
     def __init__(self) -> None:
-        self.iteration = math.inf
+        self.iteration = self.failed = math.inf
         self.failures: list[tuple[str, BaseException]] = []
         self.closing = self.abandoned = False
         self._error: TaskError | None = None
@@ -102,12 +112,13 @@ class Engine:
         name: the lane's name.
         pushed: notified when an instance has become ready.
         busy: a task runs.
+        issued: number of its tasks that have been issued and are not done.
         busy_ns: time that it has worked.
     """
 
     def __init__(self, name: str, lock: threading.Lock) -> None:
         self.name, self.pushed = name, threading.Condition(lock)
-        self.busy, self.busy_ns = False, 0
+        self.busy, self.issued, self.busy_ns = False, 0, 0
 
 
 class LaneRun:
@@ -117,6 +128,7 @@ class LaneRun:
         schedule: a valid schedule.
         history: records the times of its tasks.
         booking: called at each task's begin and end; None: nothing is called.
+        ahead: what is issued before the tasks that it follows are done.
 
     Attributes:
         history: as given.
@@ -125,11 +137,23 @@ class LaneRun:
         torn: an admission was interrupted, so its iteration may never end.
     """
 
-    def __init__(self, schedule: Schedule, history: History, booking: Booking | None) -> None:
+    def __init__(self, schedule: Schedule, history: History, booking: Booking | None, ahead: Ahead = NOTHING_AHEAD) -> None:
         self._tasks, self._booking, self.history = schedule.tasks, booking, history
-        self._readiness = Readiness(graph_of(schedule))
+        graph = graph_of(schedule)
+        self._readiness, self._follows = Readiness(graph, ahead), graph.successors
+        #: By task: the tasks that it may be issued behind, as distances between instances.
+        self._behind: list[list[int]] = [[] for _ in schedule.tasks]
+        for before, after, back in ahead.edges:
+            self._behind[after].append(before - after - back * len(schedule.tasks))
+        #: What has been issued and is not done, with the event behind it.
+        self._issued: dict[int, Event] = {}
+        #: What has been booked and has not ended.
+        self._booked: set[int] = set()
+        self._runs_ahead = bool(ahead.lanes)
         self._callers = Callers()
         self._lock = threading.Lock()
+        #: Notified when a task that was issued is done, and when anything fails.
+        self._ended = threading.Condition(self._lock)
         self.engines = [Engine(lane.name, self._lock) for lane in schedule.lanes]
         self.stop = Stop()
         self.torn = False
@@ -140,8 +164,10 @@ class LaneRun:
             self.torn = True  # until the end, in case of an interrupt in between
             iteration = self.history.admitted
             self.history.admit()
-            ended = self.history.ended_in(iteration - 1) if iteration else ()
-            for lane in self._readiness.admit(iteration, ended):
+            ended = self.history.ended_in(iteration - 1) if iteration else []
+            first = (iteration - 1) * len(self._tasks)
+            issued = [instance - first for instance in self._issued if instance >= first]
+            for lane in self._readiness.admit(iteration, ended, [*ended, *issued]):
                 self.engines[lane].pushed.notify()
             self.torn = False
             return iteration
@@ -182,20 +208,61 @@ class LaneRun:
                 elif instance // len(self._tasks) < self.stop.iteration:
                     engine.busy = True
                     self.history.begin(instance)
-                    return instance, self._book(instance)
+                    refusal = self._book(instance)
+                    if not isinstance(refusal, _NotStarted):
+                        return instance, refusal
+                    engine.busy = False
+                    self._callers.wake_all()
 
-    def complete(self, lane: int, instance: int) -> None:
-        """Note that ``instance`` has ended, and let its successors start."""
+    def events_before(self, instance: int) -> list[Event]:
+        """The events that the stream of ``instance`` has to wait for."""
+        with self._lock:
+            behind = (instance + distance for distance in self._behind[instance % len(self._tasks)])
+            return [self._issued[before] for before in behind if before in self._issued]
+
+    def issue(self, lane: int, instance: int, event: Event) -> None:
+        """Note that all work of ``instance`` is before ``event``, and let those start that may be issued behind it."""
         engine = self.engines[lane]
         with self._lock:
-            engine.busy_ns += self.history.end(instance)
+            self._issued[instance] = event
+            engine.issued += 1
+            engine.busy = False
+            for other, _ in self._readiness.issue(instance):
+                self.engines[other].pushed.notify()
+
+    def settle_before(self, instance: int) -> bool:
+        """Wait until all tasks that ``instance``, which has been issued, follows have ended; False if one has failed."""
+        iteration, task = divmod(instance, len(self._tasks))
+        with self._lock:
+            while any(
+                before >= 0 and not self.history.has_ended(before)
+                for before in (instance + distance for distance in self._behind[task])
+            ):
+                if iteration >= self.stop.failed:
+                    return False
+                self._ended.wait()
+            return True
+
+    def complete(self, lane: int, instance: int, on_device: tuple[int, int] | None = None) -> None:
+        """Note that ``instance`` has ended, and let its successors start.
+
+        Args:
+            lane: its lane.
+            instance: has ended.
+            on_device: when the device began and ended it; None: it was not issued ahead, and ends now.
+        """
+        engine = self.engines[lane]
+        with self._lock:
+            engine.busy_ns += self.history.end(instance, on_device)
+            iteration, task = divmod(instance, len(self._tasks))
             if self._booking is not None:
-                iteration, task = divmod(instance, len(self._tasks))
                 self._booking.end(self._tasks[task], iteration)
             for other, successor in self._readiness.end(instance):
                 self.history.make_ready(successor, instance)
                 self.engines[other].pushed.notify()
-            engine.busy = False
+            if self._runs_ahead:  # its other successors wait for it, too: in their streams
+                self._note_waits(instance)
+            self._left(engine, instance)
             if self._callers:
                 self._callers.wake(instance)
                 if not self.history.open:
@@ -203,12 +270,21 @@ class LaneRun:
                 if self._is_settled():
                     self._callers.wake_all()
 
-    def fail(self, lane: int, name: str, error: BaseException, iteration: float) -> None:
+    def fail(self, lane: int, name: str, error: BaseException, iteration: float, instance: int = -1) -> None:
         """Note a failure: no task of ``iteration`` or a later one starts any more."""
         with self._lock:
             self.stop.failures.append((name, error))
             self.stop.iteration = min(self.stop.iteration, iteration)
-            self.engines[lane].busy = False
+            self.stop.failed = min(self.stop.failed, iteration)
+            self._left(self.engines[lane], instance)
+            if iteration == -math.inf:  # the lane itself: nothing of it ends any more
+                self.engines[lane].issued = 0
+            self._callers.wake_all()
+
+    def drop(self, lane: int, instance: int) -> None:
+        """Forget ``instance``, which has been issued: it follows a task that has failed."""
+        with self._lock:
+            self._left(self.engines[lane], instance)
             self._callers.wake_all()
 
     def abandon(self) -> None:
@@ -225,16 +301,42 @@ class LaneRun:
         self._callers.wake_all()
 
     def _book(self, instance: int) -> BaseException | None:
-        if self._booking is not None:
-            iteration, task = divmod(instance, len(self._tasks))
+        if self._booking is None:
+            return None
+        iteration, task = divmod(instance, len(self._tasks))
+        while True:
             try:
                 self._booking.begin(self._tasks[task], iteration)
+                self._booked.add(instance)
+                return None
             except BaseException as error:  # the lane raises it once its lock is free
-                return error
-        return None
+                # What has been issued frees memory when it is done. Without it there would be room: edges see to that.
+                if not (self._runs_ahead and self._booked and isinstance(error, DeviceOutOfMemoryError)):
+                    return error
+            self._ended.wait()
+            if iteration >= self.stop.iteration:
+                return _NotStarted()
+
+    def _left(self, engine: Engine, instance: int) -> None:
+        """Note that ``instance`` occupies the lane no more."""
+        self._booked.discard(instance)
+        if self._issued.pop(instance, None) is None:
+            engine.busy = False
+        else:
+            engine.issued -= 1
+        if self._runs_ahead:
+            self._ended.notify_all()
+
+    def _note_waits(self, instance: int) -> None:
+        """Note for all admitted successors of ``instance`` that they have waited for it."""
+        task, admitted = instance % len(self._tasks), self.history.admitted * len(self._tasks)
+        for after, back in self._follows[task]:
+            successor = instance + after - task + back * len(self._tasks)
+            if successor < admitted:
+                self.history.make_ready(successor, instance)
 
     def _is_settled(self) -> bool:
         """Whether a task has failed and all tasks that can still end have ended."""
-        if not self.stop.failures or any(engine.busy for engine in self.engines):
+        if not self.stop.failures or any(engine.busy or engine.issued for engine in self.engines):
             return False
         return self.history.is_complete(self.stop.iteration)

@@ -16,16 +16,20 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import Context, copy_context
+from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 
 import torch
 
 from autohete.errors import AutoHeteError, InputError
 from autohete.execution.trace import Trace
+from autohete.runtime.ahead import NOTHING_AHEAD, ahead_of
 from autohete.runtime.closing import Closing
+from autohete.runtime.device import Event
 from autohete.runtime.history import History, Instants
 from autohete.runtime.lane_run import Booking, LaneRun
 from autohete.runtime.pacing import Pace
@@ -33,11 +37,28 @@ from autohete.runtime.progress import UpdateProgress
 from autohete.runtime.settings import Execution
 from autohete.schedule import GPU, Discipline, Schedule, Task, TaskId, graph_of, validate
 
-#: Function that performs a task, given the task and its iteration.
-Action = Callable[[Task, int], None]
+#: Function that performs a task, given the task and its iteration. On a device that runs ahead, it returns what is left to do
+#: once the device has done the work of the task.
+Action = Callable[[Task, int], Callable[[], None] | None]
 
 #: Time for which a thread may keep the GIL while another lane wants it. The default of 5 ms is as long as a small task.
 _SWITCH_SECONDS = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """A task that has been issued.
+
+    Args:
+        instance: it.
+        begin, end: events before and behind its work.
+        finish: what is left to do once the work is done.
+    """
+
+    instance: int
+    begin: Event
+    end: Event
+    finish: Callable[[], None] | None
 
 
 class LaneThreads(Closing):
@@ -48,11 +69,11 @@ class LaneThreads(Closing):
         action: called in the thread of the task's lane.
         execution: pace, number of torch threads, and how much of the history is kept.
         booking: called at each task's begin and end; None: nothing is called.
-        around: context manager around each lane's thread, such as its own CUDA stream.
 
     Attributes:
         progress: which step the parameters are from; call it once nothing runs.
-        threads: one per lane that has tasks.
+        threads: one per lane that has tasks. On a device that runs ahead, that of a fifo lane only issues the tasks, and starts
+            another that ends those that are done.
 
     Raises:
         ScheduleError: the schedule cannot be executed.
@@ -65,12 +86,13 @@ class LaneThreads(Closing):
         execution: Execution | None = None,
         *,
         booking: Booking | None = None,
-        around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         execution = execution or Execution()
         graph, instants = graph_of(validate(schedule)), Instants()
         self._schedule, self._action, self._clock = schedule, action, execution.clock
-        self._run = LaneRun(schedule, History(len(schedule.tasks), instants, execution.history), booking)
+        self._accelerator = execution.accelerator
+        self._ahead = ahead_of(schedule) if self._accelerator.runs_ahead else NOTHING_AHEAD
+        self._run = LaneRun(schedule, History(len(schedule.tasks), instants, execution.history), booking, self._ahead)
         self._pace = Pace(schedule, instants) if execution.paced else None
         #: By iteration, until the next one runs on the GPU: the caller's context variables, which the model may read.
         self._contexts: dict[int, Context] = {}
@@ -79,7 +101,7 @@ class LaneThreads(Closing):
         self.threads = [
             threading.Thread(
                 target=self._lane,
-                args=(lane, execution.threads.get(schedule.lanes[lane].name, 1), around),
+                args=(lane, execution.threads.get(schedule.lanes[lane].name, 1)),
                 name=f"autohete-{schedule.lanes[lane].name}",
                 daemon=True,
             )
@@ -207,15 +229,22 @@ class LaneThreads(Closing):
         if self._run.stop.closing and not self._run.stop.failures:
             raise InputError("the lanes are closed: create new ones")
 
-    def _lane(self, lane: int, threads: int, around: Callable[[], AbstractContextManager[object]]) -> None:
+    def _lane(self, lane: int, threads: int) -> None:
         try:
             torch.set_num_threads(threads)  # first of all: a new thread ignores the main thread's setting
-            with around():
-                self._work_through(lane)
-        except BaseException as error:  # not a task's: this lane has ended, so the others cannot continue
-            self._run.fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
+            if lane in self._ahead.lanes:
+                with self._accelerator.stream(), self._ending(lane) as issued:
+                    self._work_through(lane, issued)
+            else:
+                self._work_through(lane, None)
+        except BaseException as error:
+            self._fail_lane(lane, error)
 
-    def _work_through(self, lane: int) -> None:
+    def _fail_lane(self, lane: int, error: BaseException) -> None:
+        """Note an error that is not a task's: the lane has ended, so the others cannot continue."""
+        self._run.fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
+
+    def _work_through(self, lane: int, issued: Callable[[_Issued], None] | None) -> None:
         named = self._schedule.lanes[lane]
         perform = partial(self._in_context, named.discipline is Discipline.FIFO) if named.name == GPU else self._action
         while (begun := self._run.next(lane)) is not None:
@@ -224,18 +253,75 @@ class LaneThreads(Closing):
             try:
                 if refusal is not None:
                     raise refusal
+                if issued is not None:
+                    self._issue(lane, instance, perform, issued)
+                    continue
                 perform(self._schedule.tasks[task], iteration)
             except BaseException as error:  # every exception reaches the caller
                 if error is not refusal:  # a refusal comes before anything is updated
                     self.progress.fail(task, iteration)
-                self._run.fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration)
+                self._run.fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, instance)
                 continue
             if self._pace is not None:
                 self._pace.keep(instance)
             self.progress.end(task, iteration)
             self._run.complete(lane, instance)
 
-    def _in_context(self, in_order: bool, task: Task, iteration: int) -> None:
+    def _issue(self, lane: int, instance: int, perform: Action, issued: Callable[[_Issued], None]) -> None:
+        """Put the work of a task into the stream of this thread, behind the work that it waits for."""
+        iteration, task = divmod(instance, len(self._schedule.tasks))
+        for event in self._run.events_before(instance):
+            self._accelerator.wait(event)
+        begin = self._accelerator.record()
+        finish = perform(self._schedule.tasks[task], iteration)
+        end = self._accelerator.record()
+        self._run.issue(lane, instance, end)
+        issued(_Issued(instance, begin, end, finish))
+
+    @contextmanager
+    def _ending(self, lane: int) -> Iterator[Callable[[_Issued], None]]:
+        """Yield a function that ends a task of the lane once it is done: later, in another thread, or before it returns if the
+        lane chooses by priority.
+        """
+        if self._schedule.lanes[lane].discipline is Discipline.PRIORITY:
+            yield partial(self._end, lane)
+            return
+        queue = SimpleQueue[_Issued | None]()
+
+        def work() -> None:
+            try:
+                while (one := queue.get()) is not None:
+                    self._end(lane, one)
+            except BaseException as error:
+                self._fail_lane(lane, error)
+
+        thread = threading.Thread(target=work, name=f"{threading.current_thread().name}-done", daemon=True)
+        thread.start()
+        try:
+            yield queue.put
+        finally:
+            queue.put(None)
+            thread.join()
+
+    def _end(self, lane: int, issued: _Issued) -> None:
+        """Wait until a task that has been issued is done, and end it."""
+        iteration, task = divmod(issued.instance, len(self._schedule.tasks))
+        try:
+            issued.end.synchronize()
+            if not self._run.settle_before(issued.instance):
+                self._run.drop(lane, issued.instance)
+                return
+            if issued.finish is not None:
+                issued.finish()
+        except BaseException as error:
+            self.progress.fail(task, iteration)
+            self._run.fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, issued.instance)
+            return
+        self.progress.end(task, iteration)
+        at = self._accelerator.ended_ns(issued.begin), self._accelerator.ended_ns(issued.end)
+        self._run.complete(lane, issued.instance, at)
+
+    def _in_context(self, in_order: bool, task: Task, iteration: int) -> Callable[[], None] | None:
         """Perform a task that runs the model, with the context variables of the caller of its iteration.
 
         Args:
@@ -245,7 +331,7 @@ class LaneThreads(Closing):
         """
         if in_order:
             self._contexts.pop(iteration - 1, None)
-        self._contexts[iteration].run(self._action, task, iteration)
+        return self._contexts[iteration].run(self._action, task, iteration)
 
 
 class _SwitchInterval:

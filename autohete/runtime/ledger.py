@@ -26,16 +26,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autohete.analysis.worst_case import worst_case
 from autohete.errors import DeviceOutOfMemoryError
 from autohete.quantities import format_bytes
-from autohete.schedule import GPU, GPU_MEMORY, Buffer, BufferId, Kind, Schedule, Task, TaskId
+from autohete.schedule import GPU, Buffer, BufferId, Kind, Schedule, Task, TaskId
 
 #: Group of memory that is only alive while a task runs.
 WORKSPACE = "workspace"
 #: Number of iterations that are counted in both ways if counting follows the schedule.
 CHECKED_ITERATIONS = 2
-#: What PyTorch's GPU allocator may reserve beyond the allocated bytes: the ends of its segments of 2 and 20 MiB.
-_FRAGMENTS_SHARE, _FRAGMENTS_BYTES = 1.08, 64 * 2**20
 #: Parameters of GNU's malloc (mallopt(3)) and what they are set to.
 _ONE_ARENA, _KEEP_FREE, _MAP_LARGER = (-8, 1), (-1, 2**31 - 1), (-3, 32 * 2**20)
 
@@ -228,67 +227,6 @@ class Ledger:
         return DeviceOutOfMemoryError(message, task, size, self.capacity_bytes, self._holders())
 
 
-class CudaMemory:
-    """A GPU's memory as PyTorch's allocator counts it, including workspaces inside of operations.
-
-    It counts in units of 512 bytes. It has the attributes of :class:`Ledger`.
-
-    Args:
-        device: the GPU.
-        capacity_bytes: bytes that may be allocated; None: all of the GPU's memory.
-    """
-
-    def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
-        self._device, self.capacity_bytes = device, capacity_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes in use now."""
-        return torch.cuda.memory_allocated(self._device)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Maximum since :meth:`reset_peak`."""
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def counts(self, tensor: Tensor) -> bool:
-        """Whether the memory of ``tensor`` is counted."""
-        return tensor.device == self._device
-
-    def reset_peak(self) -> None:
-        """Reset the peak."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    @contextmanager
-    def limited(self, beside_bytes: int) -> Iterator[None]:
-        """Limit PyTorch to the capacity, plus fragmentation in the allocator's segments, plus ``beside_bytes``."""
-        if self.capacity_bytes is None:
-            yield
-            return
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        limit = beside_bytes + _FRAGMENTS_BYTES + round(_FRAGMENTS_SHARE * self.capacity_bytes)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self._device)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
-
-    def refusal(self, task: str, error: torch.OutOfMemoryError) -> DeviceOutOfMemoryError:
-        """Translate the allocator's error. It does not state the size as a number, so ``size_bytes`` is 0."""
-        allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        capacity = total if self.capacity_bytes is None else self.capacity_bytes
-        reason = ". ".join(str(error).split(". ")[:2])
-        message = (
-            f"{task or 'before the first task'}: {GPU_MEMORY} memory is full: {format_bytes(allocated)} are allocated, "
-            f"{format_bytes(reserved)} reserved, the budget is {format_bytes(capacity)} ({reason}). Give a "
-            "larger budget, or a policy that moves more off the gpu. If much more is reserved than allocated, memory is "
-            "fragmented: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        )
-        return DeviceOutOfMemoryError(message, task, 0, capacity, {"allocated": allocated, "reserved": reserved})
-
-
 class Scheduled:
     """Counts in ``ledger`` the buffers of its memory as the schedule states them; resident ones from the beginning.
 
@@ -320,9 +258,18 @@ class Scheduled:
         Raises:
             DeviceOutOfMemoryError: not enough memory is left.
         """
-        for buffer in self._allocates[task]:
-            self._allocate(buffer, iteration, task.at(iteration))
+        try:
+            for buffer in self._allocates[task]:
+                self._allocate(buffer, iteration, task.at(iteration))
+        except DeviceOutOfMemoryError:  # it may begin later
+            self.undo(task, iteration)
+            raise
         self.begun += 1
+
+    def undo(self, task: TaskId, iteration: int) -> None:
+        """Free what the task, which cannot begin, has been given."""
+        for buffer in self._allocates[task]:
+            self._alive.pop((buffer.id, iteration), None)
 
     def end(self, task: TaskId, iteration: int) -> None:
         """Free what the task frees."""
@@ -335,6 +282,46 @@ class Scheduled:
 
     def _allocate(self, buffer: Buffer, iteration: int, task: str) -> None:
         self._alive[buffer.id, iteration] = self._ledger.reserve(buffer.size_bytes, buffer.id.group, task)
+
+
+class Room:
+    """Lets a task be issued once its buffers fit beside those of all tasks that have been issued and are not done.
+
+    They fit into what the tasks need in the worst order when each is issued only after those before it are done: issuing ahead
+    takes no more memory.
+
+    Args:
+        schedule: what is executed.
+        count: counts the device's memory, too; None: the device's allocator does.
+    """
+
+    def __init__(self, schedule: Schedule, count: DeviceCount | None) -> None:
+        most = {memory.name: worst_case(schedule, memory.name).peak_bytes for memory in schedule.memories}
+        self._memories = [Scheduled(Ledger(name, size), schedule) for name, size in most.items()]
+        self._count = count
+
+    def begin(self, task: Task, iteration: int) -> None:
+        """Count the buffers of ``task``.
+
+        Raises:
+            DeviceOutOfMemoryError: not enough memory is left.
+        """
+        try:
+            for memory in self._memories:
+                memory.begin(task.id, iteration)
+            if self._count is not None:
+                self._count.begin(task, iteration)
+        except DeviceOutOfMemoryError:
+            for memory in self._memories:
+                memory.undo(task.id, iteration)
+            raise
+
+    def end(self, task: Task, iteration: int) -> None:
+        """Free what ``task`` frees."""
+        for memory in self._memories:
+            memory.end(task.id, iteration)
+        if self._count is not None:
+            self._count.end(task, iteration)
 
 
 class DeviceCount:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autohete.runtime.device import device_for
+
 #: Entries of a module's ``vars`` besides its own attributes; the last two are replaced while blocks are intercepted.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_call_impl"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -29,17 +31,17 @@ class RandomState:
     """States of all global random generators: PyTorch's on the CPU and on ``device``, Python's and NumPy's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device_for(device)
         self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._own = self._device.random_state()
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state()
 
     def restore(self) -> None:
         """Restore the generators to this state."""
         torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        if self._own is not None:
+            self._device.set_random_state(self._own)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
@@ -47,10 +49,15 @@ class RandomState:
         """Whether no random number has been drawn since."""
         return (
             torch.equal(self._torch, torch.get_rng_state())
-            and (self._cuda is None or torch.equal(self._cuda, torch.cuda.get_rng_state(self._device)))
+            and _is_same(self._own, self._device.random_state())
             and self._python == random.getstate()
             and _is_same_numpy(self._numpy, np.random.get_state())
         )
+
+
+def _is_same(then: Tensor | None, now: Tensor | None) -> bool:
+    """Whether two states of a device's generator are equal, or there are none."""
+    return then is None or now is None or torch.equal(then, now)
 
 
 def _is_same_numpy(then: Any, now: Any) -> bool:

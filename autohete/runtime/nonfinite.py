@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from autohete.runtime.device import Device
 from autohete.schedule import Discipline, Kind, Schedule, graph_of
 from autohete.schedule.order import delayed_units
 
@@ -62,6 +64,17 @@ def first_not_finite(tensors: Sequence[Tensor]) -> int | None:
         if tensor.numel() and not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor)):
             return place
     return None
+
+
+def not_finite_among(tensors: Sequence[Tensor], accelerator: Device) -> Callable[[], int | None]:
+    """Return a function that returns the result of :func:`first_not_finite`. On a device that runs ahead, call it once the work
+    that the calling thread has issued is done; ``tensors`` may have changed by then.
+    """
+    if not accelerator.runs_ahead or not tensors:
+        return partial(first_not_finite, tensors)
+    # Not sums, whose overflow would have to be checked again.
+    largest = accelerator.read_later(torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors), math.inf)]))
+    return lambda: next((place for place, each in enumerate(largest.tolist()) if not math.isfinite(each)), None)
 
 
 def updates_wait_for_backward(schedule: Schedule) -> bool:

@@ -27,7 +27,7 @@ from autohete.runtime.ledger import WORKSPACE, Ledger
 from autohete.runtime.loss_call import LossCall
 from autohete.runtime.losses import check_loss
 from autohete.runtime.model_state import ModulePlace, RandomState, addresses, buffers_of, tensors_in, unchanged_random_state
-from autohete.runtime.nonfinite import first_not_finite
+from autohete.runtime.nonfinite import not_finite_among
 from autohete.runtime.partition import Partition
 from autohete.runtime.recorder import AsRead, Geometry, Recorder, Remaking, Saved
 from autohete.runtime.states import States
@@ -386,6 +386,9 @@ class Passes:
         if self.partition.effects.loss_keeps and self.memories.device is not None:  # counted in Partition.lasting_bytes
             self.memories.device.forget_group(WORKSPACE, but=(self._transit.gradient,))
             self.memories.leave_out([logits])
+        self.memories.once_done(partial(self._note_loss, self.memories.accelerator.read_later(loss.detach()), parts))
+
+    def _note_loss(self, loss: Tensor, parts: int) -> None:
         value = loss.item()
         if not math.isfinite(value):
             with torch._C.DisableTorchFunctionSubclass():  # a graph may keep a parameter, which a loss must not use
@@ -414,8 +417,13 @@ class Passes:
         unit.forget_passes()
         found, self._found = self._found, []
         gradients = [self.states.units[owner].device.gradients[place] for owner, place in found]
-        bad = first_not_finite([gradient for gradient in gradients if gradient is not None])
-        if bad is not None:
+        there = [gradient for gradient in gradients if gradient is not None]
+        self.memories.once_done(partial(self._check, found, not_finite_among(there, self.memories.accelerator)))
+
+    def _check(self, found: Sequence[tuple[int, int]], first: Callable[[], int | None]) -> None:
+        """Refuse the gradients that a backward has found if one of them is not finite."""
+        bad = first()
+        if bad is not None and self._iteration not in self.skipped:
             self._refuse(*found[bad])
 
     def _refuse(self, i: int, place: int) -> None:
@@ -476,14 +484,13 @@ class Passes:
             self._fetch_activations(i, moved, part)
         else:
             unit.moved[part] = {key: self._kept_in(target, there) for key, there in moved.items()}
-        self._leave(source, moved.values())
+        self.memories.once_done(partial(self._leave, source, moved.values()))
 
     def _kept_in(self, memory: str, data: Tensor) -> Tensor:
         """Copy bytes to new memory on the host, or to a file."""
         if memory != HOST_MEMORY:
             return self.states.files.holding(data)
-        there = torch.empty(len(data), dtype=torch.uint8, device="cpu", pin_memory=self.memories.pins)
-        return self.memories.claim_host(there, "activations").copy_(data, non_blocking=True)
+        return self.memories.on_host(len(data), torch.uint8, "activations").copy_(data, non_blocking=True)
 
     def _leave(self, memory: str, moved: Iterable[Tensor]) -> None:
         """Let files that have been read be used again."""
@@ -707,6 +714,8 @@ class Passes:
 
     def _first_not_finite(self) -> str:
         """Locate the first non-finite values. Slow; called only after a failure."""
+        if self.memories.accelerator.runs_ahead:  # later tasks have begun to change what was there
+            return "the loss, or what it was computed from"
         for i, unit in enumerate(self.states.units):
             flat = unit.device.parameters
             if flat is not None and not torch.isfinite(flat).all():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
-
-import torch
+from contextlib import ExitStack
 
 from autohete.runtime.batch import Batch
 from autohete.runtime.closing import Closing
+from autohete.runtime.device import AllocatorMemory
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.ledger import Counting, CudaMemory, Ledger
+from autohete.runtime.ledger import Counting, Ledger, Room
 from autohete.runtime.partition import Partition
 from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
@@ -41,15 +39,14 @@ class Session(Closing):
                 schedule,
                 self.training.actions.act,
                 execution,
-                booking=self.training.count,
-                around=partial(_own_stream, execution.torch_device),
+                booking=Room(schedule, self.training.count) if execution.accelerator.runs_ahead else self.training.count,
             )
             undo.callback(self.lanes.close)
             self.training.guard.wait = self.lanes.drain
             self._undo = undo.pop_all()
 
     @property
-    def device(self) -> Ledger | CudaMemory | None:
+    def device(self) -> Ledger | AllocatorMemory | None:
         """The ledger of the device's memory; another one if the schedule's sizes were found wrong. None: it is not counted."""
         return self._ledgers.device if self.training.count is None else self.training.count.ledger
 
@@ -96,23 +93,15 @@ class Session(Closing):
         self._undo.close()
 
 
-def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context with its own CUDA stream for the calling thread; an empty one on the CPU."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
 def _ledgers(schedule: Schedule, execution: Execution) -> Ledgers:
     """Return ledgers with the capacities of the schedule's memories, if budgets are enforced."""
-    device = execution.torch_device
+    accelerator = execution.accelerator
     if not execution.budget:
-        return Ledgers(device, counting=execution.counting)
+        return Ledgers(accelerator, counting=execution.counting)
     capacities = {memory.name: memory.capacity_bytes for memory in schedule.memories}
-    capacity = capacities[GPU_MEMORY]
     return Ledgers(
-        device,
-        CudaMemory(device, capacity) if device.type == "cuda" else Ledger(GPU_MEMORY, capacity),
+        accelerator,
+        accelerator.memory(capacities[GPU_MEMORY]),
         Ledger(HOST_MEMORY, capacities[HOST_MEMORY]),
         Ledger(PINNED_MEMORY, capacities.get(PINNED_MEMORY)),
         execution.counting,

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autohete.errors import check_fields, check_whole
+from autohete.errors import InputError, check_fields, check_whole
 from autohete.execution.trace import Clock
 from autohete.runtime.batch import Loss
+from autohete.runtime.device import Device, device_for
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.update_rules import UpdateSettings
@@ -42,7 +43,7 @@ class Execution:
     """How a schedule is executed.
 
     Args:
-        torch_device: the device of the passes; the CPU stands in for it if there is no GPU.
+        accelerator: the device of the passes; the CPU stands in for it if there is no GPU.
         paced: make every task last as long as in the schedule; otherwise tasks run as fast as the device allows.
         budget: enforce the memories' capacities; otherwise they are ignored.
         counting: how device memory is counted.
@@ -50,7 +51,7 @@ class Execution:
         history: minimum number of iterations whose times are kept; None: all.
     """
 
-    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    accelerator: Device = field(default_factory=lambda: device_for(torch.device("cpu")))
     paced: bool = False
     budget: bool = True
     counting: Counting = Counting.EXACT
@@ -63,10 +64,10 @@ class Execution:
             check_whole(f"threads of lane {name}", number, 1)
         if self.history is not None:
             check_whole("history", self.history, 1)
+        if self.paced and self.accelerator.runs_ahead:
+            raise InputError("a device that runs ahead cannot be paced: run without paced, or on the emulated device")
 
     @property
     def clock(self) -> Clock:
         """Clock of its traces."""
-        if self.torch_device.type == "cuda":
-            return Clock.MEASURED_CUDA
-        return Clock.EMULATED if self.paced else Clock.MEASURED_CPU
+        return Clock.EMULATED if self.paced else self.accelerator.clock

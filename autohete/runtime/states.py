@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from autohete.errors import InputError, ScheduleError
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.ledger import WORKSPACE, accounting
-from autohete.runtime.nonfinite import UpdateGate, first_not_finite
+from autohete.runtime.nonfinite import UpdateGate, not_finite_among
 from autohete.runtime.optimizer import ElementRange, UnitStates, WholeStates, parts_of, states_of_unit
 from autohete.runtime.state_files import Files
 from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors
@@ -227,8 +228,8 @@ class States:
             yield
         finally:
             self.poison(i)
-            self.memories.settle()
             self.release(i)
+            self.memories.settle()
 
     # --- where states are
 
@@ -276,6 +277,10 @@ class States:
                 side.states.append(MovingStates(states, first))
                 if home not in _NEAR:
                     states.use([self.files.holding(tensor) for tensor in states.tensors])
+                    continue
+                if home == HOST_MEMORY and len(self._state_ways[i]) > 1:  # copied to the device and back in each step
+                    pinned = [memories.on_host(tensor.numel(), tensor.dtype, "optimizer_states") for tensor in states.tensors]
+                    states.use([to.view(one.shape).copy_(one) for to, one in zip(pinned, states.tensors, strict=True)])
                     continue
                 claim = memories.claim if home == GPU_MEMORY else memories.claim_host
                 for tensor in states.tensors:
@@ -403,21 +408,25 @@ class States:
     def release(self, i: int) -> None:
         """Release the device memory of the parameters of block ``i``, if any.
 
-        The caller must have waited for all work on them: another lane may reuse the memory at once.
+        The memory is released once the work of the current task is done: another lane may reuse it at once.
         """
         unit = self.units[i]
         flat = unit.device.parameters
         if flat is None:
             return
+        self.memories.current.alive.append(flat)
         if self._slots is not None:
-            self._slots.append(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(flat.untyped_storage()))
+            slot = torch.empty(0, dtype=torch.uint8, device=flat.device).set_(flat.untyped_storage())
+            self.memories.once_done(partial(self._slots.append, slot))
         unit.device.parameters = unit.device.frozen = None
         unit.bind()
 
     def release_on_host(self, i: int) -> None:
         """Release the host's memory of parameters of block ``i`` that have passed it."""
         if i in self._far:
-            self.units[i].host.parameters = self.units[i].host.frozen = None
+            host = self.units[i].host
+            self.memories.current.alive += [host.parameters, host.frozen]
+            host.parameters = host.frozen = None
 
     def make_gradients(self, i: int) -> None:
         """Provide device memory for the gradients of block ``i``: in its slot, or wherever autograd allocates them."""
@@ -500,9 +509,13 @@ class States:
         """Report sums over all micro-batches that are not finite, though each gradient is: in 16 bit a sum may be too large."""
         if self.not_finite is not None and self.memories.current.micro_batch == self.schedule.micro_batches - 1:
             places = [place for place, held in enumerate(sums) if held is not None]
-            bad = first_not_finite([held for held in sums if held is not None])
-            if bad is not None:
-                self.not_finite(i, places[bad])
+            found = not_finite_among([held for held in sums if held is not None], self.memories.accelerator)
+            self.memories.once_done(partial(self._refuse, i, places, found))
+
+    def _refuse(self, i: int, places: Sequence[int], found: Callable[[], int | None]) -> None:
+        bad = found()
+        if bad is not None and self.not_finite is not None:
+            self.not_finite(i, places[bad])
 
     def replace_parameters(self, i: int) -> None:
         """Overwrite the parameters of block ``i`` with its finished gradients."""
@@ -533,7 +546,8 @@ class States:
         unit = self.units[i]
         side = unit.host if i in self._norm_on_host else unit.device
         iteration = self.memories.current.iteration
-        self.clipping.measure(iteration, i, side.gradients, 1.0 / self.updates_of(iteration).loss_scale)
+        factor = 1.0 / self.updates_of(iteration).loss_scale
+        self.clipping.measure(iteration, i, side.gradients, factor, self.memories.accelerator)
 
     def clip(self, i: int) -> None:
         """Compute the scale of this iteration's gradients from all norms."""

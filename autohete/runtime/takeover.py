@@ -10,10 +10,11 @@ from torch import Tensor
 
 from autohete.errors import InputError, check_fields
 from autohete.runtime.actions import Actions
+from autohete.runtime.device import AllocatorMemory, Device, device_for
 from autohete.runtime.evaluation import Evaluation
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.guard import Guard, check_trainable
-from autohete.runtime.ledger import Counting, CudaMemory, DeviceCount, Ledger, keep_freed_memory
+from autohete.runtime.ledger import Counting, DeviceCount, Ledger
 from autohete.runtime.loss_call import LossCall
 from autohete.runtime.model_state import ModulePlace, buffers_of
 from autohete.runtime.nonfinite import updates_wait_for_backward
@@ -30,15 +31,15 @@ class Ledgers:
     """The device of a training, and what counts its memory and the host's.
 
     Args:
-        torch_device: the device of the passes; the CPU stands in for it if there is no GPU.
+        accelerator: the device of the passes; the CPU stands in for it if there is no GPU.
         device, host: for the memory of states and passes; None: not counted. A GPU's memory is limited to its capacity as long
             as the model is taken over.
         pinned: for pinned host memory; there is none if the CPU stands in for the device.
         counting: how device memory is counted.
     """
 
-    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    device: Ledger | CudaMemory | None = None
+    accelerator: Device = field(default_factory=lambda: device_for(torch.device("cpu")))
+    device: Ledger | AllocatorMemory | None = None
     host: Ledger | None = None
     pinned: Ledger | None = None
     counting: Counting = Counting.EXACT
@@ -79,19 +80,19 @@ class Takeover:
                 "the schedule is for several GPUs, but one process trains on one: lower it for hardware with one GPU"
             )
         ledgers = ledgers or Ledgers()
-        torch_device, device = ledgers.torch_device, ledgers.device
-        if torch_device.type == "cpu":
-            keep_freed_memory()
-        cuda = device if isinstance(device, CudaMemory) else CudaMemory(torch_device)
+        accelerator, device = ledgers.accelerator, ledgers.device
+        accelerator.prepare()
+        allocator = device if isinstance(device, AllocatorMemory) else AllocatorMemory(accelerator.torch_device)
         #: Counts the device's memory; None: not counted.
         self.count = count = DeviceCount(device, schedule, ledgers.counting) if isinstance(device, Ledger) else None
-        memories = Memories(torch_device, count, ledgers.host, cuda, ledgers.pinned)
+        memories = Memories(accelerator, count, ledgers.host, allocator, ledgers.pinned)
         self._undo = ExitStack()
         check_trainable(partition.model)
         clipping = Clipping(recipe.clip_norm, schedule, partition.order, wide=recipe.updates.masters)
         with ExitStack() as undo:
-            if isinstance(device, CudaMemory):
-                undo.enter_context(device.limited(device.used_bytes + _moving_bytes(partition, torch_device)))
+            if device is allocator:
+                moving = _moving_bytes(partition, accelerator.torch_device)
+                undo.enter_context(allocator.limited(allocator.used_bytes + moving))
             self.states = States(partition.owned, partition.frozen, schedule, recipe.updates, memories, clipping, poison=poison)
             self.passes = Passes(partition, self.states, LossCall(recipe.loss), memories)
             self.passes.skips_gradients = recipe.skip_nonfinite and updates_wait_for_backward(schedule)
@@ -103,7 +104,7 @@ class Takeover:
                 undo.callback(_move_what_is_at, place, place.value.device)
             for tensor in partition.lasting:
                 undo.callback(_move, tensor, tensor.device)
-                _move(tensor, torch_device)
+                tensor.data = accelerator.moved(tensor.data)
             self.passes.make_room()
             self.states.take_over()
             for i, unit in enumerate(self.states.units):

@@ -14,7 +14,8 @@ from autohete.execution.trace import Trace
 from autohete.quantities import format_bytes
 from autohete.runtime.batch import Batch
 from autohete.runtime.claims import Claim
-from autohete.runtime.ledger import Counting, CudaMemory, Ledger
+from autohete.runtime.device import AllocatorMemory
+from autohete.runtime.ledger import Counting, Ledger
 from autohete.runtime.loss_call import LossCall
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import partition
@@ -37,7 +38,7 @@ class RunResult:
 
     losses: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
-    device: Ledger | CudaMemory | None = None
+    device: Ledger | AllocatorMemory | None = None
     host: Ledger | None = None
     counting: Counting = Counting.EXACT
     late: dict[str, int] = field(default_factory=dict)

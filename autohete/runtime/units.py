@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from autohete.quantities import rounded_when_pinned
+from autohete.runtime.device import AllocatorMemory, Device
 from autohete.runtime.forward_pass import BlockCall
-from autohete.runtime.ledger import CudaMemory, DeviceCount, Ledger, Reservation
+from autohete.runtime.ledger import DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import UnitStates, WholeStates, parts_of
 from autohete.runtime.recorder import AsRead, Recorded, Remaking, Saved
@@ -33,35 +34,37 @@ class Current(threading.local):
         task: name of the instance, such as ``F3@1``; empty before the first.
         iteration, micro_batch, part: those of the task.
         alive: what must live until the work of the task is done.
+        later: what to do then, on a device that runs ahead.
     """
 
     def __init__(self) -> None:
         self.task, self.iteration, self.micro_batch, self.part = "", 0, 0, 0
         self.alive: list[object] = []
+        self.later: list[Callable[[], None]] = []
 
 
 class Memories:
     """Where tensors live, and which ledgers count them.
 
     Args:
-        torch_device: device of the passes. The CPU stands in if there is no other device.
+        accelerator: device of the passes.
         count, host: count the bytes on the device and on the host. None: not counted.
-        cuda: a GPU's own accounting, which reports what was full.
+        allocator: a GPU's own accounting, which reports what was full.
+        pinned: counts the pinned part of the host memory. None: not counted.
 
     Attributes:
         current: names the task for which a tensor is allocated.
-        pinned: counts the pinned part of the host memory. None: not counted.
     """
 
     def __init__(
         self,
-        torch_device: torch.device,
+        accelerator: Device,
         count: DeviceCount | None,
         host: Ledger | None,
-        cuda: CudaMemory,
+        allocator: AllocatorMemory,
         pinned: Ledger | None = None,
     ) -> None:
-        self.torch_device, self.count, self.host, self.cuda, self.pinned = torch_device, count, host, cuda, pinned
+        self.accelerator, self.count, self.host, self.allocator, self.pinned = accelerator, count, host, allocator, pinned
         self.current = Current()
 
     @property
@@ -70,9 +73,9 @@ class Memories:
         return None if self.count is None else self.count.storages
 
     @property
-    def pins(self) -> bool:
-        """Whether host tensors are allocated in pinned memory."""
-        return self.torch_device.type == "cuda"
+    def torch_device(self) -> torch.device:
+        """PyTorch's name of the device of the passes."""
+        return self.accelerator.torch_device
 
     def claim(self, tensor: Tensor, group: str) -> Tensor:
         """Count ``tensor`` as device memory."""
@@ -109,16 +112,28 @@ class Memories:
 
     def on_device(self, elements: int, dtype: torch.dtype, group: str) -> Tensor:
         """Allocate a flat tensor on the device."""
-        return self.claim(torch.empty(elements, dtype=dtype, device=self.torch_device), group)
+        return self.claim(self.accelerator.empty(elements, dtype), group)
 
     def on_host(self, elements: int, dtype: torch.dtype, group: str) -> Tensor:
         """Allocate a flat tensor of zeros on the host, pinned if that makes copies faster."""
-        return self.claim_host(torch.zeros(elements, dtype=dtype, device="cpu", pin_memory=self.pins), group)
+        return self.claim_host(self.accelerator.on_host(elements, dtype), group)
+
+    def once_done(self, act: Callable[[], None]) -> None:
+        """Call ``act`` once the device has done what the current task has issued so far, at the latest when the task is done.
+
+        If the device does not run ahead, that is now.
+        """
+        if self.accelerator.runs_ahead:
+            self.current.later.append(act)
+        else:
+            act()
 
     def settle(self) -> None:
         """Wait for the work that the calling thread has started on the device. The lanes' streams do not track it."""
-        if self.torch_device.type == "cuda":
-            torch.cuda.synchronize(self.torch_device)
+        self.accelerator.settle()
+        later, self.current.alive, self.current.later = self.current.later, [], []
+        for act in later:
+            act()
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from autohete.plan.policy import Policy
 from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.quantities import parse_quantity
+from autohete.runtime.device import gpu_here
 from autohete.runtime.settings import Recipe
 from autohete.runtime.update_rules import UpdateSettings
 from autohete.workload import check_clip_norm
@@ -112,9 +113,10 @@ def device_of(name: str) -> torch.device:
     if name == "emulated":
         return torch.device("cpu")
     if name == "cuda":
-        if not torch.cuda.is_available():
+        gpu = gpu_here()
+        if gpu is None:
             raise InputError("there is no GPU that PyTorch can use here: choose the device 'emulated'")
-        return torch.device("cuda", torch.cuda.current_device())
+        return gpu
     raise InputError(f"unknown device {name!r}: choose emulated or cuda")
 
 

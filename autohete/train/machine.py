@@ -19,25 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autohete.runtime.device import Device, device_for, gpu_here
 from autohete.runtime.optimizer import UnitStates
 from autohete.runtime.update_rules import UpdateSettings
 from autohete.train.worker import check_stop
 
 _KIB, _MIB = 2**10, 2**20
-#: Share of a GPU's free memory that is used by default; the rest is for the workspaces of libraries.
-_CUDA_SHARE = 0.92
 #: Sizes of copies: from 64 KiB, in steps of a factor of four.
-_SMALLEST, _LARGEST, _LARGEST_QUICK = 64 * _KIB, 1024 * _MIB, {"cpu": 64 * _MIB, "cuda": 256 * _MIB}
-#: Size of the copies that run during other work.
-_LARGE = {"cpu": 16 * _MIB, "cuda": 128 * _MIB}
-#: Parameters of the measured optimizer step: 64 MiB of states, or 1 GiB where the host may be a server.
-_UPDATED = {"cpu": 4 * _MIB, "cuda": 64 * _MIB}
-#: Rows of the matrices that are multiplied, by device; the fastest product counts. A GPU is mostly idle in a small one and slow
-#: at first; on a CPU without hardware support a bf16 product runs at 1 GFLOP/s.
-_MATRICES = {"cpu": (256,), "cuda": (1024, 2048, 4096, 8192)}
+_SMALLEST, _LARGEST = 64 * _KIB, 1024 * _MIB
 #: Share of a GPU's free memory that measuring may take.
 _MEASURING_SHARE = 0.1
-_WARM_UP_SECONDS = 0.2
 _EVICTOR = torch.zeros(16 * _MIB, dtype=torch.float32, device="cpu")  # 64 MiB: more than a core's share of any cache
 _SECONDS = 0.25  # per measurement of several lanes at once
 _ROUNDS, _ROUND_SECONDS = 3, 0.08  # for the measurement that is repeated
@@ -45,7 +36,8 @@ _ROUNDS, _ROUND_SECONDS = 3, 0.08  # for the measurement that is repeated
 
 def versions() -> dict[str, str]:
     """Return date, machine and versions, for files and tables."""
-    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    gpu = gpu_here()
+    accelerator = "no GPU" if gpu is None else device_for(gpu).name
     return {
         "date": datetime.now().astimezone().date().isoformat(),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {_host_bytes() / 2**30:.0f} GiB, {accelerator}",
@@ -61,14 +53,15 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
         device_bytes: memory available to tensors on the device.
         quick: measure copies up to 64 MiB instead of 1 GiB; takes a few seconds.
     """
-    measured = versions()
+    measured, device = versions(), device_for(torch_device)
+    sizes = device.sizes
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        h2d, d2h = (_Copies(torch_device, up, _LARGEST_QUICK[torch_device.type] if quick else _LARGEST) for up in (True, False))
+        h2d, d2h = (_Copies(device, up, sizes.quick_bytes if quick else _LARGEST) for up in (True, False))
         links = {"h2d": h2d.line(), "d2h": d2h.line()}
-        parameters = _UPDATED[torch_device.type]
-        update = _update(parameters, 1 if torch_device.type == "cpu" else threads)
+        parameters = sizes.updated
+        update = _update(parameters, 1 if device.on_cpu else threads)
         one_way, other_way = h2d.large(), d2h.large()
         both = _rates_together({"h2d": one_way, "d2h": other_way})
         alone = _rates_together({"cpu": update})["cpu"]
@@ -81,7 +74,7 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
     # The highest traffic observed: one side of each copy, and all bytes that an update touches.
     updated = parameters * 28
     traffic = max(beside["h2d"] * size + beside["cpu"] * updated, (both["h2d"] + both["d2h"]) * size, alone * updated)
-    emulated = torch_device.type == "cpu"
+    emulated = device.on_cpu
 
     def figure(value: str | float | int, how: str) -> dict[str, Any]:
         return {"value": value, "source": f"measured on {measured['machine']}: {how}", "date": measured["date"]}
@@ -100,7 +93,7 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
         "name": "this-machine",
         "title": f"{measured['machine']}, {measured['versions']}",
         "gpu": {
-            "model": "emulated on the CPU" if emulated else torch.cuda.get_device_name(torch_device),
+            "model": device.name,
             "memory": figure(f"{device_bytes + 1} B", "budget"),
             "reserved_memory": figure("1 B", "nothing is reserved besides the budget"),
             "peak_16bit": figure(
@@ -136,13 +129,12 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
 class _Copies:
     """Copies of one direction through a buffer on each side."""
 
-    def __init__(self, device: torch.device, up: bool, largest: int) -> None:
-        self._largest = largest
-        host = torch.zeros(largest, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-        there = torch.zeros(largest, dtype=torch.uint8, device=device)
+    def __init__(self, device: Device, up: bool, largest: int) -> None:
+        self._largest, self._device, self._stream = largest, device, device.stream()
+        host = device.on_host(largest, torch.uint8)
+        there = torch.zeros(largest, dtype=torch.uint8, device=device.torch_device)
         self._target, self._source = (there, host) if up else (host, there)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.large_bytes = min(largest, _LARGE[device.type])
+        self.large_bytes = min(largest, device.sizes.large_bytes)
 
     def line(self) -> tuple[float, float]:
         """Fit a line through all sizes with the least relative error; return bandwidth (bytes/s) and latency (s)."""
@@ -176,12 +168,9 @@ class _Copies:
         return median(times)
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        if self._stream is None:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
+            self._device.finish()
 
 
 def forget_cache(touched: int | None = None) -> None:
@@ -254,8 +243,8 @@ def _product(device: torch.device) -> Callable[[], None]:
 
 def matrix_sizes(device: torch.device, dtype: torch.dtype) -> list[int]:
     """Return the rows of the matrices to measure: the smallest, and those that take only a small part of the memory."""
-    smallest, *larger = _MATRICES[device.type]
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    smallest, *larger = device_for(device).sizes.matrices
+    free = device_for(device).free_bytes()
     return [smallest, *(size for size in larger if 2 * size * size * dtype.itemsize <= _MEASURING_SHARE * free)]
 
 
@@ -280,16 +269,17 @@ def _rate_of_product(size: int, device: torch.device, dtype: torch.dtype) -> flo
 
 def _device_rate(device: torch.device) -> float:
     """Return the bytes/s that a copy within the device reads and writes."""
-    free = torch.cuda.mem_get_info(device)[0]
+    here = device_for(device)
+    free = here.free_bytes()
     size = max(256 * _MIB, min(2048 * _MIB, int(_MEASURING_SHARE * free / 2)))  # far more than its caches
     a = torch.zeros(size, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
 
     def seconds() -> float:
-        torch.cuda.synchronize(device)
+        here.settle()
         begin = time.perf_counter()
         b.copy_(a)
-        torch.cuda.synchronize(device)
+        here.settle()
         return time.perf_counter() - begin
 
     _warm_up(seconds, device)
@@ -298,7 +288,7 @@ def _device_rate(device: torch.device) -> float:
 
 def _warm_up(run: Callable[[], float], device: torch.device) -> None:
     """Run until clocks have ramped up and libraries are loaded: once on a CPU, for a while on a GPU."""
-    end = time.perf_counter() + (_WARM_UP_SECONDS if device.type == "cuda" else 0.0)
+    end = time.perf_counter() + device_for(device).sizes.warm_up_seconds
     run()
     while time.perf_counter() < end:
         run()
@@ -319,16 +309,14 @@ def _host_bytes() -> int:
 
 def usable_bytes(device: torch.device) -> int:
     """Return the memory that a device offers by default."""
-    if device.type == "cuda":
-        return int(_CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
-    return 2**40  # the emulated device has no memory of its own: without a budget it is unlimited
+    return device_for(device).usable_bytes()
 
 
 @contextmanager
 def cpu_threads(device: torch.device, count: int) -> Iterator[None]:
     """Run in as many CPU threads as the device's lane will have, if the CPU stands in for the device."""
     threads = torch.get_num_threads()
-    if device.type == "cpu":
+    if device_for(device).on_cpu:
         torch.set_num_threads(count)
     try:
         yield

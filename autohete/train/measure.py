@@ -26,9 +26,10 @@ from autohete.lowering import lower
 from autohete.plan import Activations
 from autohete.profile import LossProfile, Profile, SavedTensors, UnitProfile, analytic_profile
 from autohete.runtime.batch import Batch, Inputs, leading, padded
+from autohete.runtime.device import AllocatorMemory, device_for
 from autohete.runtime.forward_pass import HOOKS, call_of, replaced_forwards, with_hidden
 from autohete.runtime.lanes import LaneThreads
-from autohete.runtime.ledger import CudaMemory, Ledger
+from autohete.runtime.ledger import Ledger
 from autohete.runtime.model_state import Snapshot, unchanged_random_state
 from autohete.runtime.optimizer import states_of_unit
 from autohete.runtime.partition import Partition
@@ -37,7 +38,7 @@ from autohete.runtime.probe import probe
 from autohete.runtime.settings import Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
 from autohete.runtime.update_rules import UpdateSettings
-from autohete.schedule import GPU_MEMORY, Kind, Schedule, Task, TaskId, Value, parse_schedule
+from autohete.schedule import Kind, Schedule, Task, TaskId, Value, parse_schedule
 from autohete.train.as_executed import everything_resident
 from autohete.train.machine import forget_cache
 from autohete.train.worker import check_stop
@@ -418,8 +419,7 @@ class _Measurement:
                 continue
             begin = time.perf_counter()
             training.passes.make_again(unit, one.remaking)
-            if self.torch_device.type == "cuda":
-                torch.cuda.synchronize(self.torch_device)
+            device_for(self.torch_device).settle()
             yield SavedTensors(one.name, one.size_bytes, time.perf_counter() - begin, selective=one.selective)
 
     def _passes(
@@ -431,7 +431,7 @@ class _Measurement:
         """
         schedule = self._schedule(activations)
         seconds = self._seconds(schedule, repeats, before_release)
-        memory = CudaMemory(self.torch_device) if self.torch_device.type == "cuda" else Ledger(GPU_MEMORY)
+        memory = device_for(self.torch_device).memory()
         passes: dict[TaskId, _MeasuredPass] = {}
         with closing(self._run(schedule, 2, memory)) as tasks:
             for training, task, iteration in tasks:
@@ -452,26 +452,25 @@ class _Measurement:
         self, schedule: Schedule, repeats: int, before_release: Callable[[Takeover, int], None] | None
     ) -> dict[TaskId, float]:
         """Measure the seconds of each task; without repetitions they are 0."""
-        on_cuda, seconds = self.torch_device.type == "cuda", defaultdict[TaskId, list[float]](list)
+        device, seconds = device_for(self.torch_device), defaultdict[TaskId, list[float]](list)
         if not repeats:
             return dict.fromkeys((task.id for task in schedule.tasks), 0.0)
         with closing(self._run(schedule, 1 + repeats)) as tasks:
             for training, task, iteration in tasks:
                 training.passes.before_release = partial(before_release, training) if before_release and not iteration else None
-                if not on_cuda:
+                if device.on_cpu:
                     forget_cache(self.elsewhere)  # as the passes of the blocks left out would
                 begin = time.perf_counter()
                 training.actions.perform(task, iteration)
-                if on_cuda:
-                    torch.cuda.synchronize(self.torch_device)
+                device.settle()
                 seconds[task.id].append(time.perf_counter() - begin)
         return {task: median(each[1:]) for task, each in seconds.items()}
 
     def _run(
-        self, schedule: Schedule, iterations: int, memory: Ledger | CudaMemory | None = None
+        self, schedule: Schedule, iterations: int, memory: Ledger | AllocatorMemory | None = None
     ) -> Generator[tuple[Takeover, Task, int]]:
         """The tasks of some iterations of a training, each of which the caller performs at once; ``memory`` counts."""
-        training = Takeover(self.partition, schedule, self.recipe, Ledgers(self.torch_device, memory))
+        training = Takeover(self.partition, schedule, self.recipe, Ledgers(device_for(self.torch_device), memory))
         try:
             for iteration in range(iterations):
                 training.passes.give(iteration, replace(self.batch, inputs=padded(self.batch.inputs)))
@@ -536,7 +535,7 @@ def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], updates: UpdateSettings
     return median(times[1:])
 
 
-def _counted(memory: Ledger | CudaMemory, tensor: Tensor | None) -> int:
+def _counted(memory: Ledger | AllocatorMemory, tensor: Tensor | None) -> int:
     """Size of ``tensor``, if it is counted: one that an attribute keeps is not."""
     return _size(tensor) if tensor is not None and memory.counts(tensor) else 0
 

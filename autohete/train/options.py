@@ -12,6 +12,7 @@ from autohete.errors import InputError, check_fields, check_whole
 from autohete.hardware import Hardware
 from autohete.plan.policy import Policy
 from autohete.profile import Profile
+from autohete.runtime.device import Device, device_for
 from autohete.runtime.settings import Recipe
 from autohete.train.arguments import bytes_of, check_hardware, check_profile, share_of
 
@@ -118,7 +119,12 @@ class TrainingOptions:
     @property
     def on_gpu(self) -> bool:
         """Whether the device is a GPU."""
-        return self.torch_device.type == "cuda"
+        return not self.accelerator.on_cpu
+
+    @property
+    def accelerator(self) -> Device:
+        """The device of the passes."""
+        return device_for(self.torch_device)
 
     @property
     def may_use_threads(self) -> bool:

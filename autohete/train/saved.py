@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from autohete.errors import InputError
+from autohete.runtime.device import device_for
 from autohete.runtime.optimizer import MASTER, STEP
 from autohete.runtime.states import GRADIENT, VALUES, States
 from autohete.runtime.update_rules import StateTensor, UpdateSettings
@@ -32,6 +33,8 @@ from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.machine import versions
 
 _FORMAT = "autohete-training 2"
+#: Key of the state of a GPU's random generator.
+_OF_GPU = "cuda"
 #: More steps than any training makes. A parameter may have more than the training itself, if its optimizer had some before.
 _MOST_STEPS = 10**10
 _PARTS = ("buffers", "format", "groups", "optimizer", "parameters", "random", "skipped_steps", "step", "versions")
@@ -161,8 +164,9 @@ def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
     """Restore the states of the random generators."""
     found = state["random"]
     torch.set_rng_state(found["torch"])
-    if device.type == "cuda" and "cuda" in found:
-        torch.cuda.set_rng_state(found["cuda"], device)
+    here = device_for(device)
+    if here.random_state() is not None and _OF_GPU in found:
+        here.set_random_state(found[_OF_GPU])
     random.setstate(found["python"])
     name, keys, position, has_gauss, gauss = found["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
@@ -175,7 +179,8 @@ def _random_states(device: torch.device) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)),
     }
-    return found | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+    of_gpu = device_for(device).random_state()
+    return found | ({} if of_gpu is None else {_OF_GPU: of_gpu})
 
 
 def _same_names(what: str, expected: Iterable[str], given: Mapping[str, Any]) -> None:
@@ -227,7 +232,7 @@ def _check_optimizer(name: str, given: object, parameter: Tensor, updates: Updat
 
 
 def _check_random(given: Mapping[str, Any]) -> None:
-    _same_names("random states of the state", ("torch", "python", "numpy", *({"cuda"} & set(given))), given)
+    _same_names("random states of the state", ("torch", "python", "numpy", *({_OF_GPU} & set(given))), given)
     try:
         torch.Generator().set_state(given["torch"])
         random.Random().setstate(given["python"])

@@ -387,8 +387,7 @@ class Trainer:
 
     def _finish_batch(self) -> None:
         """Wait for the caller's work on the GPU, which may produce the batch."""
-        if self._options.on_gpu:
-            torch.cuda.current_stream(self._options.torch_device).synchronize()
+        self._options.accelerator.finish()
 
 
 class _Served:

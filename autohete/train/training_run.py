@@ -13,7 +13,8 @@ from torch import Tensor
 from autohete.errors import NonFiniteLossError, check_fields
 from autohete.execution.trace import Clock, Trace
 from autohete.runtime.batch import Batch
-from autohete.runtime.ledger import Counting, CudaMemory
+from autohete.runtime.device import AllocatorMemory
+from autohete.runtime.ledger import Counting
 from autohete.runtime.loss_call import LossCall
 from autohete.runtime.progress import listed
 from autohete.runtime.session import Session
@@ -96,7 +97,7 @@ class TrainingRun:
         self._options, self._prepared, self._position, self._optimizer = options, prepared, position, optimizer
         self._scale = scale
         execution = Execution(
-            torch_device=options.torch_device,
+            accelerator=options.accelerator,
             paced=options.mode is Mode.PACED,
             counting=Counting.SCHEDULED,
             threads={CPU: torch.get_num_threads()} if options.on_gpu else {GPU: prepared.threads},
@@ -112,7 +113,7 @@ class TrainingRun:
             self.load_optimizer(found, list(found), by_masters=False)
         self._optimizer.forget()
         self.session.training.states.handed_to = self._optimizer.take
-        if isinstance(self.session.device, CudaMemory):  # do not count what measuring took
+        if isinstance(self.session.device, AllocatorMemory):  # do not count what measuring took
             self.session.device.reset_peak()
 
     def step(self, batch: object) -> float:

@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from autohete.errors import InputError
+from autohete.runtime.device import CurrentGpu
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class _Ticket:
     def __init__(self, job: Callable[[], object]) -> None:
         self._job: Callable[[], object] | None = job
         self._context = copy_context()
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._gpu = CurrentGpu()
         self._value: object = None
         self._error: BaseException | None = None
         self._done: SimpleQueue[None] = SimpleQueue()
@@ -57,8 +58,7 @@ class _Ticket:
         job, self._job = self._job, None
         try:
             if job is not None:
-                if self._device is not None:
-                    torch.cuda.set_device(self._device)
+                self._gpu.use()
                 self._value = self._context.run(job)
         except _Stopped:
             self._error = InputError("the trainer was closed during profiling or planning: nothing has been trained")

@@ -86,6 +86,12 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def test_only_the_device_names_cudas_functions() -> None:
+    """What a GPU needs is behind one interface: no other module calls ``torch.cuda``."""
+    naming = [path for path in _sources() if "torch.cuda" in (SOURCE / path).read_text(encoding="utf-8")]
+    assert naming == ["runtime/device.py"]
+
+
 def _sources() -> list[str]:
     return sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
 

@@ -21,6 +21,7 @@ from autohete.errors import InputError, ScheduleError, TaskError
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.runtime.batch import Batch
+from autohete.runtime.device import EmulatedDevice
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.loss_call import LossCall
 from autohete.runtime.losses import next_token_loss
@@ -55,7 +56,7 @@ def test_coefficient_is_that_of_pytorch(
     ]
     clipping = Clipping(clip_norm, CLIPS, order)
     for i in reversed(range(len(blocks))):
-        clipping.measure(7, i, gradients[i])
+        clipping.measure(7, i, gradients[i], 1.0, EmulatedDevice())
     clipping.combine(7)
     parameters = []
     for i, place in order:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +31,8 @@ from autohete.errors import DeviceOutOfMemoryError, InfeasibleError, InputError,
 from autohete.lowering import lower
 from autohete.runtime import ledger
 from autohete.runtime.batch import Batch
-from autohete.runtime.ledger import Counting, CudaMemory, Ledger, accounting
+from autohete.runtime.device import AllocatorMemory, EmulatedDevice
+from autohete.runtime.ledger import Counting, Ledger, accounting
 from autohete.runtime.partition import partition
 from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.takeover import Ledgers, Takeover
@@ -430,40 +431,44 @@ def test_gradients_stay_where_autograd_makes_them() -> None:
         training.close()
 
 
-def test_work_is_waited_for_before_its_place_is_released() -> None:
-    """On a GPU, what overwrites released parameters is started before the lane waits for its stream, and released after."""
+def test_what_the_device_still_uses_is_kept_until_its_work_is_done() -> None:
+    """On a device that runs ahead, released parameters live until the task that releases them is done, not only issued."""
     simulation = predicted(MEDIUM, "stronghold:window=1")
     training = training_of(simulation, Ledger(GPU_MEMORY), Counting.EXACT, poison=True)
-    happened: list[str] = []
+    kept: list[weakref.ref[object]] = []
+    states, released = training.states, 0
+    release = states.release
 
-    def noting(name: str, function: Callable[[int], None]) -> Callable[[int], None]:
-        def note(block: int) -> None:
-            happened.append(name)
-            function(block)
+    def noting(block: int) -> None:
+        flat = states.units[block].device.parameters
+        if flat is not None:
+            kept.append(weakref.ref(flat.untyped_storage()))
+        release(block)
 
-        return note
-
-    class Stream:
-        def synchronize(self) -> None:
-            happened.append("wait")
-
-    training.actions._stream = Stream  # type: ignore[assignment]
-    states = training.states
-    with (
-        patch.object(states, "poison", noting("poison", states.poison)),
-        patch.object(states, "release", noting("release", states.release)),
-    ):
-        run(training, simulation.schedule, 0, 1)
-        released = [place for place, name in enumerate(happened) if name == "release"]
+    batch = Batch(*batches(MEDIUM, 1)[0])
+    with patch.object(EmulatedDevice, "runs_ahead", True), patch.object(states, "release", noting):
+        training.passes.give(0, batch)
+        for task in simulation.schedule.tasks:
+            finish = training.actions.act(task, 0)
+            assert finish is not None
+            assert all(reference() is not None for reference in kept)
+            slots = 0 if states._slots is None else len(states._slots)
+            finish()
+            if states._slots is None:
+                assert all(reference() is None for reference in kept)
+            else:
+                assert len(states._slots) == slots + len(kept)
+            released += len(kept)
+            kept.clear()
         assert released
-        assert all(happened[place - 2 : place] == ["poison", "wait"] for place in released)
-        happened.clear()
+        waited = Mock()
         with (
+            patch.object(EmulatedDevice, "finish", waited),
             patch.object(training.actions, "_actions", dict.fromkeys(Kind, lambda block: 1 / 0)),
             pytest.raises(ZeroDivisionError),
         ):
             training.actions.perform(simulation.schedule.tasks[0], 1)
-    assert happened == ["wait"], "an action that fails waits, too"
+        waited.assert_called_once()  # an action that fails waits, too
     training.close()
 
 
@@ -471,12 +476,13 @@ def test_a_gpus_budget_is_held_by_its_allocator() -> None:
     """PyTorch is limited to the budget and some fragments while training, and what it refuses is our error with both counts."""
     simulation = predicted(MEDIUM, "resident")
     gib = 2**30
-    memory = CudaMemory(torch.device("cpu"), 4 * gib)
+    memory = AllocatorMemory(torch.device("cpu"), 4 * gib)
     cuda = {
         "memory_allocated": 3 * gib,
         "memory_reserved": 4 * gib,
         "empty_cache": None,
         "get_device_properties": SimpleNamespace(total_memory=16 * gib),
+        "get_per_process_memory_fraction": 0.9,
     }
     with ExitStack() as patches:
         for name, value in cuda.items():
@@ -498,13 +504,13 @@ def test_a_gpus_budget_is_held_by_its_allocator() -> None:
             training.actions.perform(simulation.schedule.tasks[0], 0)
         assert caught.value.holders == {"allocated": 3 * gib, "reserved": 4 * gib}
         training.close()
-        assert limit.call_args.args[0] == 1.0
+        assert limit.call_args.args[0] == 0.9, "the limit that the user has set"
 
 
 def test_pinned_memory_is_counted_as_pytorch_pins_it() -> None:
     """Where host memory is pinned, a tensor takes the next power of two, of its own limit, too."""
     ledger, pinned = Ledger(HOST_MEMORY), Ledger(PINNED_MEMORY, 4000)
-    memories = Memories(torch.device("cpu"), None, ledger, CudaMemory(torch.device("cpu")), pinned)
+    memories = Memories(EmulatedDevice(), None, ledger, AllocatorMemory(torch.device("cpu")), pinned)
     kept = [memories.on_host(300, torch.float32, "parameters")]
     assert ledger.used_bytes == 1200
     with patch.object(Tensor, "is_pinned", return_value=True):

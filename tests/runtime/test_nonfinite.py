@@ -23,13 +23,15 @@ from autohete.errors import NonFiniteGradientError
 from autohete.lowering import lower
 from autohete.plan import Plan
 from autohete.policies import parse_policy
+from autohete.runtime.async_device import AsyncDevice
 from autohete.runtime.batch import Batch
+from autohete.runtime.device import Device, EmulatedDevice
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.nonfinite import UpdateGate, first_not_finite, updates_wait_for_backward
 from autohete.runtime.partition import partition
-from autohete.runtime.settings import Recipe
-from autohete.runtime.takeover import Takeover
+from autohete.runtime.settings import Execution, Recipe
+from autohete.runtime.takeover import Ledgers, Takeover
 from autohete.runtime.update_rules import default_optimizer
 from autohete.schedule import Kind, Schedule, TaskId
 from autohete.simulate import judge_for
@@ -137,20 +139,25 @@ def planned(policy: str, precision: Precision) -> tuple[Plan, Schedule]:
 def train(training: Takeover, schedule: Schedule, steps: int) -> None:
     """So many steps."""
     torch.manual_seed(2)
-    with LaneThreads(schedule, training.actions.perform) as lanes:
+    accelerator = training.states.memories.accelerator
+    perform = training.actions.act if accelerator.runs_ahead else training.actions.perform
+    with LaneThreads(schedule, perform, Execution(accelerator)) as lanes:
         for step, (ids, targets) in enumerate(data(MEDIUM)[:steps]):
             training.passes.give(step, Batch(ids, targets))
             lanes.admit()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", [EmulatedDevice, AsyncDevice])
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_infinite_gradients_change_no_block_that_has_them(policy: str, precision: Precision) -> None:
+def test_infinite_gradients_change_no_block_that_has_them(
+    policy: str, precision: Precision, device: Callable[[], Device]
+) -> None:
     """The error names step, block and parameter, and the blocks that were updated before; all others are as before."""
     _, schedule = planned(policy, precision)
     model = _ExplodingGPT(replace(MEDIUM, precision=precision))
-    training = Takeover(partition(model), schedule, Recipe(), poison=True)
+    training = Takeover(partition(model), schedule, Recipe(), Ledgers(device()), poison=True)
     try:
         with pytest.raises(NonFiniteGradientError) as caught:
             train(training, schedule, STEPS)
@@ -185,16 +192,17 @@ def test_infinite_gradients_change_no_block_that_has_them(policy: str, precision
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", [EmulatedDevice, AsyncDevice])
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("policy", [*POLICIES, "patrickstar:chunk_size=1"])
-def test_a_step_is_skipped_as_a_whole_or_not_at_all(policy: str, precision: Precision) -> None:
+def test_a_step_is_skipped_as_a_whole_or_not_at_all(policy: str, precision: Precision, device: Callable[[], Device]) -> None:
     """Where all updates wait for the backward the step changes nothing and training goes on; elsewhere it stops."""
     plan, schedule = planned(policy, precision)
     replacing = not precision.element_bytes > 2
     if replacing and plan.slots is None:  # also with gradients in the place of the parameters
         schedule = lower(profile_of(replace(MEDIUM, precision=precision)), with_gradients_replacing(plan))
     model = _ExplodingGPT(replace(MEDIUM, precision=precision))
-    training = Takeover(partition(model), schedule, Recipe(skip_nonfinite=True), poison=True)
+    training = Takeover(partition(model), schedule, Recipe(skip_nonfinite=True), Ledgers(device()), poison=True)
     try:
         if not updates_wait_for_backward(schedule):
             with pytest.raises(NonFiniteGradientError):

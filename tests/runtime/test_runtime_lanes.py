@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import pytest
@@ -22,6 +21,7 @@ from autohete.errors import InputError, ScheduleError, TaskError
 from autohete.execution.trace import Clock, check_trace
 from autohete.lowering import lower
 from autohete.policies import parse_policy
+from autohete.runtime.device import EmulatedDevice
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.settings import Execution, Recipe
 from autohete.runtime.torch_executor import TorchExecutor
@@ -230,7 +230,8 @@ def test_an_interrupt_of_closing_abandons_what_was_admitted() -> None:
         *(f"lane_run.LaneRun.{name}" for name in ("complete", "next")),
         *(f"pacing.Pace.{name}" for name in ("_share", "_sleep_until")),
         "lanes.torch.set_num_threads",
-        "around",
+        "device.EmulatedDevice.stream",
+        "device.EmulatedDevice.ended_ns",
     ],
 )
 def test_no_fault_of_a_lane_is_a_hang(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,15 +240,15 @@ def test_no_fault_of_a_lane_is_a_hang(where: str, monkeypatch: pytest.MonkeyPatc
     def broken(*_: object) -> NoReturn:
         raise ArithmeticError("broken")
 
-    if where != "around":
-        monkeypatch.setattr(f"autohete.runtime.{where}", broken)
+    monkeypatch.setattr(f"autohete.runtime.{where}", broken)
+    ahead = where.endswith(("stream", "ended_ns"))  # where lanes have streams
+    monkeypatch.setattr(EmulatedDevice, "runs_ahead", ahead)
     shared = parse_schedule(f"{RING}flow h2d 1.0 1.0\nflow d2h 1.0 1.0\nshare dram 1.0 h2d,d2h\n")
     schedule = shared if where.endswith("_share") else RING
-    around = broken if where == "around" else nullcontext
     begin = time.perf_counter()
     with (
         pytest.raises(TaskError, match=r"^lane \w+ failed: ArithmeticError: broken") as caught,
-        LaneThreads(schedule, nothing, Execution(paced=True), around=around) as lanes,
+        LaneThreads(schedule, nothing, Execution(paced=not ahead)) as lanes,
     ):
         for _ in range(3):
             lanes.admit()
