@@ -511,7 +511,7 @@ def test_nothing_stays_on_an_optimizer_of_bitsandbytes() -> None:
 def test_states_of_another_type_are_refused() -> None:
     """States in fp32 are not taken for codes of 8 bit, whether or not there are masters."""
     workload, kept = replace(SMALL, precision=Precision.BF16), list[dict[str, Any]]()
-    kind = type(MAKES["8 bit"](list(model_for(workload).parameters()))[0])
+    kind: Any = type(MAKES["8 bit"](list(model_for(workload).parameters()))[0])
     for smallest in (10**9, 512):
         model = model_for(workload)
         optimizer: Any = kind(model.parameters(), min_8bit_size=smallest)
