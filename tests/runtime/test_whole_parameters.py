@@ -126,7 +126,6 @@ def muon_and_adamw(parameters: Parameters) -> Optimizers:
 
 
 def eight_bit(parameters: Parameters) -> Optimizers:
-    pytest.importorskip("bitsandbytes")
     kind: Any = importlib.import_module("bitsandbytes.optim").AdamW8bit
     return [kind(groups(parameters), lr=1e-3, min_8bit_size=512)]
 
