@@ -2,8 +2,8 @@
 
 Its optimizers initialise and update each parameter by itself, in two methods, which a copy of the caller's optimizer runs here.
 A state in 8 bit has one scale per block of 256 elements. Parameters of fewer than 4096 elements have states in fp32. The tables
-of the values of the 256 codes are constants of the optimizer. They are never copied: with tables that come and go in two threads
-its kernels for the CPU gave other results in 3 of 6 runs (version 0.50.2), with constant ones in none of 12.
+of the values of the 256 codes are constants of the optimizer. They are never copied: with tables that come and go in two
+threads its kernels for the CPU gave other results in 3 of 6 runs (version 0.50.2), with constant ones in none of 12.
 """
 
 from __future__ import annotations
