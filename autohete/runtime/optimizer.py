@@ -16,7 +16,7 @@ Other rules than those per element update one whole parameter at a time; see :cl
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,45 @@ def parts_of(sizes: Sequence[int], begin: int, end: int) -> list[ElementRange]:
         first, last = (min(max(place - (stop - size), 0), size) for place in (begin, end))
         found.append(ElementRange(first, last, size))
     return found
+
+
+class Layout(NamedTuple):
+    """The trained parameters of a unit, one after another in flat memory whose elements are of their narrowest type. Parameters
+    of a wider type take several elements; each begins at a multiple of its own element.
+
+    Args:
+        shapes, dtypes: of each parameter.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> Layout:
+        """That of ``parameters``."""
+        some = list(parameters)
+        return cls(tuple(parameter.shape for parameter in some), tuple(parameter.dtype for parameter in some))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the flat memory."""
+        return min(self.dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the parameters have several types."""
+        return len({*self.dtypes}) > 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of the flat memory that each parameter takes."""
+        width = self.dtype.itemsize
+        return [shape.numel() * dtype.itemsize // width for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters in ``flat``."""
+        places = zip(torch.split(flat, self.sizes), self.dtypes, self.shapes, strict=True)
+        return [place.view(dtype).view(shape) for place, dtype, shape in places]
 
 
 class _Stretch(NamedTuple):
@@ -206,6 +245,15 @@ class UnitStates:
                 self._step([first], [weights], [wide], [[state[start:stop]] for state in self.states])
                 parameters[start:stop].copy_(weights)
 
+    def newest(self, place: int) -> Tensor | None:
+        """The master weights of a parameter's part, flat; None: it has none."""
+        return None if self.master is None else self.master[self._span(place)]
+
+    def restore(self, parameters: Tensor) -> None:
+        """Set parameters to their master weights, where they have some."""
+        if self.master is not None:
+            parameters.copy_(self.master)
+
     def saved(self, place: int) -> dict[str, Any]:
         """Copy a parameter's step count, and its part's states and master weights (if any), flat on the CPU."""
         span = self._span(place)
@@ -301,7 +349,7 @@ class WholeStates:
     Args:
         updates: what an update computes.
         parameters: flat, those of the unit one after another; (n,) in fp32 or a 16-bit type.
-        shapes: shape of each parameter.
+        layout: the parameters in it.
         groups: index of the group of each of them.
 
     Attributes and methods are those of :class:`UnitStates`.
@@ -310,25 +358,26 @@ class WholeStates:
     #: What a step allocates is counted while it runs.
     temporary_bytes = 0
 
-    def __init__(
-        self, updates: UpdateSettings, parameters: Tensor, shapes: Sequence[torch.Size], groups: Sequence[int]
-    ) -> None:
-        self.updates = updates
-        dtype, device = parameters.dtype, parameters.device
-        self._shapes, self._groups, self._steps = shapes, groups, [0] * len(shapes)
-        self._kept = [updates.states_of(shape, dtype, group) for shape, group in zip(shapes, groups, strict=True)]
+    def __init__(self, updates: UpdateSettings, parameters: Tensor, layout: Layout, groups: Sequence[int]) -> None:
+        self.updates, device = updates, parameters.device
+        self._layout, self._groups, self._steps = layout, groups, [0] * len(layout.shapes)
+        self._kept = [updates.states_of(*each) for each in zip(layout.shapes, layout.dtypes, groups, strict=True)]
         entries = [(place, name, state) for place, kept in enumerate(self._kept) for name, state in kept.items()]
         entries.sort(key=lambda entry: -entry[2].dtype.itemsize)
         ends = [0, *accumulate(state.size_bytes for _, _, state in entries)]
         #: Where the bytes of each state begin, by the parameter's index and the state's name.
         self._begins = {(place, name): begin for (place, name, _), begin in zip(entries, ends, strict=False)}
         self.states = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
-        self.master = parameters.float() if updates.has_masters(dtype) else None
+        masters = [place for place, dtype in enumerate(layout.dtypes) if updates.has_masters(dtype)]
+        values = layout.views(parameters)
+        self.master = torch.cat([values[place].reshape(-1).float() for place in masters]) if masters else None
+        ends = list(accumulate((layout.shapes[place].numel() for place in masters), initial=0))
+        #: Where the master weights of those parameters are that have some.
+        self._masters = {place: slice(*span) for place, span in zip(masters, pairwise(ends), strict=True)}
         self.elements = parameters.numel()
-        sizes = [shape.numel() for shape in shapes]
-        self.parts = parts_of(sizes, 0, self.elements)
-        self._spans = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        for place in range(len(shapes)):
+        sizes = [shape.numel() for shape in layout.shapes]
+        self.parts = parts_of(sizes, 0, sum(sizes))
+        for place in range(len(sizes)):
             self._reset(place)
 
     @property
@@ -351,27 +400,38 @@ class WholeStates:
         self, parameters: Tensor, gradients: Sequence[Tensor | None], scratch: Tensor, scale: Tensor | None = None
     ) -> None:
         """Run one optimizer step; see :meth:`UnitStates.update`."""
+        values = self._layout.views(parameters)
         for place, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             self._steps[place] += 1
-            shape, span, group = self._shapes[place], self._spans[place], self._groups[place]
-            weights, wide = parameters[span].view(shape), gradient.view(shape)
-            if self.master is not None:
-                weights, wide = self.master[span].view(shape), scratch[: shape.numel()].view(shape).copy_(wide)
+            shape, group, master = self._layout.shapes[place], self._groups[place], self.newest(place)
+            weights, wide = values[place], gradient.view(shape)
+            if master is not None:
+                weights, wide = master.view(shape), scratch[: shape.numel()].view(shape).copy_(wide)
             if scale is not None:
                 wide.mul_(scale)
             states = {name: [tensor] for name, tensor in self._tensors(place).items()}
             step = Step([weights], [wide], states, [self._steps[place]])
             self.updates.rules[group].step(self.updates.groups[group], step)
-            if self.master is not None:
-                parameters[span].copy_(self.master[span])
+            if master is not None:
+                values[place].copy_(weights)
+
+    def newest(self, place: int) -> Tensor | None:
+        """The master weights of a parameter, flat; None: it has none."""
+        return None if self.master is None or place not in self._masters else self.master[self._masters[place]]
+
+    def restore(self, parameters: Tensor) -> None:
+        """Set parameters to their master weights, where they have some."""
+        for place, value in enumerate(self._layout.views(parameters)):
+            if (master := self.newest(place)) is not None:
+                value.copy_(master.view(value.shape))
 
     def saved(self, place: int) -> dict[str, Any]:
         """Copy a parameter's step count, states and master weights (if any), in their shapes, on the CPU."""
         tensors = self._tensors(place)
-        if self.master is not None:
-            tensors[MASTER] = self.master[self._spans[place]].view(self._shapes[place])
+        if (master := self.newest(place)) is not None:
+            tensors[MASTER] = master.view(self._layout.shapes[place])
         return {STEP: self._steps[place]} | {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def load(self, place: int, saved: dict[str, Any]) -> None:
@@ -381,8 +441,8 @@ class WholeStates:
         for name, tensor in self._tensors(place).items():
             if name in saved:
                 tensor.copy_(saved[name])
-        if self.master is not None:
-            self.master[self._spans[place]].copy_(saved[MASTER].reshape(-1))
+        if (master := self.newest(place)) is not None:
+            master.copy_(saved[MASTER].reshape(-1))
 
     def _reset(self, place: int) -> None:
         """Let states be as before the first step."""
@@ -403,26 +463,25 @@ class WholeStates:
 
 
 def states_of_unit(
-    updates: UpdateSettings, parameters: Tensor, shapes: Sequence[torch.Size], groups: Sequence[int], begin: int = 0
+    updates: UpdateSettings, parameters: Tensor, layout: Layout, groups: Sequence[int], begin: int = 0
 ) -> UnitStates | WholeStates:
     """Return the states of a unit, or of a part of it.
 
     Args:
         updates: what an update computes.
         parameters: flat, those of the part.
-        shapes: shapes of all parameters of the unit.
+        layout: all parameters of the unit.
         groups: index of the group of each of them.
         begin: number of elements of the unit before the part.
 
     Raises:
         ScheduleError: it is a part, but the rules need whole parameters.
     """
-    sizes = [shape.numel() for shape in shapes]
-    if updates.may_be_cut(groups):
-        return UnitStates(updates, parameters, sizes, groups, begin)
-    if parameters.numel() < sum(sizes):
+    if updates.may_be_cut(groups) and not layout.is_mixed:
+        return UnitStates(updates, parameters, layout.sizes, groups, begin)
+    if parameters.numel() < sum(layout.sizes):
         raise ScheduleError(
             "the schedule updates a unit in parts, but its optimizer updates whole parameters, or its parameters have "
-            "different optimizers: let one side update all of the unit, in one part"
+            "different optimizers or types: let one side update all of the unit, in one part"
         )
-    return WholeStates(updates, parameters, shapes, groups)
+    return WholeStates(updates, parameters, layout, groups)

@@ -195,10 +195,10 @@ def partition(model: nn.Module, blocks: str | None = None) -> Partition:
                     "model.to_empty(device='cpu') and initialization"
                 )
         types = {parameter.dtype for parameter in own}
-        if len(types) > 1 or types.difference(DTYPES.values()):
+        if types.difference(DTYPES.values()):
             raise InputError(
-                f"block {i} has parameters of {' and '.join(sorted(map(str, types)))}: convert the model to one type of "
-                f"{', '.join(map(str, DTYPES.values()))}, such as model.to(torch.bfloat16)"
+                f"block {i} has parameters of {' and '.join(sorted(map(str, types)))}: convert them to "
+                f"{', '.join(map(str, DTYPES.values()))}, such as by model.to(torch.bfloat16)"
             )
     return Partition(model, tuple(modules), tuple(owned), ((),) * len(owned))
 
@@ -237,10 +237,10 @@ def _round_first(parameters: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]
     """Order the parameters of a block, which will be one after another in memory.
 
     Those of odd sizes, such as a bias over 50,257 tokens, come last, so that all others start at a multiple of 64 bytes, as if
-    they were allocated one by one. Where a tensor starts can decide which kernel is chosen, its speed, and the last bit of its
-    sums.
+    they were allocated one by one; of these, wide types come first, so that each starts at a multiple of its element. Where a
+    tensor starts can decide which kernel is chosen, its speed, and the last bit of its sums.
     """
-    return tuple(sorted(parameters, key=lambda parameter: parameter.nbytes % 64 != 0))
+    return tuple(sorted(parameters, key=lambda parameter: (parameter.nbytes % 64 != 0, -parameter.dtype.itemsize)))
 
 
 def _check_wrapping(model: nn.Module) -> None:

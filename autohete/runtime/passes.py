@@ -717,8 +717,7 @@ class Passes:
         if self.memories.accelerator.runs_ahead:  # later tasks have begun to change what was there
             return "the loss, or what it was computed from"
         for i, unit in enumerate(self.states.units):
-            flat = unit.device.parameters
-            if flat is not None and not torch.isfinite(flat).all():
+            if not all(torch.isfinite(view).all() for view in unit.device.views):
                 return f"the parameters of block {i}"
             kept = self._saved_by(i) if unit.checkpoint is None else [unit.checkpoint[0].hidden]
             if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in kept):

@@ -149,7 +149,7 @@ class States:
         if (index := place - len(self.units[i].parameters)) >= 0:
             return self.units[i].places.value(self._frozen(i)[0], index)
         # Master weights are rounded in the same way as by the update.
-        return self._trained(i, place, self.units[i].dtype)
+        return self._trained(i, place, self.units[i].layout.dtypes[place])
 
     def assign(self, i: int, place: int, values: Tensor) -> None:
         """Set the values of a parameter of block ``i`` wherever it is. Unchanged elements keep their master weights."""
@@ -162,8 +162,7 @@ class States:
         changed = _bits(values) != _bits(self.values(i, place))
         if not changed.any():
             return
-        for flat, begin in (*self._newest(i), *self._copies(i)):
-            there, part = unit.overlap(flat, begin, place)
+        for there, part in (*self._newest(i, place), *self._copies(i, place)):
             chosen, found = (whole.reshape(-1)[part].to(there.device) for whole in (changed, values))
             there.copy_(torch.where(chosen, found.to(there.dtype), there))
         self.memories.settle()
@@ -180,11 +179,12 @@ class States:
             for name, value in states.optimizer.saved(place).items():
                 if isinstance(states.optimizer, UnitStates) and isinstance(value, Tensor):
                     value = torch.cat([found[name].view(-1), value]) if name in found else value
-                    value = value.view(unit.shapes[place]) if value.numel() == unit.sizes[place] else value
+                    shape = unit.layout.shapes[place]
+                    value = value.view(shape) if value.numel() == shape.numel() else value
                 found[name] = value
         gradient = unit.host.gradients[place] if self.delays(i) and unit.host.gradients else None
         if gradient is not None:
-            found[GRADIENT] = gradient.to("cpu", copy=True).view(unit.shapes[place])
+            found[GRADIENT] = gradient.to("cpu", copy=True).view(unit.layout.shapes[place])
         return found
 
     def load(self, i: int, place: int, saved: dict[str, Any]) -> None:
@@ -192,8 +192,7 @@ class States:
         unit = self.units[i]
         for states in self._parts(i):
             states.optimizer.load(place, saved)
-        for flat, begin in self._copies(i):
-            there, part = unit.overlap(flat, begin, place)
+        for there, part in self._copies(i, place):
             there.copy_(saved[VALUES].reshape(-1)[part])
         if self.delays(i):
             host = unit.host
@@ -237,7 +236,7 @@ class States:
         flat = torch.empty(unit.elements, dtype=unit.dtype, device="cpu")
         for parameter, view in zip(unit.parameters, unit.views(flat), strict=True):
             view.copy_(parameter.detach())
-            parameter.data = torch.empty(0, dtype=unit.dtype, device="cpu")
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device="cpu")
             parameter.grad = None  # a step starts without gradients
         try:
             self._place_states(i, unit, flat)
@@ -273,7 +272,7 @@ class States:
                 first = begin + elements.start
                 part = flat[first : begin + elements.stop]
                 part = part.to(memories.torch_device) if home == GPU_MEMORY else part
-                states = states_of_unit(self.updates, part, unit.shapes, groups, first)
+                states = states_of_unit(self.updates, part, unit.layout, groups, first)
                 side.states.append(MovingStates(states, first))
                 if home not in _NEAR:
                     states.use([self.files.holding(tensor) for tensor in states.tensors])
@@ -317,8 +316,10 @@ class States:
             why = "its CPU update is delayed" if i in self._delayed else "the norm of its gradients is computed on the host"
             raise ScheduleError(f"{told}, but {why}: the host has only a part of the gradients; let one side update all of it")
         groups = [self.updates.group_of(parameter) for parameter in unit.parameters]
-        if not self.updates.may_be_cut(groups):
-            raise ScheduleError(f"{told}, but its optimizer updates whole parameters: let one side update all of it")
+        if unit.layout.is_mixed or not self.updates.may_be_cut(groups):
+            raise ScheduleError(
+                f"{told}, but its optimizer updates whole parameters, or they have several types: let one side update all of it"
+            )
         states = (b for b in self.schedule.resident if (b.id.value, b.id.unit) == (Value.OPTIMIZER_STATES, i))
         of_each = self.updates.state_bytes(unit.dtype, groups[0])
         size = sum(b.size_bytes for b in states if b.memory == GPU_MEMORY)
@@ -336,42 +337,40 @@ class States:
             return [unit.device, unit.host]
         return [unit.host if Kind.CPU_UPDATE in kinds else unit.device]
 
-    def _newest(self, i: int) -> list[tuple[Tensor, int]]:
-        """The up-to-date data of block ``i`` after every update: flat tensors, each with the index of its first element.
+    def _newest(self, i: int, place: int) -> Iterator[tuple[Tensor, slice]]:
+        """The up-to-date values of a parameter of block ``i`` after every update: flat tensors, each with its elements.
 
         Master weights, if there are any: a gradient may have overwritten the parameters.
         """
         unit = self.units[i]
-        newest = []
         for side in self._updating_sides(i):
             # The updating side is current; what it updates on the device may have been written back and released.
             here, base = side.parameters, unit.cut if side is unit.host else 0
             if here is None:
                 here, base = next(flat for flat in (unit.host.parameters, unit.far.parameters) if flat is not None), unit.cut
             for part in side.states:
-                if part.optimizer.master is not None:
-                    newest.append((part.optimizer.master, part.begin))
+                if (master := part.optimizer.newest(place)) is not None:
+                    elements = part.optimizer.parts[place]
+                    yield master, slice(elements.first, elements.last)
                 else:
                     assert here is not None
-                    newest.append((here[part.begin - base :][: part.optimizer.elements], part.begin))
-        return newest
+                    yield unit.overlap(here[part.begin - base :][: part.optimizer.elements], part.begin, place)
 
     def _parts(self, i: int) -> list[MovingStates]:
         """The optimizer states of block ``i``, in the order of its elements."""
         return [part for side in self._updating_sides(i) for part in side.states]
 
-    def _copies(self, i: int) -> list[tuple[Tensor, int]]:
-        """The flat parameters of block ``i`` in all memories, each with the index of its first element."""
+    def _copies(self, i: int, place: int) -> Iterator[tuple[Tensor, slice]]:
+        """The copies of a parameter of block ``i`` in all memories: flat tensors, each with its elements."""
         unit = self.units[i]
         places = ((unit.host.parameters, unit.cut), (unit.far.parameters, 0), (unit.device.parameters, 0))
-        return [(flat, begin) for flat, begin in places if flat is not None]
+        return (unit.overlap(flat, begin, place) for flat, begin in places if flat is not None)
 
     def _trained(self, i: int, place: int, dtype: torch.dtype) -> Tensor:
         """The newest values of a parameter of block ``i``, in its shape, copied to new host memory."""
         unit = self.units[i]
-        found = torch.empty(unit.shapes[place], dtype=dtype, device="cpu")
-        for flat, begin in self._newest(i):
-            there, part = unit.overlap(flat, begin, place)
+        found = torch.empty(unit.layout.shapes[place], dtype=dtype, device="cpu")
+        for there, part in self._newest(i, place):
             found.view(-1)[part].copy_(there)
         return found
 
@@ -521,6 +520,11 @@ class States:
         """Overwrite the parameters of block ``i`` with its finished gradients."""
         side = self.units[i].device
         assert side.parameters is not None
+        if not all(map(self.updates.has_masters, self.units[i].layout.dtypes)):
+            raise ScheduleError(
+                f"{self.memories.current.task} replaces parameters of block {i} by their gradients, but some have no master "
+                "weights, and the update needs them: choose a policy that keeps parameters, such as zero_offload"
+            )
         places = self.units[i].views(side.parameters)
         replaced = [
             None if gradient is None else place.copy_(gradient) for place, gradient in zip(places, side.gradients, strict=True)
@@ -572,7 +576,8 @@ class States:
         optimizer = part.optimizer
         if parameters is None and side is self.units[i].host and optimizer.master is not None:  # on the way to their place
             there = self.memories.on_host(self.units[i].elements, self.units[i].dtype, "parameters")
-            parameters = side.parameters = there.copy_(optimizer.master)
+            optimizer.restore(there)
+            parameters = side.parameters = there
         assert parameters is not None
         if len(part.resting) < len(self._state_ways[i]) - 1:
             raise ScheduleError(f"{self.memories.current.task} updates with states that the schedule has not fetched before it")
@@ -592,8 +597,8 @@ class States:
             with watched:
                 optimizer.update(mine, gradients, scratch, scale)
             del counted
-        elif optimizer.master is not None:
-            mine.copy_(optimizer.master)  # gradients may have overwritten the parameters
+        else:
+            optimizer.restore(mine)  # gradients may have overwritten the parameters
 
     def _watched(self, optimizer: UnitStates | WholeStates) -> AbstractContextManager[None]:
         """Count what an update of whole parameters allocates on the device, as it depends on their shapes."""
@@ -720,11 +725,16 @@ class States:
 
 def _parts_on_host(unit: UnitTensors) -> list[ElementRange]:
     """For each parameter, the elements whose gradients are on the host."""
+    if unit.layout.is_mixed:
+        sizes = [shape.numel() for shape in unit.layout.shapes]
+        return parts_of(sizes, 0, sum(sizes))
     return parts_of(unit.sizes, unit.cut, unit.elements)
 
 
 def _split(flat: Tensor, unit: UnitTensors) -> list[Tensor]:
     """Flat views of ``flat`` for these elements, one per parameter."""
+    if unit.layout.is_mixed:
+        return [view.view(-1) for view in unit.views(flat)]
     return list(torch.split(flat, [part.elements for part in _parts_on_host(unit)]))
 
 

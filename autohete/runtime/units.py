@@ -17,7 +17,7 @@ from autohete.runtime.device import AllocatorMemory, Device
 from autohete.runtime.forward_pass import BlockCall
 from autohete.runtime.ledger import DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
-from autohete.runtime.optimizer import UnitStates, WholeStates, parts_of
+from autohete.runtime.optimizer import Layout, UnitStates, WholeStates, parts_of
 from autohete.runtime.recorder import AsRead, Recorded, Remaking, Saved
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
@@ -263,8 +263,8 @@ class UnitTensors:
     #: Number of elements, from the first, that the device updates while the host has and updates the rest; 0: one side updates
     #: all.
     cut: int = 0
-    #: Shape and number of elements of each parameter; total number of elements.
-    shapes: list[torch.Size] = field(init=False)
+    #: The trained parameters in flat memory; elements that each takes there; total number of these.
+    layout: Layout = field(init=False)
     sizes: list[int] = field(init=False)
     elements: int = field(init=False)
     dtype: torch.dtype = field(init=False)
@@ -298,10 +298,9 @@ class UnitTensors:
     absent: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shapes = [parameter.shape for parameter in self.parameters]
-        self.sizes = [shape.numel() for shape in self.shapes]
+        self.layout = Layout.of(self.parameters)
+        self.sizes, self.dtype = self.layout.sizes, self.layout.dtype
         self.elements = sum(self.sizes)
-        self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
         self.places = FrozenPlaces.behind(self.trained_bytes, self.frozen)
         self.absent = [_absent(parameter, self.torch_device) for parameter in (*self.parameters, *self.frozen)]
 
@@ -326,10 +325,14 @@ class UnitTensors:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat``, one for each parameter."""
-        return [place.view(shape) for place, shape in zip(torch.split(flat, self.sizes), self.shapes, strict=True)]
+        return self.layout.views(flat)
 
     def overlap(self, flat: Tensor, begin: int, place: int) -> tuple[Tensor, slice]:
-        """The part of a parameter in ``flat``, which starts at element ``begin`` of the block, and its elements as a slice."""
+        """The part of a parameter in ``flat``, which starts at element ``begin`` of the block, and its elements as a slice. A
+        unit with parameters of several types has no parts.
+        """
+        if self.layout.is_mixed:
+            return self.views(flat)[place].view(-1), slice(None)
         before = sum(self.sizes[:place]) - begin
         (part,) = parts_of([self.sizes[place]], -before, len(flat) - before)
         at = before + part.first

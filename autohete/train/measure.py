@@ -31,7 +31,7 @@ from autohete.runtime.forward_pass import HOOKS, call_of, replaced_forwards, wit
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Ledger
 from autohete.runtime.model_state import Snapshot, unchanged_random_state
-from autohete.runtime.optimizer import states_of_unit
+from autohete.runtime.optimizer import Layout, states_of_unit
 from autohete.runtime.partition import Partition
 from autohete.runtime.precision import DTYPES
 from autohete.runtime.probe import probe
@@ -375,7 +375,8 @@ class _Measurement:
                     saved=() if selected is None else _within(selected.saved, kept + twice - given),
                     measured_selective_workspace_bytes=None if selected is None else selected.workspaces,
                     state_bytes=updates.unit_bytes(self.partition.owned[i]),
-                    is_whole=not updates.may_be_cut(map(updates.group_of, self.partition.owned[i])),
+                    is_whole=Layout.of(self.partition.owned[i]).is_mixed
+                    or not updates.may_be_cut(map(updates.group_of, self.partition.owned[i])),
                     **_sizes(self.partition, i, self.analytic.element_bytes),
                 )
             )
@@ -520,10 +521,10 @@ def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], updates: UpdateSettings
     """Measure an update of these parameters on the host."""
     if not owned:
         return 0.0
-    sizes = [parameter.numel() for parameter in owned]
-    flat = torch.zeros(sum(sizes), dtype=owned[0].dtype, device="cpu")
-    states = states_of_unit(updates, flat, [parameter.shape for parameter in owned], list(map(updates.group_of, owned)))
-    gradients = torch.split(torch.zeros_like(flat), sizes)
+    layout = Layout.of(owned)
+    flat = torch.zeros(sum(layout.sizes), dtype=layout.dtype, device="cpu")
+    states = states_of_unit(updates, flat, layout, list(map(updates.group_of, owned)))
+    gradients = [view.view(-1) for view in layout.views(torch.zeros_like(flat))]
     scratch = states.scratch()
     times = []
     for _ in range(1 + _REPEATS):

@@ -87,6 +87,18 @@ class Preparation:
                 f"there is a {name}, but {plan.policy} delays updates, and a saved state does not record the scale of waiting "
                 f"gradients: leave {name} out, or choose a policy that does not delay updates"
             )
+        has_masters = options.recipe.updates.has_masters
+        replacing = [
+            i
+            for i, (owned, unit) in enumerate(zip(partition.owned, plan.units, strict=True))
+            if unit.gradients_replace_parameters and not all(has_masters(parameter.dtype) for parameter in owned)
+        ]
+        if replacing:
+            raise InputError(
+                f"{plan.policy} overwrites parameters with their gradients, but some of block {replacing[0]} have no master "
+                "weights, and the update needs them: choose another policy, such as zero_offload, or give all trained "
+                "parameters one type"
+            )
         if partition.effects.keeps_parameters and plan.offloaded_parameter_units:
             raise InputError(
                 "a block keeps parameters until backward by saved_tensors_hooks of its own, but the plan lets parameters leave "

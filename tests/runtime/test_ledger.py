@@ -414,7 +414,7 @@ def test_gradients_stay_where_autograd_makes_them() -> None:
     try:
         states = training.states
         states.make_gradients(2)
-        shape = states.units[2].shapes[0]
+        shape = states.units[2].layout.shapes[0]
         whole, part = torch.ones(shape), torch.ones(2, *shape)[1]
         states.take_gradient(2, 0, whole)
         assert states.units[2].device.gradients[0] is whole

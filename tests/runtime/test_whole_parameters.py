@@ -23,7 +23,7 @@ from autohete.hardware import Place, load_hardware
 from autohete.runtime import update_rules
 from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
-from autohete.runtime.optimizer import MASTER, STEP, WholeStates, states_of_unit
+from autohete.runtime.optimizer import MASTER, STEP, Layout, WholeStates, states_of_unit
 from autohete.runtime.update_rules import Group, StateTensor, Step, UpdateRule, UpdateSettings, register_rule
 from autohete.schedule import Value
 from autohete.train.caller_optimizer import rule_of
@@ -369,7 +369,7 @@ def test_a_part_of_whole_parameters_is_refused() -> None:
     """A schedule of somebody's own that updates a unit in parts."""
     updates = UpdateSettings([update_rules.MUON], [{}])
     with pytest.raises(ScheduleError, match="the schedule updates a unit in parts, but its optimizer"):
-        states_of_unit(updates, torch.zeros(5), [torch.Size([2, 3])], [0])
+        states_of_unit(updates, torch.zeros(5), Layout((torch.Size([2, 3]),), (FP32,)), [0])
 
 
 @st.composite
@@ -402,8 +402,8 @@ def test_whole_states_are_exact(
         [rule_of(each) for each in optimizers], [dict(each.param_groups[0]) for each in optimizers], masters=masters
     )
     flat = torch.cat([value.reshape(-1) for value in values])
-    sizes = [torch.Size(shape) for shape in shapes]
-    states = WholeStates(updates, flat, sizes, [place % 3 for place in range(len(shapes))])
+    layout = Layout(tuple(map(torch.Size, shapes)), (dtype,) * len(shapes))
+    states = WholeStates(updates, flat, layout, [place % 3 for place in range(len(shapes))])
     counts = [0] * len(shapes)
     for places in present:
         counts = [count + (place in places) for place, count in enumerate(counts)]
