@@ -249,8 +249,8 @@ class States:
                     states.use([self.files.holding(tensor) for tensor in states.tensors])
                     continue
                 if home == HOST_MEMORY and len(self._state_ways[i]) > 1:  # copied to the device and back in each step
-                    there = [memories.on_host(tensor.numel(), tensor.dtype, "optimizer_states") for tensor in states.tensors]
-                    states.use([to.view(one.shape).copy_(one) for to, one in zip(there, states.tensors, strict=True)])
+                    pinned = [memories.on_host(tensor.numel(), tensor.dtype, "optimizer_states") for tensor in states.tensors]
+                    states.use([to.view(one.shape).copy_(one) for to, one in zip(pinned, states.tensors, strict=True)])
                     continue
                 claim = memories.claim if home == GPU_MEMORY else memories.claim_host
                 for tensor in states.tensors:

@@ -266,6 +266,7 @@ def test_issuing_ahead_takes_no_more_memory() -> None:
     assert check_trace(lanes.trace()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stronghold:window=1", "zero_offload"])
 def test_a_trainer_is_exact_behind_the_issuing_threads(policy: str) -> None:
     """Steps, evaluation, saved states and what they give are those of a device that does not run ahead, within its memory."""
