@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +232,26 @@ def test_what_decides_or_needs_room_waits_until_tasks_are_done() -> None:
     edges = {(names[before], names[after]) for before, after, _ in ahead.edges}
     assert edges == {("PF0", "F0"), ("F0", "G0"), ("H0", "F1"), ("W0", "F1")}
     assert {schedule.lanes[lane].name for lane in ahead.lanes} == {"gpu", "h2d", "d2h"}
+
+
+def test_what_reads_results_comes_after_all_of_its_lane() -> None:
+    """An update is issued once all tasks before it in its lane are done, with what they had to check. Each task ends once."""
+    schedule = parse_schedule(
+        "autohete-schedule 2\nlane gpu fifo\nlane cpu fifo\ntask B1 gpu 1\ntask B0 gpu 1\ntask W1 gpu 1 after=B1\n"
+        "task U0 cpu 1 after=B0\n"
+    )
+    device, happened = AsyncDevice(), list[str]()
+
+    def action(task: Task, iteration: int) -> Callable[[], None]:
+        happened.append(f"{task.id}")
+        device.delay(0.02)
+        return partial(happened.append, f"{task.id} done")
+
+    with LaneThreads(schedule, action, Execution(device)) as lanes:
+        lanes.admit()
+    assert happened.index("B0") < happened.index("B1 done"), "issued ahead"
+    assert happened.index("B0 done") < happened.index("W1")
+    assert sorted(happened) == sorted(f"{task.id}{end}" for task in schedule.tasks for end in ("", " done"))
 
 
 def test_priorities_are_settled_when_tasks_are_done() -> None:
