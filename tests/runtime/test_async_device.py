@@ -25,14 +25,14 @@ from autohete.errors import AutoHeteError, InputError
 from autohete.execution.trace import check_trace
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.plan import Plan, Processor
+from autohete.plan import Plan, Processor, Route, SavedRoute, UnitPlan
 from autohete.policies import parse_policy
 from autohete.runtime.ahead import ahead_of
 from autohete.runtime.async_device import AsyncDevice
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Room
 from autohete.runtime.settings import Execution
-from autohete.schedule import Schedule, Task, parse_schedule, validate
+from autohete.schedule import D2H, Schedule, Task, parse_schedule, validate
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans, with_shared_updates
 from autohete.train.options import TrainingOptions
@@ -124,6 +124,18 @@ def test_every_plan_is_exact_behind_the_issuing_threads(data: st.DataObject) -> 
     outcome, trace = train_ahead(workload, STEPS, validate(lower(profile, plan)), drawn(seed, 0.001))
     assert outcome == expected(workload, plan)
     assert [fault for fault in check_trace(trace) if "more urgent" not in fault] == []
+
+
+@pytest.mark.slow
+def test_a_file_is_used_again_only_when_the_copy_from_it_is_done() -> None:
+    """Values of one size go by different ways, so that one is written to a file while the copy from another's is late."""
+    workload = replace(SMALL, transformer_blocks=1)
+    ways = (SavedRoute("norm1", Route("nvme")), SavedRoute("norm2", Route("peer")))
+    plan = Plan("by hand", (UnitPlan(), UnitPlan(saved=ways), UnitPlan()))
+    schedule = lower(profile_of(workload), plan)
+    late = {D2H: 0.05, "peer_read": 0.2}
+    outcome, _ = train_ahead(workload, STEPS, schedule, lambda task, iteration: late.get(task.lane, 0.0))
+    assert outcome == plainly(workload)
 
 
 @pytest.mark.slow
