@@ -6,6 +6,7 @@ it. It waits until the other is done
 
 - if one of them is the CPU's or a drive's: no stream orders their work;
 - if it decides by what the device has computed: an update, by whether gradients are finite, and the scale of the gradients;
+  it waits for all tasks before it in its lane, too;
 - if it fetches into memory that the other may have released, as memory is released when a task is done;
 - if its lane chooses by priority: the order is fixed when a task is issued, so it is one of those that could begin then. Such a
   lane issues a task when the one before it is done.
@@ -28,14 +29,16 @@ class Ahead:
     Args:
         lanes: the lanes of the device, each with a stream.
         edges: (task, following task, iterations between them) for those that wait in the stream.
+        readers: tasks that decide by results: all that their lane has been given before them must be done, too.
     """
 
     lanes: frozenset[int]
     edges: frozenset[tuple[int, int, int]]
+    readers: frozenset[int]
 
 
 #: On a device that does not run ahead.
-NOTHING_AHEAD = Ahead(frozenset(), frozenset())
+NOTHING_AHEAD = Ahead(frozenset(), frozenset(), frozenset())
 
 
 def ahead_of(schedule: Schedule) -> Ahead:
@@ -56,7 +59,8 @@ def ahead_of(schedule: Schedule) -> Ahead:
         for after, back in successors
         if graph.lane[before] in lanes and after in issued
     )
-    return Ahead(frozenset(lanes), frozenset(edges))
+    readers = (place for place, task in enumerate(tasks) if graph.lane[place] in lanes and task.id.kind in _READS_RESULTS)
+    return Ahead(frozenset(lanes), frozenset(edges), frozenset(readers))
 
 
 def _ends_on_device(schedule: Schedule, lane: int) -> bool:

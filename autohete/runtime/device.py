@@ -237,7 +237,8 @@ class CudaDevice(Device):
         return torch.cuda.stream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call, unused-ignore]
 
     def record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
+        # Threads that wait for a blocking event sleep, which leaves the CPU to the optimizer.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call, unused-ignore]
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 

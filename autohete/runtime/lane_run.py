@@ -149,7 +149,7 @@ class LaneRun:
         self._issued: dict[int, Event] = {}
         #: What has been booked and has not ended.
         self._booked: set[int] = set()
-        self._runs_ahead = bool(ahead.lanes)
+        self._runs_ahead, self._readers = bool(ahead.lanes), ahead.readers
         self._callers = Callers()
         self._lock = threading.Lock()
         #: Notified when a task that was issued is done, and when anything fails.
@@ -208,8 +208,7 @@ class LaneRun:
                 elif instance // len(self._tasks) < self.stop.iteration:
                     engine.busy = True
                     self.history.begin(instance)
-                    refusal = self._book(instance)
-                    if not isinstance(refusal, _NotStarted):
+                    if self._may_read(engine, instance) and not isinstance(refusal := self._book(instance), _NotStarted):
                         return instance, refusal
                     engine.busy = False
                     self._callers.wake_all()
@@ -299,6 +298,15 @@ class LaneRun:
             for engine in self.engines:
                 engine.pushed.notify_all()
         self._callers.wake_all()
+
+    def _may_read(self, engine: Engine, instance: int) -> bool:
+        """If ``instance`` decides by results, wait until all that its lane has issued is done; False if the run stops."""
+        iteration, task = divmod(instance, len(self._tasks))
+        while task in self._readers and engine.issued:
+            self._ended.wait()
+            if iteration >= self.stop.iteration:
+                return False
+        return True
 
     def _book(self, instance: int) -> BaseException | None:
         if self._booking is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +25,14 @@ from autohete.errors import AutoHeteError, InputError
 from autohete.execution.trace import check_trace
 from autohete.hardware import load_hardware
 from autohete.lowering import lower
-from autohete.plan import Plan, Processor
+from autohete.plan import Plan, Processor, Route, SavedRoute, UnitPlan
 from autohete.policies import parse_policy
 from autohete.runtime.ahead import ahead_of
 from autohete.runtime.async_device import AsyncDevice
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Room
 from autohete.runtime.settings import Execution
-from autohete.schedule import Schedule, Task, parse_schedule, validate
+from autohete.schedule import D2H, Schedule, Task, parse_schedule, validate
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans, with_shared_updates
 from autohete.train.options import TrainingOptions
@@ -122,6 +124,18 @@ def test_every_plan_is_exact_behind_the_issuing_threads(data: st.DataObject) -> 
     outcome, trace = train_ahead(workload, STEPS, validate(lower(profile, plan)), drawn(seed, 0.001))
     assert outcome == expected(workload, plan)
     assert [fault for fault in check_trace(trace) if "more urgent" not in fault] == []
+
+
+@pytest.mark.slow
+def test_a_file_is_used_again_only_when_the_copy_from_it_is_done() -> None:
+    """Values of one size go by different ways, so that one is written to a file while the copy from another's is late."""
+    workload = replace(SMALL, transformer_blocks=1)
+    ways = (SavedRoute("norm1", Route("nvme")), SavedRoute("norm2", Route("peer")))
+    plan = Plan("by hand", (UnitPlan(), UnitPlan(saved=ways), UnitPlan()))
+    schedule = lower(profile_of(workload), plan)
+    late = {D2H: 0.05, "peer_read": 0.2}
+    outcome, _ = train_ahead(workload, STEPS, schedule, lambda task, iteration: late.get(task.lane, 0.0))
+    assert outcome == plainly(workload)
 
 
 @pytest.mark.slow
@@ -232,6 +246,26 @@ def test_what_decides_or_needs_room_waits_until_tasks_are_done() -> None:
     assert {schedule.lanes[lane].name for lane in ahead.lanes} == {"gpu", "h2d", "d2h"}
 
 
+def test_what_reads_results_comes_after_all_of_its_lane() -> None:
+    """An update is issued once all tasks before it in its lane are done, with what they had to check. Each task ends once."""
+    schedule = parse_schedule(
+        "autohete-schedule 2\nlane gpu fifo\nlane cpu fifo\ntask B1 gpu 1\ntask B0 gpu 1\ntask W1 gpu 1 after=B1\n"
+        "task U0 cpu 1 after=B0\n"
+    )
+    device, happened = AsyncDevice(), list[str]()
+
+    def action(task: Task, iteration: int) -> Callable[[], None]:
+        happened.append(f"{task.id}")
+        device.delay(0.02)
+        return partial(happened.append, f"{task.id} done")
+
+    with LaneThreads(schedule, action, Execution(device)) as lanes:
+        lanes.admit()
+    assert happened.index("B0") < happened.index("B1 done"), "issued ahead"
+    assert happened.index("B0 done") < happened.index("W1")
+    assert sorted(happened) == sorted(f"{task.id}{end}" for task in schedule.tasks for end in ("", " done"))
+
+
 def test_priorities_are_settled_when_tasks_are_done() -> None:
     """A lane that chooses by priority issues nothing ahead, so that it chooses among those that could begin."""
     schedule = parse_schedule(
@@ -266,6 +300,7 @@ def test_issuing_ahead_takes_no_more_memory() -> None:
     assert check_trace(lanes.trace()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stronghold:window=1", "zero_offload"])
 def test_a_trainer_is_exact_behind_the_issuing_threads(policy: str) -> None:
     """Steps, evaluation, saved states and what they give are those of a device that does not run ahead, within its memory."""

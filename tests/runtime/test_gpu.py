@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
+from autohete.runtime.device import CudaDevice
 from autohete.workload import Precision, Workload
 from experiments import gpu_check
 from experiments.fidelity import with_budget
@@ -30,6 +32,19 @@ def test_training_on_a_gpu_is_exact(policy: str, precision: Precision) -> None:
     found = gpu_check.exact(policy, gpu_check.small_profile(replace(gpu_check.SMALL, precision=precision)))
     assert found.identical_updates_alike
     assert found.identical or found.cpu_blocks
+
+
+@pytest.mark.parametrize("policy", ["stronghold:window=1", "zero_offload", "autohete"])
+def test_delays_of_streams_never_change_the_bits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that pause before and after their tasks change the order of what is free to vary, and no bit of the result."""
+    record, draws = CudaDevice.record, random.Random(0)
+
+    def late(device: CudaDevice) -> torch.cuda.Event:
+        torch.cuda._sleep(draws.choice((0, 3_000_000)))  # type: ignore[no-untyped-call]  # clock cycles
+        return record(device)
+
+    monkeypatch.setattr(CudaDevice, "record", late)
+    assert gpu_check.exact(policy, gpu_check.small_profile(gpu_check.SMALL)).identical_updates_alike
 
 
 @pytest.mark.parametrize("policy", ["resident", "stronghold:window=2", "autohete"])
