@@ -355,6 +355,14 @@ class Trainer:
         return self._position.skipped_steps
 
     @property
+    def gradient_norm(self) -> float | None:
+        """Global norm of the last step's gradients before they were clipped, after waiting for its backward pass.
+
+        It is what ``torch.nn.utils.clip_grad_norm_`` returns. None: gradients are not clipped, or no step has run yet.
+        """
+        return None if self._prepared is None else self._held.do(TrainingRun.gradient_norm)
+
+    @property
     def device_bytes(self) -> int:
         """Bytes in use on the device now."""
         run = self._held.run

@@ -159,6 +159,14 @@ class TrainingRun:
         self.session.drain()
         return self.session.training.evaluation.loss(Batch.of(batch, self._prepared.partition.model, self._loss))
 
+    def gradient_norm(self) -> float | None:
+        """Return the global norm of the last step's gradients once it is known; None: they are not clipped."""
+        lanes = self.session.lanes
+        if self._options.recipe.clip_norm is None or not lanes.admitted:
+            return None
+        lanes.wait(TaskId(Kind.CLIP, 0), lanes.admitted - 1)
+        return self.session.training.states.clipping.total
+
     def parameters(self) -> list[Tensor]:
         """Return copies of all trained parameters, after waiting for all updates."""
         self.session.drain()
