@@ -19,7 +19,6 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 import autohete
@@ -41,7 +40,7 @@ class BudgetModule(lightning.LightningModule):
         self.until_end = ExitStack()
 
     def configure_callbacks(self) -> list[lightning.Callback]:
-        return [LambdaCallback(on_fit_end=self._give_back, on_exception=self._give_back)]
+        return [_GiveBack()]
 
     def on_fit_start(self) -> None:
         if self.trainer.accumulate_grad_batches != 1 or self.trainer.gradient_clip_algorithm not in (None, "norm"):
@@ -66,5 +65,10 @@ class BudgetModule(lightning.LightningModule):
         ids, targets = batch
         self.log("val_loss", self.budget["loss"](self.model(ids), targets))
 
-    def _give_back(self, *args: Any) -> None:
-        self.until_end.close()
+
+class _GiveBack(lightning.Callback):
+    def on_fit_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        module.until_end.close()
+
+    def on_exception(self, trainer: lightning.Trainer, module: Any, exception: BaseException) -> None:
+        module.until_end.close()

@@ -1,6 +1,7 @@
 """The loop of Hugging Face's ``transformers.Trainer``, within a memory budget. Losses and weights are those of the plain loop.
 
-    trainer = BudgetTrainer(model, TrainingArguments("out", max_grad_norm=1.0), train_dataset=data, budget={"gpu_memory": "16GiB"})
+    args = transformers.TrainingArguments("out", use_cpu=True)
+    trainer = BudgetTrainer(model, args, train_dataset=data, budget={"gpu_memory": "16GiB"})
     trainer.train()
 
 Schedulers, callbacks, logging, evaluation, checkpoints and ``resume_from_checkpoint`` work as ever. A batch of

@@ -38,8 +38,7 @@ _ASKING = {
     "output_router_logits": "the auxiliary loss of routers is part of the model's own loss, which is not computed",
     "output_attentions": "attention weights stay in the blocks",
     "output_hidden_states": "hidden states stay between the blocks",
-    ITEMS: "it scales the model's own loss, which is not computed: give loss=mean_token_loss, or take it in a "
-    "loss of your own",
+    ITEMS: "it scales the model's own loss, which is not computed: give loss=mean_token_loss, or take it in a loss of your own",
 }
 
 

@@ -350,6 +350,12 @@ class Trainer:
         return self._held.do(TrainingRun.comparison)
 
     @property
+    def steps(self) -> int:
+        """Number of steps that have begun so far, those before a state was loaded included."""
+        run = self._held.run
+        return self._position.first_step + (0 if run is None else run.session.lanes.admitted)
+
+    @property
     def skipped_steps(self) -> int:
         """Number of steps so far that were skipped because their loss or a gradient was not finite."""
         return self._position.skipped_steps
