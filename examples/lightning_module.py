@@ -36,7 +36,8 @@ class BudgetModule(lightning.LightningModule):
 
     def __init__(self, model: torch.nn.Module, **budget: Any) -> None:
         super().__init__()
-        self.model, self.budget = model, {"loss": next_token_loss, "master_weights": False} | budget
+        self.model = model
+        self.budget: dict[str, Any] = {"loss": next_token_loss, "master_weights": False, **budget}
         self.until_end = ExitStack()
 
     def configure_callbacks(self) -> list[lightning.Callback]:

@@ -48,10 +48,11 @@ class BudgetTrainer(transformers.Trainer):
             return super().train(*args, **kwargs)
 
     def _prepare_for_training(self, *args: Any) -> Any:
-        model, loader = super()._prepare_for_training(*args)
-        self.autohete = autohete.Trainer(model, optimizer=self.optimizer.optimizer, **self.budget)
+        model, loader = super()._prepare_for_training(*args)  # type: ignore[no-untyped-call]
+        optimizer: Any = self.optimizer.optimizer  # type: ignore[union-attr]  # in accelerate's
+        self.autohete = autohete.Trainer(model, optimizer=optimizer, **self.budget)
         self.until_end.enter_context(self.autohete)
-        self.optimizer.optimizer.step = lambda closure=None: None  # training_step has updated
+        optimizer.step = lambda closure=None: None  # training_step has updated
         return model, loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

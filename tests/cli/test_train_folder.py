@@ -40,19 +40,19 @@ def tokenizer() -> Any:
     inner.pre_tokenizer, inner.decoder = split, decoders.ByteLevel()
     kept: dict[str, Any] = {"initial_alphabet": split.alphabet(), "special_tokens": ["<s>"], "show_progress": False}
     inner.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=300, **kept))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")  # type: ignore[no-untyped-call]
 
 
 def gpt2() -> Any:
     """GPT-2 with dropout and tied embeddings."""
-    sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    sizes: dict[str, Any] = {"n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=304, bos_token_id=0, eos_token_id=0, **sizes))
 
 
 def llama(*, tied: bool = False) -> Any:
     """LLaMA."""
-    sizes = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.LlamaConfig(vocab_size=304, max_position_embeddings=32, tie_word_embeddings=tied, **sizes, **ends)
     return transformers.LlamaForCausalLM(config)
 

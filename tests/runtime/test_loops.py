@@ -31,6 +31,8 @@ pytestmark = [
 ]
 #: With a hardware the machine is not measured.
 BUDGET: dict[str, Any] = {"gpu_memory": "95%", "hardware": load_hardware("v100-32gb-dgx2")}
+#: The configs' own are outside of this vocabulary.
+NO_SPECIAL_TOKENS: dict[str, Any] = dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
 #: What the loops log about training; the rest are times.
 _LOGGED = {"loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "step", "train_loss"}
 
@@ -38,9 +40,8 @@ _LOGGED = {"loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "step", "
 def gpt2() -> Any:
     """GPT-2 with dropout and tied embeddings."""
     torch.manual_seed(0)
-    special = dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
-    sizes = {"n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **special))
+    sizes: dict[str, Any] = {"n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **NO_SPECIAL_TOKENS))
 
 
 def gpt2_bf16() -> Any:
@@ -51,9 +52,8 @@ def gpt2_bf16() -> Any:
 def llama() -> Any:
     """LLaMA, whose loss counts its items in another way."""
     torch.manual_seed(0)
-    special = dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
-    sizes = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, **special))
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, **NO_SPECIAL_TOKENS))
 
 
 def sequences(count: int, seed: int) -> list[dict[str, Tensor]]:
@@ -67,7 +67,7 @@ def sequences(count: int, seed: int) -> list[dict[str, Tensor]]:
 def looped(kind: Any, model: Any, folder: Path, *, resume: str | None = None, until: int = 0, **options: Any) -> Any:
     """A transformers Trainer of some kind that has trained."""
     torch.set_num_threads(1)
-    arguments = {
+    arguments: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "max_steps": 5,
         "logging_steps": 1,
@@ -82,7 +82,7 @@ def looped(kind: Any, model: Any, folder: Path, *, resume: str | None = None, un
         "report_to": [],
     }
     args = transformers.TrainingArguments(str(folder), **(arguments | options))
-    more = {"budget": BUDGET} if kind is BudgetTrainer else {}
+    more: dict[str, Any] = {"budget": BUDGET} if kind is BudgetTrainer else {}
     trainer = kind(model, args, train_dataset=sequences(48, 1), eval_dataset=sequences(8, 2), callbacks=[_Stop(until)], **more)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -145,7 +145,7 @@ def test_without_clipping_no_norm_is_logged(tmp_path: Path) -> None:
 )
 def test_checkpoints_of_transformers_resume_to_the_bit(first: Any, second: Any, make: Any, tmp_path: Path) -> None:
     """Either loop writes a checkpoint from which either resumes, and what it wrote loads as a model."""
-    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
     whole = looped(transformers.Trainer, make(), tmp_path / "whole", **saved)
     looped(first, make(), tmp_path / "cut", until=4, **saved)
     resumed = looped(second, make(), tmp_path / "cut", resume=str(tmp_path / "cut" / "checkpoint-4"), **saved)
@@ -228,8 +228,14 @@ def fitted(module: Any, folder: Path, *, resume: str | None = None, **options: A
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         found.append((trainer.global_step, float(outputs["loss"]), rate, metrics))
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    defaults = {"accelerator": "cpu", "max_epochs": 2, "callbacks": [LambdaCallback(on_train_batch_end=note)], **quiet}
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "callbacks": [LambdaCallback(on_train_batch_end=note)],
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = lightning.Trainer(default_root_dir=folder, **(defaults | options))
     trainer.fit(module, windows(24, 1), windows(8, 2), ckpt_path=resume)
     trainer.save_checkpoint(folder / "last.ckpt")
