@@ -27,6 +27,7 @@ from autohete.report.terminal import print_iteration
 from autohete.workload import Workload
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from autohete.execution.trace import Trace
@@ -38,6 +39,10 @@ _REFRESH_SECONDS = 0.5
 _MOST_VALIDATION_BATCHES = 8
 #: Bytes per parameter on this machine: weight, gradient and moments; only the weight; two copies of the weight.
 _TRAINED, _HELD, _MEASURED = 16, 4, 8
+#: The model, and two copies that are trained; gradients of both are kept.
+_VERIFIED = _HELD + 2 * (_TRAINED + 4)
+#: Differences that are listed.
+_MOST_DIFFERENCES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +144,10 @@ def train(
 ) -> None:
     """Train, show the progress, and compare the prediction with the measurement."""
     training.check()
-    folders.check(options, training, writes=True)
+    folders.check(options, training, writes=training.verify is None)
     saving.check()
+    if training.verify is not None:
+        _check_nothing_written(folders, saving, files)
     hardware = load_hardware(training.hardware) if training.hardware is not None else None
     measured_profile = read_profile(training.profile) if training.profile is not None else None
     options.check()
@@ -151,35 +158,39 @@ def train(
 
     lr = training.lr if training.lr is not None else 1e-3 if folders.model is None else 2e-5
 
+    keywords: dict[str, Any] = {
+        "policy": training.policy,
+        "gpu_memory": training.gpu_memory,
+        "host_memory": training.host_memory,
+        "pinned_memory": training.pinned_memory,
+        "device": training.device,
+        "mode": Mode(training.mode),
+        "hardware": hardware,
+        "profile": measured_profile,
+        "on_nonfinite": NonFinite.SKIP if training.skip_nonfinite else NonFinite.STOP,
+        "clip_norm": training.clip_norm,
+        "micro_batches": training.micro_batches,
+    }
+
     def trainer_of(model: nn.Module, blocks: str | None) -> Trainer:
-        return Trainer(
-            model,
-            policy=training.policy,
-            blocks=blocks,
-            gpu_memory=training.gpu_memory,
-            host_memory=training.host_memory,
-            pinned_memory=training.pinned_memory,
-            optimizer=default_optimizer(model.parameters(), lr),
-            device=training.device,
-            mode=Mode(training.mode),
-            hardware=hardware,
-            profile=measured_profile,
-            on_nonfinite=NonFinite.SKIP if training.skip_nonfinite else NonFinite.STOP,
-            clip_norm=training.clip_norm,
-            micro_batches=training.micro_batches,
-        )
+        return Trainer(model, blocks=blocks, optimizer=default_optimizer(model.parameters(), lr), **keywords)
 
     # Run the Trainer's checks on the smallest model first, before the text is read.
     trainer_of(GPT(Workload("smallest", 1, 1, 1, vocabulary_size=1, sequence_length=1, batch_size=1)), BLOCKS)
     if folders.out is not None:
         check_new_folder(folders.out)
     held = _TRAINED if training.device == "emulated" else _HELD
+    if training.verify is not None:
+        held = _VERIFIED
     if folders.model is not None:
         subject = _of_folder(folders.model, options, held, training.seed, training.micro_batches)
     else:
         subject, workload = _gpt(options, held, training.seed, training.micro_batches)
         if measured_profile is not None:
             _check_same(measured_profile.workload, workload)
+    if training.verify is not None:
+        _verify(subject, training.verify, default_optimizer(subject.model.parameters(), lr), keywords)
+        return
     settings = {
         "seed": training.seed,
         "lr": lr,
@@ -228,6 +239,31 @@ def train(
     if folders.model is not None and folders.out is not None:
         write_model(subject.model, folders.model, folders.out)
         print_text(out, f"written: {folders.out}")
+
+
+def _check_nothing_written(folders: ModelFolders, saving: SavingOptions, files: TimelineFiles) -> None:
+    """Check that no option asks for a file: a verification trains copies only."""
+    given = {"--out": folders.out, "--save": saving.save, **files.by_option}
+    for option, path in given.items():
+        if path is not None:
+            raise InputError(f"--verify trains copies and writes nothing: leave out {option}")
+
+
+def _verify(subject: _Subject, steps: int, optimizer: torch.optim.Optimizer, keywords: dict[str, Any]) -> None:
+    """Compare steps with plain PyTorch, print the result, and exit with code 1 if anything differs."""
+    from autohete.train.verification import verify
+
+    out = console()
+    result = verify(subject.model, islice(subject.data.train(), steps), optimizer=optimizer, blocks=subject.blocks, **keywords)
+    counts = ", ".join(f"{count:,} x {what}" for what, count in result.compared.items())
+    print_text(out, f"{subject.name}: {result.steps} steps beside plain PyTorch, threads: {result.threads}; compared {counts}")
+    for difference in result.differences[:_MOST_DIFFERENCES]:
+        print_text(out, str(difference))
+    if len(result.differences) > _MOST_DIFFERENCES:
+        print_text(out, f"and {len(result.differences) - _MOST_DIFFERENCES} more in this step")
+    print_text(out, "all bits are equal" if result.is_equal else f"{len(result.differences)} differ")
+    if not result.is_equal:
+        sys.exit(1)
 
 
 def _check_same(measured: Workload, trained: Workload) -> None:

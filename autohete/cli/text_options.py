@@ -119,6 +119,9 @@ class TextTraining:
         A file written by `autohete profile` for this model, used instead of measuring.
     skip_nonfinite:
         Skip a step whose loss is NaN or infinite, instead of stopping.
+    verify:
+        Instead of training, compare so many steps with plain PyTorch, bit by bit: losses, gradients, parameters and optimizer
+        states. Exit code 1 if anything differs.
     """
 
     policy: str = "autohete"
@@ -135,6 +138,7 @@ class TextTraining:
     hardware: str | None = None
     profile: str | None = None
     skip_nonfinite: bool = False
+    verify: Whole | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -147,6 +151,8 @@ class TextTraining:
         """
         if self.steps < 1:
             raise InputError(f"steps is {self.steps}: train at least 1")
+        if self.verify is not None and self.verify < 1:
+            raise InputError(f"verify is {self.verify}: compare at least 1 step")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise InputError(f"lr is {self.lr}: it must be positive and finite, such as 1e-3")
         if not 0 <= self.seed < 2**64:

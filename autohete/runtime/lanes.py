@@ -210,6 +210,7 @@ class LaneThreads(Closing):
     def _lane(self, lane: int, threads: int, around: Callable[[], AbstractContextManager[object]]) -> None:
         try:
             torch.set_num_threads(threads)  # first of all: a new thread ignores the main thread's setting
+            torch.get_num_threads()  # keeps it: otherwise the first operation takes over what others have set meanwhile
             with around():
                 self._work_through(lane)
         except BaseException as error:  # not a task's: this lane has ended, so the others cannot continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,6 +158,11 @@ class TrainingRun:
         """Return the loss of a batch without training, after waiting for all updates."""
         self.session.drain()
         return self.session.training.evaluation.loss(Batch.of(batch, self._prepared.partition.model, self._loss))
+
+    def observe_gradients(self, see: Callable[[Tensor, int, Tensor], None]) -> None:
+        """Let ``see`` have each gradient as a backward finds it: the parameter, the micro-batch and the gradient."""
+        self.session.drain()
+        self.session.training.passes.observe = see
 
     def gradient_norm(self) -> float | None:
         """Return the global norm of the last step's gradients once it is known; None: they are not clipped."""
