@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class _PlainLoop:
         #: What the optimizer updates, by the parameter's name.
         self._masters = {name: p if p.dtype is torch.float32 or not masters else self._master(p) for name, p in self._trained()}
         self.gradients: dict[tuple[int, str], Tensor] = {}
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):  # nothing is cached in training
             config.use_cache = False
 
@@ -164,8 +165,8 @@ class _PlainLoop:
         checked, equal = Batch.of(batch, self.model, self._loss), not self._loss.adds_up
         parts = self._micro_batches if equal else 1
         for number, part in enumerate(checked.split(self._micro_batches, equal=equal)):
-            found = self.model(**part.inputs) if isinstance(part.inputs, Mapping) else self.model(part.inputs)
-            logits = getattr(found, "logits", found[0] if isinstance(found, tuple) else found)
+            found: Any = self.model(**part.inputs) if isinstance(part.inputs, Mapping) else self.model(part.inputs)
+            logits: Any = getattr(found, "logits", found[0] if isinstance(found, tuple) else found)
             value = self._loss(logits, part, torch.device("cpu"))
             loss += value.item() / parts
             share = value if parts == 1 else value / parts
@@ -179,10 +180,7 @@ class _PlainLoop:
     def _update(self) -> None:
         for name, master in self._masters.items():
             found = [gradient for (_, other), gradient in self.gradients.items() if other == name]
-            total = found[0] if found else None
-            for gradient in found[1:]:
-                total = total + gradient
-            master.grad = None if total is None else total.to(master.dtype, copy=True)  # clipping writes to it
+            master.grad = reduce(torch.add, found).to(master.dtype, copy=True) if found else None  # clipping writes to it
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._masters.values(), self._clip_norm)
         self._optimizer.step()
@@ -221,7 +219,7 @@ class _Gradients:
     """The gradients that a Trainer finds, as its lanes do.
 
     Attributes:
-        found: by micro-batch and the parameter's name, in the order in which backward has found them.
+        found: by micro-batch and the parameter's name, in the order in which backward has completed them.
     """
 
     def __init__(self, model: nn.Module, trainer: Trainer) -> None:
@@ -234,8 +232,8 @@ class _Gradients:
         bits = gradient.view(_BITS[gradient.element_size()]).numpy().copy()
         key = micro_batch, self._names[id(parameter)]
         seen = torch.from_numpy(bits).view(gradient.dtype)
-        # A matrix that two blocks share gets its gradient in two parts.
-        self.found[key] = seen if key not in self.found else self.found[key] + seen
+        # A matrix that two blocks share gets its gradient in two parts; it is complete with the second.
+        self.found[key] = seen if key not in self.found else self.found.pop(key) + seen
 
 
 def _compared_step(

@@ -107,7 +107,8 @@ class OfItsThread(nn.Module):
         self.inner = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x) * getattr(LOCAL, "factor", 1.0)
+        result: Tensor = x + self.inner(x) * getattr(LOCAL, "factor", 1.0)
+        return result
 
 
 class Net(nn.Module):
