@@ -27,9 +27,6 @@ from autohete.report.terminal import print_iteration
 from autohete.workload import Workload
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from autohete.execution.trace import Trace
     from autohete.train.text_data import TextData
     from autohete.train.trainer import Trainer
@@ -57,7 +54,7 @@ class _Subject:
         blocks: name of its block list; None: it is found.
     """
 
-    model: nn.Module
+    model: Any
     data: TextData
     name: str
     kind: str
@@ -172,7 +169,7 @@ def train(
         "micro_batches": training.micro_batches,
     }
 
-    def trainer_of(model: nn.Module, blocks: str | None) -> Trainer:
+    def trainer_of(model: Any, blocks: str | None) -> Trainer:
         return Trainer(model, blocks=blocks, optimizer=default_optimizer(model.parameters(), lr), **keywords)
 
     # Run the Trainer's checks on the smallest model first, before the text is read.
@@ -189,7 +186,7 @@ def train(
         if measured_profile is not None:
             _check_same(measured_profile.workload, workload)
     if training.verify is not None:
-        _verify(subject, training.verify, default_optimizer(subject.model.parameters(), lr), keywords)
+        _verify(subject, training.verify, lr, keywords)
         return
     settings = {
         "seed": training.seed,
@@ -249,11 +246,12 @@ def _check_nothing_written(folders: ModelFolders, saving: SavingOptions, files: 
             raise InputError(f"--verify trains copies and writes nothing: leave out {option}")
 
 
-def _verify(subject: _Subject, steps: int, optimizer: torch.optim.Optimizer, keywords: dict[str, Any]) -> None:
+def _verify(subject: _Subject, steps: int, lr: float, keywords: dict[str, Any]) -> None:
     """Compare steps with plain PyTorch, print the result, and exit with code 1 if anything differs."""
+    from autohete.runtime.update_rules import default_optimizer
     from autohete.train.verification import verify
 
-    out = console()
+    out, optimizer = console(), default_optimizer(subject.model.parameters(), lr)
     result = verify(subject.model, islice(subject.data.train(), steps), optimizer=optimizer, blocks=subject.blocks, **keywords)
     counts = ", ".join(f"{count:,} x {what}" for what, count in result.compared.items())
     print_text(out, f"{subject.name}: {result.steps} steps beside plain PyTorch, threads: {result.threads}; compared {counts}")
