@@ -44,13 +44,15 @@ class BudgetModule(lightning.LightningModule):
         return [_GiveBack()]
 
     def on_fit_start(self) -> None:
-        if self.trainer.accumulate_grad_batches != 1 or self.trainer.gradient_clip_algorithm not in (None, "norm"):
-            raise InputError("accumulate_grad_batches: give larger batches and micro_batches; clipping: by norm only")
+        if self.trainer.gradient_clip_algorithm not in (None, "norm"):
+            raise InputError("gradients are clipped by norm only: leave gradient_clip_algorithm out")
         clip_norm = self.trainer.gradient_clip_val or None
         self.autohete = autohete.Trainer(self.model, optimizer=self.trainer.optimizers[0], clip_norm=clip_norm, **self.budget)
         self.until_end.enter_context(self.autohete)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
+        if self.trainer.accumulate_grad_batches != 1:  # also by a callback, in a later epoch
+            raise InputError("accumulate_grad_batches is not 1: give larger batches, and micro_batches=2 or more")
         loss = torch.tensor(self.autohete.step(batch), dtype=torch.float32)  # whatever the default type is
         self.log("train_loss", loss, prog_bar=True)
         return loss

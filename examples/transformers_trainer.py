@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -52,7 +54,8 @@ class BudgetTrainer(transformers.Trainer):
         optimizer: Any = self.optimizer.optimizer  # type: ignore[union-attr]  # in accelerate's
         self.autohete = autohete.Trainer(model, optimizer=optimizer, **self.budget)
         self.until_end.enter_context(self.autohete)
-        optimizer.step = lambda closure=None: None  # training_step has updated
+        nothing = wraps(optimizer.step)(lambda closure=None: None)  # training_step has updated
+        self.until_end.enter_context(patch.object(optimizer, "step", nothing))
         return model, loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

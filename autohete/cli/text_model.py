@@ -196,46 +196,61 @@ def train(
         "sequence length": options.sequence_length,
         "text": subject.data.digest,
     }
-    out, data = console(), subject.data
-    tokens = options.batch_size * options.sequence_length * training.micro_batches
+    out = console()
     with trainer_of(subject.model, subject.blocks) as trainer:
         saved = SavedTraining(trainer, saving, settings)
-        done = saved.begin(training.steps)
-        batches = data.train(done)
-        first = next(batches)
-        begin = time.perf_counter()
-        prediction = trainer.prepare(first)
-        prepared = time.perf_counter() - begin
-        times = f"{training.micro_batches} x " if training.micro_batches > 1 else ""
-        print_text(
-            out,
-            f"{subject.name}: {subject.parameters / 1e6:.1f} M parameters, batch {times}{options.batch_size} x "
-            f"{options.sequence_length} tokens, {subject.kind}; text: "
-            f"{data.train_tokens:,} tokens to train on, {data.validation_tokens:,} held back",
-        )
-        share = prediction.gpu.capacity_bytes / trainer.resident_bytes
-        budget = format_bytes(prediction.gpu.capacity_bytes) if share < 1000 else "no limit"
-        print_text(
-            out,
-            f"{prediction.plan.policy}: plan {prediction.plan.counts}; device memory {budget}, resident it would need "
-            f"{format_bytes(trainer.resident_bytes)}; measured and planned in {prepared:.1f} s",
-        )
-        if trainer.slowdown > 1:
-            print_text(out, f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here")
+        done = saved.begin(training.steps, may_have_ended=folders.out is not None)
         if done:
             print_text(out, f"resumed from {saving.save} after step {done}")
-        begin, steps = time.perf_counter(), training.steps - done
-        with saved.saving():
-            losses = _steps(trainer, first, batches, steps, tokens, saved.after_step)
-        seconds = time.perf_counter() - begin
-        measured = trainer.trace()
-        validation = _validation(trainer, data, options.batch_size)
-        _print_end(out, trainer, losses, validation, steps * tokens / seconds)
-        print_iteration(out, measured, max(0, min(measured.steady().first, measured.iterations - 2)))
-        _write_files(out, trainer, measured, subject.name, files)
+        if done < training.steps:
+            _train(out, trainer, subject, options, training, saved, done, files)
     if folders.model is not None and folders.out is not None:
         write_model(subject.model, folders.model, folders.out)
         print_text(out, f"written: {folders.out}")
+
+
+def _train(
+    out: Console,
+    trainer: Trainer,
+    subject: _Subject,
+    options: TextModel,
+    training: TextTraining,
+    saved: SavedTraining,
+    done: int,
+    files: TimelineFiles,
+) -> None:
+    """Make the steps after the first ``done`` ones, and print what there is to know about them."""
+    data, tokens = subject.data, options.batch_size * options.sequence_length * training.micro_batches
+    batches = data.train(done)
+    first = next(batches)
+    begin = time.perf_counter()
+    prediction = trainer.prepare(first)
+    prepared = time.perf_counter() - begin
+    times = f"{training.micro_batches} x " if training.micro_batches > 1 else ""
+    print_text(
+        out,
+        f"{subject.name}: {subject.parameters / 1e6:.1f} M parameters, batch {times}{options.batch_size} x "
+        f"{options.sequence_length} tokens, {subject.kind}; text: "
+        f"{data.train_tokens:,} tokens to train on, {data.validation_tokens:,} held back",
+    )
+    share = prediction.gpu.capacity_bytes / trainer.resident_bytes
+    budget = format_bytes(prediction.gpu.capacity_bytes) if share < 1000 else "no limit"
+    print_text(
+        out,
+        f"{prediction.plan.policy}: plan {prediction.plan.counts}; device memory {budget}, resident it would need "
+        f"{format_bytes(trainer.resident_bytes)}; measured and planned in {prepared:.1f} s",
+    )
+    if trainer.slowdown > 1:
+        print_text(out, f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here")
+    begin, steps = time.perf_counter(), training.steps - done
+    with saved.saving():
+        losses = _steps(trainer, first, batches, steps, tokens, saved.after_step)
+    seconds = time.perf_counter() - begin
+    measured = trainer.trace()
+    validation = _validation(trainer, data, options.batch_size)
+    _print_end(out, trainer, losses, validation, steps * tokens / seconds)
+    print_iteration(out, measured, max(0, min(measured.steady().first, measured.iterations - 2)))
+    _write_files(out, trainer, measured, subject.name, files)
 
 
 def _check_nothing_written(folders: ModelFolders, saving: SavingOptions, files: TimelineFiles) -> None:

@@ -10,6 +10,7 @@ Only local files are read, and no code of the folder is run.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -166,13 +167,16 @@ def check_new_folder(out: str | Path) -> None:
     """Check that a folder can be made.
 
     Raises:
-        InputError: it exists, or its parent does not.
+        InputError: it exists, or its parent does not, or is not writable.
     """
     out = Path(out)
     if out.exists() or out.is_symlink():
         raise InputError(f"{str(out)!r} exists and is not overwritten: give the name of a new folder")
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"{str(out)!r} cannot be made: there is no folder {str(out.absolute().parent)!r}")
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise InputError(f"{str(out)!r} cannot be made: there is no folder {str(parent)!r}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"{str(out)!r} cannot be made: folder {str(parent)!r} is not writable")
 
 
 def _transformers() -> Any:

@@ -262,6 +262,48 @@ def test_a_full_disk_leaves_no_half_a_model(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_that_could_not_be_written_is_written_later(folder: Path) -> None:
+    """After a training that has ended, but whose model had no room, ``--resume`` writes the model without another step."""
+    save = str(folder.parent / "saved")
+    first = autohete(*line(folder, out="first", save=save))
+    assert first.returncode == 0
+    shutil.rmtree(folder.parent / "first")
+    done = autohete(*line(folder, save=save), "--resume")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [f"resumed from {save} after step {STEPS}", f"written: {folder.parent / 'out'}"]
+    assert same(weights(folder.parent / "out"), plainly(folder))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_on_a_signal_is_reported(folder: Path) -> None:
+    """The program ends as the signal wants, and says that nothing was saved and why."""
+    saved = folder.parent / "saved"
+    command = [sys.executable, "-u", "-m", "autohete", *line(folder, save=str(saved), steps="1000000")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        assert process.stdout is not None
+        while "measured and planned" not in process.stdout.readline():
+            assert process.poll() is None
+        saved.rmdir()
+        saved.write_text("in the way")
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, said
+    assert re.fullmatch(r"not saved: .*'.*saved'.*\nautohete: interrupted\n", said), said
+    assert left(folder) == ["saved", "small", "text.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_training(folder: Path) -> None:
+    """A folder for checkpoints is made first."""
+    (folder.parent / "file").write_text("")
+    assert "cannot be created" in refused(*line(folder, save=str(folder.parent / "file" / "saved")))
+
+
+@pytest.mark.slow
 def test_a_training_continues_to_the_bit(folder: Path) -> None:
     """Saved in the end and every few steps, it continues to the bits of a training that was never cut."""
     save = str(folder.parent / "saved")
@@ -299,7 +341,7 @@ def test_a_training_that_does_not_fit_its_checkpoints_is_refused(folder: Path) -
     assert "has no checkpoint" in refused(*line(folder, save=save), "--resume")
     assert autohete(*line(folder, save=save, out="first")).returncode == 0
     assert "has checkpoints of a training: continue it with --resume" in refused(*line(folder, save=save))
-    assert "has made 4 steps: give --steps of more" in refused(*line(folder, save=save), "--resume")
+    assert "has made 4 steps: give --steps of more" in refused(*line(folder, save=save, steps="3"), "--resume")
     for changes, name in (({"seed": "1"}, "seed"), ({"lr": "1e-3"}, "lr"), ({"batch_size": "4"}, "batch size")):
         options = {"steps": "9", "save": save, **changes}
         assert f"has another {name}" in refused(*line(folder, **options), "--resume")

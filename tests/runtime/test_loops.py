@@ -129,6 +129,36 @@ def test_the_loop_of_transformers_trains_to_the_bit(make: Any, options: dict[str
     assert not lanes_alive()
 
 
+def test_the_loop_may_begin_again_with_ones_own_optimizer(tmp_path: Path) -> None:
+    """An optimizer and a scheduler of one's own are used; a second training goes on, and the optimizer works again afterwards."""
+    found = []
+    for kind in (transformers.Trainer, BudgetTrainer):
+        torch.set_num_threads(1)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
+        args = transformers.TrainingArguments(
+            str(tmp_path),
+            max_steps=3,
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            dataloader_pin_memory=False,
+            report_to=[],
+        )
+        more: dict[str, Any] = {"budget": BUDGET} if kind is BudgetTrainer else {}
+        trainer = kind(model, args, train_dataset=sequences(48, 1), optimizers=(optimizer, schedule), **more)
+        for _ in range(2):
+            trainer.train()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        found.append((model, logged(trainer)))
+    (plain, expected), (budgeted, log) = found
+    assert same(plain, budgeted)
+    assert log == expected
+
+
 def test_without_clipping_no_norm_is_logged(tmp_path: Path) -> None:
     """Without ``max_grad_norm`` nothing waits for the norm, so the loop logs none; the rest is as ever."""
     plain = looped(transformers.Trainer, llama(), tmp_path / "plain", max_grad_norm=0.0)
@@ -270,8 +300,8 @@ def test_checkpoints_of_lightning_resume_to_the_bit(first: Any, second: Any, tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate_grad_batches": 2}, "give larger batches and micro_batches"),
-        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, "clipping: by norm only"),
+        ({"accumulate_grad_batches": 2}, "give larger batches, and micro_batches=2"),
+        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, "gradients are clipped by norm only"),
         ({"precision": "bf16-mixed"}, r"torch\.autocast around a step"),
     ],
 )
