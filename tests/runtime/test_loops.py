@@ -130,22 +130,15 @@ def test_the_loop_of_transformers_trains_to_the_bit(make: Any, options: dict[str
 
 
 def test_the_loop_may_begin_again_with_ones_own_optimizer(tmp_path: Path) -> None:
-    """An optimizer and a scheduler of one's own are used; a second training goes on, and the optimizer works again afterwards."""
+    """An optimizer and a scheduler of one's own are used, a second training goes on, and the optimizer works afterwards."""
     found = []
     for kind in (transformers.Trainer, BudgetTrainer):
         torch.set_num_threads(1)
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
-        args = transformers.TrainingArguments(
-            str(tmp_path),
-            max_steps=3,
-            logging_steps=1,
-            save_strategy="no",
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            report_to=[],
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        shared: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": []}
+        args = transformers.TrainingArguments(str(tmp_path), dataloader_pin_memory=False, **shared)
         more: dict[str, Any] = {"budget": BUDGET} if kind is BudgetTrainer else {}
         trainer = kind(model, args, train_dataset=sequences(48, 1), optimizers=(optimizer, schedule), **more)
         for _ in range(2):
