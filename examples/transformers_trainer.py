@@ -60,16 +60,21 @@ class BudgetTrainer(transformers.Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         model.train()
-        return torch.tensor(self.autohete.step({**inputs, "num_items_in_batch": num_items_in_batch}))
+        return torch.tensor(self.autohete.step(_counted(inputs, num_items_in_batch)))
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         if not prediction_loss_only or not self.is_in_train or self.autohete.prediction is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # the caller's call of the model
-        items = self._get_num_items_in_batch([inputs], self.args.device)
-        return torch.tensor(self.autohete.evaluate([{**inputs, "num_items_in_batch": items}])), None, None
+        counted = _counted(inputs, self._get_num_items_in_batch([inputs], self.args.device))
+        return torch.tensor(self.autohete.evaluate([counted])), None, None
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self.autohete.gradient_norm
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
         return grad_norm
+
+
+def _counted(inputs: Any, items: Any) -> dict[str, Any]:
+    """A batch with its number of items, if the model's loss takes it."""
+    return {**inputs, **({} if items is None else {"num_items_in_batch": items})}

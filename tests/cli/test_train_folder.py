@@ -258,6 +258,19 @@ def test_a_full_disk_leaves_no_half_a_model(folder: Path) -> None:
     assert left(folder) == ["small", "text.txt"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_is_verified(dtype: torch.dtype, tmp_path: Path) -> None:
+    """``--verify`` compares a model in a folder, needs no folder to write to, and writes nothing."""
+    folder = written(llama(tied=True).to(dtype), tmp_path / "small")
+    options = {"--verify": "2", "--out": "", "--micro-batches": "2", "--clip-norm": "0.1"}
+    done = autohete(*line(folder, **options))
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert re.match(r"small: 2 steps beside plain PyTorch, threads: 1; compared 2 x loss, 80 x gradient, ", done.stdout)
+    assert done.stdout.endswith("all bits are equal\n")
+    assert left(folder) == ["small", "text.txt"]
+
+
 # --- saving
 
 

@@ -31,6 +31,7 @@ pytestmark = [
 ]
 #: With a hardware the machine is not measured.
 BUDGET: dict[str, Any] = {"gpu_memory": "95%", "hardware": load_hardware("v100-32gb-dgx2")}
+SHAPE = Workload("loop", 32, 3, 4, vocabulary_size=VOCABULARY, sequence_length=16, batch_size=4, precision=Precision.FP32)
 #: The configs' own are outside of this vocabulary.
 NO_SPECIAL_TOKENS: dict[str, Any] = dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"])
 #: What the loops log about training; the rest are times.
@@ -56,6 +57,21 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, **NO_SPECIAL_TOKENS))
 
 
+class Own(nn.Module):
+    """A model of one's own, whose loss does not take the number of items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model_for(SHAPE)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.inner(input_ids)
+        loss = None
+        if labels is not None:
+            loss = next_token_loss(logits, nn.functional.pad(labels, (0, 1), value=-100)[..., 1:])
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
 def sequences(count: int, seed: int) -> list[dict[str, Tensor]]:
     """Random ids, and labels some of which are ignored."""
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +80,9 @@ def sequences(count: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": a, "labels": b} for a, b in zip(ids, ids.masked_fill(ignored, -100), strict=True)]
 
 
-def looped(kind: Any, model: Any, folder: Path, *, resume: str | None = None, until: int = 0, **options: Any) -> Any:
+def looped(
+    kind: Any, model: Any, folder: Path, *, resume: str | None = None, until: int = 0, metrics: Any = None, **options: Any
+) -> Any:
     """A transformers Trainer of some kind that has trained."""
     torch.set_num_threads(1)
     arguments: dict[str, Any] = {
@@ -83,7 +101,8 @@ def looped(kind: Any, model: Any, folder: Path, *, resume: str | None = None, un
     }
     args = transformers.TrainingArguments(str(folder), **(arguments | options))
     more: dict[str, Any] = {"budget": BUDGET} if kind is BudgetTrainer else {}
-    trainer = kind(model, args, train_dataset=sequences(48, 1), eval_dataset=sequences(8, 2), callbacks=[_Stop(until)], **more)
+    more |= {"train_dataset": sequences(48, 1), "eval_dataset": sequences(8, 2), "compute_metrics": metrics}
+    trainer = kind(model, args, callbacks=[_Stop(until)], **more)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -117,6 +136,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
         (gpt2, {"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 3, "eval_strategy": "steps", "eval_steps": 2}),
         (llama, {"gradient_accumulation_steps": 2, "neftune_noise_alpha": 1.0}),
         (llama, {"activation_checkpointing": True}),
+        (Own, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "eval_strategy": "epoch", "num_train_epochs": 1}),
     ],
 )
 def test_the_loop_of_transformers_trains_to_the_bit(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
@@ -150,6 +170,26 @@ def test_the_loop_may_begin_again_with_ones_own_optimizer(tmp_path: Path) -> Non
     (plain, expected), (budgeted, log) = found
     assert same(plain, budgeted)
     assert log == expected
+
+
+def test_evaluations_choose_the_same_model(tmp_path: Path) -> None:
+    """With metrics of the logits, and the best model loaded in the end, evaluations and the model they choose are equal."""
+    found = []
+    for kind in (transformers.Trainer, BudgetTrainer):
+        every: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "right"}
+        trainer = looped(kind, gpt2(), tmp_path / kind.__name__, metrics=_right, max_steps=6, **every, **best)
+        found.append((trainer.model, [entry["eval_right"] for entry in trainer.state.log_history if "eval_right" in entry]))
+    (plain, expected), (budgeted, rights) = found
+    assert rights == expected
+    assert len(rights) == 3
+    assert same(plain, budgeted)
+
+
+def _right(prediction: Any) -> dict[str, float]:
+    """Share of tokens whose most likely successor is right."""
+    ids = prediction.label_ids[:, 1:]
+    return {"right": float((prediction.predictions[:, :-1].argmax(-1) == ids).mean())}
 
 
 def test_without_clipping_no_norm_is_logged(tmp_path: Path) -> None:
@@ -195,8 +235,6 @@ def test_what_transformers_does_otherwise_is_refused(options: dict[str, Any], me
 
 
 # --- Lightning
-
-SHAPE = Workload("loop", 32, 3, 4, vocabulary_size=VOCABULARY, sequence_length=16, batch_size=4, precision=Precision.FP32)
 
 
 class _Configured(lightning.LightningModule):

@@ -73,6 +73,7 @@ def test_the_callers_optimizer_is_verified(optimizer: Callable[[list[Tensor]], t
     """Any optimizer that a Trainer takes is compared, from the states that it has; model and optimizer stay as they were."""
     model = model_for(MEDIUM)
     given = optimizer(list(model.parameters()))
+    torch.optim.lr_scheduler.ConstantLR(given)
     with Trainer(model, optimizer=given, policy="resident", **NODE) as trainer:
         trainer.step(batches(MEDIUM, 1)[0])
     before = {name: value.clone() for name, value in model.state_dict().items()}
