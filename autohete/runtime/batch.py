@@ -78,7 +78,7 @@ class Batch:
             return given
         labels, for_loss, items = None, dict[str, Any](), None
         if isinstance(given, Mapping):
-            if loss is not None and loss.adds_up and given.get(ITEMS) is not None:
+            if loss is not None and loss.adds_up and ITEMS in given:
                 given = dict(given)
                 items = _count(given.pop(ITEMS))
             taken, names = argument_names(model) or set(), () if loss is None else loss.names
@@ -216,12 +216,14 @@ def _items(targets: Tensor) -> int:
     return int((targets != _IGNORED).sum())
 
 
-def _count(given: object) -> int:
-    """The number of items that a batch gives.
+def _count(given: object) -> int | None:
+    """The number of items that a batch gives; None: it leaves that open.
 
     Raises:
         InputError: it is not a positive whole number.
     """
+    if given is None:
+        return None
     value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 1:
         raise InputError(f"{ITEMS} is {_said(given)}: give a positive whole number, or leave it out to count the targets")

@@ -29,7 +29,7 @@ class Clipping:
         wide: compute norms in fp32, as of gradients of master weights; otherwise in the gradients' type.
 
     Attributes:
-        total: the global norm of the latest iteration whose gradients are complete, before they are scaled; None: no clipping.
+        total: the global norm of the latest iteration whose gradients are complete, before they are scaled; None: none yet.
 
     Raises:
         InputError: the schedule clips and there is no norm, or vice versa; or the norm is not positive and finite.

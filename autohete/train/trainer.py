@@ -364,7 +364,8 @@ class Trainer:
     def gradient_norm(self) -> float | None:
         """Global norm of the last step's gradients before they were clipped, after waiting for its backward pass.
 
-        It is what ``torch.nn.utils.clip_grad_norm_`` returns. None: gradients are not clipped, or no step has run yet.
+        It is what ``torch.nn.utils.clip_grad_norm_`` returns. None: there is neither a ``clip_norm`` nor a ``grad_scaler``, so
+        nothing computes it, or no step has run yet.
         """
         return None if self._prepared is None else self._held.do(TrainingRun.gradient_norm)
 

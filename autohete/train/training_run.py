@@ -165,7 +165,7 @@ class TrainingRun:
         self.session.training.passes.observe = see
 
     def gradient_norm(self) -> float | None:
-        """Return the global norm of the last step's gradients once it is known; None: they are not clipped."""
+        """Return the global norm of the last step's gradients once it is known; None: nothing computes it."""
         lanes = self.session.lanes
         if self._options.recipe.clip_norm is None or not lanes.admitted:
             return None
