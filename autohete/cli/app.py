@@ -1,5 +1,5 @@
-"""The program's commands. Exit code 0: an answer, including "does not fit"; 2: invalid input; 130: interrupted;
-143: terminated.
+"""The program's commands. Exit code 0: an answer, including "does not fit"; 1: a verification found a difference;
+2: invalid input; 130: interrupted; 143: terminated.
 
 Heavy imports (SciPy, SimPy, matplotlib) are deferred until a command needs them, so that ``--help`` is quick.
 """

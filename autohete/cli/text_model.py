@@ -1,4 +1,4 @@
-"""``autohete train`` and ``autohete profile``: train or measure a small GPT on text, and write tables and files."""
+"""``autohete train`` and ``autohete profile``: train or measure a model on text, and write tables and files."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from autohete.cli.text_options import TextModel, TextTraining, TimelineFiles
+from autohete.cli.saved_training import SavedTraining
+from autohete.cli.text_options import ModelFolders, SavingOptions, TextModel, TextTraining, TimelineFiles
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.profile.profile_file import read_profile, write_profile
@@ -27,21 +28,46 @@ from autohete.workload import Workload
 
 if TYPE_CHECKING:
     from autohete.execution.trace import Trace
-    from autohete.train.gpt import GPT
     from autohete.train.text_data import TextData
     from autohete.train.trainer import Trainer
-
-    _Built: TypeAlias = tuple[GPT, TextData, Workload]
 
 #: Interval between updates of the displayed lane utilization.
 _REFRESH_SECONDS = 0.5
 _MOST_VALIDATION_BATCHES = 8
 #: Bytes per parameter on this machine: weight, gradient and moments; only the weight; two copies of the weight.
 _TRAINED, _HELD, _MEASURED = 16, 4, 8
+#: The model, and two copies that are trained; gradients of both are kept.
+_VERIFIED = _HELD + 2 * (_TRAINED + 4)
+#: Differences that are listed.
+_MOST_DIFFERENCES = 20
 
 
-def _built(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_batches: int = 1) -> _Built:
-    """Build the model with fresh weights, its data and its shape.
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is trained on what.
+
+    Args:
+        model: the model.
+        data: the text.
+        name: of the model.
+        kind: its number type and units, in words.
+        blocks: name of its block list; None: it is found.
+    """
+
+    model: Any
+    data: TextData
+    name: str
+    kind: str
+    blocks: str | None
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def _gpt(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_batches: int = 1) -> tuple[_Subject, Workload]:
+    """Build the small GPT with fresh weights, its data and its shape.
 
     Args:
         options: shape and text.
@@ -53,20 +79,48 @@ def _built(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_ba
         InputError: the shape, the text or the tokenizer is invalid, or the model is too large for this machine.
     """
     options.check()
-    from autohete.train.gpt import seeded_gpt
+    from autohete.train.gpt import BLOCKS, seeded_gpt
     from autohete.train.text_data import ByteTokenizer, TextData, Tokenizer, read_text, train_tokenizer
 
     text = read_text(options.data)
     tokenizer: Tokenizer = ByteTokenizer() if options.tokenizer == "byte" else train_tokenizer(text, int(options.tokenizer))
     workload = options.workload(tokenizer.vocabulary_size)
-    needed, there = bytes_per_parameter * workload.parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _check_memory(workload.parameters, bytes_per_parameter)
+    data = TextData(text, tokenizer, options.sequence_length, options.batch_size * micro_batches, seed=seed)
+    model, kind = seeded_gpt(workload, options.dropout, seed), f"{workload.precision}{units_text(workload)}"
+    return _Subject(model, data, workload.name, kind, BLOCKS), workload
+
+
+def _of_folder(folder: str, options: TextModel, bytes_per_parameter: int, seed: int, micro_batches: int) -> _Subject:
+    """Read a model of Hugging Face, and its data.
+
+    Raises:
+        InputError: there is none, the text is invalid, or the model is too large for this machine.
+    """
+    from autohete.train.model_folder import check_model_folder, longest_sequence, read_model, read_tokenizer, seed_random
+    from autohete.train.text_data import TextData, read_text
+
+    check_model_folder(folder)
+    text, tokenizer = read_text(options.data), read_tokenizer(folder)
+    data = TextData(text, tokenizer, options.sequence_length, options.batch_size * micro_batches, seed=seed)
+    model = read_model(folder)
+    longest = longest_sequence(model)
+    if longest is not None and options.sequence_length > longest:
+        raise InputError(f"the model takes sequences of up to {longest} tokens: give --sequence-length {longest} or less")
+    types = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    subject = _Subject(model, data, os.path.basename(os.path.abspath(folder)), " and ".join(types), None)
+    _check_memory(subject.parameters, bytes_per_parameter)
+    seed_random(seed)
+    return subject
+
+
+def _check_memory(parameters: int, bytes_per_parameter: int) -> None:
+    needed, there = bytes_per_parameter * parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise InputError(
-            f"{workload.parameters:,} parameters need {format_bytes(needed)} of memory, this machine has "
+            f"{parameters:,} parameters need {format_bytes(needed)} of memory, this machine has "
             f"{format_bytes(there)}: choose a smaller model"
         )
-    data = TextData(text, tokenizer, options.sequence_length, options.batch_size * micro_batches, seed=seed)
-    return seeded_gpt(workload, options.dropout, seed), data, workload
 
 
 @contextmanager
@@ -82,71 +136,147 @@ def _memory_told() -> Iterator[None]:
 
 
 @_memory_told()
-def train(options: TextModel, training: TextTraining, files: TimelineFiles) -> None:
+def train(
+    options: TextModel, training: TextTraining, folders: ModelFolders, saving: SavingOptions, files: TimelineFiles
+) -> None:
     """Train, show the progress, and compare the prediction with the measurement."""
     training.check()
+    folders.check(options, training, writes=training.verify is None)
+    saving.check()
+    if training.verify is not None:
+        _check_nothing_written(folders, saving, files)
     hardware = load_hardware(training.hardware) if training.hardware is not None else None
     measured_profile = read_profile(training.profile) if training.profile is not None else None
     options.check()
     from autohete.runtime.update_rules import default_optimizer
     from autohete.train.gpt import BLOCKS, GPT
+    from autohete.train.model_folder import check_new_folder, write_model
     from autohete.train.trainer import Mode, NonFinite, Trainer
 
-    def trainer_of(model: GPT) -> Trainer:
-        return Trainer(
-            model,
-            policy=training.policy,
-            blocks=BLOCKS,
-            gpu_memory=training.gpu_memory,
-            host_memory=training.host_memory,
-            pinned_memory=training.pinned_memory,
-            optimizer=default_optimizer(model.parameters(), training.lr),
-            device=training.device,
-            mode=Mode(training.mode),
-            hardware=hardware,
-            profile=measured_profile,
-            on_nonfinite=NonFinite.SKIP if training.skip_nonfinite else NonFinite.STOP,
-            clip_norm=training.clip_norm,
-            micro_batches=training.micro_batches,
-        )
+    lr = training.lr if training.lr is not None else 1e-3 if folders.model is None else 2e-5
+
+    keywords: dict[str, Any] = {
+        "policy": training.policy,
+        "gpu_memory": training.gpu_memory,
+        "host_memory": training.host_memory,
+        "pinned_memory": training.pinned_memory,
+        "device": training.device,
+        "mode": Mode(training.mode),
+        "hardware": hardware,
+        "profile": measured_profile,
+        "on_nonfinite": NonFinite.SKIP if training.skip_nonfinite else NonFinite.STOP,
+        "clip_norm": training.clip_norm,
+        "micro_batches": training.micro_batches,
+    }
+
+    def trainer_of(model: Any, blocks: str | None) -> Trainer:
+        return Trainer(model, blocks=blocks, optimizer=default_optimizer(model.parameters(), lr), **keywords)
 
     # Run the Trainer's checks on the smallest model first, before the text is read.
-    trainer_of(GPT(Workload("smallest", 1, 1, 1, vocabulary_size=1, sequence_length=1, batch_size=1)))
+    trainer_of(GPT(Workload("smallest", 1, 1, 1, vocabulary_size=1, sequence_length=1, batch_size=1)), BLOCKS)
+    if folders.out is not None:
+        check_new_folder(folders.out)
     held = _TRAINED if training.device == "emulated" else _HELD
-    model, data, workload = _built(options, held, training.seed, training.micro_batches)
-    if measured_profile is not None:
-        _check_same(measured_profile.workload, workload)
+    if training.verify is not None:
+        held = _VERIFIED
+    if folders.model is not None:
+        subject = _of_folder(folders.model, options, held, training.seed, training.micro_batches)
+    else:
+        subject, workload = _gpt(options, held, training.seed, training.micro_batches)
+        if measured_profile is not None:
+            _check_same(measured_profile.workload, workload)
+    if training.verify is not None:
+        _verify(subject, training.verify, lr, keywords)
+        return
+    settings = {
+        "seed": training.seed,
+        "lr": lr,
+        "batch size": options.batch_size,
+        "micro-batches": training.micro_batches,
+        "sequence length": options.sequence_length,
+        "text": subject.data.digest,
+    }
     out = console()
-    batches, tokens, steps = data.train(), workload.tokens * training.micro_batches, training.steps
-    with trainer_of(model) as trainer:
-        first = next(batches)
-        begin = time.perf_counter()
-        prediction = trainer.prepare(first)
-        prepared = time.perf_counter() - begin
-        times = f"{training.micro_batches} x " if training.micro_batches > 1 else ""
-        print_text(
-            out,
-            f"{workload.name}: {workload.parameters / 1e6:.1f} M parameters, batch {times}{workload.batch_size} x "
-            f"{workload.sequence_length} tokens, {workload.precision}{units_text(workload)}; text: "
-            f"{data.train_tokens:,} tokens to train on, {data.validation_tokens:,} held back",
-        )
-        share = prediction.gpu.capacity_bytes / trainer.resident_bytes
-        budget = format_bytes(prediction.gpu.capacity_bytes) if share < 1000 else "no limit"
-        print_text(
-            out,
-            f"{prediction.plan.policy}: plan {prediction.plan.counts}; device memory {budget}, resident it would need "
-            f"{format_bytes(trainer.resident_bytes)}; measured and planned in {prepared:.1f} s",
-        )
-        if trainer.slowdown > 1:
-            print_text(out, f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here")
-        begin = time.perf_counter()
-        losses = _steps(trainer, first, batches, steps, tokens)
-        seconds = time.perf_counter() - begin
-        measured = trainer.trace()
-        validation = _validation(trainer, data, workload.batch_size)
-        _print_end(out, trainer, losses, validation, steps * tokens / seconds)
-        print_iteration(out, measured, max(0, min(measured.steady().first, measured.iterations - 2)))
-        _write_files(out, trainer, measured, workload, files)
+    with trainer_of(subject.model, subject.blocks) as trainer:
+        saved = SavedTraining(trainer, saving, settings)
+        done = saved.begin(training.steps, may_have_ended=folders.out is not None)
+        if done:
+            print_text(out, f"resumed from {saving.save} after step {done}")
+        if done < training.steps:
+            _train(out, trainer, subject, options, training, saved, done, files)
+    if folders.model is not None and folders.out is not None:
+        write_model(subject.model, folders.model, folders.out)
+        print_text(out, f"written: {folders.out}")
+
+
+def _train(
+    out: Console,
+    trainer: Trainer,
+    subject: _Subject,
+    options: TextModel,
+    training: TextTraining,
+    saved: SavedTraining,
+    done: int,
+    files: TimelineFiles,
+) -> None:
+    """Make the steps after the first ``done`` ones, and print what there is to know about them."""
+    data, tokens = subject.data, options.batch_size * options.sequence_length * training.micro_batches
+    batches = data.train(done)
+    first = next(batches)
+    begin = time.perf_counter()
+    prediction = trainer.prepare(first)
+    prepared = time.perf_counter() - begin
+    times = f"{training.micro_batches} x " if training.micro_batches > 1 else ""
+    print_text(
+        out,
+        f"{subject.name}: {subject.parameters / 1e6:.1f} M parameters, batch {times}{options.batch_size} x "
+        f"{options.sequence_length} tokens, {subject.kind}; text: "
+        f"{data.train_tokens:,} tokens to train on, {data.validation_tokens:,} held back",
+    )
+    share = prediction.gpu.capacity_bytes / trainer.resident_bytes
+    budget = format_bytes(prediction.gpu.capacity_bytes) if share < 1000 else "no limit"
+    print_text(
+        out,
+        f"{prediction.plan.policy}: plan {prediction.plan.counts}; device memory {budget}, resident it would need "
+        f"{format_bytes(trainer.resident_bytes)}; measured and planned in {prepared:.1f} s",
+    )
+    if trainer.slowdown > 1:
+        print_text(out, f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here")
+    begin, steps = time.perf_counter(), training.steps - done
+    with saved.saving():
+        losses = _steps(trainer, first, batches, steps, tokens, saved.after_step)
+    seconds = time.perf_counter() - begin
+    measured = trainer.trace()
+    validation = _validation(trainer, data, options.batch_size)
+    _print_end(out, trainer, losses, validation, steps * tokens / seconds)
+    print_iteration(out, measured, max(0, min(measured.steady().first, measured.iterations - 2)))
+    _write_files(out, trainer, measured, subject.name, files)
+
+
+def _check_nothing_written(folders: ModelFolders, saving: SavingOptions, files: TimelineFiles) -> None:
+    """Check that no option asks for a file: a verification trains copies only."""
+    given = {"--out": folders.out, "--save": saving.save, **files.by_option}
+    for option, path in given.items():
+        if path is not None:
+            raise InputError(f"--verify trains copies and writes nothing: leave out {option}")
+
+
+def _verify(subject: _Subject, steps: int, lr: float, keywords: dict[str, Any]) -> None:
+    """Compare steps with plain PyTorch, print the result, and exit with code 1 if anything differs."""
+    from autohete.runtime.update_rules import default_optimizer
+    from autohete.train.verification import verify
+
+    out, optimizer = console(), default_optimizer(subject.model.parameters(), lr)
+    result = verify(subject.model, islice(subject.data.train(), steps), optimizer=optimizer, blocks=subject.blocks, **keywords)
+    counts = ", ".join(f"{count:,} x {what}" for what, count in result.compared.items())
+    print_text(out, f"{subject.name}: {result.steps} steps beside plain PyTorch, threads: {result.threads}; compared {counts}")
+    for difference in result.differences[:_MOST_DIFFERENCES]:
+        print_text(out, str(difference))
+    if len(result.differences) > _MOST_DIFFERENCES:
+        print_text(out, f"and {len(result.differences) - _MOST_DIFFERENCES} more in this step")
+    print_text(out, "all bits are equal" if result.is_equal else f"{len(result.differences)} differ")
+    if not result.is_equal:
+        sys.exit(1)
 
 
 def _check_same(measured: Workload, trained: Workload) -> None:
@@ -157,7 +287,9 @@ def _check_same(measured: Workload, trained: Workload) -> None:
         raise InputError(f"the profile does not match ({'; '.join(different)}): measure this model with autohete profile")
 
 
-def _steps(trainer: Trainer, first: Any, batches: Any, steps: int, tokens: int) -> list[float]:
+def _steps(
+    trainer: Trainer, first: Any, batches: Any, steps: int, tokens: int, after_step: Callable[[int], None]
+) -> list[float]:
     progress = Progress(
         TextColumn("training"),
         BarColumn(),
@@ -175,6 +307,7 @@ def _steps(trainer: Trainer, first: Any, batches: Any, steps: int, tokens: int) 
         batch = first
         for step in range(steps):
             losses.append(trainer.step(batch))
+            after_step(step + 1)
             if step + 1 < steps:
                 batch = next(batches)
             progress.advance(bar)
@@ -223,7 +356,7 @@ def _write_files(
     out: Console,
     trainer: Trainer,
     measured: Trace,
-    workload: Workload,
+    name: str,
     files: TimelineFiles,
 ) -> None:
     from autohete.analysis.occupancy import occupancy
@@ -240,7 +373,7 @@ def _write_files(
     if files.gantt is not None:
         predicted = trainer.prediction.trace
         iteration = min(predicted.iterations, measured.iterations) - 2
-        title = f"{workload.name}: {trainer.prediction.plan.policy}"
+        title = f"{name}: {trainer.prediction.plan.policy}"
         save_figure(two_row_figure(predicted, measured, max(iteration, 0), title), files.gantt)
         print_text(out, f"written: {files.gantt}")
 
@@ -250,13 +383,13 @@ def profile(options: TextModel, path: str, device: str, gpu_memory: str | None, 
     """Measure the machine and one block of each kind, show both, and write the file."""
     size = None if gpu_memory is None else round(parse_quantity(gpu_memory, "bytes"))
     options.check()
-    from autohete.train.gpt import BLOCKS
     from autohete.train.machine import versions
     from autohete.train.measured import measured_machine, measured_profile
 
-    model, data, workload = _built(options, _MEASURED)
+    subject, workload = _gpt(options, _MEASURED)
     machine, measured = measured_machine(device, size, quick=quick), versions()
-    result, document = measured_profile(machine, model, next(data.train()), device, workload.name, blocks=BLOCKS)
+    first = next(subject.data.train())
+    result, document = measured_profile(machine, subject.model, first, device, workload.name, blocks=subject.blocks)
     write_profile(path, result, document, measured)
     out = console()
     print_text(out, f"{measured['machine']}; {measured['versions']}; {measured['date']}")

@@ -106,7 +106,7 @@ class TextTraining:
     micro_batches:
         Batches per iteration; their gradients are accumulated before the update.
     lr:
-        Learning rate of AdamW.
+        Learning rate of AdamW. Default: 1e-3, with --model 2e-5.
     clip_norm:
         Scale gradients so that their global norm is at most this, such as 1.0.
     seed:
@@ -119,6 +119,9 @@ class TextTraining:
         A file written by `autohete profile` for this model, used instead of measuring.
     skip_nonfinite:
         Skip a step whose loss is NaN or infinite, instead of stopping.
+    verify:
+        Instead of training, compare so many steps with plain PyTorch, bit by bit: losses, gradients, parameters and optimizer
+        states. Exit code 1 if anything differs.
     """
 
     policy: str = "autohete"
@@ -128,13 +131,14 @@ class TextTraining:
     pinned_memory: str | None = None
     steps: Whole = 60
     micro_batches: Whole = 1
-    lr: float = 1e-3
+    lr: float | None = None
     clip_norm: float | None = None
     seed: Whole = 0
     mode: Literal["native", "paced"] = "native"
     hardware: str | None = None
     profile: str | None = None
     skip_nonfinite: bool = False
+    verify: Whole | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -147,12 +151,98 @@ class TextTraining:
         """
         if self.steps < 1:
             raise InputError(f"steps is {self.steps}: train at least 1")
-        if not 0 < self.lr < math.inf:
+        if self.verify is not None and self.verify < 1:
+            raise InputError(f"verify is {self.verify}: compare at least 1 step")
+        if self.lr is not None and not 0 < self.lr < math.inf:
             raise InputError(f"lr is {self.lr}: it must be positive and finite, such as 1e-3")
         if not 0 <= self.seed < 2**64:
             raise InputError(f"seed is {self.seed}: it must be a whole number from 0 to 2^64 - 1")
         if self.hardware is not None and self.profile is not None:
             raise InputError("a profile includes its hardware: leave out --hardware, or leave out --profile")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolders:
+    """A model of Hugging Face to train instead of a small GPT.
+
+    Parameters
+    ----------
+    model:
+        Folder with config.json, safetensors and tokenizer of a causal language model. Needs --data and --out.
+    out:
+        New folder for the trained model, in the same form.
+    """
+
+    model: str | None = None
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check(self, options: TextModel, training: TextTraining, *, writes: bool) -> None:
+        """Check that the options belong together.
+
+        Args:
+            options: those of the GPT, which the folder replaces.
+            training: how it is trained.
+            writes: whether the model is to be written.
+
+        Raises:
+            InputError: names the option to give or to leave out.
+        """
+        if self.model is None:
+            if self.out is not None:
+                raise InputError("--out is for a model that --model names: leave it out, or give --model")
+            return
+        of_gpt = ("hidden", "blocks", "heads", "precision", "units", "dropout", "tokenizer")
+        for name in of_gpt:
+            if getattr(options, name) != getattr(PLAIN_MODEL, name):
+                raise InputError(f"--{name} is of the small GPT; with --model the folder determines it: leave it out")
+        if options.data is None:
+            raise InputError("--model needs a text to train on: give --data, a text file or a folder of them")
+        if training.profile is not None:
+            raise InputError("a profile is of the small GPT, and cannot be used with --model: leave --profile out")
+        if writes and self.out is None:
+            raise InputError("--model needs --out: give a new folder for the trained model")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavingOptions:
+    """How to save a training, and to continue it.
+
+    Parameters
+    ----------
+    save:
+        Folder for checkpoints. SIGINT and SIGTERM (Ctrl-C, kill) save one before the program ends, and so does the last step.
+    save_every:
+        Also save after this many steps, again and again; the last three checkpoints stay.
+    resume:
+        Continue from the latest checkpoint in --save, bit-identically, up to --steps in all.
+    """
+
+    save: str | None = None
+    save_every: Whole | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check(self) -> None:
+        """Check that the options belong together.
+
+        Raises:
+            InputError: names the option to give or to leave out.
+        """
+        if self.save is None:
+            for name, given in (("--save-every", self.save_every is not None), ("--resume", self.resume)):
+                if given:
+                    raise InputError(f"{name} needs --save: give a folder for checkpoints")
+        if self.save is not None and not self.save:
+            raise InputError("--save is empty: give a folder for checkpoints")
+        if self.save_every is not None and self.save_every < 1:
+            raise InputError(f"save_every is {self.save_every}: it must be at least 1 step")
 
 
 @Parameter(name="*")
@@ -183,3 +273,4 @@ class TimelineFiles:
 
 #: The defaults.
 PLAIN_MODEL, PLAIN_TRAINING, NO_FILES = TextModel(), TextTraining(), TimelineFiles()
+NO_FOLDERS, NO_SAVING = ModelFolders(), SavingOptions()

@@ -30,14 +30,15 @@ _FORMS = (
 )
 #: Target value that the loss ignores, as in ``torch.nn.functional.cross_entropy``.
 _IGNORED = -100
+#: The argument of a loss that is the number of targets, as in Hugging Face's models.
+ITEMS = "num_items_in_batch"
 #: Arguments of Hugging Face models that block-by-block training does not support, and why.
 _ASKING = {
     "use_cache": "keys and values are only cached for generation",
     "output_router_logits": "the auxiliary loss of routers is part of the model's own loss, which is not computed",
     "output_attentions": "attention weights stay in the blocks",
     "output_hidden_states": "hidden states stay between the blocks",
-    "num_items_in_batch": "it scales the model's own loss, which is not computed: give loss=mean_token_loss, or take it in a "
-    "loss of your own",
+    ITEMS: "it scales the model's own loss, which is not computed: give loss=mean_token_loss, or take it in a loss of your own",
 }
 
 
@@ -65,7 +66,8 @@ class Batch:
 
         Args:
             given: a pair of token ids and targets; or a mapping of the forward's arguments, with ``targets`` or Hugging Face's
-                ``labels``. Labels of a causal language model equal the token ids and are shifted here.
+                ``labels``. Labels of a causal language model equal the token ids and are shifted here. If the loss takes
+                ``num_items_in_batch``, the mapping may have its value; otherwise targets are counted.
             model: the model whose forward takes the inputs.
             loss: takes what the mapping has by the names of its arguments, as the model does; None: next-token loss.
 
@@ -74,8 +76,11 @@ class Batch:
         """
         if isinstance(given, Batch):
             return given
-        labels, for_loss = None, dict[str, Any]()
+        labels, for_loss, items = None, dict[str, Any](), None
         if isinstance(given, Mapping):
+            if loss is not None and loss.adds_up and ITEMS in given:
+                given = dict(given)
+                items = _count(given.pop(ITEMS))
             taken, names = argument_names(model) or set(), () if loss is None else loss.names
             for_loss = {name: given[name] for name in names if name in given}
             inputs, targets, labels = _split({k: v for k, v in given.items() if k not in for_loss or k in taken}, model)
@@ -87,7 +92,9 @@ class Batch:
             raise InputError(f"the batch is {_said(given)}: {_FORMS}")
         batch = cls(inputs, targets, labels, for_loss)
         batch._check(model, per_position=loss is None or loss.per_position)
-        return replace(batch, items=_items(batch.targets)) if loss is not None and loss.adds_up else batch
+        if loss is None or not loss.adds_up:
+            return batch
+        return replace(batch, items=_items(batch.targets) if items is None else items)
 
     @property
     def named(self) -> Mapping[str, Any]:
@@ -207,6 +214,20 @@ def _items(targets: Tensor) -> int:
     if targets.is_floating_point():
         return targets.numel()
     return int((targets != _IGNORED).sum())
+
+
+def _count(given: object) -> int | None:
+    """The number of items that a batch gives; None: it leaves that open.
+
+    Raises:
+        InputError: it is not a positive whole number.
+    """
+    if given is None:
+        return None
+    value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 1:
+        raise InputError(f"{ITEMS} is {_said(given)}: give a positive whole number, or leave it out to count the targets")
+    return int(value)
 
 
 def padded(inputs: Inputs) -> Inputs:

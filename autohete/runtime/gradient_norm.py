@@ -29,6 +29,9 @@ class Clipping:
         order: block and place of each trained parameter, in the model's order.
         wide: compute norms in fp32, as of gradients of master weights; otherwise in the gradients' type.
 
+    Attributes:
+        total: the global norm of the latest iteration whose gradients are complete, before they are scaled; None: none yet.
+
     Raises:
         InputError: the schedule clips and there is no norm, or vice versa; or the norm is not positive and finite.
     """
@@ -49,6 +52,7 @@ class Clipping:
         #: By iteration and block: the norms of the parameters that have a gradient, by their places.
         self._norms: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._coefficients: dict[int, Tensor] = {}
+        self.total: float | None = None
 
     def measure(
         self, iteration: int, unit: int, gradients: Sequence[Tensor | None], factor: float, accelerator: Device
@@ -80,6 +84,7 @@ class Clipping:
         of_block = {unit: self._norms.pop((iteration, unit)) for unit in units}
         norms = [of_block[unit][place] for unit, place in self._order if place in of_block[unit]]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        self.total = float(total)
         self._coefficients.pop(iteration - 2, None)  # a delayed update uses that of the iteration before
         clipped = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
         self._coefficients[iteration] = torch.ones(()) if self.clip_norm == NO_CLIPPING else clipped

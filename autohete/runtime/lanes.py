@@ -232,6 +232,7 @@ class LaneThreads(Closing):
     def _lane(self, lane: int, threads: int) -> None:
         try:
             torch.set_num_threads(threads)  # first of all: a new thread ignores the main thread's setting
+            torch.get_num_threads()  # keeps it: otherwise the first operation takes over what others have set meanwhile
             if lane in self._ahead.lanes:
                 with self._accelerator.stream(), self._ending(lane) as issued:
                     self._work_through(lane, issued)

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from autohete.runtime.batch import ITEMS
 from autohete.runtime.losses import mean_token_loss, next_token_loss
 
 if TYPE_CHECKING:
     from autohete.runtime.batch import Batch, Loss
-
-#: The argument of a loss that is the number of targets, as in Hugging Face's models.
-_ITEMS = "num_items_in_batch"
 
 
 class LossCall:
@@ -34,13 +32,13 @@ class LossCall:
     def __init__(self, function: Loss) -> None:
         self.function, self.per_position = function, function in (next_token_loss, mean_token_loss)
         names = _more_arguments(function)
-        self.adds_up = _ITEMS in names
-        self.names = tuple(name for name in names if name != _ITEMS)
+        self.adds_up = ITEMS in names
+        self.names = tuple(name for name in names if name != ITEMS)
 
     def __call__(self, logits: Tensor, batch: Batch, device: torch.device) -> Tensor:
         """Return the loss of ``batch``, whose tensors are copied to ``device``: they belong to the caller."""
         targets, more = batch.of_loss(device)
-        return self.function(logits, targets, **more, **({_ITEMS: batch.items} if self.adds_up else {}))
+        return self.function(logits, targets, **more, **({ITEMS: batch.items} if self.adds_up else {}))
 
 
 def _more_arguments(function: Loss) -> list[str]:

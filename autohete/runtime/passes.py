@@ -205,6 +205,7 @@ class Passes:
         losses: by iteration, as they become known. With several micro-batches, the mean.
         skipped: iterations with a non-finite loss or gradient, with the first place where it occurred. They update nothing
             more.
+        observe: called with a parameter, the micro-batch and the gradient that a backward has just found.
         before_release: called with a block whose forward is about to release what is made again.
         skips_gradients: continue after non-finite gradients. Only possible if all updates wait for the whole backward.
     """
@@ -217,6 +218,7 @@ class Passes:
         self.skipped = states.gate.skipped
         self.skips_gradients = False
         states.not_finite = self._refuse
+        self.observe: Callable[[Tensor, int, Tensor], None] | None = None
         self.before_release: Callable[[int], None] | None = None
         #: Addresses of storages that are neither trained nor moved.
         self._lasting: set[int] = set()
@@ -463,6 +465,8 @@ class Passes:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and self._iteration not in self.skipped:
                 self.states.take_gradient(i, place, gradient)
+                if self.observe is not None:
+                    self.observe(parameter, self.memories.current.micro_batch, gradient)
                 self._found.append((i, place))
 
         return receive

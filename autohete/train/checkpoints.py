@@ -77,14 +77,14 @@ class Checkpoint:
         make_folder(folder)
         try:
             _remove_leftovers(folder)
-            with _hidden(folder) as part:
+            with hidden_folder(folder) as part:
                 self._write(part)
                 there = checkpoints(folder)
                 number = int(_number(there[-1])) + 1 if there else 1
                 while (target := folder / f"{number:06d}-step-{step:08d}").exists():  # another process writes here, too
                     number += 1
                 part.rename(target)
-            _bring_to_disk(folder)
+            bring_to_disk(folder)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             raise InputError(
@@ -103,11 +103,11 @@ class Checkpoint:
             file = part / f"tensors-{number}.safetensors"
             save_file({name: tensor.contiguous() for name, tensor in shard.items()}, file)
             shards[file.name] = _digest(file)
-            _bring_to_disk(file)
+            bring_to_disk(file)
         content = {"format": _FORMAT, "shards": shards, "state": self._plain}
         (part / _STATE).write_text(json.dumps(content | {"digest": _digest_of(content)}))
-        _bring_to_disk(part / _STATE)
-        _bring_to_disk(part)
+        bring_to_disk(part / _STATE)
+        bring_to_disk(part)
 
     def _encoded(self, value: Any, where: str) -> Any:
         """``value`` as JSON has it. Its tensors get numbers, and memory of their own."""
@@ -233,7 +233,7 @@ def _number(path: Path) -> str:
 
 
 @contextmanager
-def _hidden(folder: Path) -> Iterator[Path]:
+def hidden_folder(folder: Path) -> Iterator[Path]:
     """A new hidden folder, which is removed unless it gets another name. A lock says that it is in use."""
     part = folder / f"{_HIDDEN}{secrets.token_hex(8)}{_END}"
     part.mkdir()
@@ -296,7 +296,8 @@ def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _bring_to_disk(path: Path) -> None:
+def bring_to_disk(path: Path) -> None:
+    """Return once a file, or the names in a folder, are on disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

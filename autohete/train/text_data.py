@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import sysconfig
@@ -115,13 +116,14 @@ class _TrainedTokenizer:
         return self.inner.get_vocab_size()
 
     def encode(self, text: str) -> Tensor:
-        return torch.tensor([n for piece in self.inner.encode_batch_fast(_pieces(text)) for n in piece.ids], dtype=torch.int64)
+        pieces = self.inner.encode_batch_fast(pieces_of(text))
+        return torch.tensor([number for piece in pieces for number in piece.ids], dtype=torch.int64)
 
     def decode(self, ids: Tensor) -> str:
         return self.inner.decode(_numbers(ids, self.vocabulary_size))
 
 
-def _pieces(text: str) -> list[str]:
+def pieces_of(text: str) -> list[str]:
     """Cut ``text`` at fixed places: pieces are encoded in parallel, and the cuts cost about one token in ten thousand."""
     return [text[start : start + 2**16] for start in range(0, len(text), 2**16)]
 
@@ -153,7 +155,7 @@ def train_tokenizer(text: str, vocabulary_size: int) -> Tokenizer:
     inner, split = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.pre_tokenizer, inner.decoder = split, decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocabulary_size, initial_alphabet=split.alphabet(), show_progress=False)
-    inner.train_from_iterator(_pieces(text), trainer)
+    inner.train_from_iterator(pieces_of(text), trainer)
     return _TrainedTokenizer(inner)
 
 
@@ -197,6 +199,11 @@ class TextData:
                     f"the {part} part has {have} of the text's {len(tokens)} tokens, but needs {need}, {windows} × "
                     f"{sequence_length} + 1: give more text, shorter sequences, smaller batches or another validation_share"
                 )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all tokens, as hexadecimal digits: the same text and tokenizer have the same."""
+        return hashlib.sha256(self._train.numpy().tobytes() + self._validation.numpy().tobytes()).hexdigest()
 
     @property
     def train_tokens(self) -> int:

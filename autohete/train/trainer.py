@@ -354,9 +354,24 @@ class Trainer:
         return self._held.do(TrainingRun.comparison)
 
     @property
+    def steps(self) -> int:
+        """Number of steps that have begun so far, those before a state was loaded included."""
+        run = self._held.run
+        return self._position.first_step + (0 if run is None else run.session.lanes.admitted)
+
+    @property
     def skipped_steps(self) -> int:
         """Number of steps so far that were skipped because their loss or a gradient was not finite."""
         return self._position.skipped_steps
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Global norm of the last step's gradients before they were clipped, after waiting for its backward pass.
+
+        It is what ``torch.nn.utils.clip_grad_norm_`` returns. None: there is neither a ``clip_norm`` nor a ``grad_scaler``, so
+        nothing computes it, or no step has run yet.
+        """
+        return None if self._prepared is None else self._held.do(TrainingRun.gradient_norm)
 
     @property
     def device_bytes(self) -> int:

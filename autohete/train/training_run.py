@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,6 +159,19 @@ class TrainingRun:
         """Return the loss of a batch without training, after waiting for all updates."""
         self.session.drain()
         return self.session.training.evaluation.loss(Batch.of(batch, self._prepared.partition.model, self._loss))
+
+    def observe_gradients(self, see: Callable[[Tensor, int, Tensor], None]) -> None:
+        """Let ``see`` have each gradient as a backward finds it: the parameter, the micro-batch and the gradient."""
+        self.session.drain()
+        self.session.training.passes.observe = see
+
+    def gradient_norm(self) -> float | None:
+        """Return the global norm of the last step's gradients once it is known; None: nothing computes it."""
+        lanes = self.session.lanes
+        if self._options.recipe.clip_norm is None or not lanes.admitted:
+            return None
+        lanes.wait(TaskId(Kind.CLIP, 0), lanes.admitted - 1)
+        return self.session.training.states.clipping.total
 
     def parameters(self) -> list[Tensor]:
         """Return copies of all trained parameters, after waiting for all updates."""

@@ -255,3 +255,49 @@ def test_a_tokenizer_can_be_trained(tmp_path: Path) -> None:
     found = re.search(r"text: ([\d,]+) tokens to train on", trains(options))
     assert found
     assert int(found[1].replace(",", "")) < 0.5 * len(text)
+
+
+# --- verification
+
+
+@pytest.mark.slow
+def test_a_verification_says_that_all_bits_are_equal() -> None:
+    """``--verify`` compares steps instead of training, with the caller's own number of threads, and exits with 0."""
+    torch.set_num_threads(2)
+    try:
+        done = autohete("train", *words({**TINY, "--gpu-memory": "60%", "--verify": "2"}))
+    finally:
+        torch.set_num_threads(1)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert re.search(r"2 steps beside plain PyTorch, threads: 1; compared 2 x loss, 56 x gradient, ", done.stdout)
+    assert done.stdout.endswith("all bits are equal\n")
+
+
+@pytest.mark.slow
+def test_a_verification_that_finds_a_difference_ends_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If updates get other gradients than those that were found, it lists what differs, and the exit code is 1."""
+    from autohete.runtime.states import States
+
+    take = States.take_gradient
+
+    def wrong(self: States, i: int, place: int, gradient: torch.Tensor) -> None:
+        take(self, i, place, gradient * 2 if i == 1 else gradient)
+
+    monkeypatch.setattr(States, "take_gradient", wrong)
+    done = autohete("train", *words({**TINY, "--gpu-memory": "60%", "--verify": "2"}))
+    assert (done.returncode, done.stderr) == (1, ""), done
+    assert re.search(r"^step 0: parameter of blocks\.0\.\S+ differs: [\d,]+ of [\d,]+ elements, by at most ", done.stdout, re.M)
+    assert re.search(r"^and \d+ more in this step\n\d+ differ\n$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"--verify": "0"}, "verify is 0: compare at least 1 step"),
+        ({"--verify": "1", "--save": "x"}, "writes nothing: leave out --save"),
+        ({"--verify": "1", "--trace": "x.json"}, "writes nothing: leave out --trace"),
+    ],
+)
+def test_a_verification_that_cannot_be_is_refused(options: dict[str, str], message: str) -> None:
+    """It has a step to compare, and writes nothing."""
+    assert message in refused("train", *words({**TINY, **options}))

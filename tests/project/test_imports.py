@@ -71,6 +71,7 @@ ONLY_IN = {
     "hypothesis": {"testing"},
     "matplotlib": {"report"},
     "cyclopts": {"cli"},
+    "examples": set(),
     "experiments": set(),
     "tests": set(),
 }

@@ -174,7 +174,7 @@ def test_the_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", DOCUMENTS, ids=name)
 def test_the_files_exist(page: Path) -> None:
     """Every file or folder of the repository that a document names in code is there."""
-    folders = "autohete|benchmarks|docs|experiments|paper_figs|tests"
+    folders = "autohete|benchmarks|docs|examples|experiments|paper_figs|tests"
     named = re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./*-]*|test_\w+\.py)", page.read_text())
     for path in set(named) - set(re.findall(r"^# (test_\w+\.py)$", page.read_text(), re.MULTILINE)):  # what a page writes
         assert list(ROOT.glob(f"tests/*/{path}" if path.startswith("test_") else path.rstrip("/."))), path

@@ -64,7 +64,7 @@ def test_coefficient_is_that_of_pytorch(
         parameter = nn.Parameter(torch.zeros(blocks[i][place] or 0))
         parameter.grad = None if gradient is None else gradient.float().clone()
         parameters.append(parameter)
-    nn.utils.clip_grad_norm_(parameters, clip_norm)
+    assert clipping.total == float(nn.utils.clip_grad_norm_(parameters, clip_norm))
     coefficient = clipping.coefficient(7)
     assert coefficient is not None
     for (i, place), parameter in zip(order, parameters, strict=True):

@@ -121,6 +121,21 @@ def test_a_mean_over_tokens_does_not_depend_on_the_cut(policy: str) -> None:
     assert same(model, plain)
 
 
+def test_a_batch_may_count_its_items() -> None:
+    """The number that a batch gives takes the place of the count; what is no number of items is refused."""
+    (ids, targets), trainer = batches([(4, 8)])[0], Trainer(model_for(SMALL), loss=mean_token_loss, hardware=hardware())
+    given, items = {"ids": ids, "targets": targets}, 2 * int((targets != -100).sum())
+    with trainer:
+        trainer.prepare(given)
+        counted = trainer.evaluate([given])
+        for twice in (items, torch.tensor(items), torch.tensor(float(items))):
+            assert trainer.evaluate([given | {"num_items_in_batch": twice}]) == counted / 2
+        assert trainer.evaluate([given | {"num_items_in_batch": None}]) == counted
+        for wrong in (0, 1.5, float("nan"), "3", True, torch.ones(2)):
+            with pytest.raises(InputError, match=r"num_items_in_batch is .*: give a positive whole number"):
+                trainer.step(given | {"num_items_in_batch": wrong})
+
+
 def weighted(logits: Tensor, targets: Tensor, weights: Tensor, *, scale: float = 1.0) -> Tensor:
     """A loss with a weight for each sequence, and a factor."""
     each = functional.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none").mean(-1)

@@ -1,0 +1,1 @@
+"""Loops of other libraries, training within a memory budget."""
