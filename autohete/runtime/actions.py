@@ -45,6 +45,7 @@ class Actions:
             Kind.ACCUMULATE: states.add_arrived,
             Kind.GRADIENT_NORM: states.measure_gradients,
             Kind.CLIP: states.clip,
+            **(states.ranks.actions if states.ranks is not None else {}),
         }
         self._copies: dict[Value, Callable[[int, str, str], None]] = {
             Value.PARAMETERS: states.copy_parameters,

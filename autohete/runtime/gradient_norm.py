@@ -53,12 +53,24 @@ class Clipping:
         """Compute the norm of each of the block's gradients, which must be complete, times ``factor``."""
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         there = [gradient for gradient in gradients if gradient is not None]
+        self._norms[iteration, unit] = dict(zip(places, self.norms(there, factor), strict=True))
+
+    def norms(self, gradients: Sequence[Tensor], factor: float) -> list[Tensor]:
+        """The norm of each of ``gradients``, times ``factor``."""
+        if not gradients:
+            return []
         # A few bytes, copied right away: no task waits only for them.
-        norms: Iterable[Tensor] = []
-        if there:
-            norms = torch.stack(torch._foreach_norm(there, 2.0, dtype=self._dtype)).to("cpu")
-            norms = norms if factor == 1.0 else norms * factor
-        self._norms[iteration, unit] = dict(zip(places, norms, strict=True))
+        norms = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=self._dtype)).to("cpu")
+        return list(norms if factor == 1.0 else norms * factor)
+
+    def known(self, iteration: int, unit: int) -> dict[int, Tensor]:
+        """The norms of a block's parameters that are known, by their places."""
+        return self._norms.get((iteration, unit), {})
+
+    def note(self, iteration: int, unit: int, norms: dict[int, float], dtype: torch.dtype) -> None:
+        """Note norms that another rank has computed, or of gradients of several ranks."""
+        made = {place: torch.tensor(norm, dtype=self._dtype or dtype) for place, norm in norms.items()}
+        self._norms[iteration, unit] = self.known(iteration, unit) | made
 
     def combine(self, iteration: int) -> None:
         """Compute the scale of the gradients of ``iteration``.

@@ -49,6 +49,7 @@ class LaneThreads(Closing):
         execution: pace, number of torch threads, and how much of the history is kept.
         booking: called at each task's begin and end; None: nothing is called.
         around: context manager around each lane's thread, such as its own CUDA stream.
+        failed: called with what has failed, and how, as soon as it has.
 
     Attributes:
         progress: which step the parameters are from; call it once nothing runs.
@@ -66,10 +67,11 @@ class LaneThreads(Closing):
         *,
         booking: Booking | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        failed: Callable[[str, BaseException], None] = lambda name, error: None,
     ) -> None:
         execution = execution or Execution()
         graph, instants = graph_of(validate(schedule)), Instants()
-        self._schedule, self._action, self._clock = schedule, action, execution.clock
+        self._schedule, self._action, self._clock, self._failed = schedule, action, execution.clock, failed
         self._run = LaneRun(schedule, History(len(schedule.tasks), instants, execution.history), booking)
         self._pace = Pace(schedule, instants) if execution.paced else None
         #: By iteration, until the next one runs on the GPU: the caller's context variables, which the model may read.
@@ -213,7 +215,11 @@ class LaneThreads(Closing):
             with around():
                 self._work_through(lane)
         except BaseException as error:  # not a task's: this lane has ended, so the others cannot continue
-            self._run.fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
+            self._fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
+
+    def _fail(self, lane: int, name: str, error: BaseException, iteration: float) -> None:
+        self._failed(name, error)
+        self._run.fail(lane, name, error, iteration)
 
     def _work_through(self, lane: int) -> None:
         named = self._schedule.lanes[lane]
@@ -228,7 +234,7 @@ class LaneThreads(Closing):
             except BaseException as error:  # every exception reaches the caller
                 if error is not refusal:  # a refusal comes before anything is updated
                     self.progress.fail(task, iteration)
-                self._run.fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration)
+                self._fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration)
                 continue
             if self._pace is not None:
                 self._pace.keep(instance)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from autohete.errors import InputError, ScheduleError
+from autohete.runtime.collectives import Collectives
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.ledger import WORKSPACE
 from autohete.runtime.nonfinite import UpdateGate, first_not_finite
 from autohete.runtime.optimizer import ElementRange, UnitStates, parts_of
+from autohete.runtime.rank_states import RankStates
 from autohete.runtime.state_files import Files
 from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors
 from autohete.runtime.update_rules import UpdateSettings
@@ -59,8 +61,10 @@ class States:
         memories: where they live.
         clipping: how gradients are scaled before an update.
         poison: overwrite released parameters with NaN, so that a schedule that still reads them is detected.
+        collectives: if this is one of several ranks.
 
     Attributes:
+        ranks: what all ranks do together; None: there is one.
         schedule: as given.
         gate: called before each update, with the iteration whose gradients it uses.
     """
@@ -74,6 +78,7 @@ class States:
         clipping: Clipping,
         *,
         poison: bool,
+        collectives: Collectives | None = None,
     ) -> None:
         self.updates, self.memories, self.clipping, self.gate = updates, memories, clipping, UpdateGate()
         #: Called with a parameter whose summed gradient is not finite.
@@ -107,6 +112,7 @@ class States:
                 self._part_counts[task.id.unit] = max(self._part_counts[task.id.unit], task.id.again + 1)
         self.files = Files()
         self.units = [UnitTensors(parameters, memories.torch_device) for parameters in owned]
+        self.ranks = None if collectives is None else RankStates(self, collectives)
         for i, unit in enumerate(self.units):
             unit.cut = self._cut_of(i)
         self._slots: list[Tensor] | None = None
@@ -125,8 +131,10 @@ class States:
         states to whoever takes them.
         """
         self.memories.settle()
+        if self.ranks is not None:
+            self.ranks.gives_back = True
         for i, unit in enumerate(self.units):
-            if any(side.parameters is not None for side in unit.sides):  # take_over has not failed before this block
+            if any(flat is not None for side in unit.sides for flat in (side.parameters, side.shard)):  # take_over has not failed before this block
                 for place, parameter in enumerate(unit.parameters):
                     parameter.data = self.values(i, place)
                     parameter.grad = None
@@ -147,13 +155,10 @@ class States:
     def assign(self, i: int, place: int, values: Tensor) -> None:
         """Set the values of a parameter of block ``i`` wherever it is. Unchanged elements keep their master weights."""
         unit = self.units[i]
-        changed = _bits(values) != _bits(self.values(i, place))
-        if not changed.any():
-            return
         for flat, begin in (*self._newest(i), *self._copies(i)):
             there, part = unit.overlap(flat, begin, place)
-            chosen, found = (whole.reshape(-1)[part].to(there.device) for whole in (changed, values))
-            there.copy_(torch.where(chosen, found.to(there.dtype), there))
+            found = values.reshape(-1)[part].to(there.device)
+            there.copy_(torch.where(_bits(found) != _bits(there.to(found.dtype)), found.to(there.dtype), there))
         self.memories.settle()
 
     def saved(self, i: int, place: int) -> dict[str, Any]:
@@ -166,6 +171,9 @@ class States:
         for states in self._parts(i):
             for name, value in states.optimizer.saved(place).items():
                 found[name] = torch.cat([found[name], value]) if name in found and isinstance(value, Tensor) else value
+        if self.ranks is not None and unit.stage:
+            tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+            found |= self.ranks.whole(i, place, tensors)
         gradient = unit.host.gradients[place] if self.delays(i) and unit.host.gradients else None
         if gradient is not None:
             found[GRADIENT] = gradient.to("cpu", copy=True)
@@ -207,7 +215,11 @@ class States:
             yield
             return
         far = self.units[i].far.parameters is not None
-        self.copy_parameters(i, FAR if far else HOST_MEMORY, GPU_MEMORY)
+        if self.units[i].device.shard is None:
+            self.copy_parameters(i, FAR if far else HOST_MEMORY, GPU_MEMORY)
+        if self.ranks is not None and self.units[i].stage == 3:
+            self.ranks.meet(f"the parameters of block {i}")
+            self.ranks.gather_parameters(i)
         try:
             yield
         finally:
@@ -236,7 +248,8 @@ class States:
         kinds, memories = self.kinds[i], self.memories
         groups = [self.updates.members.get(id(parameter), 0) for parameter in unit.parameters]
         for side in self._updating_sides(i):
-            begin, end = (unit.cut, unit.elements) if side is unit.host else (0, unit.cut or unit.elements)
+            held = unit.on_host if side is unit.host else range(unit.shard.start, unit.cut or unit.shard.stop)
+            begin, end = held.start, held.stop
             home = HOST_MEMORY if unit.cut and side is unit.host else self._state_ways[i][0]
             for elements in part_ranges(end - begin, self._part_counts[i]):
                 first = begin + elements.start
@@ -250,15 +263,19 @@ class States:
                 claim = memories.claim if home == GPU_MEMORY else memories.claim_host
                 for tensor in states.tensors:
                     claim(tensor, "optimizer_states")
-        there = flat[unit.cut :]
+        there = flat[unit.on_host.start : unit.on_host.stop]
         if kinds & {Kind.CPU_UPDATE, Kind.FETCH_GRADIENTS}:
             unit.host.places = _split(memories.on_host(len(there), unit.dtype, "gradients"), unit)
         if i in self._far:
             unit.far.parameters = self.files.holding(there)
         elif kinds & {Kind.CPU_UPDATE, *_PREFETCHES}:
             unit.host.parameters = memories.on_host(len(there), unit.dtype, "parameters").copy_(there)
-        if Kind.PREFETCH_FORWARD not in kinds:  # they never leave, or the first forward fetches nothing
-            unit.device.parameters = self._place_for(i).copy_(flat)
+        if unit.stage == 3:
+            if not kinds & _PREFETCHES:
+                mine = flat[unit.shard.start : unit.shard.stop]
+                unit.device.shard = memories.on_device(len(mine), unit.dtype, "parameter_shard").copy_(mine)
+        elif Kind.PREFETCH_FORWARD not in kinds:  # they never leave, or the first forward fetches nothing
+            unit.device.parameters = self.place_for(i).copy_(flat)
 
     def _cut_of(self, i: int) -> int:
         """Number of elements of block ``i`` that the device updates if both sides update a part, derived from the bytes of
@@ -281,12 +298,13 @@ class States:
             raise ScheduleError(f"{told}, but {why}: the host has only a part of the gradients; let one side update all of it")
         states = (b for b in self.schedule.resident if (b.id.value, b.id.unit) == (Value.OPTIMIZER_STATES, i))
         size, of_each = sum(b.size_bytes for b in states if b.memory == GPU_MEMORY), self.updates.state_bytes(unit.dtype)
-        if not of_each or size % of_each or not 0 < size < unit.elements * of_each:
+        whole = unit.elements if self.ranks is None or not unit.stage else self.ranks.largest_share(unit)
+        if not of_each or size % of_each or not 0 < size < whole * of_each:
             raise ScheduleError(
                 f"{told}, but the schedule gives the GPU {size} bytes of its optimizer states: give a positive multiple of "
-                f"{of_each}, the bytes of an element, less than the {unit.elements * of_each} of the whole block"
+                f"{of_each}, the bytes of an element, less than the {whole * of_each} of the whole block"
             )
-        return size // of_each
+        return min(unit.shard.start + size // of_each, unit.shard.stop)
 
     def _updating_sides(self, i: int) -> list[UnitSide]:
         """The sides that update the block: the device before the host, which has the later elements."""
@@ -304,9 +322,12 @@ class States:
         newest = []
         for side in self._updating_sides(i):
             # The updating side is current; what it updates on the device may have been written back and released.
-            here, base = side.parameters, unit.cut if side is unit.host else 0
+            here, base = side.parameters, unit.on_host.start if side is unit.host else 0
+            if here is None and side.shard is not None:
+                here, base = side.shard, unit.shard.start
             if here is None:
-                here, base = next(flat for flat in (unit.host.parameters, unit.far.parameters) if flat is not None), unit.cut
+                here = next(flat for flat in (unit.host.parameters, unit.far.parameters) if flat is not None)
+                base = unit.on_host.start
             for part in side.states:
                 if part.optimizer.master is not None:
                     newest.append((part.optimizer.master, part.begin))
@@ -322,17 +343,29 @@ class States:
     def _copies(self, i: int) -> list[tuple[Tensor, int]]:
         """The flat parameters of block ``i`` in all memories, each with the index of its first element."""
         unit = self.units[i]
-        places = ((unit.host.parameters, unit.cut), (unit.far.parameters, 0), (unit.device.parameters, 0))
+        places = (
+            (unit.host.parameters, unit.on_host.start),
+            (unit.far.parameters, unit.on_host.start),
+            (unit.device.shard, unit.shard.start),
+            (unit.device.parameters, 0),
+        )
         return [(flat, begin) for flat, begin in places if flat is not None]
 
     def _trained(self, i: int, place: int, dtype: torch.dtype) -> Tensor:
         """The newest values of a parameter of block ``i``, in its shape, copied to new host memory."""
         unit = self.units[i]
         found = torch.empty(unit.shapes[place], dtype=dtype, device="cpu")
-        for flat, begin in self._newest(i):
+        newest, is_whole = self._newest(i), not unit.stage
+        if unit.stage in (1, 2) and dtype is unit.dtype and unit.device.parameters is not None:
+            newest, is_whole = [(unit.device.parameters, 0)], True  # gathered after each update
+        mine = []
+        for flat, begin in newest:
             there, part = unit.overlap(flat, begin, place)
             found.view(-1)[part].copy_(there)
-        return found
+            mine.append(found.view(-1)[part])
+        if is_whole or self.ranks is None:
+            return found
+        return self.ranks.whole(i, place, {VALUES: torch.cat(mine)})[VALUES].view(unit.shapes[place])
 
     # --- memory on the device
 
@@ -349,7 +382,7 @@ class States:
         slot = max(unit.elements * unit.dtype.itemsize for unit in leaving) * (2 if self._gradients_in_slots else 1)
         return [self.memories.on_device(slot, torch.uint8, "parameter_slots") for _ in range(total // slot)]
 
-    def _place_for(self, i: int) -> Tensor:
+    def place_for(self, i: int) -> Tensor:
         """Device memory for the parameters of block ``i``."""
         unit = self.units[i]
         if self._slots is None or not self.kinds[i] & _PREFETCHES:
@@ -431,8 +464,8 @@ class States:
         side.iteration = self.memories.current.iteration
 
     def _drop_gradients(self, side: UnitSide) -> None:
-        self.memories.current.alive += [side.gradients, side.reserved]
-        side.gradients, side.places, side.reserved = [], [], None
+        self.memories.current.alive += [side.gradients, side.reduced, side.reserved]
+        side.gradients, side.reduced, side.places, side.reserved = [], [], [], None
 
     def add_gradients(self, i: int) -> None:
         """Add the finished gradients of a micro-batch to the sums of the previous ones, in the same order as PyTorch."""
@@ -494,21 +527,31 @@ class States:
 
     def measure_gradients(self, i: int) -> None:
         """Compute the norms of the block's gradients where they are complete."""
+        gradients, iteration = self.complete_gradients(i), self.memories.current.iteration
+        own = gradients if self.ranks is None else self.ranks.own_only(i, gradients)
+        self.clipping.measure(iteration, i, own, 1.0 / self.updates_of(iteration).loss_scale)
+        if self.ranks is not None and i not in self._norm_on_host:  # those on the host wait for the lane of collectives
+            self.ranks.measure_shared(i, gradients)
+
+    def complete_gradients(self, i: int) -> Sequence[Tensor | None]:
+        """The gradients of a block where its norm is computed; of several ranks' flat parts this rank's."""
         unit = self.units[i]
-        side = unit.host if i in self._norm_on_host else unit.device
-        iteration = self.memories.current.iteration
-        self.clipping.measure(iteration, i, side.gradients, 1.0 / self.updates_of(iteration).loss_scale)
+        if i in self._norm_on_host:
+            return unit.host.gradients
+        return (
+            unit.gradients_of(parts_of(unit.sizes, unit.shard.start, unit.shard.stop)) if unit.stage else unit.device.gradients
+        )
 
     def clip(self, i: int) -> None:
         """Compute the scale of this iteration's gradients from all norms."""
+        if self.ranks is not None:
+            self.ranks.complete_norms(self._norm_on_host)
         self.clipping.combine(self.memories.current.iteration)
 
     def gpu_update(self, i: int) -> None:
         """Update with a part of the device's states, or with all of them."""
         side, part = self.units[i].device, self.memories.current.part
-        parts = side.states[part].optimizer.parts
-        here = [None if gradient is None else part.of(gradient) for part, gradient in zip(parts, side.gradients, strict=True)]
-        self._update(i, side, here)
+        self._update(i, side, self.units[i].gradients_of(side.states[part].optimizer.parts))
         if part + 1 == len(side.states):
             self._drop_gradients(side)
 
@@ -519,9 +562,11 @@ class States:
 
     def _update(self, i: int, side: UnitSide, gradients: Sequence[Tensor | None]) -> None:
         part, parameters = side.states[self.memories.current.part], side.parameters
-        optimizer = part.optimizer
+        optimizer, base = part.optimizer, self.units[i].on_host.start if side is self.units[i].host else 0
+        if parameters is None and side.shard is not None:
+            parameters, base = side.shard, self.units[i].shard.start
         if parameters is None and side is self.units[i].host and optimizer.master is not None:  # on the way to their place
-            there = self.memories.on_host(self.units[i].elements, self.units[i].dtype, "parameters")
+            there = self.memories.on_host(len(self.units[i].on_host), self.units[i].dtype, "parameters")
             parameters = side.parameters = there.copy_(optimizer.master)
         assert parameters is not None
         if len(part.resting) < len(self._state_ways[i]) - 1:
@@ -529,8 +574,7 @@ class States:
         optimizer.updates = self.updates_of(self.memories.current.iteration)
         if all(gradient is None for gradient in gradients):  # a delayed update in the first iteration, or a skipped one
             return
-        begin = part.begin - (self.units[i].cut if side is self.units[i].host else 0)
-        mine = parameters[begin : begin + optimizer.elements]
+        mine = parameters[part.begin - base :][: optimizer.elements]
         if self.gate.admits(side.iteration, i):
             scratch, counted = optimizer.scratch(), None
             if side is self.units[i].device:
@@ -550,16 +594,22 @@ class States:
         if there is None:
             raise ScheduleError(f"{self.memories.current.task} copies parameters from {source}, but they are not there")
         if here is None and target == HOST_MEMORY:
-            unit.host.parameters = self.memories.on_host(unit.elements, unit.dtype, "parameters").copy_(
+            unit.host.parameters = self.memories.on_host(len(unit.on_host), unit.dtype, "parameters").copy_(
                 there, non_blocking=True
             )
             return
+        if target == GPU_MEMORY and unit.stage == 3:
+            if unit.device.shard is None:
+                unit.device.shard = self.memories.on_device(len(unit.shard), unit.dtype, "parameter_shard")
+            unit.device.shard[unit.on_host.start - unit.shard.start :].copy_(there, non_blocking=True)
+            return
         if here is not None:
-            # Of a block that both sides update, only the host's part is copied, and only to the device.
-            here[unit.cut :].copy_(there, non_blocking=True)
+            # Of a block that both sides update, or several ranks, only the host's part is copied, and only to the device.
+            mine = here if target == HOST_MEMORY else here[unit.on_host.start : unit.on_host.stop]
+            mine.copy_(there, non_blocking=True)
             return
         assert target == GPU_MEMORY
-        unit.device.parameters = self._place_for(i).copy_(there, non_blocking=True)
+        unit.device.parameters = self.place_for(i).copy_(there, non_blocking=True)
         unit.bind()
 
     def copy_states(self, i: int, source: str, target: str) -> None:
@@ -636,10 +686,10 @@ class States:
         beside = Kind.ACCUMULATE in self.kinds[i] and micro_batch > 0
         places = here.places
         if beside:
-            places = _split(self.memories.on_host(unit.elements, unit.dtype, "arrived_gradients"), unit)
+            places = _split(self.memories.on_host(len(unit.on_host), unit.dtype, "arrived_gradients"), unit)
         copied = [
-            None if gradient is None else place.copy_(part.of(gradient), non_blocking=True)
-            for place, part, gradient in zip(places, _parts_on_host(unit), there.gradients, strict=True)
+            None if gradient is None else place.copy_(gradient, non_blocking=True)
+            for place, gradient in zip(places, unit.gradients_of(_parts_on_host(unit)), strict=True)
         ]
         if beside:
             here.arrived[micro_batch] = copied
@@ -652,7 +702,7 @@ class States:
 
 def _parts_on_host(unit: UnitTensors) -> list[ElementRange]:
     """For each parameter, the elements whose gradients are on the host."""
-    return parts_of(unit.sizes, unit.cut, unit.elements)
+    return parts_of(unit.sizes, unit.on_host.start, unit.on_host.stop)
 
 
 def _split(flat: Tensor, unit: UnitTensors) -> list[Tensor]:

@@ -15,7 +15,7 @@ from autohete.quantities import rounded_when_pinned
 from autohete.runtime.forward_pass import BlockCall
 from autohete.runtime.ledger import CudaMemory, DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
-from autohete.runtime.optimizer import UnitStates, parts_of
+from autohete.runtime.optimizer import ElementRange, UnitStates, parts_of
 from autohete.runtime.recorder import AsRead, Recorded, Remaking, Saved
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
@@ -154,8 +154,11 @@ class UnitSide:
 
     Attributes:
         parameters: flat, all parameters of the block one after another; ``views`` are the parameters in it. On the host those
-            from ``Block.cut`` on.
+            of ``UnitTensors.on_host``.
+        shard: flat, the parameters of ``UnitTensors.shard`` where all of them are gathered for each use.
         gradients: one per parameter, None if it has none; empty while the schedule gives them no memory.
+        reduced: flat, the part of each gradient that is in ``UnitTensors.shard``, summed over the ranks; empty while there are
+            none, or if they are in the gradients.
         iteration: the iteration of the gradients.
         places: destinations to which gradients, or their copied parts, are copied; empty if they stay in the tensors that
             autograd has allocated.
@@ -167,8 +170,10 @@ class UnitSide:
     """
 
     parameters: Tensor | None = None
+    shard: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
+    reduced: list[Tensor | None] = field(default_factory=list)
     iteration: int = -1
     places: list[Tensor] = field(default_factory=list)
     reserved: Reservation | None = None
@@ -186,7 +191,10 @@ class UnitTensors:
     parameters: tuple[nn.Parameter, ...]
     #: Device of its passes.
     torch_device: torch.device
-    #: Number of elements, from the first, that the device updates while the host has and updates the rest; 0: one side updates
+    #: The elements that this rank updates; its ZeRO stage.
+    shard: range = field(init=False)
+    stage: int = 0
+    #: The first element of the shard that the host has and updates while the device updates those before; 0: one side updates
     #: all.
     cut: int = 0
     #: Shape and number of elements of each parameter; total number of elements.
@@ -223,6 +231,7 @@ class UnitTensors:
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.sizes = [shape.numel() for shape in self.shapes]
         self.elements = sum(self.sizes)
+        self.shard = range(self.elements)
         self.dtype = self.parameters[0].dtype if self.parameters else torch.float32
         nan = torch.full((), torch.nan, dtype=self.dtype, device=self.torch_device)
         self.absent = [nan.expand(shape) for shape in self.shapes]
@@ -235,6 +244,25 @@ class UnitTensors:
     def sides(self) -> tuple[UnitSide, ...]:
         """Its states on the device, on the host, and in another place."""
         return self.device, self.host, self.far
+
+    @property
+    def parts(self) -> list[ElementRange]:
+        """The part of each parameter that is in the shard."""
+        return parts_of(self.sizes, self.shard.start, self.shard.stop)
+
+    @property
+    def on_host(self) -> range:
+        """The elements that are on the host if any are."""
+        return range(self.cut or self.shard.start, self.shard.stop)
+
+    def gradients_of(self, parts: Iterable[ElementRange]) -> list[Tensor | None]:
+        """Flat views of the gradients on the device for a part of each parameter, within the shard."""
+        if not self.device.reduced:
+            return [None if held is None else part.of(held) for part, held in zip(parts, self.device.gradients, strict=True)]
+        return [
+            None if held is None else held[part.first - whole.first : part.last - whole.first]
+            for part, whole, held in zip(parts, self.parts, self.device.reduced, strict=True)
+        ]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat``, one for each parameter."""
