@@ -89,6 +89,11 @@ class Batch:
         batch._check(model, per_position=loss is None or loss.per_position)
         return replace(batch, items=_items(batch.targets)) if loss is not None and loss.adds_up else batch
 
+    def described(self) -> str:
+        """The shapes of the inputs and of the targets."""
+        shapes = {name: tuple(value.shape) for name, value in self.named.items() if isinstance(value, Tensor)}
+        return f"{shapes}, targets {tuple(self.targets.shape)}"
+
     @property
     def named(self) -> Mapping[str, Any]:
         """The inputs by name; unnamed inputs are called ``ids``."""

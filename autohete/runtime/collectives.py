@@ -70,7 +70,6 @@ class Collectives:
         sizes: Sequence[int],
         owners: Sequence[Sequence[int]],
         targets: Sequence[Tensor | None] | None,
-        adds: Sequence[bool],
     ) -> None:
         """Add the gradients of all ranks, in the order of the ranks.
 
@@ -80,7 +79,6 @@ class Collectives:
             owners: for each parameter, the ranks that have a gradient.
             targets: for each parameter with a gradient, flat, takes the sums of its elements that are this rank's. None: write
                 those of all elements to ``gradients``, which are there for every parameter with a gradient.
-            adds: for each parameter, whether to add the sums to what is in the targets.
         """
         shares = self.shares(sum(sizes))
         mine, firsts = shares[self.rank], [part.first for part in self.parts(sizes)]
@@ -106,11 +104,7 @@ class Collectives:
                     continue
                 target = targets[place]
                 assert target is not None, "memory for the sums"
-                there = target[part.first - firsts[place] : part.last - firsts[place]]
-                if adds[place]:
-                    there.add_(total.to(there.device))
-                else:
-                    there.copy_(total)
+                target[part.first - firsts[place] : part.last - firsts[place]].copy_(total)
             if targets is not None:
                 continue
             self._move(dist.all_gather_single, sent, summed)

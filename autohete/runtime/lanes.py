@@ -49,7 +49,7 @@ class LaneThreads(Closing):
         execution: pace, number of torch threads, and how much of the history is kept.
         booking: called at each task's begin and end; None: nothing is called.
         around: context manager around each lane's thread, such as its own CUDA stream.
-        failed: called with what has failed, and how, as soon as it has.
+        failed: called with what has failed, and how, as soon as it has; None: nothing is called.
 
     Attributes:
         progress: which step the parameters are from; call it once nothing runs.
@@ -67,7 +67,7 @@ class LaneThreads(Closing):
         *,
         booking: Booking | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
-        failed: Callable[[str, BaseException], None] = lambda name, error: None,
+        failed: Callable[[str, BaseException], None] | None = None,
     ) -> None:
         execution = execution or Execution()
         graph, instants = graph_of(validate(schedule)), Instants()
@@ -218,7 +218,8 @@ class LaneThreads(Closing):
             self._fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
 
     def _fail(self, lane: int, name: str, error: BaseException, iteration: float) -> None:
-        self._failed(name, error)
+        if self._failed is not None:
+            self._failed(name, error)
         self._run.fail(lane, name, error, iteration)
 
     def _work_through(self, lane: int) -> None:

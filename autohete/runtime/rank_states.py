@@ -6,6 +6,7 @@ From stage 2 on it has the sums of these gradients only, and at stage 3 these pa
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -107,10 +108,11 @@ class RankStates:
         """Add the gradients of all ranks. Without ZeRO each rank gets all sums, otherwise those of its shard."""
         states, unit = self._states, self._states.units[i]
         side, current = unit.device, states.memories.current
-        gradients = side.gradients or [None] * len(unit.parameters)
+        gradients, reserved = side.unreduced.pop(current.micro_batch, (side.gradients, None))
+        gradients = gradients or [None] * len(unit.parameters)
         owners = self._owners(gradients)
         side.iteration = current.iteration
-        sums: Sequence[Tensor | None]
+        sums: list[Tensor | None]
         if unit.stage < 2:
             for place, some in enumerate(owners):
                 if not some:
@@ -120,9 +122,13 @@ class RankStates:
             side.gradients = sums = gradients
         if unit.stage:
             sums = self._shard_of_sums(unit, owners)
-            self._reduce(unit, gradients, owners, sums)
+            if any(owners):
+                self._collectives.reduce(gradients, unit.sizes, owners, sums)
+            current.alive += [gradients, reserved]
+            if unit.stage >= 2:
+                sums = self._add(unit, sums, current.micro_batch if Kind.ACCUMULATE in states.kinds[i] else 0)
         elif any(owners):
-            self._collectives.reduce(gradients, unit.sizes, owners, None, [])
+            self._collectives.reduce(gradients, unit.sizes, owners, None)
         if current.micro_batch + 1 == states.schedule.micro_batches:
             self._check_sums(i, sums)
 
@@ -153,27 +159,22 @@ class RankStates:
         views = torch.split(flat[: len(unit.shard)], [part.elements for part in parts])
         return [view if some else None for view, some in zip(views, owners, strict=True)]
 
-    def _reduce(
-        self,
-        unit: UnitTensors,
-        gradients: Sequence[Tensor | None],
-        owners: Sequence[Sequence[int]],
-        sums: list[Tensor | None],
-    ) -> None:
-        """Reduce to the shard; from stage 2 on next to, or added to, what earlier micro-batches have left there."""
-        side, memories = unit.device, self._states.memories
-        if any(owners):
-            self._collectives.reduce(gradients, unit.sizes, owners, sums, [False] * len(sums))
-        if unit.stage == 1:
-            return
-        for place, held in enumerate(side.reduced):
+    def _add(self, unit: UnitTensors, sums: list[Tensor | None], entry: int) -> list[Tensor | None]:
+        """Add to what earlier micro-batches have left; return all sums so far."""
+        reduced = unit.device.reduced
+        for place, held in enumerate(reduced.get(entry, ())):
             found = sums[place]
-            if held is not None and found is not None:
-                sums[place] = held.add_(found)
-            elif held is not None:
-                sums[place] = held
-        memories.current.alive += [side.gradients, side.reserved, side.reduced]
-        side.gradients, side.places, side.reserved, side.reduced = [], [], None, sums
+            if held is not None:
+                sums[place] = held if found is None else held.add_(found)
+        reduced[entry] = sums
+        return sums
+
+    def end_backward(self, i: int) -> None:
+        """Keep the gradients of a micro-batch until they are reduced, as the next backward may come before that."""
+        unit, side = self._states.units[i], self._states.units[i].device
+        if unit.stage >= 2:
+            side.unreduced[self._states.memories.current.micro_batch] = side.gradients, side.reserved
+            side.gradients, side.places, side.reserved = [], [], None
 
     def _check_sums(self, i: int, sums: Sequence[Tensor | None]) -> None:
         """Report sums that are not finite though each gradient is, as in 16 bit."""
@@ -245,6 +246,16 @@ class RankStates:
         ]
 
     # --- between steps
+
+    def note_change(self, i: int, place: int, values: Tensor) -> None:
+        """Note that the caller has written to a parameter, which all ranks must do alike."""
+        written = hashlib.sha256(values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        self._changes.append(f"parameter {place} of block {i}: {written.hexdigest()[:16]}")
+
+    def changes(self) -> list[str]:
+        """What the caller has changed since the last call."""
+        found, self._changes = self._changes, []
+        return found
 
     def meet(self, label: str) -> None:
         """Wait for all ranks to do the same."""

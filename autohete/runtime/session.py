@@ -9,6 +9,7 @@ import torch
 
 from autohete.runtime.batch import Batch
 from autohete.runtime.closing import Closing
+from autohete.runtime.collectives import Collectives
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Counting, CudaMemory, Ledger
 from autohete.runtime.partition import Partition
@@ -26,16 +27,24 @@ class Session(Closing):
         schedule: a valid schedule.
         recipe: what a step computes.
         execution: how the schedule is executed.
+        collectives: if this process is one of several ranks.
 
     Attributes:
         training: the model that has been taken over.
         lanes: the threads, which record what has ended and when.
     """
 
-    def __init__(self, partition: Partition, schedule: Schedule, recipe: Recipe, execution: Execution) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        schedule: Schedule,
+        recipe: Recipe,
+        execution: Execution,
+        collectives: Collectives | None = None,
+    ) -> None:
         self._ledgers = _ledgers(schedule, execution)
         with ExitStack() as undo:
-            self.training = Takeover(partition, schedule, recipe, self._ledgers)
+            self.training = Takeover(partition, schedule, recipe, self._ledgers, collectives=collectives)
             undo.callback(self.training.close)
             self.lanes = LaneThreads(
                 schedule,
@@ -43,6 +52,7 @@ class Session(Closing):
                 execution,
                 booking=self.training.count,
                 around=partial(_own_stream, execution.torch_device),
+                failed=None if collectives is None else collectives.fail,
             )
             undo.callback(self.lanes.close)
             self.training.guard.wait = self.lanes.drain

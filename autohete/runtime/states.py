@@ -134,7 +134,8 @@ class States:
         if self.ranks is not None:
             self.ranks.gives_back = True
         for i, unit in enumerate(self.units):
-            if any(flat is not None for side in unit.sides for flat in (side.parameters, side.shard)):  # take_over has not failed before this block
+            taken = (flat for side in unit.sides for flat in (side.parameters, side.shard))
+            if any(flat is not None for flat in taken):  # take_over has not failed before this block
                 for place, parameter in enumerate(unit.parameters):
                     parameter.data = self.values(i, place)
                     parameter.grad = None
@@ -463,9 +464,16 @@ class States:
             side.gradients[place] = gradient
         side.iteration = self.memories.current.iteration
 
+    def _drop_used(self, unit: UnitTensors, entry: int = 0) -> None:
+        """Drop gradients on the device that have been used: of a shard those of an entry, as others may be on their way."""
+        if unit.stage >= 2:
+            self.memories.current.alive.append(unit.device.reduced.pop(entry))
+        else:
+            self._drop_gradients(unit.device)
+
     def _drop_gradients(self, side: UnitSide) -> None:
-        self.memories.current.alive += [side.gradients, side.reduced, side.reserved]
-        side.gradients, side.reduced, side.places, side.reserved = [], [], [], None
+        self.memories.current.alive += [side.gradients, side.reserved]
+        side.gradients, side.places, side.reserved = [], [], None
 
     def add_gradients(self, i: int) -> None:
         """Add the finished gradients of a micro-batch to the sums of the previous ones, in the same order as PyTorch."""
@@ -553,7 +561,7 @@ class States:
         side, part = self.units[i].device, self.memories.current.part
         self._update(i, side, self.units[i].gradients_of(side.states[part].optimizer.parts))
         if part + 1 == len(side.states):
-            self._drop_gradients(side)
+            self._drop_used(self.units[i])
 
     def cpu_update(self, i: int) -> None:
         """Update with the host's states, and write the new parameters to the host's copy."""
@@ -683,13 +691,14 @@ class States:
             return
         unit, micro_batch = self.units[i], self.memories.current.micro_batch
         there, here = unit.side(source), unit.side(target)
-        beside = Kind.ACCUMULATE in self.kinds[i] and micro_batch > 0
+        entry = micro_batch if Kind.ACCUMULATE in self.kinds[i] else 0
+        beside = entry > 0
         places = here.places
         if beside:
             places = _split(self.memories.on_host(len(unit.on_host), unit.dtype, "arrived_gradients"), unit)
         copied = [
             None if gradient is None else place.copy_(gradient, non_blocking=True)
-            for place, gradient in zip(places, unit.gradients_of(_parts_on_host(unit)), strict=True)
+            for place, gradient in zip(places, unit.gradients_of(_parts_on_host(unit), entry), strict=True)
         ]
         if beside:
             here.arrived[micro_batch] = copied
@@ -697,7 +706,7 @@ class States:
             here.gradients = copied
         here.iteration = there.iteration
         if not unit.cut:  # otherwise the update on the device uses them, too
-            self._drop_gradients(there)
+            self._drop_used(unit, entry)
 
 
 def _parts_on_host(unit: UnitTensors) -> list[ElementRange]:

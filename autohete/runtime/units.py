@@ -157,8 +157,10 @@ class UnitSide:
             of ``UnitTensors.on_host``.
         shard: flat, the parameters of ``UnitTensors.shard`` where all of them are gathered for each use.
         gradients: one per parameter, None if it has none; empty while the schedule gives them no memory.
-        reduced: flat, the part of each gradient that is in ``UnitTensors.shard``, summed over the ranks; empty while there are
-            none, or if they are in the gradients.
+        unreduced: by micro-batch, gradients from the end of its backward until they are reduced to a shard, and what counts
+            them.
+        reduced: flat, the part of each gradient that is in ``UnitTensors.shard``, summed over the ranks: by micro-batch, or in
+            entry 0 the sums over all of them.
         iteration: the iteration of the gradients.
         places: destinations to which gradients, or their copied parts, are copied; empty if they stay in the tensors that
             autograd has allocated.
@@ -173,7 +175,8 @@ class UnitSide:
     shard: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
-    reduced: list[Tensor | None] = field(default_factory=list)
+    unreduced: dict[int, tuple[list[Tensor | None], Reservation | None]] = field(default_factory=dict)
+    reduced: dict[int, list[Tensor | None]] = field(default_factory=dict)
     iteration: int = -1
     places: list[Tensor] = field(default_factory=list)
     reserved: Reservation | None = None
@@ -255,13 +258,13 @@ class UnitTensors:
         """The elements that are on the host if any are."""
         return range(self.cut or self.shard.start, self.shard.stop)
 
-    def gradients_of(self, parts: Iterable[ElementRange]) -> list[Tensor | None]:
+    def gradients_of(self, parts: Iterable[ElementRange], micro_batch: int = 0) -> list[Tensor | None]:
         """Flat views of the gradients on the device for a part of each parameter, within the shard."""
-        if not self.device.reduced:
+        if self.stage < 2:
             return [None if held is None else part.of(held) for part, held in zip(parts, self.device.gradients, strict=True)]
         return [
             None if held is None else held[part.first - whole.first : part.last - whole.first]
-            for part, whole, held in zip(parts, self.parts, self.device.reduced, strict=True)
+            for part, whole, held in zip(parts, self.parts, self.device.reduced[micro_batch], strict=True)
         ]
 
     def views(self, flat: Tensor) -> list[Tensor]:

@@ -40,7 +40,7 @@ from support.reference import Outcome, batches, model_for
 from support.small import profile_of
 
 #: No test waits longer for its ranks.
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ POLICIES = {
     "resident:zero_stage=3": True,
     "resident:in_backward,zero_stage=2": True,
     "zero_offload": True,
+    "zero_offload:paper": True,
     "twin_flow:ratio=50": True,
     "zero3_offload": True,
     "fsdp2_offload": True,
