@@ -17,7 +17,7 @@ from autohete.errors import RankError, ScheduleError
 from autohete.runtime.collectives import CALLERS, Collectives
 from autohete.runtime.nonfinite import first_not_finite
 from autohete.runtime.units import UnitTensors
-from autohete.schedule import COLLECTIVES, GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Kind, Schedule, Value
+from autohete.schedule import COLLECTIVE, COLLECTIVES, GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Discipline, Kind, Schedule, Value
 from autohete.schedule.order import delayed_units
 
 if TYPE_CHECKING:
@@ -302,6 +302,8 @@ def _check(schedule: Schedule, units: Sequence[UnitTensors], ranks: int) -> None
         raise ScheduleError(
             f"the schedule is for one GPU, but there are {ranks} ranks: lower it for hardware with {ranks} GPUs"
         )
+    if any(lane.name == COLLECTIVE and lane.discipline is not Discipline.FIFO for lane in schedule.lanes):
+        raise ScheduleError("collectives by priority may come in another order on each rank: let their lane be fifo")
     if delayed_units(schedule):
         raise ScheduleError("the schedule delays updates, which several ranks cannot yet: choose a policy that does not")
     reduced = {task.id.unit for task in schedule.tasks if task.id.kind is Kind.REDUCE_GRADIENTS}

@@ -118,11 +118,9 @@ class Preparation:
         if self._ranks is None:
             prediction, resident = self._simulated(profile, lasting)
         else:
-            profile, ranks = replace(profile, hardware=self._ranks.shared(profile.hardware)), self._ranks
-            (prediction, resident), slowdown = ranks.from_first(
-                "planning", lambda: (self._simulated(profile, lasting), slowdown)
-            )
-            ranks.check_schedule(prediction.schedule)
+            profile = replace(profile, hardware=self._ranks.shared(profile.hardware))
+            prediction, resident = self._ranks.from_first("planning", partial(self._simulated, profile, lasting))
+            self._ranks.check_schedule(prediction.schedule)
         return Prepared(partition, form, prediction, resident, slowdown, threads)
 
     def _simulated(self, profile: Profile, lasting: int) -> tuple[Simulation, int]:

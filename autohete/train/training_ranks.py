@@ -173,8 +173,8 @@ class TrainingRanks:
                 "statistics, or train in one process"
             )
         model: nn.Module = partition.model
-        tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        found = {name: f"{tuple(tensor.shape)} of {tensor.dtype} {digest(tensor)}" for name, tensor in tensors.items()}
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        found = {name: f"{tuple(tensor.shape)} of {tensor.dtype} {digest(tensor)}" for name, tensor in tensors}
         found |= {f"{name} (trained)": "yes" for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, states in optimizer.items():
             found |= {f"{part} of {name}": digest(value) for part, value in states.items()}
