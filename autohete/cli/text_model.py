@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from autohete.cli.text_options import TextModel, TextTraining, TimelineFiles
+from autohete.cli.text_options import NO_FILES, TextModel, TextTraining, TimelineFiles
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.profile.profile_file import read_profile, write_profile
@@ -40,7 +40,7 @@ _MOST_VALIDATION_BATCHES = 8
 _TRAINED, _HELD, _MEASURED = 16, 4, 8
 
 
-def _built(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_batches: int = 1) -> _Built:
+def _built(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_batches: int = 1, rank: int = 0) -> _Built:
     """Build the model with fresh weights, its data and its shape.
 
     Args:
@@ -48,6 +48,7 @@ def _built(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_ba
         bytes_per_parameter: bytes of this machine's memory that each parameter will take.
         seed: seed of weights, batches and dropout.
         micro_batches: number of micro-batches in a step.
+        rank: has batches and dropout of its own.
 
     Raises:
         InputError: the shape, the text or the tokenizer is invalid, or the model is too large for this machine.
@@ -65,8 +66,9 @@ def _built(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_ba
             f"{workload.parameters:,} parameters need {format_bytes(needed)} of memory, this machine has "
             f"{format_bytes(there)}: choose a smaller model"
         )
-    data = TextData(text, tokenizer, options.sequence_length, options.batch_size * micro_batches, seed=seed)
-    return seeded_gpt(workload, options.dropout, seed), data, workload
+    own_seed = (seed + rank) % 2**64
+    data = TextData(text, tokenizer, options.sequence_length, options.batch_size * micro_batches, seed=own_seed)
+    return seeded_gpt(workload, options.dropout, seed, own_seed), data, workload
 
 
 @contextmanager
@@ -85,6 +87,26 @@ def _memory_told() -> Iterator[None]:
 def train(options: TextModel, training: TextTraining, files: TimelineFiles) -> None:
     """Train, show the progress, and compare the prediction with the measurement."""
     training.check()
+    if training.gpus == 1:
+        _train(options, training, files)
+        return
+    from autohete.train.local_ranks import on_local_ranks
+
+    on_local_ranks(training.gpus, _train_rank, options, training, files)
+
+
+def _train_rank(rank: int, options: TextModel, training: TextTraining, files: TimelineFiles) -> None:
+    """Train one of several ranks, of which the first one prints and writes."""
+    with ExitStack() as silence:
+        if rank:
+            nowhere = silence.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            silence.enter_context(redirect_stdout(nowhere))
+            silence.enter_context(redirect_stderr(nowhere))
+        with _memory_told():
+            _train(options, training, NO_FILES if rank else files, rank)
+
+
+def _train(options: TextModel, training: TextTraining, files: TimelineFiles, rank: int = 0) -> None:
     hardware = load_hardware(training.hardware) if training.hardware is not None else None
     measured_profile = read_profile(training.profile) if training.profile is not None else None
     options.check()
@@ -113,17 +135,17 @@ def train(options: TextModel, training: TextTraining, files: TimelineFiles) -> N
     # Run the Trainer's checks on the smallest model first, before the text is read.
     trainer_of(GPT(Workload("smallest", 1, 1, 1, vocabulary_size=1, sequence_length=1, batch_size=1)))
     held = _TRAINED if training.device == "emulated" else _HELD
-    model, data, workload = _built(options, held, training.seed, training.micro_batches)
+    model, data, workload = _built(options, held, training.seed, training.micro_batches, rank)
     if measured_profile is not None:
         _check_same(measured_profile.workload, workload)
     out = console()
-    batches, tokens, steps = data.train(), workload.tokens * training.micro_batches, training.steps
+    batches, tokens, steps = data.train(), workload.tokens * training.micro_batches * training.gpus, training.steps
     with trainer_of(model) as trainer:
         first = next(batches)
         begin = time.perf_counter()
         prediction = trainer.prepare(first)
         prepared = time.perf_counter() - begin
-        times = f"{training.micro_batches} x " if training.micro_batches > 1 else ""
+        times = "".join(f"{count} x " for count in (training.gpus, training.micro_batches) if count > 1)
         print_text(
             out,
             f"{workload.name}: {workload.parameters / 1e6:.1f} M parameters, batch {times}{workload.batch_size} x "

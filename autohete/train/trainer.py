@@ -117,6 +117,8 @@ class Trainer:
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         group = group_of(process_group)
+        if group is not None and mode is Mode.PACED:
+            raise InputError("several ranks cannot be paced yet: leave mode out, or train in one process")
         check_model(model)
         check_blocks(blocks)
         check_member("on_nonfinite", on_nonfinite, NonFinite)

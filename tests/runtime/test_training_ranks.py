@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ranks import results, train_in_one, train_several
+import torch
+from support.ranks import (
+    differing_rank,
+    ending_rank,
+    on_ranks,
+    results,
+    resumed_rank,
+    train_in_one,
+    train_several,
+    trainer_in_one,
+    trainer_rank,
+)
 from support.small import CLIP_NORM, SMALL, STEPS
 
 from autohete.workload import Precision, Workload
@@ -50,3 +62,69 @@ def test_clipping_and_micro_batches_have_the_bits_of_one_process() -> None:
     compare(2, [(replace(clipped, tied_embeddings=i % 2 == 0), policy) for i, policy in enumerate(POLICIES)])
     several = replace(SHALLOW, clip_norm=CLIP_NORM, micro_batches=2)
     compare(3, [(several, policy) for policy in POLICIES if "in_backward" not in policy])
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether nested values are equal, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.slow
+def test_a_trainer_on_ranks_is_one_with_micro_batches(tmp_path: Path) -> None:
+    """Weights, optimizer states and the model that is given back are those of one process with the ranks' batches as
+    micro-batches; and a state that two ranks have saved loads in one process and in four."""
+    policies = ["resident", "zero_offload", "autohete", "resident:zero_stage=3"]
+    expected = trainer_in_one(2)
+    for of_rank in results(trainer_rank, 2, 2, policies, str(tmp_path)):
+        for policy, found in zip(policies, of_rank, strict=True):
+            assert same(found, expected), policy
+    assert same(resumed_rank(0, "zero_offload", str(tmp_path)), expected["state"])
+    for resumed in results(resumed_rank, 4, "resident:zero_stage=3", str(tmp_path)):
+        assert same(resumed, expected["state"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "policy", "which"), [("killed", "zero_offload", 0), ("killed", "resident:zero_stage=3", 2)])
+def test_a_killed_rank_ends_all(how: str, policy: str, which: int) -> None:
+    """Within seconds every other rank has an error with its name."""
+    for rank, ended in enumerate(on_ranks(ending_rank, 3, 3, policy, how, which)):
+        if rank == which:
+            assert (ended.error, ended.code) == ("killed", -9)
+            continue
+        assert not ended.error
+        seconds, text = ended.result
+        assert f"rank {which} has failed: its process has ended (the last that it came to was" in text
+        assert seconds < 20
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_all() -> None:
+    """The other ranks name it, its task and its error."""
+    (_, first), (seconds, second) = results(ending_rank, 2, 2, "resident:zero_stage=2", "raises", 0)
+    assert "ValueError: boom" in first
+    assert "rank 0 has failed: L3@" in second
+    assert "ValueError: boom" in second
+    assert seconds < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("seed", "the model: blocks.0"),
+        ("policy", "the training: policy of rank 1 is Resident(checkpointing"),
+        ("lr", "the optimizer's settings of rank 1 differ from those of rank 0: 'lr 0.5', not 'lr 0.001'"),
+        ("weights", "changes of parameters of rank 1 differ from those of rank 0"),
+        ("calls", "rank 1 has failed: it is at 'the state of the training', but rank 0 at 'step 1'"),
+    ],
+)
+def test_ranks_that_differ_are_refused(what: str, expected: str) -> None:
+    """Both ranks name what differs, rather than to train apart or to wait for each other."""
+    for error in results(differing_rank, 2, what):
+        assert expected in error

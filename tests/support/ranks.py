@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,10 +36,11 @@ from autohete.runtime.update_rules import default_optimizer
 from autohete.schedule import Schedule
 from autohete.simulate import judge_for
 from autohete.train.as_executed import as_executed
-from autohete.train.gpt import BLOCKS
+from autohete.train.gpt import BLOCKS, seeded_gpt
+from autohete.train.trainer import Trainer
 from autohete.workload import Precision, Workload
 from support.reference import Outcome, batches, model_for
-from support.small import profile_of
+from support.small import CLIP_NORM, SMALL, profile_of
 
 #: No test waits longer for its ranks.
 LIMIT_SECONDS = 60.0
@@ -213,3 +216,100 @@ def _added(several: list[list[Tensor]]) -> list[Tensor]:
     for one in several[1:]:
         total = [a + b for a, b in zip(total, one, strict=True)]
     return total
+
+
+# --- with a Trainer
+
+SHORT = replace(SMALL, transformer_blocks=2)
+
+
+def _parts(trainer: Trainer, model: nn.Module) -> dict[str, Any]:
+    """What a training has, without what differs between ranks."""
+    state = trainer.state_dict()
+    return {name: value for name, value in state.items() if name != "random"} | {"adam": trainer.optimizer.state_dict()}
+
+
+def trainer_rank(rank: int, ranks: int, policies: list[str], folder: str) -> list[dict[str, Any]]:
+    """Train under several policies, and save under ``folder`` with the last of them."""
+    found = []
+    for policy in policies:
+        model = seeded_gpt(SHORT, dropout=0.0, seed=0)
+        with Trainer(model, blocks=BLOCKS, policy=policy, clip_norm=CLIP_NORM) as trainer:
+            for some in batches_of(SHORT, 2, rank, ranks):
+                trainer.step(some[0])
+            state = _parts(trainer, model)
+            trainer.evaluate(batches(SHORT, 1))
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            if policy == policies[-1]:
+                trainer.save(folder, extra={"rank": rank})
+        after = {name: value.detach().clone() for name, value in model.named_parameters()}
+        found.append({"state": state, "weights": weights, "after": after})
+    return found
+
+
+def trainer_in_one(ranks: int) -> dict[str, Any]:
+    """The same training in one process, with the ranks' batches as micro-batches."""
+    model = seeded_gpt(SHORT, dropout=0.0, seed=0)
+    own = [batches_of(SHORT, 2, rank, ranks) for rank in range(ranks)]
+    with Trainer(model, blocks=BLOCKS, policy="resident", clip_norm=CLIP_NORM, micro_batches=ranks) as trainer:
+        for step in range(2):
+            trainer.step(tuple(torch.cat([own[rank][step][0][i] for rank in range(ranks)]) for i in range(2)))
+        state = _parts(trainer, model)
+    after = {name: value.detach().clone() for name, value in model.named_parameters()}
+    return {"state": state, "weights": after, "after": after}
+
+
+def resumed_rank(rank: int, policy: str, folder: str) -> dict[str, Any]:
+    """Load a checkpoint, prepare, and return the state."""
+    model = seeded_gpt(SHORT, dropout=0.0, seed=5)
+    with Trainer(model, blocks=BLOCKS, policy=policy, clip_norm=CLIP_NORM) as trainer:
+        assert trainer.load(folder) == {"rank": 0}
+        trainer.prepare(batches(SHORT, 1)[0])
+        return _parts(trainer, model)
+
+
+def ending_rank(rank: int, ranks: int, policy: str, how: str, which: int) -> tuple[float, str]:
+    """Train until rank ``which`` ends in its third step. Return when this rank knows, and its error."""
+    calls = 0
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if rank == which and calls > 8:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError(f"boom at {time.time()}")
+        return next_token_loss(logits, targets)
+
+    model = seeded_gpt(SHORT, dropout=0.0, seed=0)
+    begin = time.time()
+    try:
+        with Trainer(model, blocks=BLOCKS, policy=policy, loss=loss) as trainer:
+            for some in batches_of(SHORT, 100, rank, ranks):
+                begin = time.time()
+                trainer.step(some[0])
+    except AutoHeteError as error:
+        return time.time() - begin, str(error)
+    return time.time() - begin, "no error"
+
+
+def differing_rank(rank: int, what: str) -> str:
+    """Train with something that differs on rank 1; return the error."""
+    model = seeded_gpt(SHORT, dropout=0.0, seed=rank if what == "seed" else 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    policy = "resident:zero_stage=1" if what == "policy" and rank else "resident"
+    given = batches(SHORT, 1)[0]
+    try:
+        with Trainer(model, blocks=BLOCKS, policy=policy, optimizer=optimizer) as trainer:
+            trainer.step(given)
+            if what == "lr" and rank:
+                optimizer.param_groups[0]["lr"] = 0.5
+            if what == "weights" and rank:
+                with torch.no_grad():
+                    next(model.parameters()).add_(1.0)
+            if what == "calls" and rank:
+                trainer.state_dict()
+            trainer.step(given)
+    except AutoHeteError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
