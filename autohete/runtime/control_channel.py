@@ -232,6 +232,7 @@ class ControlChannel:
                     self._note_part(stream, rank, content)
                 elif kind == _WHOLE:
                     self._whole[stream].append(_split(content))
+                    self._last[peer] = json.loads(self._whole[stream][-1][peer])["label"]
                     self._changed.notify_all()
                 elif kind == _FAILED:
                     self._note_failure(rank, content.decode())

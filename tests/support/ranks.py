@@ -43,7 +43,7 @@ from support.reference import Outcome, batches, model_for
 from support.small import CLIP_NORM, SMALL, profile_of
 
 #: No test waits longer for its ranks.
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,22 +270,20 @@ def resumed_rank(rank: int, policy: str, folder: str) -> dict[str, Any]:
 
 def ending_rank(rank: int, ranks: int, policy: str, how: str, which: int) -> tuple[float, str]:
     """Train until rank ``which`` ends in its third step. Return when this rank knows, and its error."""
-    calls = 0
+    step = 0
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if rank == which and calls > 8:
+        if rank == which and step == 2:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError(f"boom at {time.time()}")
+            raise ValueError("boom")
         return next_token_loss(logits, targets)
 
     model = seeded_gpt(SHORT, dropout=0.0, seed=0)
     begin = time.time()
     try:
         with Trainer(model, blocks=BLOCKS, policy=policy, loss=loss) as trainer:
-            for some in batches_of(SHORT, 100, rank, ranks):
+            for step, some in enumerate(batches_of(SHORT, 100, rank, ranks)):
                 begin = time.time()
                 trainer.step(some[0])
     except AutoHeteError as error:
@@ -293,8 +291,12 @@ def ending_rank(rank: int, ranks: int, policy: str, how: str, which: int) -> tup
     return time.time() - begin, "no error"
 
 
-def differing_rank(rank: int, what: str) -> str:
-    """Train with something that differs on rank 1; return the error."""
+def differing_rank(rank: int, several: list[str]) -> list[str]:
+    """Train with something that differs on rank 1, one after another; return the errors."""
+    return [_differing(rank, what) for what in several]
+
+
+def _differing(rank: int, what: str) -> str:
     model = seeded_gpt(SHORT, dropout=0.0, seed=rank if what == "seed" else 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     policy = "resident:zero_stage=1" if what == "policy" and rank else "resident"
