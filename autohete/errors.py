@@ -68,6 +68,10 @@ class TaskError(AutoHeteError):
     """
 
 
+class RankError(AutoHeteError):
+    """Another rank has failed or ended, or the ranks of a training differ. The message names the rank."""
+
+
 class NonFiniteError(AutoHeteError):
     """A loss or a gradient is NaN or infinite. ``step`` is the number of the step, counted from 0."""
 

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from autohete.cli.saved_training import SavedTraining
-from autohete.cli.text_options import ModelFolders, SavingOptions, TextModel, TextTraining, TimelineFiles
+from autohete.cli.text_options import NO_FILES, ModelFolders, SavingOptions, TextModel, TextTraining, TimelineFiles
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.profile.profile_file import read_profile, write_profile
@@ -66,7 +66,9 @@ class _Subject:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def _gpt(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_batches: int = 1) -> tuple[_Subject, Workload]:
+def _gpt(
+    options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_batches: int = 1, rank: int = 0
+) -> tuple[_Subject, Workload]:
     """Build the small GPT with fresh weights, its data and its shape.
 
     Args:
@@ -74,6 +76,7 @@ def _gpt(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_batc
         bytes_per_parameter: bytes of this machine's memory that each parameter will take.
         seed: seed of weights, batches and dropout.
         micro_batches: number of micro-batches in a step.
+        rank: has batches and dropout of its own.
 
     Raises:
         InputError: the shape, the text or the tokenizer is invalid, or the model is too large for this machine.
@@ -86,8 +89,9 @@ def _gpt(options: TextModel, bytes_per_parameter: int, seed: int = 0, micro_batc
     tokenizer: Tokenizer = ByteTokenizer() if options.tokenizer == "byte" else train_tokenizer(text, int(options.tokenizer))
     workload = options.workload(tokenizer.vocabulary_size)
     _check_memory(workload.parameters, bytes_per_parameter)
-    data = TextData(text, tokenizer, options.sequence_length, options.batch_size * micro_batches, seed=seed)
-    model, kind = seeded_gpt(workload, options.dropout, seed), f"{workload.precision}{units_text(workload)}"
+    own_seed = (seed + rank) % 2**64
+    data = TextData(text, tokenizer, options.sequence_length, options.batch_size * micro_batches, seed=own_seed)
+    model, kind = seeded_gpt(workload, options.dropout, seed, own_seed), f"{workload.precision}{units_text(workload)}"
     return _Subject(model, data, workload.name, kind, BLOCKS), workload
 
 
@@ -145,6 +149,38 @@ def train(
     saving.check()
     if training.verify is not None:
         _check_nothing_written(folders, saving, files)
+    if training.gpus == 1:
+        _run(options, training, folders, saving, files)
+        return
+    if folders != ModelFolders() or saving != SavingOptions() or training.verify is not None:
+        raise InputError(
+            f"{training.gpus} GPUs are emulated with the small GPT, without checkpoints and verification: leave out --model, "
+            "--save and --verify, or train from Python under torchrun"
+        )
+    from autohete.train.local_ranks import on_local_ranks
+
+    on_local_ranks(training.gpus, _train_rank, options, training, files)
+
+
+def _train_rank(rank: int, options: TextModel, training: TextTraining, files: TimelineFiles) -> None:
+    """Train one of several ranks, of which the first one prints and writes."""
+    with ExitStack() as silence:
+        if rank:
+            nowhere = silence.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            silence.enter_context(redirect_stdout(nowhere))
+            silence.enter_context(redirect_stderr(nowhere))
+        with _memory_told():
+            _run(options, training, ModelFolders(), SavingOptions(), NO_FILES if rank else files, rank)
+
+
+def _run(
+    options: TextModel,
+    training: TextTraining,
+    folders: ModelFolders,
+    saving: SavingOptions,
+    files: TimelineFiles,
+    rank: int = 0,
+) -> None:
     hardware = load_hardware(training.hardware) if training.hardware is not None else None
     measured_profile = read_profile(training.profile) if training.profile is not None else None
     options.check()
@@ -182,7 +218,7 @@ def train(
     if folders.model is not None:
         subject = _of_folder(folders.model, options, held, training.seed, training.micro_batches)
     else:
-        subject, workload = _gpt(options, held, training.seed, training.micro_batches)
+        subject, workload = _gpt(options, held, training.seed, training.micro_batches, rank)
         if measured_profile is not None:
             _check_same(measured_profile.workload, workload)
     if training.verify is not None:
@@ -220,13 +256,14 @@ def _train(
     files: TimelineFiles,
 ) -> None:
     """Make the steps after the first ``done`` ones, and print what there is to know about them."""
-    data, tokens = subject.data, options.batch_size * options.sequence_length * training.micro_batches
+    data, steps = subject.data, training.steps - done
+    tokens = options.batch_size * options.sequence_length * training.micro_batches * training.gpus
     batches = data.train(done)
     first = next(batches)
     begin = time.perf_counter()
     prediction = trainer.prepare(first)
     prepared = time.perf_counter() - begin
-    times = f"{training.micro_batches} x " if training.micro_batches > 1 else ""
+    times = "".join(f"{count} x " for count in (training.gpus, training.micro_batches) if count > 1)
     print_text(
         out,
         f"{subject.name}: {subject.parameters / 1e6:.1f} M parameters, batch {times}{options.batch_size} x "
@@ -242,7 +279,7 @@ def _train(
     )
     if trainer.slowdown > 1:
         print_text(out, f"paced: one second of the hardware takes {trainer.slowdown:.3g} s here")
-    begin, steps = time.perf_counter(), training.steps - done
+    begin = time.perf_counter()
     with saved.saving():
         losses = _steps(trainer, first, batches, steps, tokens, saved.after_step)
     seconds = time.perf_counter() - begin

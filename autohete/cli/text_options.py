@@ -92,6 +92,8 @@ class TextTraining:
     ----------
     policy:
         NAME[:flag,flag=value].
+    gpus:
+        Emulate so many GPUs by as many processes on this machine, each with its own batches and budget.
     device:
         emulated: the CPU stands in for a GPU, with a byte-exact memory budget.
     gpu_memory:
@@ -125,6 +127,7 @@ class TextTraining:
     """
 
     policy: str = "autohete"
+    gpus: Whole = 1
     device: Literal["emulated", "cuda"] = "emulated"
     gpu_memory: str = "25%"
     host_memory: str | None = None
@@ -149,6 +152,10 @@ class TextTraining:
         Raises:
             InputError: a value is out of range, or two contradict each other.
         """
+        if self.gpus < 1:
+            raise InputError(f"gpus is {self.gpus}: train on at least 1")
+        if self.gpus > 1 and self.device != "emulated":
+            raise InputError(f"this command emulates {self.gpus} GPUs: choose the device emulated, or start torchrun yourself")
         if self.steps < 1:
             raise InputError(f"steps is {self.steps}: train at least 1")
         if self.verify is not None and self.verify < 1:

@@ -45,6 +45,7 @@ class Actions:
             Kind.ACCUMULATE: states.add_arrived,
             Kind.GRADIENT_NORM: states.measure_gradients,
             Kind.CLIP: states.clip,
+            **(states.ranks.actions if states.ranks is not None else {}),
         }
         self._copies: dict[Value, Callable[[int, str, str], None]] = {
             Value.PARAMETERS: states.copy_parameters,
@@ -102,6 +103,8 @@ class Actions:
                 states.replace_parameters(i)
             for i in adds:
                 states.add_gradients(i)
+            if states.ranks is not None and task.id.kind is Kind.BACKWARD:
+                states.ranks.end_backward(task.id.unit)
             for i in releases:
                 states.poison(i)
             for i in releases:

@@ -96,6 +96,11 @@ class Batch:
             return batch
         return replace(batch, items=_items(batch.targets) if items is None else items)
 
+    def described(self) -> str:
+        """The shapes of the inputs and of the targets."""
+        shapes = {name: tuple(value.shape) for name, value in self.named.items() if isinstance(value, Tensor)}
+        return f"{shapes}, targets {tuple(self.targets.shape)}"
+
     @property
     def named(self) -> Mapping[str, Any]:
         """The inputs by name; unnamed inputs are called ``ids``."""

@@ -64,11 +64,22 @@ class Clipping:
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         there = [gradient for gradient in gradients if gradient is not None]
         # A few bytes, copied right away: no task waits only for them.
-        norms: Iterable[Tensor] = []
-        if there:
-            found = torch.stack(torch._foreach_norm(there, 2.0, dtype=self._dtype))
-            norms = accelerator.read_later(found if factor == 1.0 else found * factor)
+        norms: Iterable[Tensor] = accelerator.read_later(self.norms(there, factor)) if there else []
         self._norms[iteration, unit] = dict(zip(places, norms, strict=True))
+
+    def norms(self, gradients: Sequence[Tensor], factor: float) -> Tensor:
+        """The norm of each of ``gradients``, at least one, times ``factor``."""
+        norms = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=self._dtype))
+        return norms if factor == 1.0 else norms * factor
+
+    def known(self, iteration: int, unit: int) -> dict[int, Tensor]:
+        """The norms of a block's parameters that are known, by their places."""
+        return self._norms.get((iteration, unit), {})
+
+    def note(self, iteration: int, unit: int, norms: dict[int, float], dtype: torch.dtype) -> None:
+        """Note norms that another rank has computed, or of gradients of several ranks."""
+        made = {place: torch.tensor(norm, dtype=self._dtype or dtype) for place, norm in norms.items()}
+        self._norms[iteration, unit] = self.known(iteration, unit) | made
 
     def combine(self, iteration: int) -> None:
         """Compute the scale of the gradients of ``iteration``.

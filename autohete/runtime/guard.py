@@ -379,6 +379,8 @@ class _Lent:
             for (one, _), changed in zip(exposed, now, strict=True):
                 assert one.place is not None
                 self._states.assign(*one.place, changed)
+                if self._states.ranks is not None and one.tensor._version != self._writes[id(one.tensor)]:
+                    self._states.ranks.note_change(*one.place, changed)
             del now
             # Graphs that the caller still has were computed from older values: this makes PyTorch reject their backward.
             increment_version([one.tensor for one, _ in exposed])

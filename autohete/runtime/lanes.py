@@ -69,6 +69,7 @@ class LaneThreads(Closing):
         action: called in the thread of the task's lane.
         execution: pace, number of torch threads, and how much of the history is kept.
         booking: called at each task's begin and end; None: nothing is called.
+        failed: called with what has failed, and how, as soon as it has; None: nothing is called.
 
     Attributes:
         progress: which step the parameters are from; call it once nothing runs.
@@ -86,10 +87,11 @@ class LaneThreads(Closing):
         execution: Execution | None = None,
         *,
         booking: Booking | None = None,
+        failed: Callable[[str, BaseException], None] | None = None,
     ) -> None:
         execution = execution or Execution()
         graph, instants = graph_of(validate(schedule)), Instants()
-        self._schedule, self._action, self._clock = schedule, action, execution.clock
+        self._schedule, self._action, self._clock, self._failed = schedule, action, execution.clock, failed
         self._accelerator = execution.accelerator
         self._ahead = ahead_of(schedule) if self._accelerator.runs_ahead else NOTHING_AHEAD
         self._run = LaneRun(schedule, History(len(schedule.tasks), instants, execution.history), booking, self._ahead)
@@ -241,6 +243,11 @@ class LaneThreads(Closing):
         except BaseException as error:
             self._fail_lane(lane, error)
 
+    def _fail(self, lane: int, name: str, error: BaseException, iteration: float, instance: int = -1) -> None:
+        if self._failed is not None:
+            self._failed(name, error)
+        self._run.fail(lane, name, error, iteration, instance)
+
     def _fail_lane(self, lane: int, error: BaseException) -> None:
         """Note an error that is not a task's: the lane has ended, so the others cannot continue."""
         self._run.fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
@@ -263,7 +270,7 @@ class LaneThreads(Closing):
             except BaseException as error:  # every exception reaches the caller
                 if error is not refusal:  # a refusal comes before anything is updated
                     self.progress.fail(task, iteration)
-                self._run.fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, instance)
+                self._fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, instance)
                 continue
             if self._pace is not None:
                 self._pace.keep(instance)

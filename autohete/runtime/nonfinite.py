@@ -78,9 +78,10 @@ def not_finite_among(tensors: Sequence[Tensor], accelerator: Device) -> Callable
 
 
 def updates_wait_for_backward(schedule: Schedule) -> bool:
-    """Whether every update begins after the last backward of the iteration whose gradients it uses.
+    """Whether every update begins after the last backward of the iteration whose gradients it uses, and after their last sum
+    over the ranks if there are several.
 
-    Then a non-finite gradient in any block is detected before anything changes.
+    Then a non-finite gradient in any block, of any rank, is detected before anything changes.
     """
     graph = graph_of(schedule)
     onward: list[list[tuple[int, int]]] = [[] for _ in schedule.tasks]
@@ -88,7 +89,7 @@ def updates_wait_for_backward(schedule: Schedule) -> bool:
         onward[before].append((after, back))
     fifo = {lane.name for lane in schedule.lanes if lane.discipline is Discipline.FIFO}
     delayed = delayed_units(schedule)
-    backwards = [task for task in schedule.tasks if task.id.kind is Kind.BACKWARD]
+    backwards = [task for task in schedule.tasks if task.id.kind in (Kind.BACKWARD, Kind.REDUCE_GRADIENTS)]
     # In a fifo lane it is enough to look at the last one, which follows all others.
     last = [task for task in backwards if task.lane not in fifo] + list(
         {t.lane: t for t in backwards if t.lane in fifo}.values()

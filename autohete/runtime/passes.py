@@ -35,7 +35,13 @@ from autohete.runtime.units import Memories, UnitTensors
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, Value
 
 #: Backward of a block with such tasks needs values that may have moved since its forward.
-_MOVING = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD, Kind.OFFLOAD_ACTIVATIONS}
+_MOVING = {
+    Kind.PREFETCH_FORWARD,
+    Kind.PREFETCH_BACKWARD,
+    Kind.GATHER_FORWARD,
+    Kind.GATHER_BACKWARD,
+    Kind.OFFLOAD_ACTIVATIONS,
+}
 #: Calls of the loss, the current one included, whose logits it may keep.
 _KEPT_LOGITS = 2
 
@@ -382,7 +388,9 @@ class Passes:
         with torch.autograd.set_multithreading_enabled(False):
             parts = 1 if self.loss.adds_up else self.micro_batches
             scale = self.states.updates_of(self._iteration).loss_scale
-            share = loss if parts == 1 else loss / parts
+            ranks = 1 if self.states.ranks is None else self.states.ranks.count
+            shares = parts if self.loss.adds_up else parts * ranks
+            share = loss if shares == 1 else loss / shares
             share = share if scale == 1.0 else share * scale
             (self._transit.gradient,) = torch.autograd.grad(share, logits)
         if self.partition.effects.loss_keeps and self.memories.device is not None:  # counted in Partition.lasting_bytes

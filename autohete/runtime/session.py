@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from autohete.runtime.batch import Batch
 from autohete.runtime.closing import Closing
+from autohete.runtime.collectives import Collectives
 from autohete.runtime.device import AllocatorMemory
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Counting, Ledger, Room
@@ -24,22 +25,31 @@ class Session(Closing):
         schedule: a valid schedule.
         recipe: what a step computes.
         execution: how the schedule is executed.
+        collectives: if this process is one of several ranks.
 
     Attributes:
         training: the model that has been taken over.
         lanes: the threads, which record what has ended and when.
     """
 
-    def __init__(self, partition: Partition, schedule: Schedule, recipe: Recipe, execution: Execution) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        schedule: Schedule,
+        recipe: Recipe,
+        execution: Execution,
+        collectives: Collectives | None = None,
+    ) -> None:
         self._ledgers = _ledgers(schedule, execution)
         with ExitStack() as undo:
-            self.training = Takeover(partition, schedule, recipe, self._ledgers)
+            self.training = Takeover(partition, schedule, recipe, self._ledgers, collectives=collectives)
             undo.callback(self.training.close)
             self.lanes = LaneThreads(
                 schedule,
                 self.training.actions.act,
                 execution,
                 booking=Room(schedule, self.training.count) if execution.accelerator.runs_ahead else self.training.count,
+                failed=None if collectives is None else collectives.fail,
             )
             undo.callback(self.lanes.close)
             self.training.guard.wait = self.lanes.drain

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from autohete.errors import InputError, ScheduleError
+from autohete.runtime.collectives import Collectives
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.ledger import WORKSPACE, accounting
 from autohete.runtime.nonfinite import UpdateGate, not_finite_among
 from autohete.runtime.optimizer import ElementRange, UnitStates, WholeStates, parts_of, states_of_unit
+from autohete.runtime.rank_states import RankStates
 from autohete.runtime.state_files import Files
 from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors
 from autohete.runtime.update_rules import UpdateSettings
@@ -61,8 +63,10 @@ class States:
         memories: where they live.
         clipping: how gradients are scaled before an update.
         poison: overwrite released parameters with NaN, so that a schedule that still reads them is detected.
+        collectives: if this is one of several ranks.
 
     Attributes:
+        ranks: what all ranks do together; None: there is one.
         schedule: as given.
         gate: called before each update, with the iteration whose gradients it uses.
     """
@@ -77,6 +81,7 @@ class States:
         clipping: Clipping,
         *,
         poison: bool,
+        collectives: Collectives | None = None,
     ) -> None:
         self.updates, self.memories, self.clipping, self.gate = updates, memories, clipping, UpdateGate()
         #: Called with a parameter whose summed gradient is not finite.
@@ -110,6 +115,7 @@ class States:
                 self._part_counts[task.id.unit] = max(self._part_counts[task.id.unit], task.id.again + 1)
         self.files = Files()
         self.units = [UnitTensors(mine, memories.torch_device, still) for mine, still in zip(owned, frozen, strict=True)]
+        self.ranks = None if collectives is None else RankStates(self, collectives)
         for i, unit in enumerate(self.units):
             unit.cut = self._cut_of(i)
         self._slots: list[Tensor] | None = None
@@ -128,8 +134,11 @@ class States:
         states to whoever takes them.
         """
         self.memories.settle()
+        if self.ranks is not None:
+            self.ranks.gives_back = True
         for i, unit in enumerate(self.units):
-            if any(side.parameters is not None for side in unit.sides):  # take_over has not failed before this block
+            taken = (flat for side in unit.sides for flat in (side.parameters, side.shard))
+            if any(flat is not None for flat in taken):  # take_over has not failed before this block
                 for place, parameter in enumerate((*unit.parameters, *unit.frozen)):
                     parameter.data = self.values(i, place)
                     parameter.grad = None
@@ -159,12 +168,9 @@ class States:
                 unit.places.assign(data, index, values)
             self.memories.settle()
             return
-        changed = _bits(values) != _bits(self.values(i, place))
-        if not changed.any():
-            return
         for there, part in (*self._newest(i, place), *self._copies(i, place)):
-            chosen, found = (whole.reshape(-1)[part].to(there.device) for whole in (changed, values))
-            there.copy_(torch.where(chosen, found.to(there.dtype), there))
+            found = values.reshape(-1)[part].to(there.device)
+            there.copy_(torch.where(_bits(found) != _bits(there.to(found.dtype)), found.to(there.dtype), there))
         self.memories.settle()
 
     def places(self) -> dict[int, tuple[int, int]]:
@@ -179,9 +185,13 @@ class States:
             for name, value in states.optimizer.saved(place).items():
                 if isinstance(states.optimizer, UnitStates) and isinstance(value, Tensor):
                     value = torch.cat([found[name].view(-1), value]) if name in found else value
-                    shape = unit.layout.shapes[place]
-                    value = value.view(shape) if value.numel() == shape.numel() else value
                 found[name] = value
+        if self.ranks is not None and unit.stage:
+            tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+            found |= self.ranks.whole(i, place, tensors)
+        shape = unit.layout.shapes[place]
+        if isinstance(self._parts(i)[0].optimizer, UnitStates):
+            found = {name: value.view(shape) if isinstance(value, Tensor) else value for name, value in found.items()}
         gradient = unit.host.gradients[place] if self.delays(i) and unit.host.gradients else None
         if gradient is not None:
             found[GRADIENT] = gradient.to("cpu", copy=True).view(unit.layout.shapes[place])
@@ -222,7 +232,11 @@ class States:
             yield
             return
         far = self.units[i].far.parameters is not None
-        self.copy_parameters(i, FAR if far else HOST_MEMORY, GPU_MEMORY)
+        if self.units[i].device.shard is None:
+            self.copy_parameters(i, FAR if far else HOST_MEMORY, GPU_MEMORY)
+        if self.ranks is not None and self.units[i].stage == 3:
+            self.ranks.meet(f"the parameters of block {i}")
+            self.ranks.gather_parameters(i)
         try:
             yield
         finally:
@@ -266,7 +280,8 @@ class States:
         kinds, memories = self.kinds[i], self.memories
         groups = [self.updates.group_of(parameter) for parameter in unit.parameters]
         for side in self._updating_sides(i):
-            begin, end = (unit.cut, unit.elements) if side is unit.host else (0, unit.cut or unit.elements)
+            held = unit.on_host if side is unit.host else range(unit.shard.start, unit.cut or unit.shard.stop)
+            begin, end = held.start, held.stop
             home = HOST_MEMORY if unit.cut and side is unit.host else self._state_ways[i][0]
             for elements in part_ranges(end - begin, self._part_counts[i]):
                 first = begin + elements.start
@@ -284,17 +299,19 @@ class States:
                 claim = memories.claim if home == GPU_MEMORY else memories.claim_host
                 for tensor in states.tensors:
                     claim(tensor, "optimizer_states")
-        there = flat[unit.cut :]
+        there = flat[unit.on_host.start : unit.on_host.stop]
         if kinds & {Kind.CPU_UPDATE, Kind.FETCH_GRADIENTS}:
             unit.host.places = _split(memories.on_host(len(there), unit.dtype, "gradients"), unit)
         if i in self._far:
             unit.far.parameters = self.files.holding(there)
         elif kinds & {Kind.CPU_UPDATE, *_PREFETCHES}:
             unit.host.parameters = memories.on_host(len(there), unit.dtype, "parameters").copy_(there)
-        if Kind.PREFETCH_FORWARD not in kinds:  # they never leave, or the first forward fetches nothing
-            unit.put(self._place_for(i))
-            assert unit.device.parameters is not None, "there is room for them"
-            unit.device.parameters.copy_(flat)
+        if unit.stage == 3:
+            if not kinds & _PREFETCHES:
+                mine = flat[unit.shard.start : unit.shard.stop]
+                unit.device.shard = memories.on_device(len(mine), unit.dtype, "parameter_shard").copy_(mine)
+        elif Kind.PREFETCH_FORWARD not in kinds:  # they never leave, or the first forward fetches nothing
+            self.put(i).copy_(flat)
 
     def _cut_of(self, i: int) -> int:
         """Number of elements of block ``i`` that the device updates if both sides update a part, derived from the bytes of
@@ -321,14 +338,15 @@ class States:
                 f"{told}, but its optimizer updates whole parameters, or they have several types: let one side update all of it"
             )
         states = (b for b in self.schedule.resident if (b.id.value, b.id.unit) == (Value.OPTIMIZER_STATES, i))
-        of_each = self.updates.state_bytes(unit.dtype, groups[0])
         size = sum(b.size_bytes for b in states if b.memory == GPU_MEMORY)
-        if not of_each or size % of_each or not 0 < size < unit.elements * of_each:
+        of_each = self.updates.state_bytes(unit.dtype, groups[0])
+        whole = unit.elements if self.ranks is None or not unit.stage else self.ranks.largest_share(unit)
+        if not of_each or size % of_each or not 0 < size < whole * of_each:
             raise ScheduleError(
                 f"{told}, but the schedule gives the GPU {size} bytes of its optimizer states: give a positive multiple of "
-                f"{of_each}, the bytes of an element, less than the {unit.elements * of_each} of the whole block"
+                f"{of_each}, the bytes of an element, less than the {whole * of_each} of the whole block"
             )
-        return size // of_each
+        return min(unit.shard.start + size // of_each, unit.shard.stop)
 
     def _updating_sides(self, i: int) -> list[UnitSide]:
         """The sides that update the block: the device before the host, which has the later elements."""
@@ -345,9 +363,12 @@ class States:
         unit = self.units[i]
         for side in self._updating_sides(i):
             # The updating side is current; what it updates on the device may have been written back and released.
-            here, base = side.parameters, unit.cut if side is unit.host else 0
+            here, base = side.parameters, unit.on_host.start if side is unit.host else 0
+            if here is None and side.shard is not None:
+                here, base = side.shard, unit.shard.start
             if here is None:
-                here, base = next(flat for flat in (unit.host.parameters, unit.far.parameters) if flat is not None), unit.cut
+                here = next(flat for flat in (unit.host.parameters, unit.far.parameters) if flat is not None)
+                base = unit.on_host.start
             for part in side.states:
                 if (master := part.optimizer.newest(place)) is not None:
                     elements = part.optimizer.parts[place]
@@ -363,16 +384,28 @@ class States:
     def _copies(self, i: int, place: int) -> Iterator[tuple[Tensor, slice]]:
         """The copies of a parameter of block ``i`` in all memories: flat tensors, each with its elements."""
         unit = self.units[i]
-        places = ((unit.host.parameters, unit.cut), (unit.far.parameters, 0), (unit.device.parameters, 0))
+        places = (
+            (unit.host.parameters, unit.on_host.start),
+            (unit.far.parameters, unit.on_host.start),
+            (unit.device.shard, unit.shard.start),
+            (unit.device.parameters, 0),
+        )
         return (unit.overlap(flat, begin, place) for flat, begin in places if flat is not None)
 
     def _trained(self, i: int, place: int, dtype: torch.dtype) -> Tensor:
         """The newest values of a parameter of block ``i``, in its shape, copied to new host memory."""
         unit = self.units[i]
         found = torch.empty(unit.layout.shapes[place], dtype=dtype, device="cpu")
-        for there, part in self._newest(i, place):
+        newest, is_whole = self._newest(i, place), not unit.stage
+        if unit.stage in (1, 2) and dtype is unit.dtype and unit.device.parameters is not None:  # gathered after each update
+            newest, is_whole = iter([unit.overlap(unit.device.parameters, 0, place)]), True
+        mine = []
+        for there, part in newest:
             found.view(-1)[part].copy_(there)
-        return found
+            mine.append(found.view(-1)[part])
+        if is_whole or self.ranks is None:
+            return found
+        return self.ranks.whole(i, place, {VALUES: torch.cat(mine)})[VALUES].view(unit.layout.shapes[place])
 
     # --- memory on the device
 
@@ -388,6 +421,13 @@ class States:
         leaving = [unit for unit, kinds in zip(self.units, self.kinds, strict=True) if kinds & _PREFETCHES]
         slot = max(unit.size_bytes + self._gradients_in_slots * unit.trained_bytes for unit in leaving)
         return [self.memories.on_device(slot, torch.uint8, "parameter_slots") for _ in range(total // slot)]
+
+    def put(self, i: int) -> Tensor:
+        """Give the parameters of block ``i`` memory on the device, and return that of the trained ones, flat."""
+        unit = self.units[i]
+        unit.put(self._place_for(i))
+        assert unit.device.parameters is not None, "there is room for them"
+        return unit.device.parameters
 
     def _place_for(self, i: int) -> torch.UntypedStorage:
         """Device memory for the parameters of block ``i``."""
@@ -474,6 +514,13 @@ class States:
             side.gradients[place] = gradient
         side.iteration = self.memories.current.iteration
 
+    def _drop_used(self, unit: UnitTensors, entry: int = 0) -> None:
+        """Drop gradients on the device that have been used: of a shard those of an entry, as others may be on their way."""
+        if unit.stage >= 2:
+            self.memories.current.alive.append(unit.device.reduced.pop(entry))
+        else:
+            self._drop_gradients(unit.device)
+
     def _drop_gradients(self, side: UnitSide) -> None:
         self.memories.current.alive += [side.gradients, side.reserved]
         side.gradients, side.places, side.reserved = [], [], None
@@ -547,24 +594,34 @@ class States:
 
     def measure_gradients(self, i: int) -> None:
         """Compute the norms of the block's gradients where they are complete."""
-        unit = self.units[i]
-        side = unit.host if i in self._norm_on_host else unit.device
-        iteration = self.memories.current.iteration
+        gradients, iteration = self.complete_gradients(i), self.memories.current.iteration
+        own = gradients if self.ranks is None else self.ranks.own_only(i, gradients)
         factor = 1.0 / self.updates_of(iteration).loss_scale
-        self.clipping.measure(iteration, i, side.gradients, factor, self.memories.accelerator)
+        self.clipping.measure(iteration, i, own, factor, self.memories.accelerator)
+        if self.ranks is not None and i not in self._norm_on_host:  # those on the host wait for the lane of collectives
+            self.ranks.measure_shared(i, gradients)
+
+    def complete_gradients(self, i: int) -> Sequence[Tensor | None]:
+        """The gradients of a block where its norm is computed; of several ranks' flat parts this rank's."""
+        unit = self.units[i]
+        if i in self._norm_on_host:
+            return unit.host.gradients
+        return (
+            unit.gradients_of(parts_of(unit.sizes, unit.shard.start, unit.shard.stop)) if unit.stage else unit.device.gradients
+        )
 
     def clip(self, i: int) -> None:
         """Compute the scale of this iteration's gradients from all norms."""
+        if self.ranks is not None:
+            self.ranks.complete_norms(self._norm_on_host)
         self.clipping.combine(self.memories.current.iteration)
 
     def gpu_update(self, i: int) -> None:
         """Update with a part of the device's states, or with all of them."""
         side, part = self.units[i].device, self.memories.current.part
-        parts = side.states[part].optimizer.parts
-        here = [None if gradient is None else part.of(gradient) for part, gradient in zip(parts, side.gradients, strict=True)]
-        self._update(i, side, here)
+        self._update(i, side, self.units[i].gradients_of(side.states[part].optimizer.parts))
         if part + 1 == len(side.states):
-            self._drop_gradients(side)
+            self._drop_used(self.units[i])
 
     def cpu_update(self, i: int) -> None:
         """Update with the host's states, and write the new parameters to the host's copy."""
@@ -573,9 +630,11 @@ class States:
 
     def _update(self, i: int, side: UnitSide, gradients: Sequence[Tensor | None]) -> None:
         part, parameters = side.states[self.memories.current.part], side.parameters
-        optimizer = part.optimizer
+        optimizer, base = part.optimizer, self.units[i].on_host.start if side is self.units[i].host else 0
+        if parameters is None and side.shard is not None:
+            parameters, base = side.shard, self.units[i].shard.start
         if parameters is None and side is self.units[i].host and optimizer.master is not None:  # on the way to their place
-            there = self.memories.on_host(self.units[i].elements, self.units[i].dtype, "parameters")
+            there = self.memories.on_host(len(self.units[i].on_host), self.units[i].dtype, "parameters")
             optimizer.restore(there)
             parameters = side.parameters = there
         assert parameters is not None
@@ -584,8 +643,7 @@ class States:
         optimizer.updates = self.updates_of(self.memories.current.iteration)
         if all(gradient is None for gradient in gradients):  # a delayed update in the first iteration, or a skipped one
             return
-        begin = part.begin - (self.units[i].cut if side is self.units[i].host else 0)
-        mine = parameters[begin : begin + optimizer.elements]
+        mine = parameters[part.begin - base :][: optimizer.elements]
         if self.gate.admits(side.iteration, i):
             scratch, counted = optimizer.scratch(), None
             watched: AbstractContextManager[None] = nullcontext()
@@ -617,22 +675,26 @@ class States:
             raise ScheduleError(f"{self.memories.current.task} copies parameters from {source}, but they are not there")
         frozen = unit.side(source).frozen
         if here is None and target == HOST_MEMORY:
-            unit.host.parameters = self.memories.on_host(unit.elements, unit.dtype, "parameters").copy_(
+            unit.host.parameters = self.memories.on_host(len(unit.on_host), unit.dtype, "parameters").copy_(
                 there, non_blocking=True
             )
             if frozen is not None and source != GPU_MEMORY:
                 unit.host.frozen = self.memories.on_host(len(frozen), torch.uint8, "parameters").copy_(frozen)
             return
+        if target == GPU_MEMORY and unit.stage == 3:
+            if unit.device.shard is None:
+                unit.device.shard = self.memories.on_device(len(unit.shard), unit.dtype, "parameter_shard")
+            unit.device.shard[unit.on_host.start - unit.shard.start :].copy_(there, non_blocking=True)
+            return
         if here is not None:
-            # Of a block that both sides update, only the host's part is copied, and only to the device.
-            here[unit.cut :].copy_(there, non_blocking=True)
+            # Of a block that both sides update, or several ranks, only the host's part is copied, and only to the device.
+            mine = here if target == HOST_MEMORY else here[unit.on_host.start : unit.on_host.stop]
+            mine.copy_(there, non_blocking=True)
             return
         assert target == GPU_MEMORY
-        unit.put(self._place_for(i))
-        for place, data in ((unit.device.parameters, there), (unit.device.frozen, frozen)):
-            assert place is not None, "there is room for them"
-            if data is not None:
-                place.copy_(data, non_blocking=True)
+        self.put(i).copy_(there, non_blocking=True)
+        if frozen is not None and unit.device.frozen is not None:
+            unit.device.frozen.copy_(frozen, non_blocking=True)
         unit.bind()
 
     def copy_states(self, i: int, source: str, target: str) -> None:
@@ -706,13 +768,14 @@ class States:
             return
         unit, micro_batch = self.units[i], self.memories.current.micro_batch
         there, here = unit.side(source), unit.side(target)
-        beside = Kind.ACCUMULATE in self.kinds[i] and micro_batch > 0
+        entry = micro_batch if Kind.ACCUMULATE in self.kinds[i] else 0
+        beside = entry > 0
         places = here.places
         if beside:
-            places = _split(self.memories.on_host(unit.elements, unit.dtype, "arrived_gradients"), unit)
+            places = _split(self.memories.on_host(len(unit.on_host), unit.dtype, "arrived_gradients"), unit)
         copied = [
-            None if gradient is None else place.copy_(part.of(gradient), non_blocking=True)
-            for place, part, gradient in zip(places, _parts_on_host(unit), there.gradients, strict=True)
+            None if gradient is None else place.copy_(gradient, non_blocking=True)
+            for place, gradient in zip(places, unit.gradients_of(_parts_on_host(unit), entry), strict=True)
         ]
         if beside:
             here.arrived[micro_batch] = copied
@@ -720,7 +783,7 @@ class States:
             here.gradients = copied
         here.iteration = there.iteration
         if not unit.cut:  # otherwise the update on the device uses them, too
-            self._drop_gradients(there)
+            self._drop_used(unit, entry)
 
 
 def _parts_on_host(unit: UnitTensors) -> list[ElementRange]:
@@ -728,7 +791,7 @@ def _parts_on_host(unit: UnitTensors) -> list[ElementRange]:
     if unit.layout.is_mixed:
         sizes = [shape.numel() for shape in unit.layout.shapes]
         return parts_of(sizes, 0, sum(sizes))
-    return parts_of(unit.sizes, unit.cut, unit.elements)
+    return parts_of(unit.sizes, unit.on_host.start, unit.on_host.stop)
 
 
 def _split(flat: Tensor, unit: UnitTensors) -> list[Tensor]:

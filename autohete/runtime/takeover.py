@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autohete.errors import InputError, check_fields
 from autohete.runtime.actions import Actions
+from autohete.runtime.collectives import Collectives
 from autohete.runtime.device import AllocatorMemory, Device, device_for
 from autohete.runtime.evaluation import Evaluation
 from autohete.runtime.gradient_norm import Clipping
@@ -23,7 +24,7 @@ from autohete.runtime.passes import Passes
 from autohete.runtime.settings import Recipe
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories
-from autohete.schedule import COLLECTIVES, GPU, TRANSFERS, Schedule
+from autohete.schedule import COLLECTIVES, GPU, TRANSFERS, Kind, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Takeover:
         schedule: its tasks and buffers determine where each block's states live.
         recipe: what a step computes.
         ledgers: the device, and what counts memory.
+        collectives: if this process is one of several ranks, each of which takes over its own copy of the model.
         poison: overwrite released memory with NaN, so that a schedule that still reads it is detected.
 
     Attributes:
@@ -73,11 +75,15 @@ class Takeover:
         recipe: Recipe,
         ledgers: Ledgers | None = None,
         *,
+        collectives: Collectives | None = None,
         poison: bool = False,
     ) -> None:
-        if any(task.id.kind in (*COLLECTIVES, *TRANSFERS) for task in schedule.tasks):
+        if any(task.id.kind in TRANSFERS for task in schedule.tasks):
+            raise InputError("the schedule is a pipeline, which the runtime cannot execute: plan without stages")
+        if collectives is None and any(task.id.kind in COLLECTIVES for task in schedule.tasks):
             raise InputError(
-                "the schedule is for several GPUs, but one process trains on one: lower it for hardware with one GPU"
+                "the schedule is for several GPUs, but one process trains on one: start a process for each "
+                "(torch.distributed), or lower the schedule for hardware with one GPU"
             )
         ledgers = ledgers or Ledgers()
         accelerator, device = ledgers.accelerator, ledgers.device
@@ -93,9 +99,22 @@ class Takeover:
             if device is allocator:
                 moving = _moving_bytes(partition, accelerator.torch_device)
                 undo.enter_context(allocator.limited(allocator.used_bytes + moving))
-            self.states = States(partition.owned, partition.frozen, schedule, recipe.updates, memories, clipping, poison=poison)
+            self.states = States(
+                partition.owned,
+                partition.frozen,
+                schedule,
+                recipe.updates,
+                memories,
+                clipping,
+                poison=poison,
+                collectives=collectives,
+            )
             self.passes = Passes(partition, self.states, LossCall(recipe.loss), memories)
             self.passes.skips_gradients = recipe.skip_nonfinite and updates_wait_for_backward(schedule)
+            if self.states.ranks is not None and recipe.skip_nonfinite and recipe.clip_norm is None:
+                self.states.ranks.agrees = True
+                if any(task.id.kind is Kind.ACCUMULATE for task in schedule.tasks):  # sums that one rank alone knows
+                    self.passes.skips_gradients = False
             undo.callback(self.passes.forget)
             if count is not None:
                 undo.callback(count.close)

@@ -17,7 +17,7 @@ from autohete.runtime.device import AllocatorMemory, Device
 from autohete.runtime.forward_pass import BlockCall
 from autohete.runtime.ledger import DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
-from autohete.runtime.optimizer import Layout, UnitStates, WholeStates, parts_of
+from autohete.runtime.optimizer import ElementRange, Layout, UnitStates, WholeStates, parts_of
 from autohete.runtime.recorder import AsRead, Recorded, Remaking, Saved
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
@@ -172,9 +172,14 @@ class UnitSide:
 
     Attributes:
         parameters: flat, all trained parameters of the block one after another; ``views`` are the parameters in it. On the host
-            those from ``Block.cut`` on.
+            those of ``UnitTensors.on_host``.
         frozen: bytes of the frozen parameters that move with them, in memory behind them on the device.
+        shard: flat, the parameters of ``UnitTensors.shard`` where all of them are gathered for each use.
         gradients: one per parameter, None if it has none; empty while the schedule gives them no memory.
+        unreduced: by micro-batch, gradients from the end of its backward until they are reduced to a shard, and what counts
+            them.
+        reduced: flat, the part of each gradient that is in ``UnitTensors.shard``, summed over the ranks: by micro-batch, or in
+            entry 0 the sums over all of them.
         iteration: the iteration of the gradients.
         places: destinations to which gradients, or their copied parts, are copied; empty if they stay in the tensors that
             autograd has allocated.
@@ -187,8 +192,11 @@ class UnitSide:
 
     parameters: Tensor | None = None
     frozen: Tensor | None = None
+    shard: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
+    unreduced: dict[int, tuple[list[Tensor | None], Reservation | None]] = field(default_factory=dict)
+    reduced: dict[int, list[Tensor | None]] = field(default_factory=dict)
     iteration: int = -1
     places: list[Tensor] = field(default_factory=list)
     reserved: Reservation | None = None
@@ -260,7 +268,10 @@ class UnitTensors:
     torch_device: torch.device
     #: Frozen parameters that move with them.
     frozen: tuple[nn.Parameter, ...] = ()
-    #: Number of elements, from the first, that the device updates while the host has and updates the rest; 0: one side updates
+    #: The elements that this rank updates; its ZeRO stage.
+    shard: range = field(init=False)
+    stage: int = 0
+    #: The first element of the shard that the host has and updates while the device updates those before; 0: one side updates
     #: all.
     cut: int = 0
     #: The trained parameters in flat memory; elements that each takes there; total number of these.
@@ -301,6 +312,7 @@ class UnitTensors:
         self.layout = Layout.of(self.parameters)
         self.sizes, self.dtype = self.layout.sizes, self.layout.dtype
         self.elements = sum(self.sizes)
+        self.shard = range(self.elements)
         self.places = FrozenPlaces.behind(self.trained_bytes, self.frozen)
         self.absent = [_absent(parameter, self.torch_device) for parameter in (*self.parameters, *self.frozen)]
 
@@ -322,6 +334,25 @@ class UnitTensors:
     def sides(self) -> tuple[UnitSide, ...]:
         """Its states on the device, on the host, and in another place."""
         return self.device, self.host, self.far
+
+    @property
+    def parts(self) -> list[ElementRange]:
+        """The part of each parameter that is in the shard."""
+        return parts_of(self.sizes, self.shard.start, self.shard.stop)
+
+    @property
+    def on_host(self) -> range:
+        """The elements that are on the host if any are."""
+        return range(self.cut or self.shard.start, self.shard.stop)
+
+    def gradients_of(self, parts: Iterable[ElementRange], micro_batch: int = 0) -> list[Tensor | None]:
+        """Flat views of the gradients on the device for a part of each parameter, within the shard."""
+        if self.stage < 2:
+            return [None if held is None else part.of(held) for part, held in zip(parts, self.device.gradients, strict=True)]
+        return [
+            None if held is None else held[part.first - whole.first : part.last - whole.first]
+            for part, whole, held in zip(parts, self.parts, self.device.reduced[micro_batch], strict=True)
+        ]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat``, one for each parameter."""

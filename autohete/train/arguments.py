@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import replace
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autohete.errors import InputError
@@ -152,23 +150,6 @@ def _named(value: object) -> str:
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
-
-
-def check_processes() -> None:
-    """Check that this process is not one of several that are to train one model.
-
-    Raises:
-        InputError: states this process's rank.
-    """
-    rank, processes = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if dist.is_available() and dist.is_initialized():
-        rank, processes = str(dist.get_rank()), str(dist.get_world_size())
-    if processes.strip() not in ("", "1"):
-        raise InputError(
-            f"this process is rank {rank} of {processes} (torch.distributed or torchrun), but a Trainer trains in one process: "
-            "each rank would train a model of its own, and no gradient would reach another. Start one process; the "
-            "simulator predicts several GPUs"
-        )
 
 
 def check_modes() -> None:

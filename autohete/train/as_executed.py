@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autohete.plan import Activations, Footprint, Format, Plan, SavedRoute, UnitPlan
-from autohete.plan.rules import GradientsLeaveBeforeBackward
+from autohete.plan.rules import ByPriority, GradientsLeaveBeforeBackward
 from autohete.profile import Profile, UnitProfile
 
 
@@ -15,7 +15,9 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
     Placement, order and waits stay those of the system, but for one wait: where updates are delayed, backward waits until the
     gradients of the previous iteration have left, as each unit has one place for them. The system's transfer formats and passes
     over host memory change: gradients and parameters cross in the type that the GPU computes with; the CPU step is one fused
-    kernel (``runtime/optimizer.py``) on states, gradient and the only host copy of the parameters.
+    kernel (``runtime/optimizer.py``) on states, gradient and the only host copy of the parameters. Lanes of several ranks take
+    their tasks in the order of issue: what is most urgent at a moment may differ from rank to rank, but the order of their
+    collectives must not.
 
     Args:
         plan: plan of a system.
@@ -23,6 +25,7 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
         pins: whether gradients and the parameter copy are in pinned memory, as on a GPU.
     """
     element = profile.element_bytes
+    rules = tuple(rule for rule in plan.rules if profile.hardware.gpus == 1 or not isinstance(rule, ByPriority))
     units = tuple(
         replace(
             unit,
@@ -36,7 +39,7 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
     return replace(
         plan,
         units=units,
-        rules=(*plan.rules, GradientsLeaveBeforeBackward()) if plan.delayed else plan.rules,
+        rules=(*rules, GradientsLeaveBeforeBackward()) if plan.delayed else rules,
         update_bytes=24.0 + 2 * element if element == 2 else 28.0,
         elementwise_bytes=0,
         scales_gradients=element == 2,  # during the cast to fp32

@@ -139,7 +139,13 @@ class GPT(nn.Module):
         return logits
 
 
-def seeded_gpt(workload: Workload, dropout: float, seed: int) -> GPT:
-    """Return a GPT whose weights and dropout are determined by ``seed``, which also seeds PyTorch globally."""
+def seeded_gpt(workload: Workload, dropout: float, seed: int, dropout_seed: int | None = None) -> GPT:
+    """Return a GPT whose weights and dropout are determined by ``seed``, which also seeds PyTorch globally.
+
+    ``dropout_seed`` determines the dropout instead, as each of several ranks draws its own.
+    """
     torch.manual_seed(seed)
-    return GPT(workload, dropout)
+    model = GPT(workload, dropout)
+    if dropout_seed is not None and dropout_seed != seed:
+        torch.manual_seed(dropout_seed)
+    return model

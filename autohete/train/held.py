@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from autohete.errors import InputError, TaskError
 from autohete.runtime.claims import Claim
+from autohete.train.training_ranks import TrainingRanks
 from autohete.train.training_run import TrainingRun
 from autohete.train.worker import PATIENCE_SECONDS, Ended, Worker
 
@@ -26,6 +27,7 @@ class Held:
         run: the training in progress; None: it has not started, or has ended.
         closed: whether :meth:`close` was called.
         serving: closed in the end.
+        ranks: this process as one of several; None: it trains alone.
     """
 
     def __init__(self) -> None:
@@ -34,6 +36,7 @@ class Held:
         self.run: TrainingRun | None = None
         self.closed = False
         self.serving = ExitStack()
+        self.ranks: TrainingRanks | None = None
         #: Whether a call has raised the failure of a task.
         self._reported = False
 
@@ -112,6 +115,8 @@ class Held:
         """End the lanes once all admitted iterations have ended, and give the model back."""
         try:
             with ExitStack() as undo:  # each one, even if another fails
+                if self.ranks is not None:
+                    undo.callback(self.ranks.close)
                 if self.claim is not None:
                     undo.callback(self.claim.release)
                 if self.run is not None:
@@ -126,6 +131,8 @@ class Held:
         run = self.run
         if run is not None:
             run.session.lanes.abandon()
+        if self.ranks is not None:
+            self.ranks.fail("it was interrupted")
 
     def at_exit(self) -> None:
         """Give the model back when Python exits: a thread still inside PyTorch would abort the process."""

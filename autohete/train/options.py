@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+from dataclasses import dataclass, is_dataclass, replace
 from enum import StrEnum
 from typing import Self
 
@@ -115,6 +116,24 @@ class TrainingOptions:
             raise InputError("a paced device needs hardware to pace to: give one, such as load_hardware('v100-32gb-dgx2')")
         if self.mode is Mode.PACED and self.on_gpu:
             raise InputError("a GPU cannot be paced: leave mode out, or choose the device 'emulated'")
+
+    def described(self) -> dict[str, str]:
+        """What all ranks of a training have in common, as text."""
+        recipe = self.recipe
+        return {
+            "policy": repr(self.policy) if is_dataclass(self.policy) else self.policy.name,
+            "memory": repr(self.limits),
+            "loss": getattr(recipe.loss, "__qualname__", type(recipe.loss).__qualname__),
+            "update rules": ", ".join(str(rule.optimizer) for rule in recipe.updates.rules),
+            "optimizer groups": str(len(recipe.updates.groups)),
+            "clip_norm": repr(recipe.clip_norm),
+            "skips non-finite steps": repr(recipe.skip_nonfinite),
+            "micro_batches": repr(self.micro_batches),
+            "device": self.torch_device.type,
+            "mode": repr(self.mode),
+            "hardware": repr(self.hardware),
+            "profile": hashlib.sha256(repr(self.profile).encode()).hexdigest(),
+        }
 
     @property
     def on_gpu(self) -> bool:

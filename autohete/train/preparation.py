@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,6 +28,7 @@ from autohete.train.measure import measure, with_parameters_of, workload_of
 from autohete.train.measured import hardware_of
 from autohete.train.options import Mode, TrainingOptions
 from autohete.train.slowed import slowed
+from autohete.train.training_ranks import TrainingRanks
 from autohete.train.worker import stoppable
 
 
@@ -55,15 +58,21 @@ class Preparation:
 
     Args:
         options: how to train.
+        ranks: this process as one of several, of which the first plans for all; None: it trains alone.
     """
 
-    def __init__(self, options: TrainingOptions) -> None:
-        self._options = options
+    def __init__(self, options: TrainingOptions, ranks: TrainingRanks | None = None) -> None:
+        self._options, self._ranks = options, ranks
         #: Measured once, if it is not given.
         self._hardware = options.hardware
 
-    def prepare(self, partition: Partition, batch: object) -> Prepared:
+    def prepare(self, partition: Partition, batch: object, states: Mapping[str, Mapping[str, Any]] | None = None) -> Prepared:
         """Observe, measure and plan for batches like ``batch``.
+
+        Args:
+            partition: the model.
+            batch: as it is given.
+            states: of the optimizer, by the parameter's name, with which training begins.
 
         Raises:
             InputError: the batch does not fit the model, or the model or the plan cannot be trained.
@@ -74,6 +83,11 @@ class Preparation:
         part = first.split(options.micro_batches, equal=not loss.adds_up)[0]
         with cpu_threads(options.torch_device, 1):
             partition, form = observed(partition, first, loss, options.micro_batches)
+        if self._ranks is not None:
+            partition = replace(partition, frozen=((),) * len(partition.owned))  # frozen parameters stay on each device
+            self._ranks.connect()
+            self._ranks.compare("the training", options.described() | {"the first batch": first.described()})
+            self._ranks.check_model(partition, states or {})
         prepared = self._planned(partition, form, part, 1)
         threads = torch.get_num_threads()
         if threads > 1 and options.may_use_threads and only_gpu_works(prepared.prediction.schedule):
@@ -115,15 +129,27 @@ class Preparation:
         # Measured times and sizes do not depend on these.
         workload = replace(profile.workload, clip_norm=options.recipe.clip_norm, micro_batches=options.micro_batches)
         profile, lasting = replace(profile, workload=workload), partition.lasting_bytes
+        if self._ranks is None:
+            prediction, resident = self._simulated(profile, lasting)
+        else:
+            profile = replace(profile, hardware=self._ranks.shared(profile.hardware))
+            prediction, resident = self._ranks.from_first("planning", partial(self._simulated, profile, lasting))
+            self._ranks.check_schedule(prediction.schedule)
+        return Prepared(partition, form, prediction, resident, slowdown, threads)
+
+    def _simulated(self, profile: Profile, lasting: int) -> tuple[Simulation, int]:
+        """Plan and simulate; also return the device memory that fully resident training would need."""
+        options = self._options
         resident = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + lasting
         profile = options.limits.applied(profile, resident, lasting)
         executed = partial(as_executed, pins=options.on_gpu)
-        prediction = simulate_safely(profile, _Stoppable(options.policy), executed, lasting)
-        return Prepared(partition, form, prediction, resident, slowdown, threads)
+        return simulate_safely(profile, _Stoppable(options.policy), executed, lasting), resident
 
     def _profile(self, partition: Partition, batch: Batch) -> tuple[Profile, float]:
         """Return the profile, and the slowdown of a paced device."""
         options = self._options
+        if self._ranks is not None:
+            self._ranks.exchange("measuring")  # at once on all ranks, which share the machine in training, too
         if options.profile is not None:
             workload = options.profile.workload
             wanted = options.recipe.updates.simulated_by(DTYPES[workload.precision])

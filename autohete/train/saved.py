@@ -7,7 +7,7 @@
     buffers                     name -> values
     optimizer                   name -> step count, states, fp32 master weights of 16-bit parameters, and the gradient that a
                                 delayed update has not applied yet
-    random                      states of the random generators of PyTorch, Python and NumPy
+    random                      states of the random generators of PyTorch, Python and NumPy; of other ranks in "ranks"
 
 The state does not depend on where anything was stored, so training can resume under another policy, budget or device. All
 tensors are copies on the CPU, in the model's shapes and types.
@@ -35,6 +35,8 @@ from autohete.train.machine import versions
 _FORMAT = "autohete-training 2"
 #: Key of the state of a GPU's random generator.
 _OF_GPU = "cuda"
+#: Key of the random states of all ranks but the first.
+OTHER_RANKS = "ranks"
 #: More steps than any training makes. A parameter may have more than the training itself, if its optimizer had some before.
 _MOST_STEPS = 10**10
 _PARTS = ("buffers", "format", "groups", "optimizer", "parameters", "random", "skipped_steps", "step", "versions")
@@ -160,9 +162,12 @@ def load_states(state: Mapping[str, Any], model: nn.Module, states: States, *, b
         states.assign(i, place, values)
 
 
-def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the states of the random generators."""
-    found = state["random"]
+def set_random_states(state: Mapping[str, Any], device: torch.device, rank: int = 0) -> None:
+    """Restore the states of the random generators. Those of a rank that the state does not have stay as they are."""
+    of_ranks = [state["random"], *state["random"].get(OTHER_RANKS, ())]
+    if rank >= len(of_ranks):
+        return
+    found = of_ranks[rank]
     torch.set_rng_state(found["torch"])
     here = device_for(device)
     if here.random_state() is not None and _OF_GPU in found:
@@ -232,7 +237,12 @@ def _check_optimizer(name: str, given: object, parameter: Tensor, updates: Updat
 
 
 def _check_random(given: Mapping[str, Any]) -> None:
-    _same_names("random states of the state", ("torch", "python", "numpy", *({_OF_GPU} & set(given))), given)
+    _same_names("random states of the state", ("torch", "python", "numpy", *({_OF_GPU, OTHER_RANKS} & set(given))), given)
+    others = given.get(OTHER_RANKS, [])
+    if not isinstance(others, list) or not all(isinstance(one, Mapping) and OTHER_RANKS not in one for one in others):
+        raise InputError("the random states of the state's other ranks are no list of states: the state is damaged")
+    for other in others:
+        _check_random(other)
     try:
         torch.Generator().set_state(given["torch"])
         random.Random().setstate(given["python"])

@@ -26,7 +26,7 @@ from autohete.runtime.ledger import Counting
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.simulate import Simulation
-from autohete.train.arguments import check_blocks, check_model, check_modes, check_processes, device_of, policy_of, recipe_of
+from autohete.train.arguments import check_blocks, check_model, check_modes, device_of, policy_of, recipe_of
 from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.checkpoints import Checkpoint, CheckpointWriter, read_checkpoint
 from autohete.train.held import Held
@@ -34,6 +34,7 @@ from autohete.train.loss_scale import LossScale
 from autohete.train.options import MemoryLimits, Mode, NonFinite, TrainingOptions
 from autohete.train.preparation import Preparation, Prepared
 from autohete.train.saved import check_state, load_values, set_random_states
+from autohete.train.training_ranks import TrainingRanks, group_of
 from autohete.train.training_run import Position, PredictionComparison, TrainingRun
 
 __all__ = ["Mode", "NonFinite", "PredictionComparison", "Trainer"]
@@ -87,6 +88,9 @@ class Trainer:
             whole backward pass, as with ``clip_norm``.
         micro_batches: number of equal parts in which each step's batch is computed; their gradients are accumulated before
             the update. The loss is the mean of the parts' losses.
+        process_group: the processes that train the model together, each on its own batches; None: the default group of
+            ``torch.distributed``, if there is one. All of them call the same methods in the same order. Budgets are those of
+            each rank, losses those of its own batches; :mod:`autohete.runtime.collectives` states the arithmetic.
 
     Raises:
         InputError: the model cannot be cut into blocks, or an argument is invalid.
@@ -112,8 +116,11 @@ class Trainer:
         clip_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         micro_batches: int = 1,
+        process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        check_processes()
+        group = group_of(process_group)
+        if group is not None and mode is Mode.PACED:
+            raise InputError("several ranks cannot be paced yet: leave mode out, or train in one process")
         check_model(model)
         check_blocks(blocks)
         check_member("on_nonfinite", on_nonfinite, NonFinite)
@@ -135,11 +142,13 @@ class Trainer:
             profile=profile,
         )
         self._partition = partition(model, blocks)
-        self._preparation = Preparation(self._options)
+        ranks = None if group is None else TrainingRanks(group, self._options.torch_device)
+        self._preparation = Preparation(self._options, ranks)
         self._prepared: Prepared | None = None
         self._position = Position()
         self._entered = False
         self._held, self._writing = Held(), CheckpointWriter()
+        self._held.ranks = ranks
         self._held.serving = self._optimizer.attach(_Served(self._held).running)
         #: A dropped trainer gives the model back, too.
         weakref.finalize(self, self._held.dropped).atexit = False  # at Python's exit, Held.at_exit runs earlier
@@ -212,10 +221,12 @@ class Trainer:
             held.claim = Claim(self._partition.model, "trained")
             atexit.register(held.at_exit)
             try:
-                prepared = self._preparation.prepare(self._partition, batch)
-                held.run = TrainingRun(self._options, prepared, self._position, self._optimizer, self._scale)
+                prepared = self._preparation.prepare(self._partition, batch, self._optimizer.initial())
+                held.run = TrainingRun(self._options, prepared, self._position, self._optimizer, self._scale, held.ranks)
                 held.run.begin()
-            except BaseException:
+            except BaseException as error:
+                if held.ranks is not None:
+                    held.ranks.fail(f"{type(error).__name__}: {error}")
                 held.give_back()
                 raise
             self._prepared = prepared
@@ -309,12 +320,12 @@ class Trainer:
         for name, parameter in model.named_parameters():
             if name in state["optimizer"]:
                 self._optimizer.take(parameter, copy.deepcopy(dict(state["optimizer"][name])))
-        set_random_states(state, self._options.torch_device)
+        set_random_states(state, self._options.torch_device, 0 if self._held.ranks is None else self._held.ranks.rank)
         self._optimizer.use_settings(state["groups"])
         self._position.move(state, 0)
 
     def save(self, folder: str | Path, *, keep: int = 3, extra: object = None, background: bool = False) -> None:
-        """Write a checkpoint of :meth:`state_dict` below ``folder``, whole or not at all.
+        """Write a checkpoint of :meth:`state_dict` below ``folder``, whole or not at all. Of several ranks the first writes.
 
         Args:
             folder: contains the checkpoints, each in a folder of its own, such as ``000007-step-00000020``.
@@ -329,6 +340,8 @@ class Trainer:
         """
         with self._writing.lock:
             state = self.state_dict()
+            if self._held.ranks is not None and self._held.ranks.rank:
+                return
             checkpoint = Checkpoint({"training": state, "extra": copy.deepcopy(extra) if background else extra})
             self._writing.run(lambda: checkpoint.write(folder, state["step"], keep), background=background)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.loss_scale import LossScale
 from autohete.train.options import Mode, TrainingOptions
 from autohete.train.preparation import Prepared
-from autohete.train.saved import check_delayed, check_state, load_states, load_values, set_random_states, state_of
+from autohete.train.saved import OTHER_RANKS, check_delayed, check_state, load_states, load_values, set_random_states, state_of
+from autohete.train.training_ranks import TrainingRanks, check_alike, digest
 
 #: Number of iterations whose times are kept.
 _HISTORY = 64
@@ -86,16 +87,23 @@ class TrainingRun:
         position: where the training is; kept up to date.
         optimizer: the caller's, in whose place it updates.
         scale: of the loss.
+        ranks: this process as one of several; None: it trains alone.
 
     Attributes:
         session: executes the schedule, until it is closed.
     """
 
     def __init__(
-        self, options: TrainingOptions, prepared: Prepared, position: Position, optimizer: CallerOptimizer, scale: LossScale
+        self,
+        options: TrainingOptions,
+        prepared: Prepared,
+        position: Position,
+        optimizer: CallerOptimizer,
+        scale: LossScale,
+        ranks: TrainingRanks | None = None,
     ) -> None:
         self._options, self._prepared, self._position, self._optimizer = options, prepared, position, optimizer
-        self._scale = scale
+        self._scale, self._ranks = scale, ranks
         execution = Execution(
             accelerator=options.accelerator,
             paced=options.mode is Mode.PACED,
@@ -103,7 +111,8 @@ class TrainingRun:
             threads={CPU: torch.get_num_threads()} if options.on_gpu else {GPU: prepared.threads},
             history=_HISTORY,
         )
-        self.session = Session(prepared.partition, prepared.prediction.schedule, options.recipe, execution)
+        collectives = None if ranks is None else ranks.collectives
+        self.session = Session(prepared.partition, prepared.prediction.schedule, options.recipe, execution, collectives)
         position.skipped = self.session.training.passes.skipped
         self._loss = LossCall(options.recipe.loss)
 
@@ -123,6 +132,8 @@ class TrainingRun:
         prepared.form.check(checked)
         training, lanes, updates = self.session.training, self.session.lanes, self._optimizer.updates(self._scale.now())
         with training.guard.resumed():
+            if self._ranks is not None:
+                checked = self._agreed(self._ranks, checked)
             iteration = self.session.admit(checked.split(options.micro_batches, equal=equal), updates)
             training.states.updates_at.pop(iteration - _HISTORY, None)
         lanes.wait(TaskId(Kind.LOSS, prepared.partition.last, options.micro_batches - 1), iteration)
@@ -130,6 +141,8 @@ class TrainingRun:
         if not math.isfinite(loss) and not options.recipe.skip_nonfinite:
             lanes.drain()
             step, where = position.first_step + iteration, position.skipped[iteration]
+            if self._ranks is not None:
+                self._ranks.fail(f"step {step}: the loss is {loss}; not finite first: {where}")
             raise NonFiniteLossError(
                 f"step {step}: the loss is {loss}; not finite first: {where}. {self.changed_by(iteration)}; lower "
                 "the learning rate, or skip such steps (on_nonfinite=NonFinite.SKIP)",
@@ -141,6 +154,22 @@ class TrainingRun:
             lanes.wait(TaskId(Kind.CLIP, 0), iteration)
             self._scale.note(finite=iteration not in position.skipped)
         return loss
+
+    def _agreed(self, ranks: TrainingRanks, batch: Batch) -> Batch:
+        """Check that all ranks are about to make the same step; return the batch with the number of items of all ranks."""
+        states = self.session.training.states
+        assert states.ranks is not None
+        facts = {
+            "settings": [f"{name} {value}" for group in self._optimizer.settings() for name, value in group.items()],
+            "scale": self._scale.now(),
+            "changes": states.ranks.changes(),
+            "items": batch.items,
+        }
+        found = ranks.exchange(f"step {self._position.first_step + self.session.lanes.admitted}", facts)
+        check_alike(found, "the optimizer's settings", "settings")
+        check_alike(found, "the scales of the loss", "scale")
+        check_alike(found, "changes of parameters", "changes")
+        return replace(batch, items=sum(one["items"] for one in found))
 
     def changed_by(self, iteration: int) -> str:
         """Describe what a step with a non-finite loss or gradient has changed nevertheless, once it has ended."""
@@ -190,17 +219,27 @@ class TrainingRun:
         with training.guard.resumed(), training.guard.inside():
             step = position.first_step + self.session.lanes.admitted
             model, device = self._prepared.partition.model, self._options.torch_device
-            return state_of(model, training.states, self._optimizer, step, position.skipped_steps, device)
+            state = state_of(model, training.states, self._optimizer, step, position.skipped_steps, device)
+        if self._ranks is not None:
+            first, *others = self._ranks.of_all("the state of the training", state["random"])
+            state["random"] = first | {OTHER_RANKS: others}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of :meth:`state_dict`."""
         model, training = self._prepared.partition.model, self.session.training
         check_state(state, model, self._optimizer, training.states)
         self.session.drain()
+        if self._ranks is not None:
+            parameters = {name: digest(value) for name, value in state["parameters"].items()}
+            of_optimizer = {
+                f"{part} of {name}": digest(value) for name, of in state["optimizer"].items() for part, value in of.items()
+            }
+            self._ranks.compare("the state to load", parameters | of_optimizer | {"step": str(state["step"])})
         with training.guard.resumed(), training.guard.inside():
             load_values(state, model, training.states)
             load_states(state, model, training.states)
-        set_random_states(state, self._options.torch_device)
+        set_random_states(state, self._options.torch_device, 0 if self._ranks is None else self._ranks.rank)
         self._optimizer.use_settings(state["groups"])
         self._position.move(state, self.session.lanes.admitted)
 
