@@ -255,3 +255,12 @@ def test_a_tokenizer_can_be_trained(tmp_path: Path) -> None:
     found = re.search(r"text: ([\d,]+) tokens to train on", trains(options))
     assert found
     assert int(found[1].replace(",", "")) < 0.5 * len(text)
+
+
+@pytest.mark.slow
+def test_several_gpus_are_emulated(capfd: pytest.CaptureFixture[str]) -> None:
+    """One rank of two prints, in a process of its own, and its collectives are part of the picture."""
+    trains({**TINY, "--gpus": "2", "--policy": "zero_offload", "--gpu-memory": "4GiB", "--steps": "3"})
+    said = capfd.readouterr().out
+    assert said.count("predicted beside measured") == 1
+    assert re.search(r"^ *collective .*CR.*CU", said, re.MULTILINE)
