@@ -6,7 +6,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
@@ -86,13 +85,13 @@ class TrainingRanks:
             self._collectives = Collectives(channel, self._groups[-1], self._device)
 
     def close(self) -> None:
-        """Leave the others. Later calls do nothing."""
+        """Leave the others. Later calls do nothing.
+
+        The groups end with the default group: the next one would get the name of one that was destroyed, and with it stale
+        addresses from the store.
+        """
         if self._collectives is not None:
             self._collectives.channel.close()
-            for group in self._groups:
-                with suppress(RuntimeError, ValueError, AssertionError):  # the caller may have destroyed all groups
-                    dist.destroy_process_group(group)
-            self._groups = []
 
     def fail(self, reason: str) -> None:
         """Report to the others that this rank cannot go on."""

@@ -301,3 +301,12 @@ def test_a_verification_that_finds_a_difference_ends_with_code_1(monkeypatch: py
 def test_a_verification_that_cannot_be_is_refused(options: dict[str, str], message: str) -> None:
     """It has a step to compare, and writes nothing."""
     assert message in refused("train", *words({**TINY, **options}))
+
+
+@pytest.mark.slow
+def test_several_gpus_are_emulated(capfd: pytest.CaptureFixture[str]) -> None:
+    """One rank of two prints, in a process of its own, and its collectives are part of the picture."""
+    trains({**TINY, "--gpus": "2", "--policy": "zero_offload", "--gpu-memory": "4GiB", "--steps": "3"})
+    said = capfd.readouterr().out
+    assert said.count("predicted beside measured") == 1
+    assert re.search(r"^ *collective .*CR.*CU", said, re.MULTILINE)

@@ -115,7 +115,7 @@ def test_a_rank_that_raises_ends_all() -> None:
 
 DIFFERENCES = {
     "seed": "the model: blocks.0",
-    "policy": "the training: policy of rank 1 is Resident(checkpointing",
+    "policy": "the training: policy of rank 1 is NamedPolicy(name='resident:zero_stage=1'",
     "lr": "the optimizer's settings of rank 1 differ from those of rank 0: 'lr 0.5', not 'lr 0.001'",
     "weights": "changes of parameters of rank 1 differ from those of rank 0",
     "calls": "rank 1 has failed: it is at 'the state of the training', but rank 0 at 'step 1'",

@@ -283,8 +283,8 @@ def ending_rank(rank: int, ranks: int, policy: str, how: str, which: int) -> tup
     begin = time.time()
     try:
         with Trainer(model, blocks=BLOCKS, policy=policy, loss=loss) as trainer:
-            for step, some in enumerate(batches_of(SHORT, 100, rank, ranks)):  # noqa: B007 (the loss reads it)
-                begin = time.time()
+            for number, some in enumerate(batches_of(SHORT, 100, rank, ranks)):
+                step, begin = number, time.time()
                 trainer.step(some[0])
     except AutoHeteError as error:
         return time.time() - begin, str(error)
