@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autohete.errors import AutoHeteError
-from autohete.hardware import Interconnect
+from autohete.hardware import Interconnect, load_hardware
 from autohete.lowering import lower
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
@@ -42,6 +42,7 @@ from autohete.workload import Precision, Workload
 from support.reference import Outcome, batches, model_for
 from support.small import CLIP_NORM, SMALL, profile_of
 
+NODE = load_hardware("a100-40gb-epyc7713")
 #: No test waits longer for its ranks.
 LIMIT_SECONDS = 180.0
 
@@ -234,7 +235,7 @@ def trainer_rank(rank: int, ranks: int, policies: list[str], folder: str) -> lis
     found = []
     for policy in policies:
         model = seeded_gpt(SHORT, dropout=0.0, seed=0)
-        with Trainer(model, blocks=BLOCKS, policy=policy, clip_norm=CLIP_NORM) as trainer:
+        with Trainer(model, blocks=BLOCKS, hardware=NODE, policy=policy, clip_norm=CLIP_NORM) as trainer:
             for some in batches_of(SHORT, 2, rank, ranks):
                 trainer.step(some[0])
             state = _parts(trainer, model)
@@ -251,7 +252,7 @@ def trainer_in_one(ranks: int) -> dict[str, Any]:
     """The same training in one process, with the ranks' batches as micro-batches."""
     model = seeded_gpt(SHORT, dropout=0.0, seed=0)
     own = [batches_of(SHORT, 2, rank, ranks) for rank in range(ranks)]
-    with Trainer(model, blocks=BLOCKS, policy="resident", clip_norm=CLIP_NORM, micro_batches=ranks) as trainer:
+    with Trainer(model, blocks=BLOCKS, hardware=NODE, policy="resident", clip_norm=CLIP_NORM, micro_batches=ranks) as trainer:
         for step in range(2):
             trainer.step(tuple(torch.cat([own[rank][step][0][i] for rank in range(ranks)]) for i in range(2)))
         state = _parts(trainer, model)
@@ -262,7 +263,7 @@ def trainer_in_one(ranks: int) -> dict[str, Any]:
 def resumed_rank(rank: int, policy: str, folder: str) -> dict[str, Any]:
     """Load a checkpoint, prepare, and return the state."""
     model = seeded_gpt(SHORT, dropout=0.0, seed=5)
-    with Trainer(model, blocks=BLOCKS, policy=policy, clip_norm=CLIP_NORM) as trainer:
+    with Trainer(model, blocks=BLOCKS, hardware=NODE, policy=policy, clip_norm=CLIP_NORM) as trainer:
         assert trainer.load(folder) == {"rank": 0}
         trainer.prepare(batches(SHORT, 1)[0])
         return _parts(trainer, model)
@@ -282,7 +283,7 @@ def ending_rank(rank: int, ranks: int, policy: str, how: str, which: int) -> tup
     model = seeded_gpt(SHORT, dropout=0.0, seed=0)
     begin = time.time()
     try:
-        with Trainer(model, blocks=BLOCKS, policy=policy, loss=loss) as trainer:
+        with Trainer(model, blocks=BLOCKS, hardware=NODE, policy=policy, loss=loss) as trainer:
             for number, some in enumerate(batches_of(SHORT, 100, rank, ranks)):
                 step, begin = number, time.time()
                 trainer.step(some[0])
@@ -302,7 +303,7 @@ def _differing(rank: int, what: str) -> str:
     policy = "resident:zero_stage=1" if what == "policy" and rank else "resident"
     given = batches(SHORT, 1)[0]
     try:
-        with Trainer(model, blocks=BLOCKS, policy=policy, optimizer=optimizer) as trainer:
+        with Trainer(model, blocks=BLOCKS, hardware=NODE, policy=policy, optimizer=optimizer) as trainer:
             trainer.step(given)
             if what == "lr" and rank:
                 optimizer.param_groups[0]["lr"] = 0.5
