@@ -260,7 +260,7 @@ class LaneThreads(Closing):
             except BaseException as error:  # every exception reaches the caller
                 if error is not refusal:  # a refusal comes before anything is updated
                     self.progress.fail(task, iteration)
-                self._run.fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, instance)
+                self._fail(lane, instance, error, on_device=issued is not None)
                 continue
             if self._pace is not None:
                 self._pace.keep(instance)
@@ -307,19 +307,27 @@ class LaneThreads(Closing):
         """Wait until a task that has been issued is done, and end it."""
         iteration, task = divmod(issued.instance, len(self._schedule.tasks))
         try:
-            issued.end.synchronize()
-            if not self._run.settle_before(issued.instance):
+            if not self._run.settle_before(issued.instance):  # first, so that a failure is told of the task that has it
                 self._run.drop(lane, issued.instance)
                 return
+            issued.end.synchronize()
             if issued.finish is not None:
                 issued.finish()
         except BaseException as error:
             self.progress.fail(task, iteration)
-            self._run.fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, issued.instance)
+            self._fail(lane, issued.instance, error, on_device=True)
             return
         self.progress.end(task, iteration)
         at = self._accelerator.ended_ns(issued.begin), self._accelerator.ended_ns(issued.end)
         self._run.complete(lane, issued.instance, at)
+
+    def _fail(self, lane: int, instance: int, error: BaseException, *, on_device: bool) -> None:
+        """Note that a task has failed, unless a task before it in its stream has: that one is told."""
+        iteration, task = divmod(instance, len(self._schedule.tasks))
+        if on_device and self._run.is_behind_failure(lane, instance):
+            self._run.drop(lane, instance)
+        else:
+            self._run.fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, instance)
 
     def _in_context(self, in_order: bool, task: Task, iteration: int) -> Callable[[], None] | None:
         """Perform a task that runs the model, with the context variables of the caller of its iteration.

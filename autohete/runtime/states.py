@@ -8,7 +8,7 @@ elements; the host has the states, gradients and copy of the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -126,19 +126,32 @@ class States:
     def give_back(self) -> None:
         """Return the parameters to the modules, with their trained values, each in its own host memory, and their optimizer
         states to whoever takes them.
+
+        A block for which there is no memory is tried again once those of the other blocks have been released.
         """
-        self.memories.settle()
-        for i, unit in enumerate(self.units):
-            if any(side.parameters is not None for side in unit.sides):  # take_over has not failed before this block
-                for place, parameter in enumerate((*unit.parameters, *unit.frozen)):
-                    parameter.data = self.values(i, place)
-                    parameter.grad = None
-                    if self.handed_to is not None and place < len(unit.parameters):
-                        self.handed_to(parameter, self.saved_states(i, place))
-            unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
-            unit.forget_passes()
         self._slots, self._buffers = None, []
-        self.files.close()
+        with ExitStack() as last:
+            last.callback(self.files.close)
+            self.memories.settle()
+            failed = []
+            for i in range(len(self.units)):
+                try:
+                    self._give_back(i)
+                except (MemoryError, RuntimeError):  # PyTorch's of a full memory is the last one
+                    failed.append(i)
+            for i in failed:
+                last.callback(self._give_back, i)
+
+    def _give_back(self, i: int) -> None:
+        unit = self.units[i]
+        if any(side.parameters is not None for side in unit.sides):  # take_over has not failed before this block
+            for place, parameter in enumerate((*unit.parameters, *unit.frozen)):
+                parameter.data = self.values(i, place)
+                parameter.grad = None
+                if self.handed_to is not None and place < len(unit.parameters):
+                    self.handed_to(parameter, self.saved_states(i, place))
+        unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
+        unit.forget_passes()
 
     # --- between steps, after every update has ended
 
