@@ -5,7 +5,11 @@ hangs or is left behind, no state is lost, and it can go on from the last checkp
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,7 +39,7 @@ from autohete.runtime.partition import partition
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories
 from autohete.schedule import COLLECTIVES, HOST_MEMORY, TRANSFERS, Kind, Schedule, Task
-from autohete.train.checkpoints import Checkpoint
+from autohete.train.checkpoints import Checkpoint, CheckpointWriter, checkpoints, read_checkpoint
 from autohete.train.gpt import BLOCKS
 from autohete.train.options import TrainingOptions
 from autohete.workload import Precision, Workload
@@ -326,8 +330,8 @@ def test_every_kind_of_task_is_in_a_mix() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (*COLLECTIVES, *TRANSFERS)])
 def test_every_kind_of_task_may_fail(kind: Kind, checkpoint_of: Callable[[str], Path]) -> None:
-    """The same for each kind at its first, a middle and its last occurrence, in each way, on both devices; each mix that has the
-    kind takes its share.
+    """The same for each kind at its first, a middle and its last occurrence, in each way, on both devices; each mix that has
+    the kind takes its share.
     """
     names = itertools.cycle([name for name in MIXES if kind in kinds_of(name)])
     for device, ways in WAYS.items():
@@ -378,7 +382,7 @@ def test_a_host_that_is_full_while_taking_over_leaves_the_model(name: str) -> No
     mix, plain = MIXES[name], undisturbed(name)
     model = model_for(mix.workload)
     optimizer, batch = optimizer_for(model), data_of(mix.workload)[0]
-    on_host, allocated = Memories.on_host, 0
+    on_host, allocated, failing = Memories.on_host, 0, 0
 
     def counting(*args: Any) -> Tensor:
         nonlocal allocated
@@ -387,11 +391,10 @@ def test_a_host_that_is_full_while_taking_over_leaves_the_model(name: str) -> No
             full()
         return on_host(*args)
 
-    failing = 0
     with patch.object(Memories, "on_host", counting), trainer_for(model, mix, optimizer) as trainer:
         trainer.prepare(batch)
-    for failing in {1, allocated // 2, allocated} - {0}:
-        allocated = 0
+    for chosen in {1, allocated // 2, allocated} - {0}:
+        allocated, failing = 0, chosen
         trainer = trainer_for(model, mix, optimizer)
         with patch.object(Memories, "on_host", counting), pytest.raises(RuntimeError, match="can't allocate"):
             trainer.prepare(batch)
@@ -464,6 +467,40 @@ def test_a_save_without_memory_is_one_error(background: bool, error: Exception, 
     assert lanes_alive() == []
 
 
+def test_an_interrupted_wait_for_a_save_forgets_nothing() -> None:
+    """Interrupted while it waits for what is written in the background, the next call waits again and raises its error."""
+    writer, end, error = CheckpointWriter(), threading.Event(), InputError("no such luck")
+
+    def write() -> NoReturn:
+        assert end.wait(PATIENCE_SECONDS)
+        raise error
+
+    writer.run(write, background=True)
+    with patch.object(threading.Thread, "join", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        writer.wait()
+    end.set()
+    with pytest.raises(InputError, match="no such luck"):
+        writer.wait()
+    assert lanes_alive() == []
+
+
+def test_what_fails_besides_is_a_note_on_the_callers_error(tmp_path: Path) -> None:
+    """An error of the caller stays the one that is raised, with a note for a failed task and for a failed save."""
+    model, mix, fault = model_for(SMALL), MIXES["window"], Fault("U0@1", "before")
+    with fault.planted(None), pytest.raises(KeyError) as caught, trainer_for(model, mix, optimizer_for(model)) as trainer:
+        trainer.step(data_of(SMALL)[0])
+        with patch("autohete.train.checkpoints.save_file", side_effect=OSError(28, "No space left on device")):
+            trainer.save(tmp_path, background=True)
+            assert trainer._writing._thread is not None
+            trainer._writing._thread.join()
+        trainer.step(data_of(SMALL)[1])
+        raise KeyError
+    task, save = caught.value.__notes__
+    assert task.startswith("U0@1 failed: PlantedError: no such luck")
+    assert "No space left on device" in save
+    assert lanes_alive() == []
+
+
 @pytest.mark.parametrize("error", [MemoryError(), SystemExit(3)])
 def test_a_failed_close_leaves_no_thread(error: BaseException, tmp_path: Path) -> None:
     """Whatever giving back raises, the threads end, and what is being saved in the background is complete."""
@@ -493,3 +530,125 @@ def test_a_failed_close_leaves_no_thread(error: BaseException, tmp_path: Path) -
     give_back(states)
     assert lanes_alive() == []
     assert len(list(tmp_path.iterdir())) == 1
+
+
+# --- signals
+
+#: Trains until a signal. Says when it has begun, and in the end which threads are left and whether the model is there.
+PROGRAM = """
+import itertools, signal, sys, threading, time
+import torch
+from support.reference import batches, model_for
+from support.small import SMALL, profile_of
+from autohete import Trainer
+from autohete.train import checkpoints
+
+folder, saves, handler = sys.argv[1], sys.argv[2] == "saving", sys.argv[3]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if handler == "exits":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+to_disk = checkpoints._bring_to_disk
+
+def slowly(path):
+    time.sleep(0.3)
+    to_disk(path)
+
+model = model_for(SMALL)
+batch = batches(SMALL, 1)[0]
+try:
+    with Trainer(model, policy="stronghold:window=1", profile=profile_of(SMALL)) as trainer:
+        trainer.step(batch)
+        trainer.save(folder)
+        checkpoints._bring_to_disk = slowly
+        for step in itertools.count(2):
+            trainer.step(batch)
+            if step == 4:
+                if saves:
+                    trainer.save(folder, background=True)
+                print("ready", flush=True)
+finally:
+    there = all(p.isfinite().all() and p.numel() for p in model.parameters())
+    print([thread.name for thread in threading.enumerate()], bool(there), flush=True)
+"""
+TESTS = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+
+
+def signalled(code: str, number: signal.Signals, *arguments: str) -> tuple[int, list[str], str, float]:
+    """Run a program and send it a signal once it says that it is ready; exit code, what it says after that, its complaint, and
+    the seconds that it took to end.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as process:
+        assert process.stdout is not None
+        killer = threading.Timer(120, process.kill)  # if it hangs
+        killer.start()
+        try:
+            ready = next((line for line in process.stdout if line == "ready\n"), None)
+            begin = time.perf_counter()
+            process.send_signal(number)
+            said_then, complaint = process.communicate()
+        finally:
+            killer.cancel()
+    assert ready is not None, complaint
+    return process.returncode, said_then.splitlines(), complaint, time.perf_counter() - begin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saving", ["stepping", "saving"])
+@pytest.mark.parametrize(
+    ("number", "handler", "code"),
+    [(signal.SIGINT, "default", -signal.SIGINT), (signal.SIGTERM, "default", -signal.SIGTERM), (signal.SIGTERM, "exits", 143)],
+)
+def test_a_signal_ends_a_program(saving: str, number: signal.Signals, handler: str, code: int, tmp_path: Path) -> None:
+    """In a step or while a checkpoint is written in the background. What raises an exception gives the model back, leaves no
+    thread and completes the checkpoint; what ends the process at once leaves the checkpoint before it.
+    """
+    found, last, complaint, took = signalled(PROGRAM, number, str(tmp_path), saving, handler)
+    assert took < PATIENCE_SECONDS
+    assert found == code, complaint
+    raises = (number, handler) != (signal.SIGTERM, "default")
+    assert last == (["['MainThread'] True"] if raises else []), complaint
+    assert ("KeyboardInterrupt" in complaint) == (number is signal.SIGINT)
+    names = [path.name for path in checkpoints(tmp_path)]
+    assert names == ["000001-step-00000001", *["000002-step-00000004"] * (saving == "saving" and raises)]
+    content = read_checkpoint(tmp_path)
+    assert content["training"]["step"] == int(names[-1][-8:])
+
+
+#: Runs the example that a page has about a signal, and says when it has trained two steps.
+EXAMPLE = """
+import os, sys
+from autohete import Trainer
+
+os.chdir(sys.argv[1])
+step, done = Trainer.step, []
+
+def counted(trainer, batch):
+    loss = step(trainer, batch)
+    done.append(loss)
+    if len(done) == 2:
+        print("ready", flush=True)
+    return loss
+
+Trainer.step = counted
+exec(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_the_example_saves_when_it_is_terminated(tmp_path: Path) -> None:
+    """The example in the page on training ends by itself on SIGTERM, after it has saved the step in progress."""
+    page = (TESTS.parent / "docs" / "training.md").read_text()
+    (example,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "SIGTERM" in block]
+    assert example.count("range(20)") == 1
+    endless = example.replace("range(20)", "range(10**9)")
+    code, _, complaint, took = signalled(EXAMPLE, signal.SIGTERM, str(tmp_path), endless)
+    assert (code, complaint) == (0, "")
+    assert took < PATIENCE_SECONDS
+    assert read_checkpoint(tmp_path / "checkpoints")["training"]["step"] >= 2
