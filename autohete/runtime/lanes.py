@@ -36,6 +36,7 @@ from autohete.runtime.pacing import Pace
 from autohete.runtime.progress import UpdateProgress
 from autohete.runtime.settings import Execution
 from autohete.schedule import GPU, Discipline, Schedule, Task, TaskId, graph_of, validate
+from autohete.schedule.order import delayed_units
 
 #: Function that performs a task, given the task and its iteration. On a device that runs ahead, it returns what is left to do
 #: once the device has done the work of the task.
@@ -96,7 +97,7 @@ class LaneThreads(Closing):
         self._pace = Pace(schedule, instants) if execution.paced else None
         #: By iteration, until the next one runs on the GPU: the caller's context variables, which the model may read.
         self._contexts: dict[int, Context] = {}
-        self.progress = UpdateProgress(schedule.tasks)
+        self.progress = UpdateProgress(schedule.tasks, delayed_units(schedule))
         self._process = os.getpid()
         self.threads = [
             threading.Thread(

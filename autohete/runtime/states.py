@@ -579,6 +579,8 @@ class States:
         """Update with the host's states, and write the new parameters to the host's copy."""
         side = self.units[i].host
         self._update(i, side, side.gradients)
+        if i in self._delayed and side.gradients:  # a step that fails before it has others must not leave these again
+            side.gradients = [None] * len(side.gradients)
 
     def _update(self, i: int, side: UnitSide, gradients: Sequence[Tensor | None]) -> None:
         part, parameters = side.states[self.memories.current.part], side.parameters

@@ -486,7 +486,7 @@ def test_an_interrupted_wait_for_a_save_forgets_nothing() -> None:
 
 def test_what_fails_besides_is_a_note_on_the_callers_error(tmp_path: Path) -> None:
     """An error of the caller stays the one that is raised, with a note for a failed task and for a failed save."""
-    model, mix, fault = model_for(SMALL), MIXES["window"], Fault("U0@1", "before")
+    model, mix, fault = model_for(SMALL), MIXES["window"], Fault("W0@1", "before")
     with fault.planted(None), pytest.raises(KeyError) as caught, trainer_for(model, mix, optimizer_for(model)) as trainer:
         trainer.step(data_of(SMALL)[0])
         with patch("autohete.train.checkpoints.save_file", side_effect=OSError(28, "No space left on device")):
@@ -496,7 +496,7 @@ def test_what_fails_besides_is_a_note_on_the_callers_error(tmp_path: Path) -> No
         trainer.step(data_of(SMALL)[1])
         raise KeyError
     task, save = caught.value.__notes__
-    assert task.startswith("U0@1 failed: PlantedError: no such luck")
+    assert task.startswith("W0@1 failed: PlantedError: no such luck")
     assert "No space left on device" in save
     assert lanes_alive() == []
 
