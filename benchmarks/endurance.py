@@ -1,16 +1,15 @@
-"""Train many small steps, and check that memory, threads and open files stay as they are.
+"""Do memory, threads and open files stay as they are over many small steps?
 
-    python -m benchmarks.endurance [--steps 20000] [--settled 1000]
-
-Each step accumulates the gradients of two micro-batches and clips them. Every 100 steps the model is evaluated, and a
-checkpoint is saved in the background. Exit code 1: something has grown since the step ``--settled``.
+Command: ``python benchmarks/endurance.py [--steps N] [--settled N]``. Each step accumulates the gradients of two micro-batches
+and clips them. Every 100 steps the model is evaluated, and a checkpoint is saved in the background. Exit code 1: after the last
+step the process holds more than after the step ``--settled``, or a thread is left when the training has ended.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -18,9 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from cyclopts import App
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benchmarks/endurance.py` from anywhere
 
 from autohete import Trainer
-from autohete.errors import check_fields
+from autohete.cli.app import run_app
+from autohete.errors import InputError, check_fields
 from autohete.quantities import format_bytes
 from autohete.train.gpt import seeded_gpt
 from autohete.workload import Precision, Workload
@@ -107,23 +110,27 @@ def endure(steps: int, settled: int, policy: str = "zero_offload") -> tuple[Usag
     return first, last
 
 
-def main() -> int:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--settled", type=int, default=1_000)
-    options = parser.parse_args()
-    if not 0 < options.settled < options.steps:
-        parser.error(f"--settled is {options.settled}: give a step before the last one")
+def main(*, steps: int = 20_000, settled: int = 1_000) -> None:
+    """Train, and compare what the process holds.
+
+    Parameters
+    ----------
+    steps:
+        Number of steps.
+    settled:
+        Step after which nothing may grow.
+    """
+    if not 0 < settled < steps:
+        raise InputError(f"settled is {settled}: give a step from 1 to {steps - 1}")
     begin, threads = time.perf_counter(), threading.active_count()
-    first, last = endure(options.steps, options.settled)
-    grown = last.grown_since(first)
-    if threading.active_count() > threads:
-        grown.append("threads after the end")
-    verdict = f"grown: {', '.join(grown)}" if grown else "flat"
-    print(f"{options.steps} steps in {time.perf_counter() - begin:.0f} s; {verdict}")
-    return bool(grown)
+    first, last = endure(steps, settled)
+    grown = last.grown_since(first) + ["threads after the end"] * (threading.active_count() > threads)
+    print(
+        f"{steps} steps in {time.perf_counter() - begin:.0f} s: {', '.join(grown) + ' grown' if grown else 'nothing has grown'}"
+    )
+    if grown:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_app(App(name="endurance", default_command=main, help=__doc__))

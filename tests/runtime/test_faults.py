@@ -43,6 +43,7 @@ from autohete.train.checkpoints import Checkpoint, CheckpointWriter, checkpoints
 from autohete.train.gpt import BLOCKS
 from autohete.train.options import TrainingOptions
 from autohete.workload import Precision, Workload
+from benchmarks.endurance import Usage, endure
 
 #: An error has to reach the caller within 2 s on an idle machine; tests run on busy ones.
 PATIENCE_SECONDS = 30.0
@@ -652,3 +653,22 @@ def test_the_example_saves_when_it_is_terminated(tmp_path: Path) -> None:
     assert (code, complaint) == (0, "")
     assert took < PATIENCE_SECONDS
     assert read_checkpoint(tmp_path / "checkpoints")["training"]["step"] >= 2
+
+
+# --- many steps
+
+
+@pytest.mark.slow
+def test_nothing_grows_over_many_steps() -> None:
+    """Memory, threads, open files and objects stay as they are, with accumulation, clipping, evaluations and background saves."""
+    first, last = endure(300, 150)
+    assert last.grown_since(first) == []
+    assert lanes_alive() == []
+
+
+def test_what_grows_is_named() -> None:
+    """Each of memory, threads, files and objects is compared, the first and the last with what may vary."""
+    before = Usage(10**9, 5, 6, 1000)
+    assert Usage(10**9 + 2**20, 5, 6, 1005).grown_since(before) == []
+    grown = Usage(2 * 10**9, 6, 7, 2000).grown_since(before)
+    assert grown == ["resident memory", "threads", "open files", "objects"]
