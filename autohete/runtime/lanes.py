@@ -257,7 +257,9 @@ class LaneThreads(Closing):
                 if issued is not None:
                     self._issue(lane, instance, perform, issued)
                     continue
-                perform(self._schedule.tasks[task], iteration)
+                finish = perform(self._schedule.tasks[task], iteration)
+                if finish is not None:  # the lane is none of the device's, so its work is done
+                    finish()
             except BaseException as error:  # every exception reaches the caller
                 if error is not refusal:  # a refusal comes before anything is updated
                     self.progress.fail(task, iteration)
