@@ -318,6 +318,7 @@ def check_left(model: nn.Module, optimizer: torch.optim.Optimizer, message: str,
 # --- every kind of task, in every way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "way"), [(device, way) for device, ways in WAYS.items() for way in ways])
 def test_a_failed_task_ends_training_with_one_error(device: str, way: str, checkpoint_of: Callable[[str], Path]) -> None:
     """A task in the middle of a run fails: one error that names it, nothing left running, every block and its states as the
@@ -326,11 +327,13 @@ def test_a_failed_task_ends_training_with_one_error(device: str, way: str, check
     check_fault("window", device, Fault("B2@1", way), checkpoint_of("window"))
 
 
+@pytest.mark.slow
 def test_what_is_left_to_do_on_the_host_is_done(checkpoint_of: Callable[[str], Path]) -> None:
     """Beside a device that runs ahead, what a task of the CPU leaves for when it is done is done, such as checking sums."""
     check_fault("host", "ahead", Fault("A2m1@1", "done"), checkpoint_of("host"))
 
 
+@pytest.mark.slow
 def test_every_kind_of_task_is_in_a_mix() -> None:
     """The runtime knows no other kinds: those of several GPUs are refused."""
     assert {kind for name in MIXES for kind in kinds_of(name)} | {*COLLECTIVES, *TRANSFERS} == set(Kind)
