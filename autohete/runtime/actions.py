@@ -103,8 +103,8 @@ class Actions:
                 states.replace_parameters(i)
             for i in adds:
                 states.add_gradients(i)
-            if states.ranks is not None and task.id.kind is Kind.BACKWARD:
-                states.ranks.end_backward(task.id.unit)
+            if task.id.kind is Kind.BACKWARD:
+                states.end_backward(task.id.unit)
             for i in releases:
                 states.poison(i)
             for i in releases:

@@ -242,6 +242,17 @@ class LaneRun:
                 self._ended.wait()
             return True
 
+    def is_behind_failure(self, lane: int, instance: int) -> bool:
+        """Whether ``instance``, of a lane of the device, is in its stream behind a task that has failed. What then fails in it
+        is no failure of its own. Waits for what the lane has issued before, unless ``instance`` has been issued itself: then
+        that has ended.
+        """
+        engine = self.engines[lane]
+        with self._lock:
+            while engine.issued and instance not in self._issued:
+                self._ended.wait()
+            return instance // len(self._tasks) >= self.stop.failed
+
     def complete(self, lane: int, instance: int, on_device: tuple[int, int] | None = None) -> None:
         """Note that ``instance`` has ended, and let its successors start.
 
@@ -281,7 +292,7 @@ class LaneRun:
             self._callers.wake_all()
 
     def drop(self, lane: int, instance: int) -> None:
-        """Forget ``instance``, which has been issued: it follows a task that has failed."""
+        """Forget ``instance``, which follows a task that has failed."""
         with self._lock:
             self._left(self.engines[lane], instance)
             self._callers.wake_all()

@@ -36,6 +36,7 @@ from autohete.runtime.pacing import Pace
 from autohete.runtime.progress import UpdateProgress
 from autohete.runtime.settings import Execution
 from autohete.schedule import GPU, Discipline, Schedule, Task, TaskId, graph_of, validate
+from autohete.schedule.order import delayed_units
 
 #: Function that performs a task, given the task and its iteration. On a device that runs ahead, it returns what is left to do
 #: once the device has done the work of the task.
@@ -98,7 +99,7 @@ class LaneThreads(Closing):
         self._pace = Pace(schedule, instants) if execution.paced else None
         #: By iteration, until the next one runs on the GPU: the caller's context variables, which the model may read.
         self._contexts: dict[int, Context] = {}
-        self.progress = UpdateProgress(schedule.tasks)
+        self.progress = UpdateProgress(schedule.tasks, delayed_units(schedule))
         self._process = os.getpid()
         self.threads = [
             threading.Thread(
@@ -243,14 +244,14 @@ class LaneThreads(Closing):
         except BaseException as error:
             self._fail_lane(lane, error)
 
-    def _fail(self, lane: int, name: str, error: BaseException, iteration: float, instance: int = -1) -> None:
+    def _report(self, lane: int, name: str, error: BaseException, iteration: float, instance: int = -1) -> None:
         if self._failed is not None:
             self._failed(name, error)
         self._run.fail(lane, name, error, iteration, instance)
 
     def _fail_lane(self, lane: int, error: BaseException) -> None:
         """Note an error that is not a task's: the lane has ended, so the others cannot continue."""
-        self._run.fail(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
+        self._report(lane, f"lane {self._schedule.lanes[lane].name}", error, -math.inf)
 
     def _work_through(self, lane: int, issued: Callable[[_Issued], None] | None) -> None:
         named = self._schedule.lanes[lane]
@@ -265,12 +266,12 @@ class LaneThreads(Closing):
                     self._issue(lane, instance, perform, issued)
                     continue
                 finish = perform(self._schedule.tasks[task], iteration)
-                if finish is not None:  # the host has done the work
+                if finish is not None:  # the lane is none of the device's, so its work is done
                     finish()
             except BaseException as error:  # every exception reaches the caller
                 if error is not refusal:  # a refusal comes before anything is updated
                     self.progress.fail(task, iteration)
-                self._fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, instance)
+                self._fail(lane, instance, error, on_device=issued is not None)
                 continue
             if self._pace is not None:
                 self._pace.keep(instance)
@@ -317,19 +318,27 @@ class LaneThreads(Closing):
         """Wait until a task that has been issued is done, and end it."""
         iteration, task = divmod(issued.instance, len(self._schedule.tasks))
         try:
-            issued.end.synchronize()
-            if not self._run.settle_before(issued.instance):
+            if not self._run.settle_before(issued.instance):  # first, so that a failure is told of the task that has it
                 self._run.drop(lane, issued.instance)
                 return
+            issued.end.synchronize()
             if issued.finish is not None:
                 issued.finish()
         except BaseException as error:
             self.progress.fail(task, iteration)
-            self._run.fail(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, issued.instance)
+            self._fail(lane, issued.instance, error, on_device=True)
             return
         self.progress.end(task, iteration)
         at = self._accelerator.ended_ns(issued.begin), self._accelerator.ended_ns(issued.end)
         self._run.complete(lane, issued.instance, at)
+
+    def _fail(self, lane: int, instance: int, error: BaseException, *, on_device: bool) -> None:
+        """Note that a task has failed, unless a task before it in its stream has: that one is told."""
+        iteration, task = divmod(instance, len(self._schedule.tasks))
+        if on_device and self._run.is_behind_failure(lane, instance):
+            self._run.drop(lane, instance)
+        else:
+            self._report(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, instance)
 
     def _in_context(self, in_order: bool, task: Task, iteration: int) -> Callable[[], None] | None:
         """Perform a task that runs the model, with the context variables of the caller of its iteration.

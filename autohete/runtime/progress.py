@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from autohete.schedule import Kind, Task
 
@@ -14,10 +14,15 @@ class UpdateProgress:
 
     Args:
         tasks: the tasks of a schedule; all but its updates are ignored.
+        delayed: units whose updates are delayed. A step is whole for them once it has also left its gradients to the next.
     """
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._units = {task: each.id.unit for task, each in enumerate(tasks) if each.id.kind in _UPDATES}
+    def __init__(self, tasks: Sequence[Task], delayed: Container[int] = ()) -> None:
+        self._units = {
+            task: each.id.unit
+            for task, each in enumerate(tasks)
+            if each.id.kind in _UPDATES or (each.id.kind is Kind.OFFLOAD_GRADIENTS and each.id.unit in delayed)
+        }
         #: The last iteration in which each update has ended; the iteration in which an update failed midway.
         self._ended = dict.fromkeys(self._units, -1)
         self._broken: dict[int, int] = {}

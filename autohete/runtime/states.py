@@ -7,8 +7,9 @@ elements; the host has the states, gradients and copy of the others.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from autohete.runtime.nonfinite import UpdateGate, not_finite_among
 from autohete.runtime.optimizer import ElementRange, UnitStates, WholeStates, parts_of, states_of_unit
 from autohete.runtime.rank_states import RankStates
 from autohete.runtime.state_files import Files
-from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors
+from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors, parts_in
 from autohete.runtime.update_rules import UpdateSettings
 from autohete.schedule import (
     COPIES,
@@ -102,6 +103,12 @@ class States:
             for buffer in task.allocates
         )
         self._delayed = delayed_units(schedule)
+        #: Block and micro-batch of the gradients that are copied to the host.
+        self._leaving = {
+            (task.id.unit, task.id.micro_batch) for task in schedule.tasks if task.id.kind is Kind.OFFLOAD_GRADIENTS
+        }
+        #: Held while gradients get their places: sums may be fetched while a backward begins.
+        self._placing = threading.Lock()
         norms = (task for task in schedule.tasks if task.id.kind is Kind.GRADIENT_NORM)
         self._norm_on_host = {task.id.unit for task in norms if task.lane == CPU}
         #: The memories on the way of each block's optimizer states, from where they rest to where they are updated.
@@ -132,22 +139,35 @@ class States:
     def give_back(self) -> None:
         """Return the parameters to the modules, with their trained values, each in its own host memory, and their optimizer
         states to whoever takes them.
+
+        A block for which there is no memory is tried again once those of the other blocks have been released.
         """
-        self.memories.settle()
-        if self.ranks is not None:
-            self.ranks.gives_back = True
-        for i, unit in enumerate(self.units):
-            taken = (flat for side in unit.sides for flat in (side.parameters, side.shard))
-            if any(flat is not None for flat in taken):  # take_over has not failed before this block
-                for place, parameter in enumerate((*unit.parameters, *unit.frozen)):
-                    parameter.data = self.values(i, place)
-                    parameter.grad = None
-                    if self.handed_to is not None and place < len(unit.parameters):
-                        self.handed_to(parameter, self.saved_states(i, place))
-            unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
-            unit.forget_passes()
         self._slots, self._buffers = None, []
-        self.files.close()
+        with ExitStack() as last:
+            last.callback(self.files.close)
+            self.memories.settle()
+            if self.ranks is not None:
+                self.ranks.gives_back = True
+            failed = []
+            for i in range(len(self.units)):
+                try:
+                    self._give_back(i)
+                except (MemoryError, RuntimeError):  # PyTorch's of a full memory is the last one
+                    failed.append(i)
+            for i in failed:
+                last.callback(self._give_back, i)
+
+    def _give_back(self, i: int) -> None:
+        unit = self.units[i]
+        taken = (flat for side in unit.sides for flat in (side.parameters, side.shard))
+        if any(flat is not None for flat in taken):  # take_over has not failed before this block
+            for place, parameter in enumerate((*unit.parameters, *unit.frozen)):
+                parameter.data = self.values(i, place)
+                parameter.grad = None
+                if self.handed_to is not None and place < len(unit.parameters):
+                    self.handed_to(parameter, self.saved_states(i, place))
+        unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
+        unit.forget_passes()
 
     # --- between steps, after every update has ended
 
@@ -471,9 +491,10 @@ class States:
         """Provide device memory for the gradients of block ``i``: in its slot, or wherever autograd allocates them."""
         unit = self.units[i]
         side = unit.device
-        if side.gradients:  # those of the previous micro-batch
-            side.sums = Sums(side.gradients, side.reserved)
-        side.gradients = [None] * len(unit.parameters)
+        with self._placing:
+            if side.gradients:  # those of the previous micro-batch
+                side.sums, side.places = Sums(side.gradients, side.reserved, side.places), []
+            side.gradients = [None] * len(unit.parameters)
         if self._gradients_in_slots and self.kinds[i] & _PREFETCHES:
             assert side.parameters is not None
             storage = side.parameters.untyped_storage()
@@ -524,6 +545,16 @@ class States:
     def _drop_gradients(self, side: UnitSide) -> None:
         self.memories.current.alive += [side.gradients, side.reserved]
         side.gradients, side.places, side.reserved = [], [], None
+
+    def end_backward(self, i: int) -> None:
+        """Set aside gradients of a micro-batch that are to be copied to the host, as the next backward may begin before that."""
+        if self.ranks is not None:  # which reduce them first
+            self.ranks.end_backward(i)
+            return
+        side, micro_batch = self.units[i].device, self.memories.current.micro_batch
+        if micro_batch + 1 < self.schedule.micro_batches and (i, micro_batch) in self._leaving:
+            side.leaving[micro_batch] = side.gradients, side.reserved
+            side.gradients, side.places, side.reserved = [], [], None
 
     def add_gradients(self, i: int) -> None:
         """Add the finished gradients of a micro-batch to the sums of the previous ones, in the same order as PyTorch."""
@@ -627,6 +658,8 @@ class States:
         """Update with the host's states, and write the new parameters to the host's copy."""
         side = self.units[i].host
         self._update(i, side, side.gradients)
+        if i in self._delayed and side.gradients:  # a step that fails before it has others must not leave these again
+            side.gradients = [None] * len(side.gradients)
 
     def _update(self, i: int, side: UnitSide, gradients: Sequence[Tensor | None]) -> None:
         part, parameters = side.states[self.memories.current.part], side.parameters
@@ -730,10 +763,11 @@ class States:
             None if held is None else place.copy_(held.view(place.shape), non_blocking=True)
             for place, held in zip(places, unit.host.gradients, strict=True)
         ]
-        if unit.device.gradients:  # of a matrix that two blocks share, the other block's gradient is there
-            unit.device.sums = Sums(copied, places=places)
-        else:
-            unit.device.gradients, unit.device.places = copied, places
+        with self._placing:
+            if unit.device.gradients:  # of a matrix that two blocks share, the other block's gradient is there
+                unit.device.sums = Sums(copied, places=places)
+            else:
+                unit.device.gradients, unit.device.places = copied, places
 
     def _write_gradients(self, i: int) -> None:
         """Write the gradients from their places on the host to a file. An update needs them read back."""
@@ -773,16 +807,20 @@ class States:
         places = here.places
         if beside:
             places = _split(self.memories.on_host(len(unit.on_host), unit.dtype, "arrived_gradients"), unit)
+        parts, (leaving, reserved) = _parts_on_host(unit), there.leaving.pop(micro_batch, (None, None))
+        found = unit.gradients_of(parts, entry) if leaving is None else parts_in(parts, leaving)
         copied = [
             None if gradient is None else place.copy_(gradient, non_blocking=True)
-            for place, gradient in zip(places, unit.gradients_of(_parts_on_host(unit), entry), strict=True)
+            for place, gradient in zip(places, found, strict=True)
         ]
         if beside:
             here.arrived[micro_batch] = copied
         else:
             here.gradients = copied
         here.iteration = there.iteration
-        if not unit.cut:  # otherwise the update on the device uses them, too
+        if leaving is not None:
+            self.memories.current.alive += [leaving, reserved]
+        elif not unit.cut:  # otherwise the update on the device uses them, too
             self._drop_used(unit, entry)
 
 

@@ -136,6 +136,11 @@ class Memories:
             act()
 
 
+def parts_in(parts: Iterable[ElementRange], gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Flat views of a part of each gradient."""
+    return [None if held is None else part.of(held) for part, held in zip(parts, gradients, strict=True)]
+
+
 @dataclass(slots=True)
 class MovingStates:
     """Optimizer states that move together.
@@ -176,6 +181,7 @@ class UnitSide:
         frozen: bytes of the frozen parameters that move with them, in memory behind them on the device.
         shard: flat, the parameters of ``UnitTensors.shard`` where all of them are gathered for each use.
         gradients: one per parameter, None if it has none; empty while the schedule gives them no memory.
+        leaving: by micro-batch, gradients from the end of its backward until they are copied to the host, and what counts them.
         unreduced: by micro-batch, gradients from the end of its backward until they are reduced to a shard, and what counts
             them.
         reduced: flat, the part of each gradient that is in ``UnitTensors.shard``, summed over the ranks: by micro-batch, or in
@@ -195,6 +201,7 @@ class UnitSide:
     shard: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
+    leaving: dict[int, tuple[list[Tensor | None], Reservation | None]] = field(default_factory=dict)
     unreduced: dict[int, tuple[list[Tensor | None], Reservation | None]] = field(default_factory=dict)
     reduced: dict[int, list[Tensor | None]] = field(default_factory=dict)
     iteration: int = -1
@@ -348,7 +355,7 @@ class UnitTensors:
     def gradients_of(self, parts: Iterable[ElementRange], micro_batch: int = 0) -> list[Tensor | None]:
         """Flat views of the gradients on the device for a part of each parameter, within the shard."""
         if self.stage < 2:
-            return [None if held is None else part.of(held) for part, held in zip(parts, self.device.gradients, strict=True)]
+            return parts_in(parts, self.device.gradients)
         return [
             None if held is None else held[part.first - whole.first : part.last - whole.first]
             for part, whole, held in zip(parts, self.parts, self.device.reduced[micro_batch], strict=True)

@@ -85,11 +85,12 @@ class Checkpoint:
                     number += 1
                 part.rename(target)
             bring_to_disk(folder)
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
+        except (OSError, SafetensorError, MemoryError, RuntimeError) as error:  # PyTorch's of a full memory is the last one
+            full = isinstance(error, (MemoryError, RuntimeError))
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise InputError(
                 f"the checkpoint of step {step} cannot be written to {str(folder)!r}: {reason}; earlier checkpoints are as "
-                "before. Give a folder that is writable and has room"
+                f"before. {'Leave more host memory free' if full else 'Give a folder that is writable and has room'}"
             ) from error
         for old in [*there, target][:-keep]:
             with suppress(OSError):  # this checkpoint is there in any case
@@ -180,7 +181,7 @@ class CheckpointWriter:
         #: Held by whoever saves or loads.
         self.lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._error: InputError | None = None
+        self._error: Exception | None = None
 
     def run(self, write: Callable[[], object], *, background: bool) -> None:
         """Write, after the one before has ended. An error of that one is raised once this one has been written, or begun."""
@@ -205,17 +206,17 @@ class CheckpointWriter:
         if earlier is not None:
             raise earlier
 
-    def _ended(self) -> InputError | None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+    def _ended(self) -> Exception | None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None  # only now: an interrupt may end the wait
         error, self._error = self._error, None
         return error
 
     def _run(self, write: Callable[[], object]) -> None:
         try:
             write()
-        except InputError as error:
+        except Exception as error:
             self._error = error
 
 

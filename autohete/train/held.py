@@ -103,9 +103,9 @@ class Held:
             self.worker.end()
             if not self._reported:
                 raise
-        except KeyboardInterrupt as error:
-            self.worker.end(self.give_back)  # it may have come before the wait
-            if run is not None:
+        except BaseException as error:
+            self.worker.end(self.give_back)  # an interrupt may have come before the wait
+            if run is not None and not isinstance(error, Exception):  # of any signal handler
                 error.add_note(run.session.lanes.progress.state())
             raise
         finally:

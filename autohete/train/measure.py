@@ -157,7 +157,12 @@ def with_parameters_of(partition: Partition, profile: Profile) -> Profile:
     units, element = profile.units, profile.element_bytes
     if len(units) != partition.last + 1 or all(partition.frozen_bytes(i) == profile.frozen_bytes(i) for i in range(len(units))):
         return profile
-    known = (replace(unit, **_sizes(partition, i, element)) for i, unit in enumerate(units))
+    known = []
+    for i, unit in enumerate(units):
+        sizes = _sizes(partition, i, element)
+        trained = sizes["parameters"] - sizes["frozen_parameters"]
+        states = None if unit.state_bytes is None else profile.state_bytes(i, trained)
+        known.append(replace(unit, **sizes, state_bytes=states))
     return replace(profile, units=tuple(known))
 
 

@@ -162,18 +162,7 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self._held.close(interrupted=isinstance(error, KeyboardInterrupt))
-        except AutoHeteError as failure:  # a task failed, and the caller has not seen the error yet
-            if error is None:
-                raise
-            error.add_note(str(failure))
-        try:
-            self._writing.wait()
-        except InputError as failure:
-            if error is None:
-                raise
-            error.add_note(str(failure))
+        self._end(error)
 
     @property
     def prediction(self) -> Simulation | None:
@@ -410,8 +399,26 @@ class Trainer:
             TaskError: a task failed and no call has raised the error yet.
             InputError: a checkpoint could not be written in the background.
         """
-        self._held.close(interrupted=False)
-        self._writing.wait()
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Close everything, whatever fails. What fails besides ``error``, which the caller sees, is a note on it."""
+        seen = error
+        try:
+            self._held.close(interrupted=isinstance(error, KeyboardInterrupt))
+        except BaseException as failure:
+            if error is not None and isinstance(failure, AutoHeteError):  # a task failed, and no call has raised the error yet
+                error.add_note(str(failure))
+            else:
+                seen = failure
+        try:
+            self._writing.wait()
+        except Exception as failure:
+            if seen is None:
+                raise
+            seen.add_note(str(failure))
+        if seen is not None and seen is not error:
+            raise seen
 
     def _finish_batch(self) -> None:
         """Wait for the caller's work on the GPU, which may produce the batch."""
