@@ -547,7 +547,7 @@ class States:
         side.gradients, side.places, side.reserved = [], [], None
 
     def end_backward(self, i: int) -> None:
-        """Set aside gradients of a micro-batch that are to be copied to the host, as the next backward may begin before that."""
+        """Set aside a micro-batch's gradients that are to be copied to the host: the next backward may begin before that."""
         if self.ranks is not None:  # which reduce them first
             self.ranks.end_backward(i)
             return
