@@ -131,12 +131,15 @@ class Partition:
         return replace(self, owned=owned, effects=effects, frozen=self._moving(places))
 
     def _moving(self, used: Mapping[int, Set[int]]) -> tuple[tuple[nn.Parameter, ...], ...]:
-        """The frozen parameters that exactly one block uses, by block."""
+        """The frozen parameters that exactly one block uses, by block. Those of a block that nothing has used yet, such as an
+        expert without tokens, are taken as its own.
+        """
+        inside = {id(p): frozenset({place}) for place, block in enumerate(self.modules, 1) for p in block.parameters()}
         found: list[list[nn.Parameter]] = [[] for _ in self.owned]
         at = Counter(parameter.untyped_storage().data_ptr() for parameter in self.model.parameters())
         for parameter in self.model.parameters():
             address = parameter.untyped_storage().data_ptr()
-            places = used.get(address, frozenset())
+            places = used.get(address) or inside.get(id(parameter), frozenset())
             whole = parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
             ordinary = (type(parameter) is nn.Parameter or is_quantised(parameter)) and parameter.layout is torch.strided
             if not parameter.requires_grad and ordinary and whole and at[address] == 1 and len(places) == 1:

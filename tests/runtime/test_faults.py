@@ -575,7 +575,7 @@ folder, saves, handler = sys.argv[1], sys.argv[2] == "saving", sys.argv[3]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if handler == "exits":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
-to_disk = checkpoints._bring_to_disk
+to_disk = checkpoints.bring_to_disk
 
 def slowly(path):
     time.sleep(0.3)
@@ -587,7 +587,7 @@ try:
     with Trainer(model, policy="stronghold:window=1", profile=profile_of(SMALL)) as trainer:
         trainer.step(batch)
         trainer.save(folder)
-        checkpoints._bring_to_disk = slowly
+        checkpoints.bring_to_disk = slowly
         for step in itertools.count(2):
             trainer.step(batch)
             if step == 4:

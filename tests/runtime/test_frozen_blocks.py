@@ -11,6 +11,7 @@ from torch.nn import functional
 from autohete import Trainer
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
+from autohete.schedule import Value
 
 STEPS = 3
 NODE = load_hardware("a100-40gb-epyc7713")
@@ -226,6 +227,36 @@ def test_a_frozen_parameter_that_is_used_elsewhere_stays(used_by: str) -> None:
     given = penalised if used_by == "loss" else loss
     with Trainer(trained, optimizer=adam(trained), policy="fsdp2_offload", loss=given, hardware=NODE) as trainer:
         assert [trainer.step((tokens_of(step), tokens_of(step))) for step in range(2)] == expected
+
+
+def test_a_frozen_expert_without_tokens_moves_with_its_block() -> None:
+    """What no sequence of the first batch has used belongs to its block, and is there when it is used later."""
+
+    class Routed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.expert = inner, nn.Linear(32, 32)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            changed: Tensor = self.inner(hidden)
+            return changed + self.expert(changed) if len(hidden) == 1 and hidden.shape[1] == 7 else changed
+
+    def routed() -> Small:
+        small = adapted(torch.float32, torch.float32)
+        small.blocks[1] = Routed(small.blocks[1])
+        small.blocks[1].expert.requires_grad_(False)
+        return small
+
+    plain, trained = routed(), routed()
+    given = [tokens_of(0), tokens_of(1)[:1, :7]]
+    expected, policy = in_plain_pytorch(plain, given), "fsdp2_offload"
+    with Trainer(trained, optimizer=adam(trained), policy=policy, loss=loss, hardware=NODE, blocks="blocks") as trainer:
+        assert [trainer.step((tokens, tokens)) for tokens in given] == expected
+        assert trainer.prediction is not None
+        resting = {
+            (one.id.unit, one.memory) for one in trainer.prediction.schedule.resident if one.id.value is Value.PARAMETERS
+        }
+    assert (2, "host") in resting
 
 
 @pytest.mark.slow

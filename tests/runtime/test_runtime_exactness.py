@@ -493,7 +493,7 @@ def test_a_schedule_of_several_gpus_is_refused() -> None:
     join = Interconnect(2, 1e9, 1e-6)
     profile = replace(profile, hardware=replace(profile.hardware, interconnect=join, shared_cores=None).shared_by(2))
     schedule = lower(profile, Plan("by hand", (UnitPlan(),) * (SMALL.transformer_blocks + 2)))
-    with pytest.raises(InputError, match="lower it for hardware with one GPU"):
+    with pytest.raises(InputError, match="lower the schedule for hardware with one GPU"):
         train_by_schedule(SMALL, STEPS, schedule)
 
 
