@@ -6,6 +6,7 @@
     │   ├── OptimizerError           a plan updates where, or in parts that, the optimizer cannot
     │   └── RuleError                a rule of a plan contradicts another or the data dependencies
     ├── InfeasibleError          no plan fits the available memory; has the smallest budget that works
+    ├── DriveError               a drive does not read or write what rests there
     ├── ScheduleError            a schedule that cannot be executed (cycle, unknown edge, memory freed twice …)
     ├── NonFiniteError           a step's loss or gradient is NaN or infinite; names what the step has changed
     │   ├── NonFiniteLossError       the loss
@@ -55,6 +56,10 @@ class RuleError(InputError):
     def __init__(self, message: str, rule: object) -> None:
         super().__init__(message)
         self.rule = rule
+
+
+class DriveError(AutoHeteError):
+    """A drive does not read or write values that rest there; the message has the system's reason."""
 
 
 class ScheduleError(AutoHeteError):

@@ -47,7 +47,11 @@ class BudgetModule(lightning.LightningModule):
         if self.trainer.gradient_clip_algorithm not in (None, "norm"):
             raise InputError("gradients are clipped by norm only: leave gradient_clip_algorithm out")
         clip_norm = self.trainer.gradient_clip_val or None
-        self.autohete = autohete.Trainer(self.model, optimizer=self.trainer.optimizers[0], clip_norm=clip_norm, **self.budget)
+        found: dict[str, Any] = {
+            "autocast": torch.bfloat16 if self.trainer.precision == "bf16-mixed" else None,
+            "clip_norm": clip_norm,
+        }
+        self.autohete = autohete.Trainer(self.model, optimizer=self.trainer.optimizers[0], **found, **self.budget)
         self.until_end.enter_context(self.autohete)
 
     def training_step(self, batch: Any, index: int) -> Tensor:

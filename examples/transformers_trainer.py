@@ -4,10 +4,9 @@
     trainer = BudgetTrainer(model, args, train_dataset=data, budget={"gpu_memory": "16GiB"})
     trainer.train()
 
-Schedulers, callbacks, logging, evaluation, checkpoints and ``resume_from_checkpoint`` work as ever. A batch of
+Schedulers, callbacks, logging, evaluation, checkpoints and ``resume_from_checkpoint`` work as usual. A batch of
 ``gradient_accumulation_steps`` small ones is loaded at once, and computed in as many parts: use ``dataloader_drop_last=True``.
-AutoHete plans memory for the first batch: pad all to one length. ``bf16=True`` and ``torch_compile=True`` are refused; convert
-the model with ``model.to(torch.bfloat16)`` instead.
+AutoHete plans memory for the first batch: pad all to one length. ``torch_compile=True`` is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Does the simulator predict what the runtime does?
 
-Command: ``python experiments/fidelity.py [--out DIR] [--paced N] [--native N] [--seed N]``. Machine: any with PyTorch,
-otherwise idle. Takes about 2 s per paced setting and 5 s per native one.
+Command: ``python experiments/fidelity.py [--out DIR] [--paced N] [--native N] [--more N] [--seed N]``. Machine: any with
+PyTorch, otherwise idle. Takes about 2 s per paced setting and 15 s per native one.
 
 Settings are drawn with a seed: policy, model, memory budget, speed of links and CPU. Each is simulated, and executed by the
 torch runtime, which trains a small GPT for real in lane threads within a byte-exact memory budget. Two questions, two answers:
@@ -10,7 +10,8 @@ torch runtime, which trains a small GPT for real in lane threads within a byte-e
   Sizes are measured on the small model; times are those of a large model on a drawn node, stretched to a quarter of a second
   per iteration, or until the CPU keeps up. Measurements are wall-clock times. This tests order and waiting.
 - *native* (clock ``measured-cpu``): as fast as the CPU allows. Blocks, copies and optimizer steps are first measured one by
-  one; the simulator predicts how they run together and slow each other down. This tests the model of time.
+  one; the simulator predicts how they run together and slow each other down. This tests the model of time. More native
+  settings are of policies that move other kinds of values, some of them to a drive: the one with DIR.
 
 Writes ``fidelity.{csv,png,pdf}``, ``fidelity_lanes.csv`` (work of each lane, idle time by cause, order) and
 ``fidelity_timeline.{png,pdf}``. What would refute it: a mean absolute error of the iteration time above 2 % paced or 8 %
@@ -69,6 +70,10 @@ POLICIES = [
     "autohete",
     "autohete:priority=off",
 ]
+#: Native only: they move optimizer states, activations or parameters, or let values rest on a drive.
+MORE = ["streamed_states:weights", "offload_activations", "zero3_offload", "joint", "zero_infinity", "zero_infinity:pipeline"]
+#: Policies that decide by the memory budget; the others decide without it.
+SEARCHING = ("autohete", "joint")
 #: Paced, and native; native runs are shorter, and disturbed by other work on the machine.
 ITERATIONS = {Clock.EMULATED: 6, Clock.MEASURED_CPU: 7}
 #: Native runs per setting; blocks are measured before, between and after them, because such machines drift by tens of percent
@@ -105,6 +110,11 @@ class Setting:
     budget_share: float | None
     large: Workload | None
     overrides: dict[str, str]
+
+    @property
+    def uses_drive(self) -> bool:
+        """Whether values rest on a drive."""
+        return self.policy.startswith("zero_infinity")
 
     @property
     def clock(self) -> Clock:
@@ -168,11 +178,9 @@ class Result:
         return 100 * (self.predicted.gpu.peak_bytes / self.measured_peak_bytes - 1)
 
 
-def draw(rng: random.Random, number: int, native: bool) -> Setting:
-    """Draw a random setting; policies take turns."""
-    policy = POLICIES[number % len(POLICIES)]
-    # Only autohete depends on the memory budget; the other policies decide without it.
-    share = rng.choice([0.3, 0.4, 0.6, 1.2]) if policy.startswith("autohete") else None
+def draw(rng: random.Random, policy: str, native: bool) -> Setting:
+    """Draw a random setting of a policy."""
+    share = rng.choice([0.3, 0.4, 0.6, 1.2]) if policy.startswith(SEARCHING) else None
     blocks, tied = rng.randint(3, 6), rng.random() < 0.5
     if native:
         hidden, batch_size, sequence_length = rng.choice(
@@ -272,17 +280,18 @@ def with_budget(profile: Profile, share: float | None) -> Profile:
     return replace(profile, hardware=replace(profile.hardware, gpu=gpu))
 
 
-def evaluate(setting: Setting, machine: Hardware) -> Result | None:
+def evaluate(setting: Setting, machine: Hardware, folder: Path) -> Result | None:
     """Simulate and execute one setting; return None if it does not fit, or would take too long.
 
     Args:
         setting: a drawn setting.
         machine: the machine's hardware, for paced settings; native ones measure the machine again at the time.
+        folder: on the drive.
     """
     torch.manual_seed(0)
     model, batch = GPT(setting.workload), next(batches(setting.workload))
     if setting.large is None:
-        return _native(setting, model, batch)
+        return _native(setting, model, batch, str(folder) if setting.uses_drive else None)
     return _paced(setting, setting.large, measured_profile_on(machine, model, batch), model)
 
 
@@ -302,14 +311,15 @@ def _paced(setting: Setting, large: Workload, measured: Profile, model: GPT) -> 
     return _result(setting, predicted, executor, [run], attempts)
 
 
-def _native(setting: Setting, model: GPT, batch: tuple[Tensor, Tensor]) -> Result | None:
-    machine = measured_hardware()
+def _native(setting: Setting, model: GPT, batch: tuple[Tensor, Tensor], drive: str | None) -> Result | None:
+    machine = measured_hardware(drive=drive)
     profiles = [measured_profile_on(machine, model, batch)]
     planned = _planned(setting, with_budget(profiles[0], setting.budget_share))
     if planned is None:
         return None
     runs = list[Trace]()
-    executor = TorchExecutor(model, batches(setting.workload), None, Execution(counting=Counting.SCHEDULED))
+    execution = Execution(counting=Counting.SCHEDULED, folder=drive)
+    executor = TorchExecutor(model, batches(setting.workload), None, execution)
     for _ in range(RUNS):
         runs.append(executor.run(planned.schedule, ITERATIONS[Clock.MEASURED_CPU]))
         profiles.append(measured_profile_on(machine, model, batch))
@@ -400,16 +410,17 @@ def as_csv(results: list[Result]) -> str:
 
 def lanes_csv(results: list[Result]) -> str:
     """One row per setting: work of each lane and idle time by cause, in seconds per iteration; neighbours that swapped."""
-    lanes = [difference.lane for difference in results[0].comparison.lanes]
-    causes = [cause for cause in Cause if cause not in (Cause.PLACES, Cause.COLLECTIVE)]  # one GPU, no drives
+    lanes = list(dict.fromkeys(difference.lane for r in results for difference in r.comparison.lanes))
+    causes = [cause for cause in Cause if cause is not Cause.COLLECTIVE]  # one GPU
     quantities = [*(f"busy_{lane}" for lane in lanes), *(f"idle_{cause.name.lower()}" for cause in causes)]
     columns = [f"{quantity}_{which}_seconds" for quantity in quantities for which in ("predicted", "measured")]
     lines: list[Sequence[object]] = [
         ["setting", "policy", "clock", *columns, "neighbours", "swapped", "late_seconds", "attempts"]
     ]
     for r in results:
-        pairs = [d.busy_seconds for d in r.comparison.lanes] + [r.comparison.idle_seconds[cause] for cause in causes]
-        times = [f"{value:.6f}" for pair in pairs for value in (pair.a, pair.b)]
+        busy = {d.lane: d.busy_seconds for d in r.comparison.lanes}
+        pairs = [*(busy.get(lane) for lane in lanes), *(r.comparison.idle_seconds.get(cause) for cause in causes)]
+        times = [f"{value:.6f}" for pair in pairs for value in ((pair.a, pair.b) if pair else (0.0, 0.0))]
         order = [sum(d.neighbours for d in r.comparison.lanes), sum(d.swapped for d in r.comparison.lanes)]
         late = f"{r.late_seconds:.6f}"
         lines.append([r.setting.name, r.setting.policy, r.setting.clock, *times, *order, late, r.attempts])
@@ -419,13 +430,14 @@ def lanes_csv(results: list[Result]) -> str:
 def show(results: list[Result]) -> None:
     """Print the errors by clock and policy."""
     out = console()
-    for clock, (goal, worst_goal) in GOALS.items():
-        here = [r for r in results if r.setting.clock is clock]
+    for clock, policies in [(Clock.EMULATED, POLICIES), (Clock.MEASURED_CPU, POLICIES), (Clock.MEASURED_CPU, MORE)]:
+        here = [r for r in results if r.setting.clock is clock and r.setting.policy in policies]
         if not here:
             continue
+        goal, worst_goal = GOALS[clock]
         columns = ["policy", "settings", "mean |error|", "worst", "worst peak error", "order changed"]
         shown = table(f"iteration time, predicted against measured ({clock})", columns)
-        for policy in [*POLICIES, "all"]:
+        for policy in [*policies, "all"]:
             rows = [r for r in here if policy in (r.setting.policy, "all")]
             if rows:
                 errors = [abs(r.error_percent) for r in rows]
@@ -450,6 +462,7 @@ def show(results: list[Result]) -> None:
 def plot(results: list[Result]) -> Figure:
     """Draw one point per setting: predicted against measured, and the error by policy."""
     marks = {Clock.EMULATED: ("o", BLUE, "paced"), Clock.MEASURED_CPU: ("s", VERMILION, "native")}
+    names = [name for name in (*POLICIES, *MORE) if any(r.setting.policy == name for r in results)]
     with style():
         figure = Figure(figsize=(7.2, 3.0), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.15])
@@ -461,7 +474,7 @@ def plot(results: list[Result]) -> Figure:
             if not here:
                 continue
             left.plot(*zip(*(r.seconds for r in here), strict=True), mark, color=color, alpha=0.6, markersize=4, label=label)
-            places = [POLICIES.index(r.setting.policy) + (0.15 if clock is Clock.MEASURED_CPU else -0.15) for r in here]
+            places = [names.index(r.setting.policy) + (0.15 if clock is Clock.MEASURED_CPU else -0.15) for r in here]
             right.plot([r.error_percent for r in here], places, mark, color=color, alpha=0.6, markersize=4)
             goal = GOALS[clock][0]
             for side in (-goal, goal):
@@ -475,7 +488,7 @@ def plot(results: list[Result]) -> Figure:
         left.set_ylabel("measured (s)")
         left.legend(loc="upper left", fontsize=7)
         right.axvline(0, color="0.6", linewidth=0.8)
-        right.set_yticks(range(len(POLICIES)), POLICIES, fontsize=6.5)
+        right.set_yticks(range(len(names)), names, fontsize=6.5)
         right.invert_yaxis()
         right.set_xlabel("error of the prediction (%); dashed: goal")
     return figure
@@ -496,7 +509,7 @@ def timeline(results: list[Result]) -> Figure | None:
     return two_row_figure(chosen.predicted.trace, min(chosen.runs, key=unusual), last, title)
 
 
-def main(*, out: Path = Path("paper_figs"), paced: int = 60, native: int = 16, seed: int = 0) -> None:
+def main(*, out: Path = Path("paper_figs"), paced: int = 60, native: int = 16, more: int = 12, seed: int = 0) -> None:
     """Draw settings, simulate and execute them, and compare.
 
     Parameters
@@ -507,6 +520,8 @@ def main(*, out: Path = Path("paper_figs"), paced: int = 60, native: int = 16, s
         Number of fitting paced settings to compare.
     native:
         Number of fitting native settings to compare.
+    more:
+        Number of fitting native settings of policies that move other kinds of values.
     seed:
         Seed of the settings.
     """
@@ -514,12 +529,13 @@ def main(*, out: Path = Path("paper_figs"), paced: int = 60, native: int = 16, s
     torch.set_num_threads(1)
     machine = measured_hardware()
     rng, results, refused = random.Random(seed), list[Result](), 0
-    jobs = [False] * paced + [True] * native
+    jobs = [(POLICIES[i % len(POLICIES)], i >= paced) for i in range(paced + native)]
+    jobs += [(MORE[i % len(MORE)], True) for i in range(more)]
     quiet = not sys.stderr.isatty()
-    for number, is_native in enumerate(track(jobs, "comparing", console=console(stderr=True), disable=quiet, transient=True)):
+    for policy, is_native in track(jobs, "comparing", console=console(stderr=True), disable=quiet, transient=True):
         result = None
         while result is None:
-            result = evaluate(draw(rng, number, is_native), machine)
+            result = evaluate(draw(rng, policy, is_native), machine, out)
             refused += result is None
         results.append(result)
     write_text(out / "fidelity.csv", as_csv(results))

@@ -1,4 +1,4 @@
-"""How hard Hypothesis tries, and how long a test may take.
+"""How hard Hypothesis tries, how long a test may take, and a fixture that several files share.
 
 By default Hypothesis tries the same examples in every run; ``AUTOHETE_HYPOTHESIS=wide pytest`` looks for new counterexamples
 among many random ones, and prints what it finds as a blob to reproduce it.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -55,3 +56,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def little_room() -> Iterator[None]:
+    """No file may become larger than 100 kB, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)

@@ -15,6 +15,7 @@ def profile(
     device: Literal["emulated", "cuda"] = "emulated",
     gpu_memory: str | None = None,
     model: TextModel = PLAIN_MODEL,
+    drive: str | None = None,
     quick: bool = False,
 ) -> None:
     """Measure this machine, and one block of each kind of a GPT; write both to OUT (.json).
@@ -27,6 +28,9 @@ def profile(
         emulated: the CPU stands in for a GPU.
     gpu_memory:
         Memory of the device, such as 64MiB.
+    drive:
+        A folder on a drive: measure how fast files in it are read and written, past the page cache where its file system allows
+        that. It is the place `nvme` of the measured machine.
     quick:
         Measure copies up to 64 MiB instead of 1 GiB.
     """
@@ -34,4 +38,4 @@ def profile(
 
     check_outputs({"OUT": out})
     check_runtime()
-    run(model, out, device, gpu_memory, quick=quick)
+    run(model, out, device, gpu_memory, quick=quick, drive=drive)

@@ -51,7 +51,7 @@ class _Subject:
         data: the text.
         name: of the model.
         kind: its number type and units, in words.
-        blocks: name of its block list; None: it is found.
+        blocks: name of its list of blocks; None: it is found.
     """
 
     model: Any
@@ -200,9 +200,11 @@ def _run(
         "mode": Mode(training.mode),
         "hardware": hardware,
         "profile": measured_profile,
+        "drive": training.drive,
         "on_nonfinite": NonFinite.SKIP if training.skip_nonfinite else NonFinite.STOP,
         "clip_norm": training.clip_norm,
         "micro_batches": training.micro_batches,
+        "refine": training.refine,
     }
 
     def trainer_of(model: Any, blocks: str | None) -> Trainer:
@@ -351,7 +353,7 @@ def _steps(
             now = time.perf_counter()
             if now - since > _REFRESH_SECONDS:
                 current = trainer.busy_seconds
-                use = " ".join(f"{name} {(current[name] - busy[name]) / (now - since):.0%}" for name in current)
+                use = " ".join(f"{name} {(current[name] - busy.get(name, 0.0)) / (now - since):.0%}" for name in current)
                 status = (
                     f"loss {losses[-1]:.3f}  {(step + 1 - done) * tokens / (now - since):,.0f} tokens/s  "
                     f"{format_bytes(trainer.device_bytes)}  {use}"
@@ -377,6 +379,8 @@ def _print_end(out: Console, trainer: Trainer, losses: list[float], validation: 
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-back text {validation:.3f} (perplexity "
         f"{math.exp(min(validation, 700.0)):.1f}); {tokens_per_second:,.0f} tokens/s{skipped}",
     )
+    if trainer.refinement is not None and trainer.refinement.changes:
+        print_text(out, str(trainer.refinement))
     shown = table("predicted beside measured", ["", "predicted", f"{comparison.clock}", "difference"])
     rows = [
         ("iteration", comparison.predicted_seconds, comparison.measured_seconds, format_seconds),
@@ -416,7 +420,9 @@ def _write_files(
 
 
 @_memory_told()
-def profile(options: TextModel, path: str, device: str, gpu_memory: str | None, *, quick: bool) -> None:
+def profile(
+    options: TextModel, path: str, device: str, gpu_memory: str | None, *, quick: bool, drive: str | None = None
+) -> None:
     """Measure the machine and one block of each kind, show both, and write the file."""
     size = None if gpu_memory is None else round(parse_quantity(gpu_memory, "bytes"))
     options.check()
@@ -424,7 +430,7 @@ def profile(options: TextModel, path: str, device: str, gpu_memory: str | None, 
     from autohete.train.measured import measured_machine, measured_profile
 
     subject, workload = _gpt(options, _MEASURED)
-    machine, measured = measured_machine(device, size, quick=quick), versions()
+    machine, measured = measured_machine(device, size, quick=quick, drive=drive), versions()
     first = next(subject.data.train())
     result, document = measured_profile(machine, subject.model, first, device, workload.name, blocks=subject.blocks)
     write_profile(path, result, document, measured)
@@ -457,5 +463,13 @@ def profile(options: TextModel, path: str, device: str, gpu_memory: str | None, 
         f"{host.memory_bandwidth / 1e9:.1f} GB/s",
         "-",
     )
+    for place in result.hardware.places:
+        for name, rate in (("read", place.read_bandwidth), ("write", place.write_bandwidth)):
+            links.add_row(
+                f"{place.name}, {name}",
+                f"{rate / 1e9:.2f} GB/s",
+                f"{(place.both_bandwidth or rate) / 1e9:.2f} GB/s together",
+                format_seconds(place.latency_seconds),
+            )
     out.print(links)
     print_text(out, f"written: {path}; use it with autohete simulate --profile {path}")

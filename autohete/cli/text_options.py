@@ -119,6 +119,11 @@ class TextTraining:
         A preset's name or a TOML file. Without it: this machine, measured.
     profile:
         A file written by `autohete profile` for this model, used instead of measuring.
+    refine:
+        Plan again once the first steps have measured how long tasks take.
+    drive:
+        A folder on a drive, which is the place `nvme`: measured, unless --hardware or --profile is given, and used for what
+        rests there. Default: no such place; what rests in one of --hardware or --profile is in the system's temporary folder.
     skip_nonfinite:
         Skip a step whose loss is NaN or infinite, instead of stopping.
     verify:
@@ -140,6 +145,8 @@ class TextTraining:
     mode: Literal["native", "paced"] = "native"
     hardware: str | None = None
     profile: str | None = None
+    refine: bool = True
+    drive: str | None = None
     skip_nonfinite: bool = False
     verify: Whole | None = None
 

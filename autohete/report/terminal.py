@@ -11,16 +11,22 @@ from autohete.quantities import format_seconds
 from autohete.report.tables import print_text
 from autohete.schedule import KIND_MEANING, Kind
 
-#: One letter per kind; kinds not listed use the letter of their task id. Styles distinguish neighbouring tasks.
-_LETTERS = {
-    Kind.PREFETCH_FORWARD: "P",
-    Kind.PREFETCH_BACKWARD: "P",
-    Kind.FETCH_ACTIVATIONS: "A",
-    Kind.OFFLOAD_ACTIVATIONS: "A",
-    Kind.WRITE_BACK_FORWARD: "K",
-    Kind.WRITE_BACK_BACKWARD: "K",
+#: The kinds that share a letter, and what it means. Any other kind has the letter of its task ids.
+_SHARED = {
+    ("P", "prefetch of parameters"): (Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD, Kind.READ_FORWARD, Kind.READ_BACKWARD),
+    ("K", "write-back of parameters"): (Kind.WRITE_BACK_FORWARD, Kind.WRITE_BACK_BACKWARD, Kind.WRITE_PARAMETERS),
+    ("A", "activations"): (Kind.FETCH_ACTIVATIONS, Kind.OFFLOAD_ACTIVATIONS, Kind.READ_ACTIVATIONS, Kind.WRITE_ACTIVATIONS),
+    ("S", "optimizer states"): (Kind.FETCH_STATES, Kind.WRITE_BACK_STATES, Kind.READ_STATES, Kind.WRITE_STATES),
+    ("g", "fetch or write of gradients"): (Kind.FETCH_GRADIENTS, Kind.WRITE_GRADIENTS),
+    ("+", KIND_MEANING[Kind.ACCUMULATE]): (Kind.ACCUMULATE,),
+    ("c", "gather of parameters"): (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.GATHER_UPDATED),
+    ("r", KIND_MEANING[Kind.REDUCE_GRADIENTS]): (Kind.REDUCE_GRADIENTS,),
+    ("X", "transfer between pipeline stages"): (Kind.SEND_INPUT, Kind.SEND_INPUT_GRADIENT),
 }
-_MEANINGS = {"P": "prefetch of parameters", "A": "activations", "K": "write-back of parameters"}
+#: One letter and its meaning for every kind. Styles distinguish neighbouring tasks.
+LETTERS = {kind: (str(kind), KIND_MEANING[kind]) for kind in Kind} | {
+    kind: shared for shared, kinds in _SHARED.items() for kind in kinds
+}
 _STYLES = {"F": "blue", "L": "bold", "R": "cyan", "B": "yellow", "W": "magenta", "U": "magenta", "G": "green", "H": "red"}
 
 
@@ -45,13 +51,12 @@ def print_iteration(out: Console, trace: Trace, iteration: int, width: int | Non
         row = Text(f"{lane.name:>{names}} ")
         best, letters = np.zeros(cells), [" "] * cells
         for i in trace.lane_tasks(lane.name):
-            kind = trace.schedule.tasks[i].id.kind
-            letter = _LETTERS.get(kind, str(kind))
+            letter, meaning = LETTERS[trace.schedule.tasks[i].id.kind]
             for start, stop in zip(trace.start_ns[:, i].tolist(), trace.end_ns[:, i].tolist(), strict=True):
                 covered = np.minimum(stop, edges[1:]) - np.maximum(start, edges[:-1])
                 for cell in np.flatnonzero(covered > best):
                     best[cell], letters[cell] = covered[cell], letter
-                    seen[letter] = _MEANINGS.get(letter, KIND_MEANING[kind])
+                    seen[letter] = meaning
         for letter in letters:
             row.append("·" if letter == " " else letter, style=_STYLES.get(letter, "dim" if letter == " " else ""))
         out.print(row, soft_wrap=True)

@@ -239,7 +239,7 @@ class AsyncDevice(EmulatedDevice):
         return self.allocated(_Geometry((elements,), (1,), 0, dtype, elements * dtype.itemsize))
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.zeros(elements * dtype.itemsize, np.uint8)).view(dtype)  # no operation of the device
+        return torch.from_numpy(np.full(elements * dtype.itemsize, _POISON, np.uint8)).view(dtype)  # no operation of the device
 
     def allocated(self, like: _Geometry) -> Tensor:
         """Return a tensor in memory of the calling thread's stream."""

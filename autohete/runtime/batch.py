@@ -1,4 +1,7 @@
-"""Batches as users give them, checked before training: token ids and targets, or a model's arguments by name."""
+"""Batches as users give them, checked before training: token ids and targets, or a model's arguments by name.
+
+An argument is a tensor, or a tree of tensors: lists, tuples, dicts, and what is registered with ``torch.utils._pytree``.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,22 @@ import inspect
 import itertools
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 
 from autohete.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
     from autohete.runtime.loss_call import LossCall
 
-#: Inputs of a model's forward: token ids (batch, sequence) as its first argument, or its arguments by name.
-Inputs = Tensor | Mapping[str, Any]
+#: Inputs of a model's forward: its arguments by name, or its first argument, such as token ids (batch, sequence).
+Inputs = Any
 #: Function of logits, targets and perhaps more that returns the loss, a scalar tensor; see ``loss_call.LossCall``.
 Loss = Callable[..., Tensor]
 
@@ -30,6 +34,7 @@ _FORMS = (
 )
 #: Target value that the loss ignores, as in ``torch.nn.functional.cross_entropy``.
 _IGNORED = -100
+_PLAIN = (bool, int, float, str, type(None))
 #: The argument of a loss that is the number of targets, as in Hugging Face's models.
 ITEMS = "num_items_in_batch"
 #: Arguments of Hugging Face models that block-by-block training does not support, and why.
@@ -47,7 +52,7 @@ class Batch:
     """The training data of one iteration.
 
     Args:
-        inputs: token ids (batch, sequence), or the arguments of the model's forward by name.
+        inputs: the arguments of the model's forward by name, or its first one, such as token ids (batch, sequence).
         targets: what the loss compares the logits with; (batch, sequence) for a language model, aligned with the logits.
         labels: the labels that the targets were derived from, if targets were not given.
         for_loss: what else the loss takes, by name.
@@ -76,7 +81,7 @@ class Batch:
         """
         if isinstance(given, Batch):
             return given
-        labels, for_loss, items = None, dict[str, Any](), None
+        labels, for_loss, items, given = None, dict[str, Any](), None, _by_field(given)
         if isinstance(given, Mapping):
             if loss is not None and loss.adds_up and ITEMS in given:
                 given = dict(given)
@@ -98,13 +103,26 @@ class Batch:
 
     def described(self) -> str:
         """The shapes of the inputs and of the targets."""
-        shapes = {name: tuple(value.shape) for name, value in self.named.items() if isinstance(value, Tensor)}
+        shapes = {name: tuple(value.shape) for name, value in named(self.inputs).items() if isinstance(value, Tensor)}
         return f"{shapes}, targets {tuple(self.targets.shape)}"
 
     @property
-    def named(self) -> Mapping[str, Any]:
-        """The inputs by name; unnamed inputs are called ``ids``."""
-        return self.inputs if isinstance(self.inputs, Mapping) else {"ids": self.inputs}
+    def length(self) -> int:
+        """Length of the sequences."""
+        return leading(self.inputs).shape[1]
+
+    def shorter(self, length: int) -> Batch:
+        """The beginning of each sequence, in all tensors that have an entry for each position."""
+
+        def begin(value: Any, sequences: bool = True) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            cut = [size == self.length and (dim > 0 or not sequences) for dim, size in enumerate(value.shape)]
+            return value[tuple(slice(length) if one else slice(None) for one in cut)]
+
+        cut = tree_map(lambda value: begin(value, not _is_flat(value)), _as_dict(self.inputs))
+        for_loss = {name: begin(value) for name, value in self.for_loss.items()}
+        return Batch(cut, begin(self.targets), None, for_loss, self.items)
 
     def split(self, micro_batches: int, *, equal: bool = True) -> list[Batch]:
         """Split into ``micro_batches`` batches, the largest first, with equal numbers of sequences if ``equal``.
@@ -138,7 +156,7 @@ class Batch:
     def with_labels(self, model: nn.Module) -> Inputs:
         """Return the inputs, with the labels if there are any and the model accepts them, so that it computes its own loss."""
         names = argument_names(model, labels=True)
-        if self.labels is None or isinstance(self.inputs, Tensor) or (names is not None and "labels" not in names):
+        if self.labels is None or not isinstance(self.inputs, Mapping) or (names is not None and "labels" not in names):
             return self.inputs
         return {**self.inputs, "labels": self.labels}
 
@@ -148,32 +166,56 @@ class Batch:
         return targets, cast("Mapping[str, Any]", on_device(self.for_loss, device, copy=True))
 
     @property
-    def tensors(self) -> Mapping[str, Any]:
+    def tensors(self) -> dict[str, Any]:
         """Everything by name."""
-        return {**self.named, "targets": self.targets, **self.for_loss}
+        return {**named(self.inputs), **named({"targets": self.targets, **self.for_loss})}
 
     def _check(self, model: nn.Module, *, per_position: bool) -> None:
-        for name, value in self.tensors.items():
-            if isinstance(value, Tensor):
-                if not value.numel():
-                    raise InputError(f"{name} {_said(value)} is empty: a batch has at least one sequence of one token")
-            elif name in ("ids", "targets") or not isinstance(value, (bool, int, float, str, type(None))):
+        inputs = self.inputs if isinstance(self.inputs, Mapping) else {"ids": self.inputs}
+        for name, value in {**inputs, "targets": self.targets, **self.for_loss}.items():
+            tensors = [one for one in ([value] if name == "targets" else tree_leaves(value)) if isinstance(one, Tensor)]
+            if not tensors and (name in ("ids", "targets") or not isinstance(value, _PLAIN)):
                 hint = "; with a tokenizer, use return_tensors='pt'" if isinstance(value, list) else ""
                 raise InputError(f"{name} is {_said(value)}: give a tensor, such as torch.as_tensor({name}){hint}")
-        ids = leading(self.inputs)
+        for name, value in self.tensors.items():
+            if not isinstance(value, (Tensor, *_PLAIN)):
+                raise InputError(
+                    f"{name} is {_said(value)}: give a tensor, or register the class with torch.utils._pytree if it has tensors"
+                )
+            if isinstance(value, Tensor) and not value.numel():
+                raise InputError(f"{name} {_said(value)} is empty: a batch has at least one sequence of one token")
+        ids, positions = leading(self.inputs), with_targets(self.inputs)
         if ids.dim() < 2:
             raise InputError(f"the ids are {_said(ids)}: give (batch, sequence), such as ids.unsqueeze(0) for one sequence")
         if not per_position and (not self.targets.dim() or len(self.targets) != len(ids)):
             raise InputError(
                 f"the targets are {_said(self.targets)}, the inputs {_said(ids)}: their first dimension must be the sequences"
             )
-        if per_position and self.targets.shape != ids.shape[:2]:
+        if per_position and self.targets.shape != positions.shape[:2]:
             raise InputError(
-                f"the targets are {_said(self.targets)}, the inputs {_said(ids)}: give one target per position, "
-                f"{tuple(ids.shape[:2])}, and {_IGNORED} where there is none"
+                f"the targets are {_said(self.targets)}, the inputs {_said(positions)}: give one target per position, "
+                f"{tuple(positions.shape[:2])}, and {_IGNORED} where there is none"
             )
         if isinstance(self.inputs, Mapping):
             _check_arguments(self.inputs, model)
+
+
+def _by_field(given: Any) -> Any:
+    """A batch with fields for targets or labels as a dict."""
+    if hasattr(given, "_fields"):
+        found = {name: getattr(given, name) for name in given._fields}
+    elif is_dataclass(given) and not isinstance(given, (type, Batch)):
+        found = {one.name: getattr(given, one.name) for one in fields(given)}
+    else:
+        return given
+    return found if {"targets", "labels"} & found.keys() else given
+
+
+def named(inputs: Inputs) -> dict[str, Any]:
+    """What is in ``inputs`` that is no container, by name, such as ``images[0]``; inputs without names are called ``ids``."""
+    if not isinstance(inputs, Mapping):
+        inputs = {"ids": inputs}
+    return {f"{name}{keystr(path)}": value for name, tree in inputs.items() for path, value in tree_flatten_with_path(tree)[0]}
 
 
 def leading(inputs: Inputs) -> Tensor:
@@ -184,12 +226,21 @@ def leading(inputs: Inputs) -> Tensor:
     """
     if isinstance(inputs, Tensor):
         return inputs
-    if isinstance(inputs.get("input_ids"), Tensor):
+    if isinstance(inputs, Mapping) and isinstance(inputs.get("input_ids"), Tensor):
         return cast("Tensor", inputs["input_ids"])
-    for value in inputs.values():
+    leaves = named(inputs)
+    for value in leaves.values():
         if isinstance(value, Tensor) and value.dim() >= 2:
             return value
-    raise InputError(f"the batch has {', '.join(inputs) or 'no inputs'}, no token ids among them: {_FORMS}")
+    raise InputError(f"the batch has {', '.join(leaves) or 'no inputs'}, no token ids among them: {_FORMS}")
+
+
+def with_targets(inputs: Inputs) -> Tensor:
+    """Return the tensor of ``inputs`` whose positions have targets: of an encoder-decoder model the decoder's."""
+    for name in ("decoder_input_ids", "decoder_inputs_embeds"):
+        if isinstance(inputs, Mapping) and isinstance(inputs.get(name), Tensor):
+            return cast("Tensor", inputs[name])
+    return leading(inputs)
 
 
 def first_sequence(inputs: Inputs) -> Inputs:
@@ -198,10 +249,8 @@ def first_sequence(inputs: Inputs) -> Inputs:
 
 
 def _sequences(inputs: Inputs, part: slice) -> Inputs:
-    if isinstance(inputs, Tensor):
-        return inputs[part]
     sequences = len(leading(inputs))
-    return {name: _cut(value, sequences, part) if not _is_flat(value) else value for name, value in inputs.items()}
+    return tree_map(lambda value: _cut(value, sequences, part) if not _is_flat(value) else value, _as_dict(inputs))
 
 
 def _is_flat(value: Any) -> bool:
@@ -212,6 +261,11 @@ def _is_flat(value: Any) -> bool:
 def _cut(value: Any, sequences: int, part: slice) -> Any:
     """A part of what has an entry for each of so many sequences; anything else as it is."""
     return value[part] if isinstance(value, Tensor) and value.dim() and len(value) == sequences else value
+
+
+def _as_dict(inputs: Inputs) -> Inputs:
+    """Arguments by name in a container that is a tree."""
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs
 
 
 def _items(targets: Tensor) -> int:
@@ -236,25 +290,23 @@ def _count(given: object) -> int | None:
 
 
 def padded(inputs: Inputs) -> Inputs:
-    """Return ``inputs`` with padding if they have a mask: without padding, models skip what they allocate for it."""
-    if isinstance(inputs, Tensor):
+    """Return ``inputs`` with padding if they have masks: without padding, models skip what they allocate for it."""
+    if not isinstance(inputs, Mapping):
         return inputs
-    mask = inputs.get("attention_mask")
+    return {name: _padded(value) if str(name).endswith("attention_mask") else value for name, value in inputs.items()}
+
+
+def _padded(mask: Any) -> Any:
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not bool((mask != 0).all()):
-        return inputs
+        return mask
     mask = mask.clone()
     mask[:, -1] = 0
-    return {**inputs, "attention_mask": mask}
+    return mask
 
 
 def on_device(inputs: Inputs, device: torch.device, *, copy: bool = False) -> Inputs:
     """Move ``inputs`` to ``device``; with ``copy``, independent of what the caller does with its own."""
-    if isinstance(inputs, Tensor):
-        return inputs.to(device, non_blocking=copy, copy=copy)
-    return {
-        name: value.to(device, non_blocking=copy, copy=copy) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=copy, copy=copy), _as_dict(inputs))
 
 
 class Form:
@@ -269,7 +321,7 @@ class Form:
     def __init__(self, first: Batch, rows: Mapping[str, int], classes: int | None) -> None:
         self._first, self._rows, self._classes = first.tensors, rows, classes
         self._shapes = {name: _said(value) for name, value in self._first.items()}
-        self._largest = tuple(leading(first.inputs).shape[:2])
+        self._largest = _sizes(first)
         self.check(first)
 
     def check(self, batch: Batch) -> None:
@@ -279,7 +331,7 @@ class Form:
         Raises:
             InputError: names, shapes or types differ from the first batch, or ids are outside the vocabulary.
         """
-        found, shape = batch.tensors, leading(batch.inputs).shape[:2]
+        found, shape = batch.tensors, _sizes(batch)
         if found.keys() != self._first.keys():
             raise InputError(
                 f"the batch has {', '.join(found)}; the first one had {', '.join(self._first)}: give the same in each step"
@@ -296,6 +348,15 @@ class Form:
         if self._classes is not None:
             check_classes(batch.targets, self._classes)
 
+    def of(self, first: Batch) -> Form:
+        """The form of batches like ``first`` of the same model."""
+        return Form(first, self._rows, self._classes)
+
+    def admits(self, batch: Batch) -> bool:
+        """Whether a batch of another form with the same names has this one, too."""
+        shape = _sizes(batch)
+        return all(self._is_like(self._first[name], value, shape) for name, value in batch.tensors.items())
+
     def _is_like(self, first: Any, value: Any, shape: Sequence[int]) -> bool:
         """Whether ``value`` can take the place of ``first`` in a batch of ``shape``."""
         if not isinstance(first, Tensor) or not isinstance(value, Tensor):
@@ -306,6 +367,11 @@ class Form:
         if first.dim() and first.shape[0] in self._largest and (first.shape[0], value.shape[0]) not in less:
             return False
         return all(a == b or (a, b) in less for a, b in zip(first.shape, value.shape, strict=True))
+
+
+def _sizes(batch: Batch) -> tuple[int, ...]:
+    """Numbers of sequences and of positions, of encoder and decoder."""
+    return (*leading(batch.inputs).shape[:2], *with_targets(batch.inputs).shape[:2])
 
 
 def check_classes(targets: Tensor, classes: int) -> None:
@@ -351,7 +417,19 @@ def _split(given: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Any], 
     targets, labels = inputs.pop("targets", None), inputs.pop("labels", None)
     if targets is not None or not isinstance(labels, Tensor):
         return inputs, labels if targets is None else targets, None
+    if _is_encoder_decoder(model) and {"decoder_input_ids", "decoder_inputs_embeds"}.isdisjoint(inputs):
+        shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if shifted is None:
+            raise InputError(
+                f"the batch has labels, but {type(model).__name__} has no prepare_decoder_input_ids_from_labels: give "
+                "decoder_input_ids, too"
+            )
+        inputs["decoder_input_ids"] = shifted(labels=labels)
     return inputs, _from_labels(labels, model), labels
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _from_labels(labels: Tensor, model: nn.Module) -> Tensor:
@@ -366,7 +444,7 @@ def _from_labels(labels: Tensor, model: nn.Module) -> Tensor:
             "give targets and a loss"
         )
     kind = getattr(model, "loss_type", None) or "ForCausalLM"
-    if kind == "ForMaskedLM":
+    if kind == "ForMaskedLM" or _is_encoder_decoder(model):
         return labels
     if kind != "ForCausalLM":
         raise InputError(
@@ -415,4 +493,4 @@ def _keys(forward: Callable[..., Any], anything: str) -> frozenset[str] | None:
 def _said(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} of {value.dtype}"
-    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"

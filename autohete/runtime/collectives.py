@@ -60,9 +60,16 @@ class Collectives:
         mine = self.shares(sum(sizes))[self.rank]
         return parts_of(sizes, mine.start, mine.stop)
 
-    def exchange(self, label: str, facts: Mapping[str, Any] | None = None, *, stream: int = LANE) -> Facts:
+    def exchange(
+        self,
+        label: str,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        stream: int = LANE,
+        timeout_seconds: float | None = None,
+    ) -> Facts:
         """Wait for all ranks, and return the facts of all; see :meth:`ControlChannel.exchange`."""
-        return self.channel.exchange(stream, label, facts or {})
+        return self.channel.exchange(stream, label, facts or {}, timeout_seconds)
 
     def reduce(
         self,

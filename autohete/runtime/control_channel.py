@@ -3,8 +3,10 @@
 Before the ranks move tensors they exchange a few facts. So they move them only once all of them are there to do so, and a rank
 that waits for another waits here, where a failure reaches it. (A collective of Gloo cannot be interrupted.)
 
-All ranks are connected to rank 0. The system closes the connections of a process that ends, however it ends, so the others
-learn of it at once.
+All ranks are connected to rank 0, which decides whether an exchange is complete or a failure comes first. Whoever has begun an
+exchange waits for that decision: otherwise some ranks would move tensors, and wait for ever for one that has just failed.
+
+The system closes the connections of a process that ends, however it ends, so the others learn of it at once.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ class ControlChannel:
         self._last: dict[int, str] = {}
         self._left: set[int] = set()
         self._failure: str | None = None
+        #: Rank 0 has decided that no exchange is complete any more.
+        self._over = False
         self._closed = False
         _open.add(self)
         for peer in peers:
@@ -93,13 +97,14 @@ class ControlChannel:
             ) from error
         return cls(rank, ranks, {0: connection}, timeout_seconds)
 
-    def exchange(self, stream: int, label: str, facts: Mapping[str, Any]) -> Facts:
+    def exchange(self, stream: int, label: str, facts: Mapping[str, Any], timeout_seconds: float | None = None) -> Facts:
         """Return the facts of all ranks, once all have called this with the same ``label``.
 
         Args:
             stream: number of the stream.
             label: what this rank is about to do, as in an error's message.
-            facts: plain values.
+            facts: plain values. With a ``reason``, this rank ends the training for it, and those that go on fail with it.
+            timeout_seconds: how long it waits for a rank that lives; None: as long as any exchange.
 
         Raises:
             RankError: a rank has failed, has ended or is about to do something else.
@@ -111,15 +116,20 @@ class ControlChannel:
                 self._note_part(stream, 0, part)
         if self.rank:
             self._send(0, _PART, stream, self.rank, part)
-        end = time.monotonic() + self._timeout
+        end = time.monotonic() + (self._timeout if timeout_seconds is None else timeout_seconds)
         with self._changed:
             while not self._whole[stream]:
-                self._check()
+                if self._over or self._closed or (self.rank and self._left):
+                    self._check()
                 if not self._changed.wait(end - time.monotonic()):
-                    self._give_up(stream, label)
+                    self._give_up(label, facts.get("reason"))
+                    raise self.error()
             parts = self._whole[stream].popleft()
         found: Facts = [json.loads(one) for one in parts]
         if other := next((r for r, one in enumerate(found) if one["label"] != found[0]["label"]), None):
+            for rank, one in enumerate(found):
+                if one.get("reason"):
+                    self.fail(one["reason"], rank)
             self.fail(
                 f"it is at {found[other]['label']!r}, but rank 0 at {found[0]['label']!r}: all ranks must make the same calls "
                 "of the Trainer in the same order",
@@ -138,6 +148,11 @@ class ControlChannel:
     def error(self) -> RankError:
         """The error that describes the failure."""
         return RankError(f"{self._failure or 'the connection to the other ranks is closed'}")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure is known."""
+        return self._failure is not None
 
     def failed_within(self, seconds: float) -> bool:
         """Wait for at most ``seconds`` until a failure is known; return whether it is."""
@@ -171,7 +186,9 @@ class ControlChannel:
             self._note_failure(min(self._left), "it has closed its Trainer, but others go on")
             raise self.error()
 
-    def _give_up(self, stream: int, label: str) -> None:
+    def _give_up(self, label: str, reason: str | None) -> None:
+        if reason:
+            self._note_failure(self.rank, reason)
         missing = [r for r in range(self.ranks) if r != self.rank and self._last.get(r) != label] if not self.rank else [0]
         self._note_failure(
             missing[0] if missing else 0, f"it has not come to {label!r}{self._after(missing[0] if missing else 0)} in time"
@@ -179,6 +196,8 @@ class ControlChannel:
 
     def _note_part(self, stream: int, rank: int, part: bytes) -> None:
         """On rank 0: complete an exchange once the parts of all ranks are there."""
+        if self._over:
+            return
         parts = self._parts[stream]
         parts[rank].append(part)
         self._last[rank] = json.loads(part)["label"]
@@ -204,9 +223,14 @@ class ControlChannel:
         if self._failure is not None:
             return
         self._failure = f"rank {rank} has failed: {reason}"
-        self._changed.notify_all()
+        if not self.rank:
+            self._end()
         for peer in self._peers:
             self._send(peer, _FAILED, 0, rank, reason.encode())
+
+    def _end(self) -> None:
+        self._over = True
+        self._changed.notify_all()
 
     def _after(self, rank: int) -> str:
         return f" (the last that it came to was {self._last[rank]!r})" if rank in self._last else ""
@@ -236,6 +260,7 @@ class ControlChannel:
                     self._changed.notify_all()
                 elif kind == _FAILED:
                     self._note_failure(rank, content.decode())
+                    self._end()
                 else:
                     self._left.add(rank)
                     self._check_left()
@@ -243,6 +268,7 @@ class ControlChannel:
         with self._changed:
             if peer not in self._left and not self._closed:
                 self._note_failure(peer, f"its process has ended{self._after(peer)}")
+                self._end()
         if self._closed or peer in self._left:
             connection.close()
 

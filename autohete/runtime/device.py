@@ -145,8 +145,8 @@ class Device(ABC):
         return tensor.to(self.torch_device)
 
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a flat tensor of zeros on the host, pinned if that makes copies faster."""
-        return torch.zeros(elements, dtype=dtype, device="cpu", pin_memory=self.pins)
+        """Allocate a flat tensor on the host, without values, pinned if that makes copies faster."""
+        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self.pins)
 
     def read_later(self, tensor: Tensor) -> Tensor:
         """Return a tensor that the host can read once what the calling thread has issued so far is done."""
@@ -170,7 +170,7 @@ class Device(ABC):
         """Memory of its own that is free now."""
 
     def prepare(self) -> None:  # noqa: B027
-        """Prepare the process for a training on the device."""
+        """Prepare the process for a training on the device, if possible before it has another thread."""
 
     # --- random numbers
 

@@ -54,6 +54,10 @@ class Clipping:
         self._coefficients: dict[int, Tensor] = {}
         self.total: float | None = None
 
+    def continue_from(self, before: Clipping) -> None:
+        """Take over what is known of the iterations so far."""
+        self.total, self._coefficients = before.total, before._coefficients
+
     def measure(
         self, iteration: int, unit: int, gradients: Sequence[Tensor | None], factor: float, accelerator: Device
     ) -> None:

@@ -192,6 +192,10 @@ class Guard:
                 self._guarded, self._types = {}, {}
                 self.wait = _nothing  # breaks a possible reference cycle with the training
 
+    def follow(self, states: States) -> None:
+        """Give the caller the values of other states of the same parameters from now on."""
+        self._lent.states = states
+
     @contextmanager
     def inside(self, *, loss: bool = False) -> Iterator[None]:
         """Mark the calling thread's uses of parameters as the training's own. A loss must not use parameters."""
@@ -327,7 +331,7 @@ class _Lent:
     """
 
     def __init__(self, states: States, guarded: Mapping[int, _GuardedTensor]) -> None:
-        self._states, self._guarded = states, guarded
+        self.states, self._guarded = states, guarded
         #: Values given to the caller, by the parameter's id.
         self.values: dict[int, Tensor] = {}
         #: PyTorch's counts of in-place writes to parameters that the states have.
@@ -338,7 +342,7 @@ class _Lent:
         """Give the caller the current values of a parameter, in separate host memory."""
         assert one.place is not None
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            values = self._states.values(*one.place)
+            values = self.states.values(*one.place)
             one.tensor.data = values
         self.values[id(one.tensor)] = values
 
@@ -378,15 +382,15 @@ class _Lent:
                 _check_like(one, changed)
             for (one, _), changed in zip(exposed, now, strict=True):
                 assert one.place is not None
-                self._states.assign(*one.place, changed)
-                if self._states.ranks is not None and one.tensor._version != self._writes[id(one.tensor)]:
-                    self._states.ranks.note_change(*one.place, changed)
+                self.states.assign(*one.place, changed)
+                if self.states.ranks is not None and one.tensor._version != self._writes[id(one.tensor)]:
+                    self.states.ranks.note_change(*one.place, changed)
             del now
             # Graphs that the caller still has were computed from older values: this makes PyTorch reject their backward.
             increment_version([one.tensor for one, _ in exposed])
             self._writes |= {id(one.tensor): one.tensor._version for one, _ in exposed}
             for block in {one.place[0] for one, _ in exposed if one.place is not None}:
-                self._states.units[block].bind()
+                self.states.units[block].bind()
             self.values = {}
             while exposed:
                 one, values = exposed.pop()

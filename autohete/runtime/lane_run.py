@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Protocol
 
-from autohete.errors import DeviceOutOfMemoryError, InputError, TaskError
+from autohete.errors import DeviceOutOfMemoryError, InputError, RankError, TaskError
 from autohete.runtime.ahead import NOTHING_AHEAD, Ahead
 from autohete.runtime.device import Event
 from autohete.runtime.history import History
@@ -57,10 +57,12 @@ class Stop:
     def error(self, state: str) -> TaskError:
         """Return the error that describes all failures, and the state of the parameters; always the same one."""
         if self._error is None:
-            (name, error), *others = self.failures
+            # That ranks have failed follows from what has failed here, if anything has.
+            (name, error), *others = sorted(self.failures, key=lambda one: isinstance(one[1], RankError))
             # A TaskError already names its task.
             text = str(error) if isinstance(error, TaskError) else f"{name} failed: {type(error).__name__}: {error}"
-            text += "".join(f"; then {other} failed: {type(e).__name__}: {e}" for other, e in others)
+            news = ((other, e) for other, e in others if not isinstance(e, RankError))
+            text += "".join(f"; then {other} failed: {type(e).__name__}: {e}" for other, e in news)
             text = ". ".join(filter(None, (text.rstrip("."), state)))
             if isinstance(error, TaskError):
                 self._error = error

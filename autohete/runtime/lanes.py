@@ -71,6 +71,7 @@ class LaneThreads(Closing):
         execution: pace, number of torch threads, and how much of the history is kept.
         booking: called at each task's begin and end; None: nothing is called.
         failed: called with what has failed, and how, as soon as it has; None: nothing is called.
+        first: number of the first iteration.
 
     Attributes:
         progress: which step the parameters are from; call it once nothing runs.
@@ -89,17 +90,20 @@ class LaneThreads(Closing):
         *,
         booking: Booking | None = None,
         failed: Callable[[str, BaseException], None] | None = None,
+        first: int = 0,
     ) -> None:
         execution = execution or Execution()
         graph, instants = graph_of(validate(schedule)), Instants()
         self._schedule, self._action, self._clock, self._failed = schedule, action, execution.clock, failed
+        #: Iterations count from here; those of everything below from 0.
+        self._first = first
         self._accelerator = execution.accelerator
         self._ahead = ahead_of(schedule) if self._accelerator.runs_ahead else NOTHING_AHEAD
         self._run = LaneRun(schedule, History(len(schedule.tasks), instants, execution.history), booking, self._ahead)
         self._pace = Pace(schedule, instants) if execution.paced else None
         #: By iteration, until the next one runs on the GPU: the caller's context variables, which the model may read.
         self._contexts: dict[int, Context] = {}
-        self.progress = UpdateProgress(schedule.tasks, delayed_units(schedule))
+        self.progress = UpdateProgress(schedule.tasks, delayed_units(schedule), first)
         self._process = os.getpid()
         self.threads = [
             threading.Thread(
@@ -122,7 +126,12 @@ class LaneThreads(Closing):
 
     @property
     def admitted(self) -> int:
-        """Number of admitted iterations."""
+        """Number of admitted iterations, with those before the first."""
+        return self._first + self.executed
+
+    @property
+    def executed(self) -> int:
+        """Number of admitted iterations of this schedule."""
         return self._run.history.admitted
 
     @property
@@ -150,9 +159,9 @@ class LaneThreads(Closing):
         if self._run.stop.failures:
             self.drain()
         if self._pace is not None:
-            self._pace.admit(self.admitted)
+            self._pace.admit(self.executed)
         self._contexts[self.admitted] = copy_context()
-        return self._run.admit()
+        return self._first + self._run.admit()
 
     def wait(self, task: TaskId, iteration: int) -> None:
         """Wait until ``task`` of ``iteration`` has ended.
@@ -160,7 +169,7 @@ class LaneThreads(Closing):
         Raises:
             TaskError: it cannot end, because a task has failed; raised once all running tasks have ended.
         """
-        self._wait_for(iteration * len(self._schedule.tasks) + graph_of(self._schedule).index[task])
+        self._wait_for((iteration - self._first) * len(self._schedule.tasks) + graph_of(self._schedule).index[task])
 
     def drain(self) -> None:
         """Wait until all admitted iterations have ended.
@@ -258,7 +267,7 @@ class LaneThreads(Closing):
         perform = partial(self._in_context, named.discipline is Discipline.FIFO) if named.name == GPU else self._action
         while (begun := self._run.next(lane)) is not None:
             instance, refusal = begun
-            iteration, task = divmod(instance, len(self._schedule.tasks))
+            iteration, task = self._divided(instance)
             try:
                 if refusal is not None:
                     raise refusal
@@ -280,7 +289,7 @@ class LaneThreads(Closing):
 
     def _issue(self, lane: int, instance: int, perform: Action, issued: Callable[[_Issued], None]) -> None:
         """Put the work of a task into the stream of this thread, behind the work that it waits for."""
-        iteration, task = divmod(instance, len(self._schedule.tasks))
+        iteration, task = self._divided(instance)
         for event in self._run.events_before(instance):
             self._accelerator.wait(event)
         begin = self._accelerator.record()
@@ -316,7 +325,7 @@ class LaneThreads(Closing):
 
     def _end(self, lane: int, issued: _Issued) -> None:
         """Wait until a task that has been issued is done, and end it."""
-        iteration, task = divmod(issued.instance, len(self._schedule.tasks))
+        iteration, task = self._divided(issued.instance)
         try:
             if not self._run.settle_before(issued.instance):  # first, so that a failure is told of the task that has it
                 self._run.drop(lane, issued.instance)
@@ -334,11 +343,16 @@ class LaneThreads(Closing):
 
     def _fail(self, lane: int, instance: int, error: BaseException, *, on_device: bool) -> None:
         """Note that a task has failed, unless a task before it in its stream has: that one is told."""
-        iteration, task = divmod(instance, len(self._schedule.tasks))
+        iteration, task = self._divided(instance)
         if on_device and self._run.is_behind_failure(lane, instance):
             self._run.drop(lane, instance)
         else:
-            self._report(lane, self._schedule.tasks[task].id.at(iteration), error, iteration, instance)
+            self._report(lane, self._schedule.tasks[task].id.at(iteration), error, iteration - self._first, instance)
+
+    def _divided(self, instance: int) -> tuple[int, int]:
+        """The iteration and the task of an instance."""
+        iteration, task = divmod(instance, len(self._schedule.tasks))
+        return self._first + iteration, task
 
     def _in_context(self, in_order: bool, task: Task, iteration: int) -> Callable[[], None] | None:
         """Perform a task that runs the model, with the context variables of the caller of its iteration.

@@ -45,6 +45,9 @@ def keep_freed_memory() -> None:
 
     GNU's malloc would return it to the system and take it again, page by page, which sometimes makes a backward pass up to
     15 % longer. Other C libraries are left unchanged.
+
+    Call it before there is a thread that allocates: it would have got memory of its own, which lanes then may get, and which is
+    returned whatever is set here.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
@@ -332,25 +335,33 @@ class DeviceCount:
         schedule: what is executed.
         counting: how to count. ``SCHEDULED`` counts the first iterations in both ways: if a pass uses more than the schedule
             says, its sizes are wrong, and every storage is counted from then on.
+        checked: the iterations that are counted in both ways.
 
     Attributes:
         storages: the ledger to enter storages in; None: they are not counted.
         excess: the first task that used more than the schedule says, and the number of excess bytes.
     """
 
-    def __init__(self, ledger: Ledger, schedule: Schedule, counting: Counting) -> None:
-        self._ledger = ledger
+    def __init__(
+        self, ledger: Ledger, schedule: Schedule, counting: Counting, checked: range = range(CHECKED_ITERATIONS)
+    ) -> None:
+        self._ledger, self._checked = ledger, checked
         self.excess: tuple[str, int] | None = None
         self.storages: Ledger | None = ledger
         self._scheduled: Scheduled | None = None
         if counting is Counting.SCHEDULED:
-            self.storages = Ledger(ledger.memory, ledger.capacity_bytes)
+            self.storages = Ledger(ledger.memory, ledger.capacity_bytes) if checked else None
             self._scheduled = Scheduled(ledger, schedule)
 
     @property
     def counting(self) -> Counting:
         """The current way of counting."""
         return Counting.EXACT if self._scheduled is None or self.excess is not None else Counting.SCHEDULED
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether all iterations that are counted in both ways have ended, and the sizes of the schedule were right."""
+        return self.storages is None
 
     @property
     def ledger(self) -> Ledger:
@@ -372,7 +383,7 @@ class DeviceCount:
         # Copies and updates enter all that they allocate themselves; a norm is four bytes and not a state.
         if task.lane != GPU or task.id.kind in (Kind.GPU_UPDATE, Kind.GRADIENT_NORM, Kind.CLIP):
             return None
-        if self._scheduled is not None and iteration == CHECKED_ITERATIONS:  # all checked passes have ended
+        if self._scheduled is not None and iteration == self._checked.stop:  # all checked passes have ended
             if self.excess is None:
                 self.storages = None
             else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from autohete.runtime.autocast import Autocast
 from autohete.runtime.batch import ITEMS
 from autohete.runtime.losses import mean_token_loss, next_token_loss
 
@@ -21,16 +22,17 @@ class LossCall:
     Args:
         function: takes logits and targets, and perhaps more by name: ``num_items_in_batch``, the number of targets in the whole
             batch that are not ignored, or whatever a batch has by that name.
+        autocast: type in which forward and loss compute under ``torch.autocast``; None: without.
 
     Attributes:
-        function: as given.
+        function, autocast: as given.
         names: what it takes from a batch.
         adds_up: whether it takes ``num_items_in_batch``. The losses of micro-batches are then added up, not averaged.
         per_position: whether it needs a target for each position of the inputs.
     """
 
-    def __init__(self, function: Loss) -> None:
-        self.function, self.per_position = function, function in (next_token_loss, mean_token_loss)
+    def __init__(self, function: Loss, autocast: torch.dtype | None = None) -> None:
+        self.function, self.autocast, self.per_position = function, autocast, function in (next_token_loss, mean_token_loss)
         names = _more_arguments(function)
         self.adds_up = ITEMS in names
         self.names = tuple(name for name in names if name != ITEMS)
@@ -38,7 +40,8 @@ class LossCall:
     def __call__(self, logits: Tensor, batch: Batch, device: torch.device) -> Tensor:
         """Return the loss of ``batch``, whose tensors are copied to ``device``: they belong to the caller."""
         targets, more = batch.of_loss(device)
-        return self.function(logits, targets, **more, **({ITEMS: batch.items} if self.adds_up else {}))
+        with Autocast.to(self.autocast, device).entered():
+            return self.function(logits, targets, **more, **({ITEMS: batch.items} if self.adds_up else {}))
 
 
 def _more_arguments(function: Loss) -> list[str]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,12 @@ class Effects:
         keeping: names of the attributes in which it keeps computed tensors.
         kept_bytes: size of these tensors.
         python_in_backward: whether backward calls Python code, for example to recompute a part of a block.
-        unused: places, in the blocks' results, of tensors other than the hidden states that need gradients.
+        others: units and places, in their results, of tensors other than the hidden states that need gradients.
+        handed: of these, and of hidden states (place 0), those that others than the next block take.
+        beside: units whose block takes tensors that have gradients besides hidden states, and how many.
+        between: units after which the model's own code computes something before the next block.
         keeps_parameters: whether hooks of its own, for what autograd saves, keep parameters by reference until backward.
+        needs_grad_mode: whether a block computes other bits where gradients are disabled, as attention with a trained bias.
         loss_keeps: whether the loss function keeps logits, or what it computes from them, until it is called again.
     """
 
@@ -113,8 +117,12 @@ class Effects:
     keeping: frozenset[str] = frozenset()
     kept_bytes: int = 0
     python_in_backward: bool = False
-    unused: frozenset[int] = frozenset()
+    others: frozenset[tuple[int, int]] = frozenset()
+    handed: frozenset[tuple[int, int]] = frozenset()
+    beside: frozenset[tuple[int, int]] = frozenset()
+    between: frozenset[int] = frozenset()
     keeps_parameters: bool = False
+    needs_grad_mode: bool = False
     loss_keeps: bool = False
 
     def __or__(self, other: Effects) -> Effects:
@@ -124,9 +132,23 @@ class Effects:
             self.keeping | other.keeping,
             self.kept_bytes + other.kept_bytes,
             self.python_in_backward or other.python_in_backward,
-            self.unused | other.unused,
+            self.others | other.others,
+            self.handed | other.handed,
+            self.beside | other.beside,
+            self.between | other.between,
             self.keeps_parameters or other.keeps_parameters,
+            self.needs_grad_mode or other.needs_grad_mode,
             self.loss_keeps or other.loss_keeps,
+        )
+
+    def of_units(self, units: Sequence[int]) -> Effects:
+        """The effects of a model that has only some of the units, in order."""
+        new = {unit: place for place, unit in enumerate(units)}
+        return replace(
+            self,
+            others=frozenset((new[unit], place) for unit, place in self.others if unit in new),
+            handed=frozenset((new[unit], place) for unit, place in self.handed if unit in new),
+            between=frozenset(new[unit] for unit in self.between if unit in new),
         )
 
 

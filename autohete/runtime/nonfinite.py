@@ -57,7 +57,7 @@ def first_not_finite(tensors: Sequence[Tensor]) -> int | None:
     if not tensors:
         return None
     # A sum over NaN or infinity is not finite, and nothing reads memory faster. Sums of large numbers may overflow: recheck.
-    sums = torch.stack([tensor.sum().float() for tensor in tensors])
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
     if math.isfinite(sums.sum().item()):
         return None
     for place, tensor in enumerate(tensors):

@@ -87,7 +87,7 @@ def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: 
         with accounting(kept, "", WORKSPACE), _unscaled():
             return loss(logits.repeat(len(part.targets), *[1] * (logits.dim() - 1)), part, logits.device)
 
-    found = probe(partition, first.with_labels(partition.model), of_first)
+    found = probe(partition, first.with_labels(partition.model), of_first, loss.autocast)
     if found.own_loss is not None:
         shifted = next_token_loss(found.logits, first.targets[:1].to(found.logits.device)).item()
         if not math.isclose(shifted, found.own_loss, rel_tol=1e-2) and math.isfinite(found.own_loss):
@@ -98,4 +98,4 @@ def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: 
             )
     classes = found.logits.shape[-1] if loss.per_position else None
     effects = found.effects | Effects(kept_bytes=kept.used_bytes, loss_keeps=kept.used_bytes > 0)
-    return partition.using(found.before, found.after, effects, found.places), Form(first, found.rows, classes)
+    return partition.ordered(found.order).using(found.used, effects, found.places), Form(first, found.rows, classes)

@@ -48,7 +48,8 @@ class ElementRange(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """These elements of ``tensor``, as a flat view. ``tensor`` is contiguous and has the parameter's elements."""
-        return tensor.view(-1)[self.first : self.last]
+        flat = tensor.view(-1)
+        return flat if self.last - self.first == self.size else flat[self.first : self.last]
 
 
 def parts_of(sizes: Sequence[int], begin: int, end: int) -> list[ElementRange]:
@@ -119,7 +120,8 @@ class _Stretch(NamedTuple):
 
     def of(self, gradient: Tensor) -> Tensor:
         """These elements of the gradient of the parameter's part."""
-        return gradient[self.skipped : self.skipped + self.end - self.begin]
+        size = self.end - self.begin
+        return gradient if gradient.numel() == size else gradient[self.skipped : self.skipped + size]
 
     def widened(self, tensor: Tensor) -> Tensor:
         """``tensor`` within its group, padded with zeros; ``tensor`` itself if no group is needed."""
@@ -175,6 +177,9 @@ class UnitStates:
         self.parts = parts_of(sizes, begin, begin + count)
         # A GPU's kernel computes all elements in the same way, so no groups of elements are needed.
         self._stretches = _stretches(self.parts, _JOINT if device.type == "cpu" else 1)
+        self._has_groups = any(stretch.width for stretch in self._stretches)
+        #: The states, each cut at the stretches, until they are elsewhere.
+        self._cut_states: list[tuple[Tensor, ...]] | None = None
         self._steps = [0] * len(sizes)
         # At most the largest parameter. Otherwise a small unit's scratch would exceed everything else a pass needs.
         largest = max((part.elements for part in self.parts), default=0)
@@ -192,7 +197,7 @@ class UnitStates:
 
     def use(self, tensors: Sequence[Tensor]) -> None:
         """Use ``tensors`` from now on: copies of :attr:`tensors` in another memory, with the same values."""
-        self.states = tensors[0]
+        self.states, self._cut_states = tensors[0], None
         self.master = tensors[1] if len(tensors) > 1 else None
 
     def scratch(self) -> Tensor:
@@ -223,14 +228,18 @@ class UnitStates:
         found = {place: gradient.view(-1) for place, gradient in enumerate(gradients) if gradient is not None}
         for place in found:
             self._steps[place] += 1
-        changing = [(stretch, stretch.of(found[stretch.place])) for stretch in self._stretches if stretch.place in found]
+        numbered = [
+            (number, stretch.of(found[stretch.place]))
+            for number, stretch in enumerate(self._stretches)
+            if stretch.place in found
+        ]
         if self.master is None:
-            if changing:
+            if numbered:
                 if scale is not None:
-                    torch._foreach_mul_([gradient for _, gradient in changing], scale)
-                self._update_in_place(changing, parameters)
+                    torch._foreach_mul_([gradient for _, gradient in numbered], scale)
+                self._update_in_place(numbered, parameters)
             return
-        for run in self._runs(changing):
+        for run in self._runs((self._stretches[number], gradient) for number, gradient in numbered):
             first = run[0][0]
             begin, end = first.begin, run[-1][0].end
             for start in range(begin, end, self._piece):
@@ -284,20 +293,28 @@ class UnitStates:
         """Whether its parameter is updated for the first time."""
         return self._steps[stretch.place] == 1
 
-    def _update_in_place(self, changing: Sequence[tuple[_Stretch, Tensor]], parameters: Tensor) -> None:
-        """Update all parameters that have a gradient: in one call where PyTorch allocates nothing, otherwise in pieces."""
-        calls: dict[tuple[int, bool], list[tuple[_Stretch, Tensor]]] = {}
-        for stretch, gradient in changing:
-            calls.setdefault((self._groups[stretch.place], self._is_first(stretch)), []).append((stretch, gradient))
+    def _update_in_place(self, changing: Sequence[tuple[int, Tensor]], parameters: Tensor) -> None:
+        """Update all parameters that have a gradient: in one call where PyTorch allocates nothing, otherwise in pieces.
+
+        Args:
+            changing: numbers of the stretches, with their gradients.
+            parameters: flat.
+        """
+        calls: dict[tuple[int, bool], list[tuple[int, Tensor]]] = {}
+        for number, gradient in changing:
+            stretch = self._stretches[number]
+            calls.setdefault((self._groups[stretch.place], self._is_first(stretch)), []).append((number, gradient))
+        sizes = [stretch.end - stretch.begin for stretch in self._stretches]
+        if self._cut_states is None:
+            self._cut_states = [state.split_with_sizes(sizes) for state in self.states]
+        cut = (parameters.split_with_sizes(sizes), *self._cut_states)  # a call per tensor, not one per stretch
         for (group, first), some in calls.items():
             if self._rule.is_in_place(self.updates.groups[group], first=first):
-                stretches = [stretch for stretch, _ in some]
-                weights, *states = (
-                    [flat[stretch.begin : stretch.end] for stretch in stretches] for flat in (parameters, *self.states)
-                )
-                self._step(stretches, weights, [gradient for _, gradient in some], states)
+                weights, *states = ([parts[number] for number, _ in some] for parts in cut)
+                self._step([self._stretches[number] for number, _ in some], weights, [each for _, each in some], states)
                 continue
-            for stretch, gradient in some:
+            for number, gradient in some:
+                stretch = self._stretches[number]
                 for start in range(stretch.begin, stretch.end, self._piece):
                     stop = min(start + self._piece, stretch.end)
                     weights, *states = ([flat[start:stop]] for flat in (parameters, *self.states))
@@ -328,14 +345,15 @@ class UnitStates:
     ) -> None:
         """Run a step on parts of ``stretches`` that have the same settings: weights, gradients, and each of the states."""
         changed = (weights, *states)
-        weights, gradients, *states = (
-            [stretch.widened(tensor) for stretch, tensor in zip(stretches, each, strict=True)]
-            for each in (weights, gradients, *states)
-        )
+        if self._has_groups:
+            weights, gradients, *states = (
+                [stretch.widened(tensor) for stretch, tensor in zip(stretches, each, strict=True)]
+                for each in (weights, gradients, *states)
+            )
         group = self.updates.groups[self._groups[stretches[0].place]]
         counts = [self._steps[stretch.place] for stretch in stretches]
         self._rule.step(group, Step(weights, gradients, dict(zip(self._names, states, strict=True)), counts))
-        for place, stretch in enumerate(stretches):
+        for place, stretch in enumerate(stretches if self._has_groups else ()):
             if stretch.width:
                 for here, found in zip(changed, (weights, *states), strict=True):
                     here[place].copy_(found[place][stretch.lead : stretch.lead + len(here[place])])

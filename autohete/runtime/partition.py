@@ -1,4 +1,4 @@
-"""Cuts a model at its blocks: finds the list of blocks, and who owns which parameters.
+"""Cuts a model at its blocks: who owns which parameters.
 
 The runtime drives a model block by block, but the code before the first block and after the last one is the model's own: see
 :mod:`autohete.runtime.forward_pass`.
@@ -7,7 +7,7 @@ The runtime drives a model block by block, but the code before the first block a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
-from torch.nn.utils.parametrize import ParametrizationList
 
 from autohete.errors import InputError
+from autohete.runtime.blocks import blocks_of
 from autohete.runtime.forward_pass import stopping
 from autohete.runtime.model_state import NO_EFFECTS, Effects, buffers_of
 from autohete.runtime.precision import DTYPES
@@ -28,7 +28,7 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A model as blocks: the part before the block list, the list's modules, and the part after it.
+    """A model as blocks: the part before the first block, the blocks, and the part after the last one.
 
     Args:
         model: the whole model.
@@ -76,7 +76,7 @@ class Partition:
         return self.effects.kept_bytes + sum(tensor.numel() * tensor.element_size() for tensor in (*self.lasting, *copied))
 
     def named_modules(self, i: int) -> list[tuple[str, nn.Module]]:
-        """Return the modules of block ``i`` with their names; 0 and :attr:`last` are the model without its block list."""
+        """Return the modules of block ``i`` with their names; 0 and :attr:`last` are the model without its blocks."""
         if 0 < i < self.last:
             inside = set(self.modules[i - 1].modules())
         else:
@@ -90,45 +90,60 @@ class Partition:
         Inside, a Hugging Face model does not cache keys and values (these are for generation), does not collect intermediate
         results of its blocks, and does not recompute blocks itself: the schedule decides what is kept.
         """
-        config: Any = getattr(self.model, "config", None)
+        configs: dict[int, Any] = {id(one): one for one in (vars(module).get("config") for module in self.model.modules())}
         with ExitStack() as undo:
-            for flag in ("use_cache", "output_hidden_states", "output_router_logits"):
-                if getattr(config, flag, False):
-                    undo.callback(setattr, config, flag, getattr(config, flag))
-                    setattr(config, flag, False)
+            for config in configs.values():  # an encoder and a decoder have their own
+                for flag in ("use_cache", "output_hidden_states", "output_router_logits"):
+                    if getattr(config, flag, False):
+                        undo.callback(setattr, config, flag, getattr(config, flag))
+                        setattr(config, flag, False)
             for module in self.model.modules():
                 if vars(module).get("gradient_checkpointing") is True:
                     undo.callback(setattr, module, "gradient_checkpointing", True)
                     vars(module)["gradient_checkpointing"] = False
             yield undo.enter_context(stopping(self.modules))
 
-    def using(
-        self, before: frozenset[int], after: frozenset[int], effects: Effects, places: Mapping[int, Set[int]]
-    ) -> Partition:
+    def ordered(self, order: Sequence[int]) -> Partition:
+        """Return this partition with its blocks in another order."""
+        owned = (self.owned[0], *(self.owned[1 + place] for place in order), self.owned[-1])
+        return replace(self, modules=tuple(self.modules[place] for place in order), owned=owned)
+
+    def using(self, used: Mapping[int, Mapping[int, int]], effects: Effects, places: Mapping[int, Set[int]]) -> Partition:
         """Return this partition with parameters outside of the blocks assigned by use in a forward pass, not by declaration.
 
+        Those that are used in several places belong to the embedding, whose parameters stay on the device until its backward.
+
         Args:
-            before, after: ids of the parameters used for the first block's input, and for the logits after the last block.
+            used: how often the model's own code uses each parameter, by its id and the unit before: 0 for the first block's
+                input, the last block for the logits.
             effects: side effects of the forward pass.
             places: of the uses of each frozen parameter, by the address of its memory; see :class:`Probe`.
 
         Raises:
-            InputError: a parameter of a block is used outside of it.
+            InputError: a parameter of a block is used outside of it; or the order in which the gradients of a parameter's uses
+                are added would be another than in a backward through the whole model.
         """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        everywhere = frozenset[int]().union(*used.values())
         for parameter in (parameter for owned in self.owned[1:-1] for parameter in owned):
-            if id(parameter) in before | after:
+            if id(parameter) in everywhere:
                 raise InputError(
                     f"{names[id(parameter)]} is also used outside of its block: only embedding and head can share parameters"
                 )
-        first, last = self.owned[0], self.owned[-1]
-        of_first = [p for p in (*first, *last) if id(p) in before]
-        of_last = [p for p in (*first, *last) if id(p) in after and id(p) not in before]
-        used = before | after
-        of_first += [p for p in first if id(p) not in used]
-        of_last += [p for p in last if id(p) not in used]
-        owned = (_round_first(of_first), *self.owned[1:-1], _round_first(of_last))
-        return replace(self, owned=owned, effects=effects, frozen=self._moving(places))
+        owned = [list(one) for one in self.owned]
+        owned[0], owned[-1] = [], []
+        for place in (0, -1):
+            for parameter in self.owned[place]:
+                units = [unit for unit in used if used[unit].get(id(parameter))]
+                if any(used[unit][id(parameter)] > 1 for unit in units if unit < max(units)):
+                    raise InputError(
+                        f"{names[id(parameter)]} is used several times before a block, and again after it. PyTorch adds the "
+                        "gradients of all uses one by one; block by block they would be added in another order: name all lists "
+                        "of blocks, such as those of an encoder and of a decoder, or give the uses parameters of their own"
+                    )
+                unit = place if not units else 0 if len(units) > 1 else -1 if units[0] == self.last - 1 else units[0]
+                owned[unit].append(parameter)
+        return replace(self, owned=tuple(map(_round_first, owned)), effects=effects, frozen=self._moving(places))
 
     def _moving(self, used: Mapping[int, Set[int]]) -> tuple[tuple[nn.Parameter, ...], ...]:
         """The frozen parameters that exactly one block uses, by block. Those of a block that nothing has used yet, such as an
@@ -149,30 +164,30 @@ class Partition:
         return tuple(map(tuple, found))
 
 
-def partition(model: nn.Module, blocks: str | None = None) -> Partition:
-    """Cut ``model`` at its list of blocks.
+def partition(model: nn.Module, blocks: str | Sequence[str] | None = None) -> Partition:
+    """Cut ``model`` at its blocks, in the order of their declaration.
 
-    Modules declared before the list are assigned to the embedding, those after it to the head;
-    :func:`autohete.runtime.probe.by_use` corrects this by observing a forward pass.
+    Modules declared before the first block are assigned to the embedding, others to the head;
+    :func:`autohete.runtime.probe.by_use` corrects this, and the order, by observing a forward pass.
 
     Args:
         model: its forward takes token ids and returns logits (or an object with ``logits``).
-        blocks: dotted name of the ``nn.ModuleList`` or ``nn.Sequential``; None: the only list of equal modules that is not
-            inside another, a Sequential if there is no ModuleList.
+        blocks: dotted name of a list of blocks or of a block, or several names, in which ``*`` stands for any part. None: the
+            modules of all lists (``nn.ModuleList``; ``nn.Sequential`` if there is none) that are in no other and whose modules
+            have one class; without such a list, the outermost modules whose class repeats.
 
     Raises:
-        InputError: there is no such list, or several (the message lists them); or blocks share parameters or mix types.
+        InputError: there is no such module; or blocks share parameters or mix types.
     """
     _check_wrapping(model)
-    modules = _block_list(model, blocks)
+    modules = blocks_of(model, blocks)
     inside = {id(module) for block in modules for module in block.modules()}
     before: list[nn.Parameter] = []
     after: list[nn.Parameter] = []
     passed = False
     for module in model.modules():
-        if module is modules:
-            passed = True
-        elif id(module) not in inside:
+        passed = passed or module is modules[0]
+        if id(module) not in inside:
             (after if passed else before).extend(module.parameters(recurse=False))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owner: dict[int, int] = {}
@@ -291,34 +306,3 @@ def check_dense(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise InputError(f"the gradients of {name} are sparse, which AdamW does not take: give it sparse=False")
-
-
-def _block_list(model: nn.Module, wanted: str | None) -> nn.ModuleList | nn.Sequential:
-    lists: dict[str, nn.ModuleList | nn.Sequential] = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and not isinstance(module, ParametrizationList)
-    }
-    if wanted is not None or not lists:  # a Sequential is more often something else
-        lists |= {name: module for name, module in model.named_modules() if isinstance(module, nn.Sequential) and len(module)}
-    types = {name: list(dict.fromkeys(type(block).__name__ for block in module)) for name, module in lists.items()}
-    found = ", ".join(f"{name!r} ({len(module)} x {' and '.join(types[name])})" for name, module in lists.items())
-    if wanted is not None:
-        if wanted not in lists:
-            raise InputError(
-                f"{type(model).__name__} has no block list {wanted!r}: its module lists are {found or 'none'}; "
-                "a block list is an nn.ModuleList or nn.Sequential with at least one block"
-            )
-        return lists[wanted]
-    outer = [
-        module
-        for name, module in lists.items()
-        if len(types[name]) == 1 and not any(name.startswith(f"{other}.") for other in lists)
-    ]
-    if len(outer) != 1:
-        raise InputError(
-            f"the blocks of {type(model).__name__} are ambiguous: it has {len(outer)} lists of equal blocks "
-            f"(module lists: {found or 'none'}); name one, such as blocks={next(iter(lists), 'transformer.h')!r}, "
-            "or put the blocks into an nn.ModuleList or nn.Sequential"
-        )
-    return outer[0]

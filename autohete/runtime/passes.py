@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from autohete.errors import InputError, NonFiniteGradientError, ScheduleError
 from autohete.quantities import format_bytes
+from autohete.runtime.autocast import Autocast
 from autohete.runtime.batch import Batch, Inputs, on_device
-from autohete.runtime.forward_pass import BlockCall, ForwardPass, hidden_of, nodes_of, with_hidden
+from autohete.runtime.forward_pass import BackwardGraph, BlockCall, ForwardPass, Handed, cut, hidden_of, nodes_of, with_hidden
 from autohete.runtime.ledger import WORKSPACE, Ledger
 from autohete.runtime.loss_call import LossCall
 from autohete.runtime.losses import check_loss
@@ -30,6 +31,7 @@ from autohete.runtime.model_state import ModulePlace, RandomState, addresses, bu
 from autohete.runtime.nonfinite import not_finite_among
 from autohete.runtime.partition import Partition
 from autohete.runtime.recorder import AsRead, Geometry, Recorder, Remaking, Saved
+from autohete.runtime.state_files import Stored, copied_to
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories, UnitTensors
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, Value
@@ -44,23 +46,6 @@ _MOVING = {
 }
 #: Calls of the loss, the current one included, whose logits it may keep.
 _KEPT_LOGITS = 2
-
-
-class _Cut(torch.autograd.Function):
-    """Boundary of a block's graph: passes its input on, and captures the gradient of it.
-
-    A leaf would do the same, but would keep its memory as long as the graph lives, even after what the block saved has moved.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, arrived: list[Tensor]) -> Tensor:
-        ctx.arrived = arrived
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.arrived.append(gradients[0])
-        return None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +115,7 @@ def _parts_of(schedule: Schedule, forwards: Sequence[Sequence[_Forward]]) -> lis
 class _Transit:
     """What one pass leaves for the next: the suspended forward of the model, and a result of the GPU.
 
-    ``redone`` is the output of a recomputation within a segment.
+    ``redone`` is the output of a recomputation within a segment; ``handed`` is what backward has last computed the gradient of.
     """
 
     forward: ForwardPass | None = None
@@ -138,7 +123,7 @@ class _Transit:
     redone: Tensor | None = None
     result: Any = None
     logits: Tensor | None = None
-    gradient: Tensor | None = None
+    handed: Handed | None = None
 
     @property
     def tensor(self) -> Tensor | None:
@@ -149,7 +134,7 @@ class _Transit:
             return hidden_of(self.result)
         if self.redone is not None:
             return self.redone
-        return self.logits if self.logits is not None else self.gradient
+        return self.logits if self.logits is not None or self.handed is None else self.handed.gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,21 +198,27 @@ class Passes:
             more.
         observe: called with a parameter, the micro-batch and the gradient that a backward has just found.
         before_release: called with a block whose forward is about to release what is made again.
+        adds_to_zeros: gradients of what blocks take besides hidden states are added to zeros where no later block has taken it,
+            so that every block takes the memory of a sum.
         skips_gradients: continue after non-finite gradients. Only possible if all updates wait for the whole backward.
     """
 
     def __init__(self, partition: Partition, states: States, loss: LossCall, memories: Memories) -> None:
         self.partition, self.states, self.loss, self.memories = partition, states, loss, memories
         self.batches: dict[tuple[int, int], Batch] = {}
-        self.micro_batches = states.schedule.micro_batches
+        self.micro_batches = states.micro_batches
         self.losses: dict[int, float] = {}
         self.skipped = states.gate.skipped
-        self.skips_gradients = False
+        self.skips_gradients = self.adds_to_zeros = False
         states.not_finite = self._refuse
         self.observe: Callable[[Tensor, int, Tensor], None] | None = None
         self.before_release: Callable[[int], None] | None = None
         #: Addresses of storages that are neither trained nor moved.
         self._lasting: set[int] = set()
+        #: Of each block, places in its result besides hidden states that later parts of the model take.
+        self._handed = [
+            {place for unit, place in partition.effects.handed if unit == i and place} for i in range(partition.last + 1)
+        ]
         self._kept = [_Kept(partition, i) for i in range(partition.last + 1)]
         self._passes = _forwards_of(states.schedule, partition.last + 1)
         #: The first block with a backward. Those below it are frozen.
@@ -240,12 +231,11 @@ class Passes:
         self._interception = ExitStack()
         #: The blocks' original forwards.
         self._forwards: list[Callable[..., Any]] = []
-        self._transit = _Transit()
+        self._transit, self._autocast = _Transit(), Autocast.to(loss.autocast, memories.torch_device)
         #: Logits that the loss has got and that still live, and the size of the largest.
         self._given, self._most_logits = Ledger("loss"), 0
         #: Block and parameter index of the gradients found by the current backward.
         self._found: list[tuple[int, int]] = []
-        self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device=memories.torch_device)
 
     @property
     def in_transit(self) -> Tensor | None:
@@ -263,7 +253,9 @@ class Passes:
         unit = self.states.units[i]
         if self._moves[i]:
             return [saved.value for saved in unit.still_saved() if isinstance(saved.value, Tensor)]
-        return list(_saved(unit.root))
+        inner = 0 < i < self.partition.last
+        edges = list(unit.edges.values()) if inner else [edge for graph in unit.graphs for edge, _ in graph.made]
+        return list(_saved(edge.node for edge in edges))
 
     def make_room(self) -> None:
         """Allocate copies for recomputation, which live as long as the training. Call it once the buffers are in place."""
@@ -292,26 +284,31 @@ class Passes:
         unit, last, transit = self.states.units[i], self.partition.last, self._transit
         if i == 0:
             self._forwards = self._interception.enter_context(self.partition.intercepted())
-            transit.forward = ForwardPass(self.partition.model)
+            transit.forward = ForwardPass(self.partition.model, self._autocast, self.partition.effects)
             inputs = on_device(self.batches[self._turn].inputs, self.memories.torch_device, copy=True)
             with torch.enable_grad(), self._saving(0):
                 first = transit.forward.start(inputs)
-            unit.root = _edge(first.hidden)
-            if self.memories.device is not None:  # it lives until the last block: see Partition.lasting_bytes
-                self.memories.device.forget_group(WORKSPACE, but=(first.hidden, *self._saved_by(0)))
-            transit.call = replace(first, hidden=first.hidden.detach())
+            unit.after, hidden = transit.forward.graph, first.hidden.detach()
+            hidden = hidden.clone() if (0, 0) in self.partition.effects.handed else hidden
+            self._set_aside(hidden, *self._saved_by(0))  # it lives until the last block: see Partition.lasting_bytes
+            transit.call = replace(first, hidden=hidden)
             return
         assert transit.forward is not None
+        frozen = i <= self._lowest  # what is below
         if i == last:
             result, transit.result = transit.result, None
             with torch.enable_grad(), self._saving(i):
-                logits = transit.forward.finish(with_hidden(result, self._cut(i, hidden_of(result))))
+                logits = transit.forward.finish(result, frozen=frozen)
             self._interception.close()
-            unit.root, transit.logits, transit.forward = _edge(logits), logits.detach(), None
-            self._take_parameters(i)
+            below = self.states.units[i - 1]
+            below.handed, unit.after, unit.handed = transit.forward.handed, transit.forward.graph, {0: transit.forward.logits}
+            unit.given, transit.logits, transit.forward = below.handed.get(0), logits.detach(), None
+            self._take_parameters(i, (edge.node for graph in unit.graphs for edge, _ in graph.made))
             return
         call, transit.call = transit.call, None
         assert call is not None
+        if call.given is None and i > self._lowest:
+            call = replace(call, given=Handed())  # it is measured for equal blocks, whose input has a gradient
         now = self._passes[i][0]
         if i < self._lowest:
             with torch.no_grad():
@@ -320,16 +317,43 @@ class Passes:
             result = self._compute_with_graph(i, call)
         else:
             random = RandomState(self.memories.torch_device)
-            with torch.no_grad(), self._remembered(i):
-                result = call.on(self._forwards[i - 1], call.hidden)
+            with self._remembered(i):
+                result = self._compute_without_graph(i, call)
             self._checkpoint(unit, call, None if random.is_current() else random, now)
-        result = with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)
+        result = with_hidden(result, hidden_of(result).detach(), self._handed[i])
         if i + 1 < last:
-            transit.call = transit.forward.resume(result)
+            self._resume(i, result)
         else:
             transit.result = result
             if Kind.OFFLOAD_ACTIVATIONS in self.states.kinds[i] or not now.keeps_input:
                 transit.forward.let_go()
+
+    def _resume(self, i: int, result: Any) -> None:
+        """Give the model the result of block ``i``. What the model's own code computes with it is the block's, too, but stays
+        on the device until backward, whatever the plan says of the block: see Partition.lasting_bytes.
+        """
+        unit, forward = self.states.units[i], self._transit.forward
+        assert forward is not None
+        between = i in self.partition.effects.between
+        with self._saving(i, stays=True) if between else nullcontext():
+            call = forward.resume(result, frozen=i < self._lowest)
+        unit.handed, unit.after = forward.handed, forward.graph
+        handed_on = call.hidden.untyped_storage().data_ptr()
+        self.memories.leave_out(
+            one for one in forward.beside if one.untyped_storage().data_ptr() != handed_on and not unit.holds(one)
+        )
+        if between:
+            unit.output = call.hidden.detach()
+            call = replace(call, hidden=unit.output.clone())
+            checkpointed = [] if unit.checkpoint is None else [unit.checkpoint[0].hidden]
+            self._set_aside(call.hidden, *self._saved_by(i), *checkpointed)
+            self._take_parameters(i, (edge.node for edge, _ in unit.after.made) if unit.after else ())
+        self._transit.call = call
+
+    def _set_aside(self, *but: Tensor) -> None:
+        """Stop counting what the current task has allocated and is still there, except ``but``."""
+        if self.memories.device is not None:
+            self.memories.device.forget_group(WORKSPACE, but=but)
 
     def recompute(self, i: int) -> None:
         """Run forward again from the checkpoint, with its random state and buffers; the current ones are preserved. If forward
@@ -358,11 +382,10 @@ class Passes:
             if now.keeps_all:
                 result = self._compute_with_graph(i, call)
             else:
-                with torch.no_grad():
-                    result = call.on(self._forwards[i - 1], call.hidden)
+                result = self._compute_without_graph(i, call)
                 self._checkpoint(unit, call, random, now)
         if now.hands_on:
-            transit.redone = hidden_of(result).detach()
+            transit.redone = hidden_of(result).detach() if unit.output is None else unit.output.clone()
         self._leave_out(i)
 
     def _checkpoint(self, unit: UnitTensors, call: BlockCall, random: RandomState | None, forward: _Forward) -> None:
@@ -390,11 +413,15 @@ class Passes:
             scale = self.states.updates_of(self._iteration).loss_scale
             ranks = 1 if self.states.ranks is None else self.states.ranks.count
             shares = parts if self.loss.adds_up else parts * ranks
-            share = loss if shares == 1 else loss / shares
-            share = share if scale == 1.0 else share * scale
-            (self._transit.gradient,) = torch.autograd.grad(share, logits)
-        if self.partition.effects.loss_keeps and self.memories.device is not None:  # counted in Partition.lasting_bytes
-            self.memories.device.forget_group(WORKSPACE, but=(self._transit.gradient,))
+            # That of the loss in a loop that calls (loss / shares * scale).backward(), without results of these operations.
+            of_loss = torch.ones_like(loss)
+            of_loss = of_loss if scale == 1.0 else of_loss.mul_(scale)
+            of_loss = of_loss if shares == 1 else of_loss.div_(shares)
+            (gradient,) = torch.autograd.grad(loss, logits, of_loss)
+        self._transit.handed = self.states.units[i].handed[0]
+        self._transit.handed.gradient = gradient
+        if self.partition.effects.loss_keeps:  # counted in Partition.lasting_bytes
+            self._set_aside(gradient)
             self.memories.leave_out([logits])
         self.memories.once_done(partial(self._note_loss, self.memories.accelerator.read_later(loss.detach()), parts))
 
@@ -411,18 +438,25 @@ class Passes:
         Raises:
             NonFiniteGradientError: a gradient is NaN or infinite, and the iteration cannot be skipped.
         """
-        unit = self.states.units[i]
-        incoming, self._transit.gradient = self._transit.gradient, None
-        self.memories.current.alive += [unit.root, unit.still_saved()]
-        if unit.root is not None and incoming is not None:
-            with torch.autograd.set_multithreading_enabled(False):  # run in this thread, which owns the task, on CUDA too
-                self._give_parameters(unit)
-                # Keep what backward needs until it has ended, which is when the schedule frees it. Incremental freeing would
-                # lower the peak by 0.1 to 1 %, but the memory left when a copy arrives would depend on timing. A graph held by
-                # an attribute of the model would stay alive.
-                retain = not any(tensor.grad_fn for tensor in self._kept[i].tensors())
-                torch.autograd.backward([unit.root], [incoming], retain_graph=retain)
-            self._transit.gradient = unit.arrived.pop() if unit.arrived else None
+        unit, self._transit.handed = self.states.units[i], None
+        graphs = unit.graphs
+        self.memories.current.alive += [graphs, unit.still_saved()]
+        for handed in {taken.handed for graph in graphs for taken in graph.taken} if self.adds_to_zeros else ():
+            if handed.value is not None and handed.gradient is None:
+                handed.gradient = torch.zeros_like(handed.value)
+                self.memories.leave_out([handed.gradient])
+        with torch.autograd.set_multithreading_enabled(False):  # run in this thread, which owns the task, on CUDA too
+            self._give_parameters(unit)
+            # Keep what backward needs until it has ended, which is when the schedule frees it. Incremental freeing would
+            # lower the peak by 0.1 to 1 %, but the memory left when a copy arrives would depend on timing. A graph held by
+            # an attribute of the model would stay alive.
+            retain = not any(tensor.grad_fn for tensor in self._kept[i].tensors())
+            for graph in graphs:
+                graph.backward(retain=retain)
+        self._transit.handed = unit.given
+        into = None if unit.given is None else unit.given.gradient
+        beside = (taken.handed.gradient for graph in graphs for taken in graph.taken)
+        self.memories.leave_out(one for one in beside if one is not None and one is not into)
         self._leave_out(i)
         unit.forget_passes()
         found, self._found = self._found, []
@@ -496,18 +530,19 @@ class Passes:
             self._fetch_activations(i, moved, part)
         else:
             unit.moved[part] = {key: self._kept_in(target, there) for key, there in moved.items()}
-        self.memories.once_done(partial(self._leave, source, moved.values()))
+        self.memories.once_done(partial(self._leave, moved.values()))
 
-    def _kept_in(self, memory: str, data: Tensor) -> Tensor:
-        """Copy bytes to new memory on the host, or to a file."""
+    def _kept_in(self, memory: str, data: Tensor | Stored) -> Tensor | Stored:
+        """Copy bytes to new memory on the host, or to the file."""
         if memory != HOST_MEMORY:
+            assert isinstance(data, Tensor), "what is in the file comes to the host, or to the device"
             return self.states.files.holding(data)
-        return self.memories.on_host(len(data), torch.uint8, "activations").copy_(data, non_blocking=True)
+        return copied_to(self.memories.on_host(data.shape.numel(), torch.uint8, "activations"), data)
 
-    def _leave(self, memory: str, moved: Iterable[Tensor]) -> None:
-        """Let files that have been read be used again."""
-        if memory not in (GPU_MEMORY, HOST_MEMORY):
-            for there in moved:
+    def _leave(self, moved: Iterable[Tensor | Stored]) -> None:
+        """Let places in the file that have been read be used again."""
+        for there in moved:
+            if isinstance(there, Stored):
                 self.states.files.release(there)
 
     def _offload_activations(self, i: int, target: str, part: int) -> None:
@@ -530,13 +565,13 @@ class Passes:
                 moved[saved.storage] = self._kept_in(target, here)
             saved.value = Geometry.of(tensor)
 
-    def _fetch_activations(self, i: int, moved: dict[int, Tensor], part: int) -> None:
+    def _fetch_activations(self, i: int, moved: dict[int, Tensor | Stored], part: int) -> None:
         """Copy what backward needs back to the device."""
         unit, memories = self.states.units[i], self.memories
         memories.current.alive.append(moved)
         back: dict[int, Tensor] = {}
         for key, there in moved.items():
-            back[key] = memories.on_device(len(there), torch.uint8, "activations").copy_(there, non_blocking=True)
+            back[key] = copied_to(memories.on_device(there.shape.numel(), torch.uint8, "activations"), there)
         for saved in self._movable(unit, part):
             if isinstance(saved.value, Geometry) and saved.storage in back:
                 saved.value = saved.value.within(back[saved.storage].untyped_storage())
@@ -554,13 +589,13 @@ class Passes:
         """Compute logits of ``inputs`` without training. Blocks are on the device one at a time."""
         last, present = self.partition.last, self.states.present
         with self.partition.intercepted() as forwards, present(0), present(last):
-            forward = ForwardPass(self.partition.model)
+            forward = ForwardPass(self.partition.model, self._autocast, self.partition.effects)
             call = forward.start(on_device(inputs, self.memories.torch_device))
             for i in range(1, last):
                 with present(i):
                     result = call.on(forwards[i - 1], call.hidden)
-                if i + 1 < last:
-                    call = forward.resume(result)
+                    if i + 1 < last:
+                        call = forward.resume(result)
             return forward.finish(result)
 
     @property
@@ -600,12 +635,18 @@ class Passes:
         unit, parts = self.states.units[i], self._parts[i]
         recorder = Recorder(self.partition.modules[i - 1], partial(self._described, unit, call)) if parts else None
         with torch.enable_grad(), self._saving(i, tensors_in((call.args, call.kwargs)), recorder):
-            cut = self._cut(i, call.hidden)
+            unit.graph = graph = BackwardGraph()
+            given = self._cuts(i, graph, call)
             with recorder.recording() if recorder else nullcontext():  # only the block's own operations
-                result = call.on(self._forwards[i - 1], cut)
-        unit.root = _edge(hidden_of(result))
-        self._take_parameters(i)
-        result = with_hidden(result, hidden_of(result).detach(), self.partition.effects.unused)  # frees the graphs of others
+                result = call.on(self._forwards[i - 1], *given)
+        unit.given = call.given
+        unit.edges = {
+            place: get_gradient_edge(tensor)
+            for place, tensor in enumerate(result if isinstance(result, tuple) else (result,))
+            if (not place or place in self._handed[i]) and isinstance(tensor, Tensor) and tensor.requires_grad
+        }
+        self._take_parameters(i, (edge.node for edge in unit.edges.values()))
+        result = with_hidden(result, hidden_of(result).detach(), self._handed[i])  # frees the graphs of others
         if recorder is not None and parts is not None:
             unit.named = recorder.finished(self._kept[i].tensors())
             unit.named.assign(parts.names, selective=parts.selective)
@@ -615,6 +656,16 @@ class Passes:
                     self.before_release(i)
                 unit.remaking = unit.named.release(0)
         return result
+
+    def _compute_without_graph(self, i: int, call: BlockCall) -> Any:
+        """Compute the block and keep nothing; with a graph of which nothing is saved, where it would compute other bits."""
+        if not self.partition.effects.needs_grad_mode:
+            with torch.no_grad():
+                return call.on(self._forwards[i - 1], call.hidden)
+        graph = BackwardGraph()
+        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+            result = call.on(self._forwards[i - 1], *self._cuts(i, graph, call))
+        return with_hidden(result, hidden_of(result).detach(), self._handed[i])
 
     def _described(self, unit: UnitTensors, call: BlockCall, tensor: Tensor) -> object:
         """What comes from outside of a block's forward: where it is in what may move, or the tensor."""
@@ -646,28 +697,33 @@ class Passes:
 
         return outside
 
-    def _cut(self, i: int, hidden: Tensor) -> Tensor:
-        unit = self.states.units[i]
-        unit.arrived = []
-        if i == self._lowest:
-            return hidden.detach()
-        cut: Tensor = _Cut.apply(self._anchor, hidden, unit.arrived)  # type: ignore[no-untyped-call]
-        return cut
+    def _cuts(self, i: int, graph: BackwardGraph, call: BlockCall) -> tuple[Tensor, list[Tensor]]:
+        """What block ``i`` is given, as the beginnings of its graph: hidden states, and what else has gradients."""
 
-    def _take_parameters(self, i: int) -> None:
+        def begun(handed: Handed | None, value: Tensor | None) -> Tensor:
+            assert value is not None, "what a block takes besides has a value"
+            if handed is None or i == self._lowest:
+                return value.detach()
+            found, taken = cut(handed, value)
+            graph.taken.append(taken)
+            return found
+
+        hidden = begun(call.given, call.hidden)
+        return hidden, [hidden if one is call.given else begun(one, one.value) for one in call.beside]
+
+    def _take_parameters(self, i: int, roots: Iterable[Node]) -> None:
         """Let functions in Python not keep the parameters of block ``i`` in attributes, as those of bitsandbytes do: no hook
         sees these, and the parameters may leave before backward.
         """
         unit = self.states.units[i]
-        unit.kept_by = []
-        if unit.root is None or not (self._moves[i] and self.partition.effects.python_in_backward):
+        if not (self._moves[i] and self.partition.effects.python_in_backward):
             return
 
         def taken(value: Any) -> Any:
             held = isinstance(value, Tensor) and unit.holds(value)
             return _OfParameters(Geometry.of(value)) if held else value
 
-        for node in (node for node in nodes_of(unit.root.node) if isinstance(node, BackwardCFunction)):
+        for node in (node for node in nodes_of(roots) if isinstance(node, BackwardCFunction)):
             for name, value in list(vars(node).items()):
                 if any(unit.holds(tensor) for tensor in tensors_in(value)):
                     setattr(node, name, tree_map(taken, value))
@@ -687,10 +743,13 @@ class Passes:
         unit.kept_by = []
 
     @contextmanager
-    def _saving(self, i: int, beside: Iterable[Tensor] = (), recorder: Recorder | None = None) -> Iterator[None]:
+    def _saving(
+        self, i: int, beside: Iterable[Tensor] = (), recorder: Recorder | None = None, *, stays: bool = False
+    ) -> Iterator[None]:
         """Keep what backward needs in movable form, if anything of the block moves or is released before its backward.
 
-        Buffers, frozen parameters and ``beside`` stay where they are. ``recorder`` is told of all else.
+        Buffers, frozen parameters and ``beside`` stay where they are. ``recorder`` is told of all else. If it ``stays``, only
+        parameters move.
         """
         unit = self.states.units[i]
         if not self._moves[i]:
@@ -698,13 +757,13 @@ class Passes:
             return
         parts = self._parts[i]
         staying = self._lasting | addresses(beside)
-        unit.saved = []
+        unit.saved = unit.saved if stays else []
 
         def pack(tensor: Tensor) -> object:
             if unit.holds(tensor):
                 return Geometry.of(tensor)
             tensor = tensor.detach()  # break the reference cycle with the graph, or it would never be freed
-            if tensor.untyped_storage().data_ptr() in staying:
+            if stays or tensor.untyped_storage().data_ptr() in staying:
                 return tensor
             saved = Saved(tensor, part=parts.others if parts else 0)
             unit.saved.append(weakref.ref(saved))
@@ -742,21 +801,10 @@ def _without_input(call: BlockCall) -> BlockCall:
     return replace(call, hidden=call.hidden.new_empty(0))
 
 
-def _edge(tensor: Tensor) -> GradientEdge | None:
-    """The start of backward from ``tensor``, without keeping its memory."""
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def _saved(root: GradientEdge | None) -> Iterator[Tensor]:
+def _saved(roots: Iterable[Node]) -> Iterator[Tensor]:
     """The tensors that a graph keeps for its backward."""
-    nodes: list[Node | None] = [None if root is None else root.node]
-    seen: set[Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            for name in dir(node):
-                if name == "saved_tensors" or name.startswith("_saved_"):
-                    value = getattr(node, name)
-                    yield from (kept for kept in (value if isinstance(value, tuple) else (value,)) if isinstance(kept, Tensor))
-            nodes += [following for following, _ in node.next_functions]
+    for node in nodes_of(roots):
+        for name in dir(node):
+            if name == "saved_tensors" or name.startswith("_saved_"):
+                value = getattr(node, name)
+                yield from (kept for kept in (value if isinstance(value, tuple) else (value,)) if isinstance(kept, Tensor))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autohete.errors import AutoHeteError, InputError
-from autohete.runtime.batch import Inputs, check_range, first_sequence, leading, on_device, padded
-from autohete.runtime.forward_pass import BlockCall, ForwardPass, graph_nodes, hidden_of, leaves, with_hidden
+from autohete.runtime.autocast import Autocast
+from autohete.runtime.batch import Inputs, check_range, first_sequence, leading, named, on_device, padded
+from autohete.runtime.forward_pass import BlockCall, ForwardPass, graph_nodes, hidden_of, with_hidden
 from autohete.runtime.ledger import WORKSPACE, Ledger, accounting
 from autohete.runtime.losses import check_loss
 from autohete.runtime.model_state import (
@@ -42,7 +43,8 @@ class Probe:
     Args:
         hidden: the first block's input.
         logits: the result.
-        before, after: ids of the parameters used for the first block's input, and for the logits after the last block.
+        order: the order of the calls of the blocks.
+        used: how often the model's own code uses each parameter, by the unit before it and the parameter's id.
         effects: side effects of the forward pass.
         places: blocks in which each frozen parameter is used, by the address of its memory; -1 for the loss.
         rows: number of rows of the embedding that an input is looked up in, by the input's name.
@@ -51,21 +53,24 @@ class Probe:
 
     hidden: Tensor
     logits: Tensor
-    before: frozenset[int]
-    after: frozenset[int]
+    order: Sequence[int]
+    used: Mapping[int, Mapping[int, int]]
     effects: Effects
     places: Mapping[int, Set[int]]
     rows: Mapping[str, int]
     own_loss: float | None
 
 
-def probe(cut: Partition, inputs: Inputs, loss: Callable[[Tensor], Tensor] | None = None) -> Probe:
+def probe(
+    cut: Partition, inputs: Inputs, loss: Callable[[Tensor], Tensor] | None = None, autocast: torch.dtype | None = None
+) -> Probe:
     """Run forward once, on the first sequence, in the calling thread; restore the model and the random states.
 
     Args:
         cut: the model, cut into blocks.
         inputs: token ids (batch, sequence), or the model's arguments by name.
         loss: function of the first sequence's logits, which is also run; None: no loss.
+        autocast: type in which the model computes under ``torch.autocast``; None: without.
 
     Raises:
         InputError: the model uses its blocks in a way that cannot be trained block by block, or its forward fails.
@@ -73,35 +78,40 @@ def probe(cut: Partition, inputs: Inputs, loss: Callable[[Tensor], Tensor] | Non
     check_hooks(cut.model, cut.modules)
     check_dense(cut.model)
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
+    mode = Autocast.to(autocast, device)
     outside, sequences = Snapshot(cut.named_modules(0)), len(leading(inputs))
     uses = _Uses(parameter for parameter in cut.model.parameters() if not parameter.requires_grad)
     trials = [_Trial(cut.named_modules(place + 1), sequences) for place in range(len(cut.modules))]
     try:
         with cut.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad(), _teaching(inputs):
-            forward = ForwardPass(cut.model)
+            forward = ForwardPass(cut.model, mode)
             first = on_device(first_sequence(inputs), device)
             with _rows_of_embeddings(cut.named_modules(0), first) as rows, uses.at(0):
                 call = begin = forward.start(first)
-            for place, own in enumerate(forwards):
+            for place in range(len(forwards)):
                 with uses.at(place + 1):
-                    result = trials[place].run(call, own, device)
-                if place + 1 < len(forwards):
-                    call = forward.resume(result)
+                    trial = trials[forward.order[place]]
+                    result = trial.run(replace(call, place=place), forwards[forward.order[place]], device)
+                    others = {other for _, other in trial.effects.others}
+                    if place + 1 < len(forwards):
+                        call = forward.resume(result, others=others)
             with uses.at(cut.last):
-                logits = forward.finish(result)
+                logits = forward.finish(result, others=others)
             if loss is not None:
                 found = logits.detach().requires_grad_()
                 with uses.at(LOSS):
                     check_loss(loss(found), found, cut.model)
-            beside = _beside_bytes(cut, on_device(padded(inputs), device))
-        effects = reduce(Effects.__or__, (trial.effects for trial in trials), _effects_since(outside, sequences))
+            effects = reduce(Effects.__or__, (trial.effects for trial in trials), _effects_since(outside, sequences))
+            effects |= forward.observed
+        again = cut.ordered(forward.order)
+        with again.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad(), _teaching(inputs):
+            beside = _beside_bytes(again, on_device(padded(inputs), device), effects, forwards, mode)
     finally:
         for snapshot in (outside, *(trial.before for trial in trials)):
             snapshot.restore()
-    before, after = (frozenset(map(id, leaves(tensor))) for tensor in (begin.hidden, logits))
     effects |= Effects(kept_bytes=beside)
     own_loss = None if forward.own_loss is None else forward.own_loss.detach().item()
-    return Probe(begin.hidden.detach(), logits.detach(), before, after, effects, uses.found, rows, own_loss)
+    return Probe(begin.hidden.detach(), logits.detach(), forward.order, forward.used, effects, uses.found, rows, own_loss)
 
 
 def by_use(cut: Partition, inputs: Inputs) -> Partition:
@@ -111,7 +121,7 @@ def by_use(cut: Partition, inputs: Inputs) -> Partition:
         InputError: see :func:`probe` and :meth:`Partition.using`.
     """
     found = probe(cut, inputs)
-    return cut.using(found.before, found.after, found.effects, found.places)
+    return cut.ordered(found.order).using(found.used, found.effects, found.places)
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -148,24 +158,38 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _beside_bytes(cut: Partition, inputs: Inputs) -> int:
+def _beside_bytes(
+    cut: Partition, inputs: Inputs, effects: Effects, forwards: Sequence[Callable[..., Any]], autocast: Autocast
+) -> int:
     """Return the bytes alive until the last block is done that are neither the first block's input nor moved with the part
-    before it: masks and other tensors that go to every block.
+    before it: masks and other tensors that go to several blocks, the gradients of those, and what the model's own code keeps
+    between blocks.
     """
-    ledger, forward, saved = Ledger("probe"), ForwardPass(cut.model), list[Tensor]()
+    ledger, forward, saved, held = Ledger("probe"), ForwardPass(cut.model, autocast, effects), list[Tensor](), list[object]()
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
-    rows = _rows_of_embeddings(cut.named_modules(0), inputs)
-    with accounting(ledger, "", WORKSPACE), saved_tensors_hooks(pack, lambda tensor: tensor), rows:
-        call = forward.start(inputs)
-    ledger.forget(call.hidden)
-    for tensor in saved:
-        ledger.forget(tensor)
-    used = ledger.used_bytes
+    rows, before = _rows_of_embeddings(cut.named_modules(0), inputs), Snapshot(cut.model.named_modules(), effects.changing)
+    with accounting(ledger, "", WORKSPACE):
+        with saved_tensors_hooks(pack, lambda tensor: tensor), rows:
+            call = forward.start(inputs)
+        for tensor in saved if (0, 0) in effects.handed else (call.hidden, *saved):
+            ledger.forget(tensor)
+        gradients: dict[int, Tensor] = {}
+        for place, own in enumerate(forwards if effects.others or effects.between or effects.handed else ()):
+            held += [call.args, call.kwargs, forward.graph]
+            gradients |= {id(one): one.value for one in call.beside if one.value is not None}
+            with torch.no_grad():
+                result = call.on(own, call.hidden)
+            if place + 1 < len(forwards):
+                call = forward.resume(result)
+                if place + 1 not in effects.between:
+                    ledger.forget(call.hidden)
+    used = ledger.used_bytes + 2 * sum(one.nbytes for one in gradients.values())  # the sum so far, and the next
     forward.end()
+    before.restore_buffers()
     return used
 
 
@@ -201,8 +225,7 @@ def _teaching(inputs: Inputs) -> Iterator[None]:
     except AutoHeteError:
         raise
     except Exception as error:
-        named = {"ids": inputs} if isinstance(inputs, Tensor) else inputs
-        given = ", ".join(f"{k} {tuple(v.shape)} of {v.dtype}" for k, v in named.items() if isinstance(v, Tensor))
+        given = ", ".join(f"{k} {tuple(v.shape)} of {v.dtype}" for k, v in named(inputs).items() if isinstance(v, Tensor))
         raise InputError(
             f"the model or the loss fails on the first batch ({given}): {type(error).__name__}: {error}. Call "
             "loss(model(...), targets) with this batch, without a trainer, and fix the error"
@@ -214,8 +237,7 @@ def _rows_of_embeddings(modules: Iterable[tuple[str, nn.Module]], inputs: Inputs
     """Yield a dict that collects, by input name, the rows of the embedding it is looked up in; check the ids' range. Labels may
     be the same tensor as the ids, and are looked up in none.
     """
-    named = {"ids": inputs} if isinstance(inputs, Tensor) else inputs
-    tensors = {value.data_ptr(): name for name, value in named.items() if isinstance(value, Tensor) and name != "labels"}
+    tensors = {v.data_ptr(): name for name, v in named(inputs).items() if isinstance(v, Tensor) and name != "labels"}
     rows: dict[str, int] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -258,7 +280,10 @@ class _Trial:
             result = self._run_once(call, own, random)
             self.effects |= _effects_since(before, self._sequences)
             after = Snapshot(self._modules) if before.changed_attributes() else None  # caches do so, once
-            again = self._repeat(call, own, random)
+            with torch.no_grad():
+                without = hidden_of(self._repeat(call, own, random))
+            self.effects |= Effects(needs_grad_mode=not torch.equal(without, hidden_of(result)))
+            again = self._repeat(call, own, random)  # the last, as the loss may use what it leaves
             if after is not None and (unsettled := after.changed_attributes()):
                 raise InputError(
                     f"block {call.place + 1} changes {' and '.join(unsettled)} with each forward, and recomputation would "
@@ -286,7 +311,7 @@ class _Trial:
         hooks = False
         try:
             with disable_saved_tensors_hooks(_OWN_HOOKS):
-                result = call.on(own, _given(call))
+                result = call.on(own, *_given(call))
         except RuntimeError as error:
             if _OWN_HOOKS not in str(error):
                 raise
@@ -295,15 +320,16 @@ class _Trial:
             self.effects |= Effects(keeps_parameters=bool(kept))
         found = hidden_of(result)
         others = result[1:] if isinstance(result, tuple) else ()
-        unused = frozenset(place for place, item in enumerate(others, 1) if isinstance(item, Tensor) and item.requires_grad)
+        needing = [place for place, item in enumerate(others, 1) if isinstance(item, Tensor) and item.requires_grad]
         functions = (node for node in graph_nodes(found) if isinstance(node, BackwardCFunction))
-        self.effects |= Effects(python_in_backward=hooks or any(functions), unused=unused)
-        return with_hidden(result, found.detach())
+        places = frozenset((call.place + 1, one) for one in needing)
+        self.effects |= Effects(python_in_backward=hooks or any(functions), others=places)
+        return with_hidden(result, found.detach(), frozenset(needing))
 
     def _repeat(self, call: BlockCall, own: Callable[..., Any], random: RandomState) -> Any:
         self.before.restore_buffers()
         random.restore()
-        return call.on(own, _given(call))
+        return call.on(own, *_given(call))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -312,9 +338,11 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other, rtol, atol, equal_nan=True)
 
 
-def _given(call: BlockCall) -> Tensor:
-    """Return the hidden states with a graph, but not as a leaf, so that they can be changed in place."""
-    return call.hidden.detach().requires_grad_().clone()
+def _given(call: BlockCall) -> tuple[Tensor, list[Tensor]]:
+    """Return the hidden states with a graph, but not as a leaf, so that they can be changed in place; and what else has one."""
+    values = [handed.value for handed in call.beside if handed.value is not None]
+    hidden, *beside = (tensor.detach().requires_grad_(torch.is_grad_enabled()) for tensor in (call.hidden, *values))
+    return hidden.clone(), beside
 
 
 def _effects_since(before: Snapshot, sequences: int) -> Effects:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from autohete.schedule import Kind, Task
 
-_UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE)
+#: With several ranks, each updates a part, and an update is whole once the parts of all are there.
+_UPDATES = (Kind.GPU_UPDATE, Kind.CPU_UPDATE, Kind.GATHER_UPDATED)
 
 
 class UpdateProgress:
@@ -15,17 +16,22 @@ class UpdateProgress:
     Args:
         tasks: the tasks of a schedule; all but its updates are ignored.
         delayed: units whose updates are delayed. A step is whole for them once it has also left its gradients to the next.
+        first: number of the first step.
+
+    Attributes:
+        lost: returns a sentence that says what has been lost besides; empty: nothing.
     """
 
-    def __init__(self, tasks: Sequence[Task], delayed: Container[int] = ()) -> None:
+    def __init__(self, tasks: Sequence[Task], delayed: Container[int] = (), first: int = 0) -> None:
         self._units = {
             task: each.id.unit
             for task, each in enumerate(tasks)
             if each.id.kind in _UPDATES or (each.id.kind is Kind.OFFLOAD_GRADIENTS and each.id.unit in delayed)
         }
         #: The last iteration in which each update has ended; the iteration in which an update failed midway.
-        self._ended = dict.fromkeys(self._units, -1)
+        self._ended = dict.fromkeys(self._units, first - 1)
         self._broken: dict[int, int] = {}
+        self.lost: Callable[[], str] = str
 
     def end(self, task: int, iteration: int) -> None:
         """Note that ``task`` of ``iteration`` has ended."""
@@ -50,9 +56,9 @@ class UpdateProgress:
         for task, step in self._ended.items():
             unit = self._units[task]
             earlier = updated.setdefault(unit, step)
-            if step != earlier:  # one of two sides, each of which updates a part
+            if step != earlier:  # of two sides, or of several ranks, each updates a part
                 broken.setdefault(unit, max(step, earlier))
-        return _described(updated, broken)
+        return ". ".join(filter(None, (_described(updated, broken), self.lost())))
 
 
 def _described(updated: dict[int, int], broken: dict[int, int]) -> str:

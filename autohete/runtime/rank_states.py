@@ -74,6 +74,14 @@ class RankStates:
         """Number of ranks."""
         return self._collectives.ranks
 
+    def lost(self) -> str:
+        """A sentence that says what is lost, now that a rank has failed; empty: nothing, or none has."""
+        stage = max(unit.stage for unit in self._states.units)
+        if not stage or not self._collectives.channel.has_failed:
+            return ""
+        what = "Optimizer states" if stage < 3 else "Parameters and optimizer states"
+        return f"{what} of other ranks are NaN in what is given back: load a saved state"
+
     def largest_share(self, unit: UnitTensors) -> int:
         """The most elements of a unit that a rank has."""
         return len(self._collectives.shares(unit.elements)[0])
@@ -134,7 +142,7 @@ class RankStates:
                 sums = self._add(unit, sums, current.micro_batch if Kind.ACCUMULATE in states.kinds[i] else 0)
         elif any(owners):
             self._collectives.reduce(gradients, unit.sizes, owners, None)
-        if current.micro_batch + 1 == states.schedule.micro_batches:
+        if current.micro_batch + 1 == states.micro_batches:
             self._check_sums(i, sums)
 
     def _owners(self, gradients: Sequence[Tensor | None]) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 
 from autohete.runtime.batch import Batch
@@ -18,7 +19,7 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
 
 
 class Session(Closing):
-    """Executes ``schedule`` on the model, iteration by iteration, until :meth:`close`.
+    """Executes ``schedule`` on the model, iteration by iteration, until :meth:`close` or another schedule follows.
 
     Args:
         partition: the model, cut into blocks.
@@ -40,20 +41,57 @@ class Session(Closing):
         execution: Execution,
         collectives: Collectives | None = None,
     ) -> None:
+        self._execution, self._collectives = execution, collectives
         self._ledgers = _ledgers(schedule, execution)
+        #: Time that the lanes of earlier schedules have worked (ns), by name.
+        self._earlier_ns = Counter[str]()
+        self.training = Takeover(partition, schedule, recipe, self._ledgers, collectives=collectives)
         with ExitStack() as undo:
-            self.training = Takeover(partition, schedule, recipe, self._ledgers, collectives=collectives)
             undo.callback(self.training.close)
-            self.lanes = LaneThreads(
-                schedule,
-                self.training.actions.act,
-                execution,
-                booking=Room(schedule, self.training.count) if execution.accelerator.runs_ahead else self.training.count,
-                failed=None if collectives is None else collectives.fail,
-            )
-            undo.callback(self.lanes.close)
-            self.training.guard.wait = self.lanes.drain
-            self._undo = undo.pop_all()
+            self.lanes = self._lanes(schedule)
+            undo.pop_all()
+
+    def _lanes(self, schedule: Schedule, first: int = 0) -> LaneThreads:
+        execution, training, collectives = self._execution, self.training, self._collectives
+        lanes = LaneThreads(
+            schedule,
+            training.actions.act,
+            execution,
+            booking=Room(schedule, training.count) if execution.accelerator.runs_ahead else training.count,
+            failed=None if collectives is None else collectives.fail,
+            first=first,
+        )
+        training.guard.wait = lanes.drain
+        if training.states.ranks is not None:
+            lanes.progress.lost = training.states.ranks.lost
+        return lanes
+
+    def follow(self, schedule: Schedule) -> None:
+        """Execute another schedule from the next iteration on, after waiting for the admitted ones; see
+        :meth:`Takeover.follow`.
+
+        Raises:
+            TaskError: a task has failed.
+            InputError: it cannot follow the present one; nothing has been changed.
+            DeviceOutOfMemoryError: there is no room for the states. The model has been given back, and the session
+                is closed.
+        """
+        lanes = self.lanes
+        lanes.drain()
+        try:
+            self.training.follow(schedule, lanes.admitted)
+        except BaseException:
+            if self.training.gave_back:
+                self.close()
+            raise
+        lanes.close()
+        self._earlier_ns.update(lanes.busy_ns)
+        self.lanes = self._lanes(schedule, lanes.admitted)
+
+    @property
+    def busy_ns(self) -> dict[str, int]:
+        """Time that each lane has worked (ns), by name."""
+        return {**self._earlier_ns, **{name: self._earlier_ns[name] + ns for name, ns in self.lanes.busy_ns.items()}}
 
     @property
     def device(self) -> Ledger | AllocatorMemory | None:
@@ -100,14 +138,16 @@ class Session(Closing):
         Raises:
             TaskError: a task has failed, and this is the first call.
         """
-        self._undo.close()
+        with ExitStack() as undo:  # each one, even if another fails
+            undo.callback(self.training.close)
+            undo.callback(self.lanes.close)
 
 
 def _ledgers(schedule: Schedule, execution: Execution) -> Ledgers:
     """Return ledgers with the capacities of the schedule's memories, if budgets are enforced."""
     accelerator = execution.accelerator
     if not execution.budget:
-        return Ledgers(accelerator, counting=execution.counting)
+        return Ledgers(accelerator, counting=execution.counting, folder=execution.folder)
     capacities = {memory.name: memory.capacity_bytes for memory in schedule.memories}
     return Ledgers(
         accelerator,
@@ -115,4 +155,5 @@ def _ledgers(schedule: Schedule, execution: Execution) -> Ledgers:
         Ledger(HOST_MEMORY, capacities[HOST_MEMORY]),
         Ledger(PINNED_MEMORY, capacities.get(PINNED_MEMORY)),
         execution.counting,
+        execution.folder,
     )

@@ -12,6 +12,7 @@ from autohete.execution.trace import Clock
 from autohete.runtime.batch import Loss
 from autohete.runtime.device import Device, device_for
 from autohete.runtime.ledger import Counting
+from autohete.runtime.loss_call import LossCall
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.update_rules import UpdateSettings
 
@@ -27,15 +28,22 @@ class Recipe:
             ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.
         skip_nonfinite: skip iterations with non-finite gradients, if the schedule allows it; otherwise they raise
             :class:`~autohete.errors.NonFiniteGradientError`.
+        autocast: type in which forward and loss compute under ``torch.autocast``; None: without.
     """
 
     loss: Loss = next_token_loss
     updates: UpdateSettings = field(default_factory=UpdateSettings)
     clip_norm: float | None = None
     skip_nonfinite: bool = False
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def loss_call(self) -> LossCall:
+        """The loss as a training calls it."""
+        return LossCall(self.loss, self.autocast)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class Execution:
         counting: how device memory is counted.
         threads: number of torch threads in a lane, by its name; one in every other lane.
         history: minimum number of iterations whose times are kept; None: all.
+        folder: of the file with what rests in another place than the device and the host; None: ``TMPDIR``.
     """
 
     accelerator: Device = field(default_factory=lambda: device_for(torch.device("cpu")))
@@ -57,6 +66,7 @@ class Execution:
     counting: Counting = Counting.EXACT
     threads: Mapping[str, int] = field(default_factory=dict)
     history: int | None = None
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

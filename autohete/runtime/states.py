@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autohete.errors import InputError, ScheduleError
+from autohete.errors import DriveError, InputError, ScheduleError
 from autohete.runtime.collectives import Collectives
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.ledger import WORKSPACE, accounting
 from autohete.runtime.nonfinite import UpdateGate, not_finite_among
 from autohete.runtime.optimizer import ElementRange, UnitStates, WholeStates, parts_of, states_of_unit
 from autohete.runtime.rank_states import RankStates
-from autohete.runtime.state_files import Files
+from autohete.runtime.state_files import Files, Stored, copied_to
 from autohete.runtime.units import FAR, Memories, MovingStates, Sums, UnitSide, UnitTensors, parts_in
 from autohete.runtime.update_rules import UpdateSettings
 from autohete.schedule import (
@@ -46,6 +46,8 @@ VALUES, GRADIENT = "values", "gradient"
 _PREFETCHES = {Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD}
 _NEAR = (GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY)
 _UPDATES = {Kind.GPU_UPDATE, Kind.CPU_UPDATE}
+#: Kinds that say nothing of where states are.
+_OF_PASSES = {Kind.RECOMPUTE, *(kind for kind, copy in COPIES.items() if copy.value is Value.ACTIVATIONS)}
 #: Kinds that need a whole block, so not one that both sides update: parameters or states that leave, sums on the host.
 _OF_WHOLE_BLOCKS = {Kind.ACCUMULATE, *(kind for kind, copy in COPIES.items() if copy.value is not Value.ACTIVATIONS)} - {
     Kind.OFFLOAD_GRADIENTS,
@@ -65,10 +67,12 @@ class States:
         clipping: how gradients are scaled before an update.
         poison: overwrite released parameters with NaN, so that a schedule that still reads them is detected.
         collectives: if this is one of several ranks.
+        folder: of the file with what rests in another place than the device and the host; None: ``TMPDIR``.
 
     Attributes:
         ranks: what all ranks do together; None: there is one.
         schedule: as given.
+        micro_batches: number of those in an iteration.
         gate: called before each update, with the iteration whose gradients it uses.
     """
 
@@ -83,6 +87,7 @@ class States:
         *,
         poison: bool,
         collectives: Collectives | None = None,
+        folder: str | None = None,
     ) -> None:
         self.updates, self.memories, self.clipping, self.gate = updates, memories, clipping, UpdateGate()
         #: Called with a parameter whose summed gradient is not finite.
@@ -91,7 +96,7 @@ class States:
         self.handed_to: Callable[[nn.Parameter, dict[str, Any]], None] | None = None
         #: What those of single iterations compute, if different.
         self.updates_at: dict[int, UpdateSettings] = {}
-        self.schedule, self._poison = schedule, poison
+        self.schedule, self.micro_batches, self._poison = schedule, schedule.micro_batches, poison
         self.kinds = _kinds_of_blocks(schedule, len(owned))
         #: A slot also holds the gradient, which then has no bytes of its own in the schedule.
         self._gradients_in_slots = any(
@@ -120,7 +125,9 @@ class States:
         for task in schedule.tasks:
             if task.id.kind is Kind.GPU_UPDATE:
                 self._part_counts[task.id.unit] = max(self._part_counts[task.id.unit], task.id.again + 1)
-        self.files = Files()
+        self.files = Files(memories.accelerator, folder)
+        #: The block whose stored tensors were at hand last, and these: several uses of a block read its file once.
+        self._read: tuple[int, list[Tensor]] | None = None
         self.units = [UnitTensors(mine, memories.torch_device, still) for mine, still in zip(owned, frozen, strict=True)]
         self.ranks = None if collectives is None else RankStates(self, collectives)
         for i, unit in enumerate(self.units):
@@ -128,21 +135,72 @@ class States:
         self._slots: list[Tensor] | None = None
         self._buffers: list[Tensor] = []
 
-    def take_over(self) -> None:
-        """Bring the states to where the first iteration expects them. This frees the modules' own memory."""
+    def take_over(self, held: dict[int, dict[str, Any]] | None = None) -> None:
+        """Bring the states to where the first iteration expects them. This frees the modules' own memory.
+
+        Args:
+            held: optimizer states with which they begin, by the parameter's id; emptied. None: as before the first step.
+        """
         self._slots = self._make_slots()
         sizes = self._resident_bytes(Value.POLICY_BUFFERS)
         self._buffers = [self.memories.on_device(size, torch.uint8, "policy_buffers") for size in sizes]
         for i, unit in enumerate(self.units):
             self._take_over(i, unit)
+            for place, parameter in enumerate(unit.parameters):
+                if held and id(parameter) in held:
+                    self.load(i, place, {VALUES: self.values(i, place)} | held[id(parameter)])
+                    del held[id(parameter)]
+
+    def continue_from(self, before: States) -> None:
+        """Continue after the last iteration of ``before``, with what is known of its updates and gradients."""
+        self.gate, self.updates_at, self.handed_to = before.gate, before.updates_at, before.handed_to
+        self.clipping.continue_from(before.clipping)
+        for mine, theirs in zip(self.units, before.units, strict=True):
+            mine.host.iteration = theirs.host.iteration  # of gradients that wait for a delayed update
+
+    def is_placed_as(self, other: States) -> bool:
+        """Whether all states are where ``other`` has them, between iterations."""
+        return self._placement() == other._placement()
+
+    def adopt(self, other: States) -> None:
+        """Take all states from ``other``, which has them in the same places. They stay where they are."""
+        self.units, self._slots, self._buffers = other.units, other._slots, other._buffers
+        other.units, other._slots, other._buffers = [], None, []
+        self.files, other.files = other.files, self.files  # of which nothing is open
+
+    def count(self) -> None:
+        """Count what is on the device, where the states have been adopted."""
+        claim = self.memories.claim
+        for tensor in self._slots or ():
+            claim(tensor, "parameter_slots")
+        for tensor in self._buffers:
+            claim(tensor, "policy_buffers")
+        for i, unit in enumerate(self.units):
+            if unit.device.parameters is not None and not (self._slots and self.kinds[i] & _PREFETCHES):
+                claim(unit.device.parameters, "parameters")
+            if unit.device.shard is not None:
+                claim(unit.device.shard, "parameter_shard")
+            for part in unit.device.states:
+                for tensor in part.optimizer.tensors if self._state_ways[i] == [GPU_MEMORY] else ():
+                    claim(tensor, "optimizer_states")
+
+    def _placement(self) -> object:
+        """What the schedule says of the places of all states."""
+        cuts, kinds = [unit.cut for unit in self.units], [some - _OF_PASSES for some in self.kinds]
+        rest = [(b.id.value, b.id.unit, b.memory, b.size_bytes) for b in self.schedule.resident]
+        parts = self._gradients_in_slots, self._norm_on_host, self._leaving, self._part_counts
+        return cuts, kinds, rest, parts, self._state_ways
 
     def give_back(self) -> None:
         """Return the parameters to the modules, with their trained values, each in its own host memory, and their optimizer
         states to whoever takes them.
 
         A block for which there is no memory is tried again once those of the other blocks have been released.
+
+        Raises:
+            DriveError: a block cannot be read. All others are back.
         """
-        self._slots, self._buffers = None, []
+        self._slots, self._buffers, self._read = None, [], None
         with ExitStack() as last:
             last.callback(self.files.close)
             self.memories.settle()
@@ -152,21 +210,21 @@ class States:
             for i in range(len(self.units)):
                 try:
                     self._give_back(i)
-                except (MemoryError, RuntimeError):  # PyTorch's of a full memory is the last one
+                except (MemoryError, RuntimeError, DriveError):  # PyTorch's of a full memory is the last one
                     failed.append(i)
             for i in failed:
                 last.callback(self._give_back, i)
 
     def _give_back(self, i: int) -> None:
         unit = self.units[i]
-        taken = (flat for side in unit.sides for flat in (side.parameters, side.shard))
+        taken = (unit.stored.parameters, *(flat for side in unit.sides for flat in (side.parameters, side.shard)))
         if any(flat is not None for flat in taken):  # take_over has not failed before this block
             for place, parameter in enumerate((*unit.parameters, *unit.frozen)):
                 parameter.data = self.values(i, place)
                 parameter.grad = None
                 if self.handed_to is not None and place < len(unit.parameters):
                     self.handed_to(parameter, self.saved_states(i, place))
-        unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
+        unit.forget_states()
         unit.forget_passes()
 
     # --- between steps, after every update has ended
@@ -176,22 +234,24 @@ class States:
         follow the trained ones.
         """
         if (index := place - len(self.units[i].parameters)) >= 0:
-            return self.units[i].places.value(self._frozen(i)[0], index)
+            with self._at_hand(i):
+                return self.units[i].places.value(self._frozen(i)[0], index)
         # Master weights are rounded in the same way as by the update.
-        return self._trained(i, place, self.units[i].layout.dtypes[place])
+        with self._at_hand(i):
+            return self._trained(i, place, self.units[i].layout.dtypes[place])
 
     def assign(self, i: int, place: int, values: Tensor) -> None:
         """Set the values of a parameter of block ``i`` wherever it is. Unchanged elements keep their master weights."""
         unit = self.units[i]
-        if (index := place - len(unit.parameters)) >= 0:
-            for data in self._frozen(i):
-                unit.places.assign(data, index, values)
+        with self._at_hand(i, changes=True):
+            if (index := place - len(unit.parameters)) >= 0:
+                for data in self._frozen(i):
+                    unit.places.assign(data, index, values)
+            else:
+                for there, part in (*self._newest(i, place), *self._copies(i, place)):
+                    found = values.reshape(-1)[part].to(there.device)
+                    there.copy_(torch.where(_bits(found) != _bits(there.to(found.dtype)), found.to(there.dtype), there))
             self.memories.settle()
-            return
-        for there, part in (*self._newest(i, place), *self._copies(i, place)):
-            found = values.reshape(-1)[part].to(there.device)
-            there.copy_(torch.where(_bits(found) != _bits(there.to(found.dtype)), found.to(there.dtype), there))
-        self.memories.settle()
 
     def places(self) -> dict[int, tuple[int, int]]:
         """Block, and place in it, of each parameter that the states have, by its id; the trained ones come first."""
@@ -201,11 +261,12 @@ class States:
     def saved_states(self, i: int, place: int) -> dict[str, Any]:
         """Copy a parameter's optimizer states, in its shape; also the gradient, if its update is delayed."""
         unit, found = self.units[i], dict[str, Any]()
-        for states in self._parts(i):
-            for name, value in states.optimizer.saved(place).items():
-                if isinstance(states.optimizer, UnitStates) and isinstance(value, Tensor):
-                    value = torch.cat([found[name].view(-1), value]) if name in found else value
-                found[name] = value
+        with self._at_hand(i):
+            for states in self._parts(i):
+                for name, value in states.optimizer.saved(place).items():
+                    if isinstance(states.optimizer, UnitStates) and isinstance(value, Tensor):
+                        value = torch.cat([found[name].view(-1), value]) if name in found else value
+                    found[name] = value
         if self.ranks is not None and unit.stage:
             tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
             found |= self.ranks.whole(i, place, tensors)
@@ -220,16 +281,22 @@ class States:
     def load(self, i: int, place: int, saved: dict[str, Any]) -> None:
         """Load values and the result of :meth:`saved_states`."""
         unit = self.units[i]
-        for states in self._parts(i):
-            states.optimizer.load(place, saved)
-        for there, part in self._copies(i, place):
-            there.copy_(saved[VALUES].reshape(-1)[part])
+        with self._at_hand(i, changes=True):
+            for states in self._parts(i):
+                states.optimizer.load(place, saved)
+            for there, part in self._copies(i, place):
+                there.copy_(saved[VALUES].reshape(-1)[part])
+            self.memories.settle()
         if self.delays(i):
             host = unit.host
             host.gradients = host.gradients or [None] * len(unit.parameters)
             gradient = saved[GRADIENT].reshape(-1) if GRADIENT in saved else None
             host.gradients[place] = None if gradient is None else host.places[place].copy_(gradient)
         self.memories.settle()
+
+    def delays_as(self, other: States) -> bool:
+        """Whether the updates of the same blocks are delayed."""
+        return self._delayed == other._delayed
 
     def delays(self, i: int) -> bool:
         """Whether block ``i`` is updated with the gradients of the previous step."""
@@ -240,8 +307,10 @@ class States:
 
         Call it after every update has ended.
         """
-        wide = torch.float32
-        found = [self._trained(i, place, wide) for i, unit in enumerate(self.units) for place in range(len(unit.parameters))]
+        found = []
+        for i, unit in enumerate(self.units):
+            with self._at_hand(i):
+                found += [self._trained(i, place, torch.float32) for place in range(len(unit.parameters))]
         self.memories.settle()
         return found
 
@@ -251,7 +320,7 @@ class States:
         if self.units[i].device.parameters is not None:
             yield
             return
-        far = self.units[i].far.parameters is not None
+        far = self.units[i].stored.parameters is not None
         if self.units[i].device.shard is None:
             self.copy_parameters(i, FAR if far else HOST_MEMORY, GPU_MEMORY)
         if self.ranks is not None and self.units[i].stage == 3:
@@ -263,6 +332,42 @@ class States:
             self.poison(i)
             self.release(i)
             self.memories.settle()
+
+    @contextmanager
+    def _at_hand(self, i: int, *, changes: bool = False) -> Iterator[None]:
+        """Hold what of block ``i`` rests in the file in memory during the context, and write it to the file if it changes.
+
+        Raises:
+            DriveError: it cannot be read or written.
+        """
+        unit, parts = self.units[i], [part for part in self._parts(i) if part.stored and not part.resting]
+        whole = [one for one in (unit.stored.parameters, unit.stored.frozen) if one is not None]
+        stored = [*whole, *(one for part in parts for one in part.stored)]
+        if not stored:
+            yield
+            return
+        if self._read is None or self._read[0] != i or len(self._read[1]) != len(stored):
+            self._read = None  # before the next one is there
+            self._read = i, [one.read() for one in stored]
+        held = iter(self._read[1])
+        unit.far.parameters, unit.far.frozen = (
+            None if one is None else next(held) for one in (unit.stored.parameters, unit.stored.frozen)
+        )
+        absent = [part.optimizer.tensors for part in parts]
+        for part in parts:
+            part.optimizer.use([next(held) for _ in part.stored])
+        try:
+            yield
+            if changes:
+                for one, tensor in zip(stored, self._read[1], strict=True):
+                    one.write(tensor)
+        except BaseException:
+            self._read = None
+            raise
+        finally:
+            unit.far.parameters = unit.far.frozen = None
+            for part, tensors in zip(parts, absent, strict=True):
+                part.optimizer.use(tensors)
 
     # --- where states are
 
@@ -276,7 +381,7 @@ class States:
             self._place_states(i, unit, flat)
             self._place_frozen(i, unit)
         except BaseException:
-            unit.device, unit.host, unit.far = UnitSide(), UnitSide(), UnitSide()
+            unit.forget_states()
             for parameter, view in zip(unit.parameters, unit.views(flat), strict=True):
                 parameter.data = view.clone()
             raise
@@ -285,12 +390,15 @@ class States:
     def _place_frozen(self, i: int, unit: UnitTensors) -> None:
         """Copy the frozen parameters to where they rest. A copy is on the device if the first forward fetches nothing."""
         if i in self._far:
-            unit.far.frozen = self.files.holding(torch.empty(unit.places.size_bytes, dtype=torch.uint8, device="cpu"))
+            unit.stored.frozen = self.files.holding(torch.zeros(unit.places.size_bytes, dtype=torch.uint8, device="cpu"))
         elif self.kinds[i] & _PREFETCHES:
             unit.host.frozen = self.memories.on_host(unit.places.size_bytes, torch.uint8, "parameters")
-        for data in self._frozen(i):
-            for index, parameter in enumerate(unit.frozen):
-                unit.places.assign(data, index, parameter.detach())
+        if not unit.frozen:
+            return
+        with self._at_hand(i, changes=True):
+            for data in self._frozen(i):
+                for index, parameter in enumerate(unit.frozen):
+                    unit.places.assign(data, index, parameter.detach())
 
     def _frozen(self, i: int) -> list[Tensor]:
         """The bytes of the frozen parameters of block ``i`` in all memories."""
@@ -308,9 +416,10 @@ class States:
                 part = flat[first : begin + elements.stop]
                 part = part.to(memories.torch_device) if home == GPU_MEMORY else part
                 states = states_of_unit(self.updates, part, unit.layout, groups, first)
-                side.states.append(MovingStates(states, first))
+                side.states.append(moving := MovingStates(states, first))
                 if home not in _NEAR:
-                    states.use([self.files.holding(tensor) for tensor in states.tensors])
+                    moving.stored = [self.files.holding(tensor) for tensor in states.tensors]
+                    states.use([one.absent for one in moving.stored])
                     continue
                 if home == HOST_MEMORY and len(self._state_ways[i]) > 1:  # copied to the device and back in each step
                     pinned = [memories.on_host(tensor.numel(), tensor.dtype, "optimizer_states") for tensor in states.tensors]
@@ -321,9 +430,10 @@ class States:
                     claim(tensor, "optimizer_states")
         there = flat[unit.on_host.start : unit.on_host.stop]
         if kinds & {Kind.CPU_UPDATE, Kind.FETCH_GRADIENTS}:
-            unit.host.places = _split(memories.on_host(len(there), unit.dtype, "gradients"), unit)
+            unit.host.room = memories.on_host(len(there), unit.dtype, "gradients").zero_()
+            unit.host.places = _split(unit.host.room, unit)
         if i in self._far:
-            unit.far.parameters = self.files.holding(there)
+            unit.stored.parameters = self.files.holding(there)
         elif kinds & {Kind.CPU_UPDATE, *_PREFETCHES}:
             unit.host.parameters = memories.on_host(len(there), unit.dtype, "parameters").copy_(there)
         if unit.stage == 3:
@@ -552,7 +662,7 @@ class States:
             self.ranks.end_backward(i)
             return
         side, micro_batch = self.units[i].device, self.memories.current.micro_batch
-        if micro_batch + 1 < self.schedule.micro_batches and (i, micro_batch) in self._leaving:
+        if micro_batch + 1 < self.micro_batches and (i, micro_batch) in self._leaving:
             side.leaving[micro_batch] = side.gradients, side.reserved
             side.gradients, side.places, side.reserved = [], [], None
 
@@ -584,7 +694,7 @@ class States:
 
     def _check_sums(self, i: int, sums: Sequence[Tensor | None]) -> None:
         """Report sums over all micro-batches that are not finite, though each gradient is: in 16 bit a sum may be too large."""
-        if self.not_finite is not None and self.memories.current.micro_batch == self.schedule.micro_batches - 1:
+        if self.not_finite is not None and self.memories.current.micro_batch == self.micro_batches - 1:
             places = [place for place, held in enumerate(sums) if held is not None]
             found = not_finite_among([held for held in sums if held is not None], self.memories.accelerator)
             self.memories.once_done(partial(self._refuse, i, places, found))
@@ -682,7 +792,8 @@ class States:
             watched: AbstractContextManager[None] = nullcontext()
             if side is self.units[i].device:
                 self.memories.claim(scratch, WORKSPACE)
-                counted = self.memories.reserve(optimizer.temporary_bytes, WORKSPACE)
+                if self.memories.device is not None:
+                    counted = self.memories.reserve(optimizer.temporary_bytes, WORKSPACE)
                 watched = self._watched(optimizer)
             scale = self._scale_of(side.iteration)
             with watched:
@@ -703,16 +814,22 @@ class States:
     def copy_parameters(self, i: int, source: str, target: str) -> None:
         """Copy parameters from one memory to their place in another, or to new memory on the device."""
         unit = self.units[i]
+        if source not in _NEAR:
+            self._read_parameters(i, target)
+            return
         there, here = unit.side(source).parameters, unit.side(target).parameters
         if there is None:
             raise ScheduleError(f"{self.memories.current.task} copies parameters from {source}, but they are not there")
+        if target not in _NEAR:
+            self._read = None
+            assert unit.stored.parameters is not None
+            unit.stored.parameters.write(there)
+            return
         frozen = unit.side(source).frozen
         if here is None and target == HOST_MEMORY:
             unit.host.parameters = self.memories.on_host(len(unit.on_host), unit.dtype, "parameters").copy_(
                 there, non_blocking=True
             )
-            if frozen is not None and source != GPU_MEMORY:
-                unit.host.frozen = self.memories.on_host(len(frozen), torch.uint8, "parameters").copy_(frozen)
             return
         if target == GPU_MEMORY and unit.stage == 3:
             if unit.device.shard is None:
@@ -730,11 +847,29 @@ class States:
             unit.device.frozen.copy_(frozen, non_blocking=True)
         unit.bind()
 
+    def _read_parameters(self, i: int, target: str) -> None:
+        """Read parameters from the file to new memory on the host or on the device."""
+        unit = self.units[i]
+        trained, frozen = unit.stored.parameters, unit.stored.frozen
+        assert trained is not None
+        assert frozen is not None
+        self._read = None  # what was at hand between steps
+        if target == GPU_MEMORY:
+            trained.read(self.put(i))
+            assert unit.device.frozen is not None
+            frozen.read(unit.device.frozen)
+            unit.bind()
+            return
+        on_host = self.memories.on_host
+        unit.host.parameters = trained.read(on_host(len(unit.on_host), unit.dtype, "parameters"))
+        unit.host.frozen = frozen.read(on_host(unit.places.size_bytes, torch.uint8, "parameters"))
+
     def copy_states(self, i: int, source: str, target: str) -> None:
         """Copy optimizer states from one memory to new places nearer to the update, or back to where they were.
 
         Raises:
             ScheduleError: they are not in ``source``.
+            DriveError: they cannot be read or written.
         """
         (side,) = self._updating_sides(i)
         part = side.states[self.memories.current.part]
@@ -744,16 +879,25 @@ class States:
                 f"{self.memories.current.task} copies states from {source}, but they are in {way[place]} memory"
             )
         if source not in _NEAR and Kind.WRITE_GRADIENTS in self.kinds[i]:
-            self._read_gradients(i)
+            if (gradients := self.units[i].stored.gradients) is None:
+                raise ScheduleError(f"{self.memories.current.task} reads gradients that have not been written")
+            gradients.read(self.units[i].host.room)
         if target in way[place:]:
+            sources: Sequence[Tensor | Stored] = optimizer.tensors if place or not part.stored else part.stored
+            copied = [self._copied(one, target) for one in sources]
             part.resting.append(optimizer.tensors)
-            optimizer.use([self._copied(tensor, target) for tensor in optimizer.tensors])
+            optimizer.use(copied)
             return
-        resting = part.resting.pop()
-        for there, here in zip(optimizer.tensors, resting, strict=True):
-            here.copy_(there, non_blocking=True)
+        if target not in _NEAR:
+            self._read = None
+        places: Sequence[Tensor | Stored] = part.resting[-1] if target in _NEAR else part.stored
+        for tensor, there in zip(optimizer.tensors, places, strict=True):
+            if isinstance(there, Stored):
+                there.write(tensor)
+            else:
+                there.copy_(tensor, non_blocking=True)
         self.memories.current.alive.append(optimizer.tensors)
-        optimizer.use(resting)
+        optimizer.use(part.resting.pop())
 
     def _fetch_sums(self, i: int) -> None:
         """Copy the sums of the previous micro-batches to new memory on the device, for a backward to add to them."""
@@ -770,25 +914,20 @@ class States:
                 unit.device.gradients, unit.device.places = copied, places
 
     def _write_gradients(self, i: int) -> None:
-        """Write the gradients from their places on the host to a file. An update needs them read back."""
-        side = self.units[i].host
-        if not side.written:
-            side.written = [self.files.holding(place) for place in side.places]
-        side.unread = [gradient is not None for gradient in side.gradients]
-        for gradient, there in zip(side.gradients, side.written, strict=True):
+        """Write the gradients from their places on the host to the file. An update needs them read back."""
+        unit = self.units[i]
+        assert unit.host.room is not None
+        if unit.stored.gradients is None:
+            unit.stored.gradients = self.files.place_for(unit.host.room)
+        unit.stored.gradients.write(unit.host.room)
+        for gradient in unit.host.gradients:
             if gradient is not None:
-                there.copy_(gradient)
                 gradient.fill_(torch.nan)  # invalid until they are read back
 
-    def _read_gradients(self, i: int) -> None:
-        side = self.units[i].host
-        for there, place, unread in zip(side.written, side.places, side.unread, strict=True):
-            if unread:
-                place.copy_(there)
-
-    def _copied(self, tensor: Tensor, target: str) -> Tensor:
+    def _copied(self, source: Tensor | Stored, target: str) -> Tensor:
+        """A copy of states in new memory."""
         make = self.memories.on_device if target == GPU_MEMORY else self.memories.on_host
-        return make(tensor.numel(), tensor.dtype, "optimizer_states").view(tensor.shape).copy_(tensor, non_blocking=True)
+        return copied_to(make(source.shape.numel(), source.dtype, "optimizer_states").view(source.shape), source)
 
     def copy_gradients(self, i: int, source: str, target: str) -> None:
         """Copy gradients from one memory to their places in another, or next to the sums to which they will be added. The
@@ -809,10 +948,7 @@ class States:
             places = _split(self.memories.on_host(len(unit.on_host), unit.dtype, "arrived_gradients"), unit)
         parts, (leaving, reserved) = _parts_on_host(unit), there.leaving.pop(micro_batch, (None, None))
         found = unit.gradients_of(parts, entry) if leaving is None else parts_in(parts, leaving)
-        copied = [
-            None if gradient is None else place.copy_(gradient, non_blocking=True)
-            for place, gradient in zip(places, found, strict=True)
-        ]
+        copied = _copied_together(places, found)
         if beside:
             here.arrived[micro_batch] = copied
         else:
@@ -822,6 +958,14 @@ class States:
             self.memories.current.alive += [leaving, reserved]
         elif not unit.cut:  # otherwise the update on the device uses them, too
             self._drop_used(unit, entry)
+
+
+def _copied_together(places: Sequence[Tensor], sources: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copy tensors to their places by one call; those that are not None."""
+    pairs = [(place, source) for place, source in zip(places, sources, strict=True) if source is not None]
+    if pairs:
+        torch._foreach_copy_([place for place, _ in pairs], [source for _, source in pairs], non_blocking=True)
+    return [None if source is None else place for place, source in zip(places, sources, strict=True)]
 
 
 def _parts_on_host(unit: UnitTensors) -> list[ElementRange]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +18,7 @@ from autohete.runtime.device import AllocatorMemory, Device, device_for
 from autohete.runtime.evaluation import Evaluation
 from autohete.runtime.gradient_norm import Clipping
 from autohete.runtime.guard import Guard, check_trainable
-from autohete.runtime.ledger import Counting, DeviceCount, Ledger
-from autohete.runtime.loss_call import LossCall
+from autohete.runtime.ledger import CHECKED_ITERATIONS, Counting, DeviceCount, Ledger
 from autohete.runtime.model_state import ModulePlace, buffers_of
 from autohete.runtime.nonfinite import updates_wait_for_backward
 from autohete.runtime.partition import Partition, packed_for_training
@@ -37,6 +39,7 @@ class Ledgers:
             as the model is taken over.
         pinned: for pinned host memory; there is none if the CPU stands in for the device.
         counting: how device memory is counted.
+        folder: of the file with what rests in another place than the device and the host; None: ``TMPDIR``.
     """
 
     accelerator: Device = field(default_factory=lambda: device_for(torch.device("cpu")))
@@ -44,6 +47,7 @@ class Ledgers:
     host: Ledger | None = None
     pinned: Ledger | None = None
     counting: Counting = Counting.EXACT
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -66,6 +70,7 @@ class Takeover:
         actions: perform the schedule's tasks, with the states and the passes.
         evaluation: evaluates the model between iterations.
         guard: handles the caller's uses of the parameters between iterations.
+        gave_back: whether it has given back the model because a schedule could not be followed.
     """
 
     def __init__(
@@ -78,63 +83,143 @@ class Takeover:
         collectives: Collectives | None = None,
         poison: bool = False,
     ) -> None:
-        if any(task.id.kind in TRANSFERS for task in schedule.tasks):
-            raise InputError("the schedule is a pipeline, which the runtime cannot execute: plan without stages")
-        if collectives is None and any(task.id.kind in COLLECTIVES for task in schedule.tasks):
-            raise InputError(
-                "the schedule is for several GPUs, but one process trains on one: start a process for each "
-                "(torch.distributed), or lower the schedule for hardware with one GPU"
-            )
-        ledgers = ledgers or Ledgers()
-        accelerator, device = ledgers.accelerator, ledgers.device
+        check_executable(schedule, collectives)
+        self._partition, self._recipe, self._collectives, self._poison = partition, recipe, collectives, poison
+        self._ledgers = ledgers or Ledgers()
+        accelerator, device = self._ledgers.accelerator, self._ledgers.device
         accelerator.prepare()
-        allocator = device if isinstance(device, AllocatorMemory) else AllocatorMemory(accelerator.torch_device)
         #: Counts the device's memory; None: not counted.
-        self.count = count = DeviceCount(device, schedule, ledgers.counting) if isinstance(device, Ledger) else None
-        memories = Memories(accelerator, count, ledgers.host, allocator, ledgers.pinned)
-        self._undo = ExitStack()
+        self.count: DeviceCount | None = None
+        self.gave_back = False
+        #: What ends with the schedule; and the schedules whose sizes have been compared with what is allocated.
+        self._following, self._compared = ExitStack(), list[Schedule]()
         check_trainable(partition.model)
-        clipping = Clipping(recipe.clip_norm, schedule, partition.order, wide=recipe.updates.masters)
+        self.states = self._states_for(schedule)
         with ExitStack() as undo:
-            if device is allocator:
+            if isinstance(device, AllocatorMemory):
                 moving = _moving_bytes(partition, accelerator.torch_device)
-                undo.enter_context(allocator.limited(allocator.used_bytes + moving))
-            self.states = States(
-                partition.owned,
-                partition.frozen,
-                schedule,
-                recipe.updates,
-                memories,
-                clipping,
-                poison=poison,
-                collectives=collectives,
-            )
-            self.passes = Passes(partition, self.states, LossCall(recipe.loss), memories)
-            self.passes.skips_gradients = recipe.skip_nonfinite and updates_wait_for_backward(schedule)
-            if self.states.ranks is not None and recipe.skip_nonfinite and recipe.clip_norm is None:
-                self.states.ranks.agrees = True
-                if any(task.id.kind is Kind.ACCUMULATE for task in schedule.tasks):  # sums that one rank alone knows
-                    self.passes.skips_gradients = False
-            undo.callback(self.passes.forget)
-            if count is not None:
-                undo.callback(count.close)
-            undo.callback(self.states.give_back)
+                undo.enter_context(device.limited(device.used_bytes + moving))
             for place in buffers_of(partition.model.named_modules()):  # by place, which may have another tensor at the end
                 undo.callback(_move_what_is_at, place, place.value.device)
             for tensor in partition.lasting:
                 undo.callback(_move, tensor, tensor.device)
                 tensor.data = accelerator.moved(tensor.data)
-            self.passes.make_room()
-            self.states.take_over()
-            for i, unit in enumerate(self.states.units):
-                for index, parameter in enumerate(unit.parameters):
-                    hook = parameter.register_post_accumulate_grad_hook(self.passes.receiver(i, index))  # type: ignore[no-untyped-call]
-                    undo.callback(hook.remove)
+            undo.callback(self._following.close)
+            self._begin(self.states.take_over)
             undo.enter_context(packed_for_training(partition.model))
             self.guard = Guard(partition.model, self.states)
             undo.callback(self.guard.release)
             self._undo = undo.pop_all()
-        self.actions = Actions(schedule, self.states, self.passes, self.guard, memories)
+        self._set_actions()
+
+    def follow(self, schedule: Schedule, first: int) -> None:
+        """Follow another schedule from iteration ``first`` on, once all iterations before it have ended.
+
+        The states move to where it expects them: not at all if they are there, otherwise through the memory of the host, which
+        has all of them meanwhile.
+
+        Raises:
+            InputError: it cannot follow the present one; nothing has been changed.
+            DeviceOutOfMemoryError: there is no room for the states; the model has been given back.
+        """
+        check_executable(schedule, self._collectives)
+        if self._collectives is not None:
+            raise InputError("several ranks have one schedule throughout: leave it, or train in one process")
+        before, observe, held = self.states, self.passes.observe, dict[int, dict[str, Any]]()
+        after = self._states_for(schedule)
+        if not after.delays_as(before):
+            raise InputError(
+                "the schedules delay the updates of different blocks, which changes what is trained: follow one that delays "
+                "those of the same blocks"
+            )
+        if self.count is not None and self.count.is_compared and not self._is_compared(before.schedule):
+            self._compared.append(before.schedule)
+        with self.guard.resumed(), self.guard.inside():
+            after.continue_from(before)
+            if after.is_placed_as(before):
+                after.adopt(before)
+                place = after.count
+            else:
+                before.handed_to = lambda parameter, states: held.__setitem__(id(parameter), states)
+                place = partial(after.take_over, held)
+            try:
+                self._following.close()
+                self._reset_peaks()
+                self.states = after
+                self._begin(place, first)
+            except BaseException:
+                self.gave_back = True
+                for parameter in (parameter for owned in self._partition.owned for parameter in owned):
+                    if id(parameter) in held and after.handed_to is not None:  # those that were not reached
+                        after.handed_to(parameter, held[id(parameter)])
+                raise
+            self.guard.follow(after)
+        self.passes.observe = observe
+        self._set_actions()
+
+    def _states_for(self, schedule: Schedule) -> States:
+        """The states as a schedule needs them, which have taken over nothing yet."""
+        ledgers, partition, recipe = self._ledgers, self._partition, self._recipe
+        accelerator, device = ledgers.accelerator, ledgers.device
+        allocator = device if isinstance(device, AllocatorMemory) else AllocatorMemory(accelerator.torch_device)
+        return States(
+            partition.owned,
+            partition.frozen,
+            schedule,
+            recipe.updates,
+            Memories(accelerator, None, ledgers.host, allocator, ledgers.pinned),
+            Clipping(recipe.clip_norm, schedule, partition.order, wide=recipe.updates.masters),
+            poison=self._poison,
+            collectives=self._collectives,
+            folder=ledgers.folder,
+        )
+
+    def _begin(self, place: Callable[[], None], first: int = 0) -> None:
+        """Prepare the passes, let ``place`` bring the states to their places, and count both."""
+        partition, recipe, states = self._partition, self._recipe, self.states
+        schedule, memories = states.schedule, states.memories
+        self.count = memories.count = self._count_for(schedule, first)
+        with ExitStack() as undo:
+            self.passes = Passes(partition, states, recipe.loss_call, memories)
+            self.passes.skips_gradients = recipe.skip_nonfinite and updates_wait_for_backward(schedule)
+            if states.ranks is not None and recipe.skip_nonfinite and recipe.clip_norm is None:
+                states.ranks.agrees = True
+                if any(task.id.kind is Kind.ACCUMULATE for task in schedule.tasks):  # sums that one rank alone knows
+                    self.passes.skips_gradients = False
+            undo.callback(self.passes.forget)
+            if self.count is not None:
+                undo.callback(self.count.close)
+            undo.callback(states.give_back)
+            self.passes.make_room()
+            place()
+            for i, unit in enumerate(states.units):
+                for index, parameter in enumerate(unit.parameters):
+                    hook = parameter.register_post_accumulate_grad_hook(self.passes.receiver(i, index))  # type: ignore[no-untyped-call]
+                    undo.callback(hook.remove)
+            self._following.enter_context(undo.pop_all())
+
+    def _count_for(self, schedule: Schedule, first: int) -> DeviceCount | None:
+        """Counts the device's memory from iteration ``first`` on; None: it is not counted."""
+        device, counting = self._ledgers.device, self._ledgers.counting
+        if self.count is not None:
+            device, counting = self.count.ledger, self.count.counting
+        if not isinstance(device, Ledger):
+            return None
+        checked = range(first, first if self._is_compared(schedule) else first + CHECKED_ITERATIONS)
+        return DeviceCount(device, schedule, counting, checked)
+
+    def _is_compared(self, schedule: Schedule) -> bool:
+        return any(one is schedule for one in self._compared)
+
+    def _reset_peaks(self) -> None:
+        counted = self._ledgers.device if self.count is None else self.count.ledger
+        for ledger in (counted, self._ledgers.host, self._ledgers.pinned):
+            if ledger is not None:
+                ledger.reset_peak()
+
+    def _set_actions(self) -> None:
+        memories = self.states.memories
+        self.actions = Actions(self.states.schedule, self.states, self.passes, self.guard, memories)
         self.evaluation = Evaluation(self.passes, self.guard, memories)
         memories.settle()
 
@@ -172,3 +257,18 @@ def _moving_bytes(partition: Partition, device: torch.device) -> int:
 
 def _move(tensor: Tensor, device: torch.device) -> None:
     tensor.data = tensor.data.to(device)
+
+
+def check_executable(schedule: Schedule, collectives: Collectives | None) -> None:
+    """Check that this process can execute a schedule.
+
+    Raises:
+        InputError: it is a pipeline, or of several GPUs though this process is alone.
+    """
+    if any(task.id.kind in TRANSFERS for task in schedule.tasks):
+        raise InputError("the schedule is a pipeline, which the runtime cannot execute: plan without stages")
+    if collectives is None and any(task.id.kind in COLLECTIVES for task in schedule.tasks):
+        raise InputError(
+            "the schedule is for several GPUs, but one process trains on one: start a process for each "
+            "(torch.distributed), or lower the schedule for hardware with one GPU"
+        )

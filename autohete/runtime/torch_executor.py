@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from autohete.runtime.batch import Batch
 from autohete.runtime.claims import Claim
 from autohete.runtime.device import AllocatorMemory
 from autohete.runtime.ledger import Counting, Ledger
-from autohete.runtime.loss_call import LossCall
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import partition
 from autohete.runtime.session import Session
@@ -51,12 +50,12 @@ class TorchExecutor:
     """The runtime behind :class:`autohete.execution.Executor`: real tensors, autograd and threads, on the CPU.
 
     Args:
-        model: has its blocks in an ``nn.ModuleList``, and the trained parameters after each run.
+        model: has blocks, and the trained parameters after each run.
         batches: token ids and targets, each (batch, sequence), one pair per micro-batch; or the arguments of the model's
             forward by name, with ``targets`` or ``labels``.
         recipe: what an iteration computes.
         execution: how it is executed; the clock is ``emulated`` if it is paced.
-        blocks: name of the block list, if it is ambiguous.
+        blocks: names of lists of blocks, or of the blocks themselves, in which ``*`` stands for any part; None: they are found.
 
     Attributes:
         result: what the last run has left.
@@ -69,7 +68,7 @@ class TorchExecutor:
         recipe: Recipe | None = None,
         execution: Execution | None = None,
         *,
-        blocks: str | None = None,
+        blocks: str | Sequence[str] | None = None,
     ) -> None:
         self._recipe, self._execution = recipe or Recipe(), execution or Execution()
         self._partition, self._batches = partition(model, blocks), batches
@@ -100,7 +99,7 @@ class TorchExecutor:
         if len(given) < wanted:
             each = f" of {micro_batches} micro-batches" if micro_batches > 1 else ""
             raise InputError(f"{iterations} iterations{each} need {wanted} batches, but there are {len(given)}: give more data")
-        loss = LossCall(self._recipe.loss)
+        loss = self._recipe.loss_call
         batches = [Batch.of(batch, model, loss) for batch in given]
         self._partition, form = observed(self._partition, batches[0], loss)
         for batch in batches[1:]:

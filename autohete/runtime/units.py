@@ -14,11 +14,12 @@ from torch.autograd.graph import GradientEdge
 
 from autohete.quantities import rounded_when_pinned
 from autohete.runtime.device import AllocatorMemory, Device
-from autohete.runtime.forward_pass import BlockCall
+from autohete.runtime.forward_pass import BackwardGraph, BlockCall, Handed
 from autohete.runtime.ledger import DeviceCount, Ledger, Reservation
 from autohete.runtime.model_state import RandomState
 from autohete.runtime.optimizer import ElementRange, Layout, UnitStates, WholeStates, parts_of
 from autohete.runtime.recorder import AsRead, Recorded, Remaking, Saved
+from autohete.runtime.state_files import Stored
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
 #: Tensors begin at multiples of this many bytes where PyTorch allocates them.
@@ -115,7 +116,7 @@ class Memories:
         return self.claim(self.accelerator.empty(elements, dtype), group)
 
     def on_host(self, elements: int, dtype: torch.dtype, group: str) -> Tensor:
-        """Allocate a flat tensor of zeros on the host, pinned if that makes copies faster."""
+        """Allocate a flat tensor on the host, without values, pinned if that makes copies faster."""
         return self.claim_host(self.accelerator.on_host(elements, dtype), group)
 
     def once_done(self, act: Callable[[], None]) -> None:
@@ -149,11 +150,13 @@ class MovingStates:
         optimizer: the states.
         begin: index in the unit of their first element.
         resting: their tensors where they rest, and those of each hop, while copies of them are elsewhere.
+        stored: their tensors in a file, if they rest there; then the optimizer has none while they do.
     """
 
     optimizer: UnitStates | WholeStates
     begin: int
     resting: list[list[Tensor]] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -169,6 +172,21 @@ class Sums:
     gradients: list[Tensor | None]
     reserved: Reservation | None = None
     places: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StoredUnit:
+    """What of a unit rests in a file besides optimizer states.
+
+    Attributes:
+        parameters: flat, all trained parameters.
+        frozen: bytes of the frozen parameters that move with them.
+        gradients: flat, while they wait for an update.
+    """
+
+    parameters: Stored | None = None
+    frozen: Stored | None = None
+    gradients: Stored | None = None
 
 
 @dataclass(slots=True)
@@ -189,10 +207,10 @@ class UnitSide:
         iteration: the iteration of the gradients.
         places: destinations to which gradients, or their copied parts, are copied; empty if they stay in the tensors that
             autograd has allocated.
+        room: the memory of the places on the host, flat.
         reserved: counts the gradients that stay there, as long as it lives.
         sums: gradients of the previous micro-batches, while those of another are computed.
         arrived: by micro-batch, gradients on the host that have not been added yet.
-        written: destinations of gradients in a file, if they wait on a drive, and which of them wait there.
         states: moments, step counts, master weights, in the parts in which they move.
     """
 
@@ -206,11 +224,10 @@ class UnitSide:
     reduced: dict[int, list[Tensor | None]] = field(default_factory=dict)
     iteration: int = -1
     places: list[Tensor] = field(default_factory=list)
+    room: Tensor | None = None
     reserved: Reservation | None = None
     sums: Sums | None = None
     arrived: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    written: list[Tensor] = field(default_factory=list)
-    unread: list[bool] = field(default_factory=list)
     states: list[MovingStates] = field(default_factory=list)
 
 
@@ -290,7 +307,8 @@ class UnitTensors:
     places: FrozenPlaces = field(init=False)
     device: UnitSide = field(default_factory=UnitSide)
     host: UnitSide = field(default_factory=UnitSide)
-    #: What rests in another place of the hardware.
+    #: What rests in another place of the hardware, in a file, and its tensors while they are at hand.
+    stored: StoredUnit = field(default_factory=StoredUnit)
     far: UnitSide = field(default_factory=UnitSide)
     #: Its call, if it will be recomputed, and the random state before it; the state is None if it drew nothing.
     checkpoint: tuple[BlockCall, RandomState | None] | None = None
@@ -303,14 +321,20 @@ class UnitTensors:
     remaking: Remaking | None = None
     #: The input: in the checkpoint while it is not on the device, or for what is made again.
     input: Saved | None = None
-    #: The start of backward, and the destination of the input's gradient.
-    root: GradientEdge | None = None
-    arrived: list[Tensor] = field(default_factory=list)
+    #: The graphs for backward: the block's, and that of the model's own code after it (of embedding and head, the only one).
+    graph: BackwardGraph | None = None
+    after: BackwardGraph | None = None
+    #: What the block was given, and what later units may take of its result, by place; where backward from that starts.
+    given: Handed | None = None
+    handed: dict[int, Handed] = field(default_factory=dict)
+    edges: dict[int, GradientEdge] = field(default_factory=dict)
+    #: The input of the block above, if the model's own code has made it.
+    output: Tensor | None = None
     #: Functions of its graph that keep parameters, and the attributes in which they do.
     kept_by: list[tuple[object, str]] = field(default_factory=list)
     saved: list[weakref.ref[Saved]] = field(default_factory=list)
     #: By part of the activations: the storages that have moved, and the memory that has them.
-    moved: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    moved: dict[int, dict[int, Tensor | Stored]] = field(default_factory=dict)
     kept_in: dict[int, str] = field(default_factory=dict)
     #: Stand-ins for parameters that are not on the device: NaN. On a GPU, creating one is work that no task waits for.
     absent: list[Tensor] = field(init=False)
@@ -397,12 +421,24 @@ class UnitTensors:
         for parameter, tensor in zip((*self.parameters, *self.frozen), there or self.absent, strict=True):
             parameter.data = tensor
 
+    @property
+    def graphs(self) -> list[BackwardGraph]:
+        """Its graphs, in the order of backward."""
+        if self.graph is not None:
+            self.graph.made = [(edge, self.handed[place]) for place, edge in self.edges.items() if place in self.handed]
+        return [graph for graph in (self.after, self.graph) if graph is not None]
+
+    def forget_states(self) -> None:
+        """Discard all states, wherever they are."""
+        self.device, self.host, self.far, self.stored = UnitSide(), UnitSide(), UnitSide(), StoredUnit()
+
     def still_saved(self) -> list[Saved]:
         """What graphs of the block currently keep in movable form."""
         return [saved for saved in (reference() for reference in self.saved) if saved is not None]
 
     def forget_passes(self) -> None:
         """Discard what lives between the passes."""
-        self.checkpoint, self.beside, self.input, self.root, self.saved, self.moved = None, [], None, None, [], {}
+        self.checkpoint, self.beside, self.input, self.saved, self.moved = None, [], None, [], {}
+        self.graph, self.after, self.given, self.handed, self.edges, self.output = None, None, None, {}, {}, None
         self.kept_by = []
         self.recomputed, self.named, self.remaking, self.kept_in = 0, None, None, {}

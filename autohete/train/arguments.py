@@ -15,6 +15,7 @@ from autohete.plan.policy import Policy
 from autohete.policies import parse_policy
 from autohete.profile import Profile
 from autohete.quantities import parse_quantity
+from autohete.runtime.autocast import Autocast
 from autohete.runtime.device import gpu_here
 from autohete.runtime.settings import Recipe
 from autohete.runtime.update_rules import UpdateSettings
@@ -47,13 +48,16 @@ def policy_of(given: object) -> Policy:
     return cast(Policy, given)
 
 
-def recipe_of(loss: object, updates: UpdateSettings, clip_norm: float | None, *, skips: bool) -> Recipe:
+def recipe_of(
+    loss: object, updates: UpdateSettings, clip_norm: float | None, autocast: object = None, *, skips: bool
+) -> Recipe:
     """Return what a step computes.
 
     Args:
         loss: function of logits and targets.
         updates: what the updates compute.
         clip_norm: maximum global norm of the gradients; None: they are not clipped.
+        autocast: type in which forward and loss compute under ``torch.autocast``; None: without.
         skips: whether to skip steps whose loss or gradients are not finite.
 
     Raises:
@@ -62,17 +66,20 @@ def recipe_of(loss: object, updates: UpdateSettings, clip_norm: float | None, *,
     check_clip_norm(clip_norm)
     if not callable(loss):
         raise InputError(f"loss is {_named(loss)}: give a function of logits and targets, such as next_token_loss")
-    return Recipe(loss, updates, clip_norm, skips)
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise InputError(f"autocast is {autocast!r}: give torch.bfloat16 or torch.float16, or leave it out")
+    return Recipe(loss, updates, clip_norm, skips, autocast)
 
 
 def check_blocks(name: object) -> None:
-    """Check the name of a block list; None: it is found.
+    """Check the names of blocks; None: they are found.
 
     Raises:
         InputError: says what to give.
     """
-    if name is not None and not isinstance(name, str):
-        raise InputError(f"blocks is {_named(name)}: give the name of the block list as text, such as 'transformer.h'")
+    names = name if isinstance(name, (list, tuple)) and name else [name]
+    if name is not None and not all(isinstance(one, str) for one in names):
+        raise InputError(f"blocks is {_named(name)}: give the name of a list of blocks, such as 'transformer.h', or several")
 
 
 def check_hardware(hardware: object) -> None:
@@ -152,9 +159,12 @@ def _named(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
-def check_modes() -> None:
+def check_modes(autocast: Autocast) -> None:
     """Reject PyTorch modes that are active in the calling thread but not in the threads that compute. Warn about a profiler
     that records only the calling thread.
+
+    Args:
+        autocast: the mode in which the threads compute.
 
     Raises:
         InputError: names the mode and the alternative.
@@ -167,10 +177,12 @@ def check_modes() -> None:
         )
     if torch.is_inference_mode_enabled():
         raise InputError("a step cannot run under torch.inference_mode(): leave it first")
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    around = Autocast.now()
+    if around not in (Autocast(), autocast):
+        types = " and ".join(str(dtype) for _, dtype in around.types)
         raise InputError(
-            "torch.autocast around a step does not reach the threads that compute: convert the model to the compute type "
-            "(model.to(torch.bfloat16); master weights stay in fp32), or use autocast inside the model's blocks"
+            f"torch.autocast around a step, here to {types}, does not reach the threads that compute: give the Trainer "
+            f"autocast={around.types[0][1]} as well"
         )
     if torch.get_default_device().type != "cpu":
         raise InputError(

@@ -7,9 +7,10 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
-from autohete.errors import InputError, TaskError
+from autohete.errors import InputError, RankError, TaskError
 from autohete.runtime.claims import Claim
 from autohete.train.training_ranks import TrainingRanks
 from autohete.train.training_run import TrainingRun
@@ -37,7 +38,7 @@ class Held:
         self.closed = False
         self.serving = ExitStack()
         self.ranks: TrainingRanks | None = None
-        #: Whether a call has raised the failure of a task.
+        #: Whether a call has raised the failure of a task or of a rank.
         self._reported = False
 
     @property
@@ -76,30 +77,33 @@ class Held:
         self.check_caller()
         self.running()
         try:
-            return self.worker.do(lambda: job(self.running()))
-        except TaskError:
+            return self.worker.do(lambda: self._done(job))
+        except (TaskError, RankError):
             self._reported = True
             raise
 
-    def close(self, *, interrupted: bool) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Wait for the work in progress, and release everything. Later calls do nothing.
 
         Args:
-            interrupted: the caller has used up the first interrupt, so the second does not wait.
+            error: the caller's, if any. If it is an interrupt, the second one does not wait.
 
         Raises:
             TaskError: a task failed and no call has raised the error yet.
+            RankError: another rank has failed or goes on, and no call has raised the error yet.
         """
         self.check_caller()
         self.closed, run = True, self.run
         self.worker.stop()
+        interrupted = isinstance(error, KeyboardInterrupt)
+        leave = partial(self._leave, "" if error is None else f"{type(error).__name__}: {error}")
         try:
             if self.worker.thread.ident is not None:
-                self.worker.do(self.give_back, *[lambda: None] * (not interrupted), self.abandon)
+                self.worker.do(leave, *[lambda: None] * (not interrupted), self.abandon)
             self.worker.end()
         except Ended:
             pass  # already closed
-        except TaskError:
+        except (TaskError, RankError):
             self.worker.end()
             if not self._reported:
                 raise
@@ -110,6 +114,27 @@ class Held:
             raise
         finally:
             self.serving.close()
+
+    def _leave(self, reason: str) -> None:
+        """Give everything back, together with all ranks; ``reason``: the caller's error, if any."""
+        ranks, failure = self.ranks, None
+        try:
+            if ranks is not None and self.run is not None:
+                self.run.session.drain()
+                failure = self._done(lambda run: ranks.leave(reason))
+        finally:
+            self.give_back()
+        if failure is not None:
+            raise failure
+
+    def _done(self, job: Callable[[TrainingRun], T]) -> T:
+        """The result of ``job``. If another rank fails meanwhile, the error says which step the parameters are from."""
+        run = self.running()
+        try:
+            return job(run)
+        except RankError as error:
+            run.session.drain()  # raises its own error if a task has failed
+            raise RankError(". ".join(filter(None, (str(error), run.session.lanes.progress.state())))) from error
 
     def give_back(self) -> None:
         """End the lanes once all admitted iterations have ended, and give the model back."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,22 +14,20 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from autohete.runtime.device import Device, device_for, gpu_here
 from autohete.runtime.optimizer import UnitStates
 from autohete.runtime.update_rules import UpdateSettings
-from autohete.train.worker import check_stop
+from autohete.train.copy_rates import DriveRates, line_through, measure_drive, median_seconds, rates_together
 
-_KIB, _MIB = 2**10, 2**20
-#: Sizes of copies: from 64 KiB, in steps of a factor of four.
-_SMALLEST, _LARGEST = 64 * _KIB, 1024 * _MIB
+_MIB = 2**20
+#: The largest copy.
+_LARGEST = 1024 * _MIB
 #: Share of a GPU's free memory that measuring may take.
 _MEASURING_SHARE = 0.1
 _EVICTOR = torch.zeros(16 * _MIB, dtype=torch.float32, device="cpu")  # 64 MiB: more than a core's share of any cache
-_SECONDS = 0.25  # per measurement of several lanes at once
 _ROUNDS, _ROUND_SECONDS = 3, 0.08  # for the measurement that is repeated
 
 
@@ -45,29 +42,37 @@ def versions() -> dict[str, str]:
     }
 
 
-def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: bool = False) -> dict[str, Any]:
+def measure_machine(
+    torch_device: torch.device, device_bytes: int, *, quick: bool = False, drive: str | None = None
+) -> dict[str, Any]:
     """Measure this machine with one thread per lane, and return the document of a hardware file.
 
     Args:
         torch_device: a GPU, or the CPU that stands in for one.
         device_bytes: memory available to tensors on the device.
         quick: measure copies up to 64 MiB instead of 1 GiB; takes a few seconds.
+        drive: a folder, whose drive is the place ``nvme``; None: there is no such place.
+
+    Raises:
+        InputError: nothing can be written to the folder.
     """
     measured, device = versions(), device_for(torch_device)
     sizes = device.sizes
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        h2d, d2h = (_Copies(device, up, sizes.quick_bytes if quick else _LARGEST) for up in (True, False))
+        largest = sizes.quick_bytes if quick else _LARGEST
+        h2d, d2h = (_Copies(device, up, largest) for up in (True, False))
         links = {"h2d": h2d.line(), "d2h": d2h.line()}
         parameters = sizes.updated
         update = _update(parameters, 1 if device.on_cpu else threads)
         one_way, other_way = h2d.large(), d2h.large()
-        both = _rates_together({"h2d": one_way, "d2h": other_way})
-        alone = _rates_together({"cpu": update})["cpu"]
-        beside = _rates_together({"h2d": one_way, "cpu": update})
+        both = rates_together({"h2d": one_way, "d2h": other_way})
+        alone = rates_together({"cpu": update})["cpu"]
+        beside = rates_together({"h2d": one_way, "cpu": update})
         together = _together({"gpu": _product(torch_device), "cpu": update, "h2d": one_way, "d2h": other_way})
         matrix = {dtype: _matrix_rate(torch_device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+        rates = None if drive is None else measure_drive(drive, device, largest)
     finally:
         torch.set_num_threads(threads)
     size = h2d.large_bytes
@@ -86,6 +91,21 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
             "bandwidth": figure(f"{bandwidth:.6g} B/s", "line through copies of 64 KiB and more"),
             "duplex_bandwidth": figure(f"{duplex:.6g} B/s", "both directions at once"),
             "latency": figure(f"{latency:.6g} s", "line through copies of 64 KiB and more"),
+        }
+
+    def place(folder: str, found: DriveRates) -> dict[str, Any]:
+        how = f"in {folder}, " + ("without the page cache" if found.direct else "through the page cache")
+
+        def rate(value: float, ends: tuple[float, float], what: str) -> dict[str, Any]:
+            return figure(f"{value:.6g} B/s", f"{what} {how}") | {"range": [f"{end:.6g} B/s" for end in ends]}
+
+        return {
+            "model": f"the drive of {folder}",
+            "capacity": figure(f"{found.free_bytes} B", f"free {how}"),
+            "read_bandwidth": rate(found.read, found.read_range, "line through reads of 64 KiB and more"),
+            "write_bandwidth": rate(found.write, found.write_range, "line through writes of 64 KiB and more"),
+            "both_bandwidth": figure(f"{found.both:.6g} B/s", f"reads and writes at once {how}"),
+            "latency": figure(f"{found.latency_seconds:.6g} s", f"line through transfers of 64 KiB and more {how}"),
         }
 
     copy_rate = links["h2d"][0]
@@ -123,6 +143,7 @@ def measure_machine(torch_device: torch.device, device_bytes: int, *, quick: boo
             if emulated
             else {}
         ),
+        **({} if drive is None or rates is None else {"places": {"nvme": place(drive, rates)}}),
     }
 
 
@@ -131,23 +152,14 @@ class _Copies:
 
     def __init__(self, device: Device, up: bool, largest: int) -> None:
         self._largest, self._device, self._stream = largest, device, device.stream()
-        host = device.on_host(largest, torch.uint8)
+        host = device.on_host(largest, torch.uint8).zero_()
         there = torch.zeros(largest, dtype=torch.uint8, device=device.torch_device)
         self._target, self._source = (there, host) if up else (host, there)
         self.large_bytes = min(largest, device.sizes.large_bytes)
 
     def line(self) -> tuple[float, float]:
-        """Fit a line through all sizes with the least relative error; return bandwidth (bytes/s) and latency (s)."""
-        sizes, times = [], []
-        size = _SMALLEST
-        while size <= self._largest:
-            sizes.append(size)
-            times.append(self._seconds(size))
-            size *= 4
-        x, y = np.array(sizes, float), np.array(times)
-        design = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
-        latency, per_byte = np.linalg.lstsq(design, np.ones_like(y), rcond=None)[0]
-        return 1 / max(float(per_byte), 1e-15), min(max(float(latency), 1e-7), 1.0)
+        """Return bandwidth (bytes/s) and latency (s) of copies of all sizes."""
+        return line_through(self._seconds, self._largest)
 
     def large(self) -> Callable[[], None]:
         """Return a function that makes one copy of :attr:`large_bytes`."""
@@ -155,17 +167,16 @@ class _Copies:
         return lambda: self._copy(target, source)
 
     def _seconds(self, size: int) -> float:
-        times = []
-        for number in range(9 if size <= 16 * _MIB else 3):
+        def copy(number: int) -> float:
             # A different place each time, with cold caches: training accesses its parameters in the same way.
-            check_stop()
             offset = number * max(size, 4 * _MIB) % (self._largest - size + 1)
             target, source = self._target[offset : offset + size], self._source[offset : offset + size]
             forget_cache()
             begin = time.perf_counter()
             self._copy(target, source)
-            times.append(time.perf_counter() - begin)
-        return median(times)
+            return time.perf_counter() - begin
+
+        return median_seconds(copy, size)
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         with self._stream:
@@ -191,30 +202,6 @@ def _update(count: int, threads: int) -> Callable[[], None]:
     return run
 
 
-def _rates_together(jobs: dict[str, Callable[[], None]], seconds: float = _SECONDS) -> dict[str, float]:
-    """Return how many times per second each of ``jobs`` completes while all run for ``seconds``, each in its own thread."""
-    check_stop()
-    rates: dict[str, float] = {}
-    barrier = threading.Barrier(len(jobs))
-
-    def run(name: str, job: Callable[[], None]) -> None:
-        torch.set_num_threads(1)
-        job()
-        barrier.wait()
-        done, begin = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - begin) < seconds:
-            job()
-            done += 1
-        rates[name] = done / elapsed
-
-    threads = [threading.Thread(target=run, args=item) for item in jobs.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return rates
-
-
 def _together(jobs: dict[str, Callable[[], None]]) -> float:
     """Return how many lanes at full speed are equivalent to running all of ``jobs``, or the first two of them, at once.
 
@@ -223,9 +210,9 @@ def _together(jobs: dict[str, Callable[[], None]]) -> float:
     first = dict(list(jobs.items())[:2])
     found = []
     for _ in range(_ROUNDS):
-        alone = {name: _rates_together({name: job}, _ROUND_SECONDS)[name] for name, job in jobs.items()}
+        alone = {name: rates_together({name: job}, _ROUND_SECONDS)[name] for name, job in jobs.items()}
         for some in (first, jobs):
-            rates = _rates_together(some, _ROUND_SECONDS)
+            rates = rates_together(some, _ROUND_SECONDS)
             found.append(sum(rate / alone[name] for name, rate in rates.items()))
     return median(found)
 

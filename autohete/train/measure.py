@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -25,7 +25,7 @@ from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.plan import Activations
 from autohete.profile import LossProfile, Profile, SavedTensors, UnitProfile, analytic_profile
-from autohete.runtime.batch import Batch, Inputs, leading, padded
+from autohete.runtime.batch import Batch, Inputs, leading, named, padded
 from autohete.runtime.device import AllocatorMemory, device_for
 from autohete.runtime.forward_pass import HOOKS, call_of, replaced_forwards, with_hidden
 from autohete.runtime.lanes import LaneThreads
@@ -70,6 +70,8 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
     modules, units = len(partition.modules), getattr(partition.model, "units", None)
     if units is Units.SUBLAYER and modules % 2:
         raise InputError(f"a model of units {units} has attention and MLP by turns, but lists {modules} modules: set its units")
+    elsewhere = frozenset[int]().union(*(found.used[unit] for unit in found.used if unit))
+    tied = any(id(parameter) in elsewhere for parameter in partition.owned[0])
     heads = getattr(config, "num_attention_heads", getattr(partition.modules[0], "heads", 1))
     known = _by_config(config, name, modules)
     if known is not None:
@@ -79,7 +81,7 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
             sequence_length=ids.shape[1],
             batch_size=ids.shape[0],
             precision=_precision(partition),
-            tied_embeddings=any(id(parameter) in found.after for parameter in partition.owned[0]),
+            tied_embeddings=tied,
         )
     return Workload(
         name=name,
@@ -90,7 +92,7 @@ def workload_of(partition: Partition, inputs: Inputs, name: str = "model") -> Wo
         sequence_length=ids.shape[1],
         batch_size=ids.shape[0],
         precision=_precision(partition),
-        tied_embeddings=any(id(parameter) in found.after for parameter in partition.owned[0]),
+        tied_embeddings=tied,
         units=units if isinstance(units, Units) else Units.BLOCK,
     )
 
@@ -137,6 +139,7 @@ def measure(
         modules=tuple(partition.modules[place] for place in chosen),
         owned=(partition.owned[0], *(partition.owned[1 + place] for place in chosen), partition.owned[-1]),
         frozen=(partition.frozen[0], *(partition.frozen[1 + place] for place in chosen), partition.frozen[-1]),
+        effects=partition.effects.of_units([0, *(1 + place for place in chosen)]),
     )
     shape = replace(workload, transformer_blocks=len(chosen), units=Units.BLOCK)  # as many units as there are modules
     left_out = {place for place in range(len(kinds)) if place not in chosen}
@@ -203,7 +206,8 @@ def _with_handover(profile: Profile) -> Profile:
         replace(link, latency_seconds=link.latency_seconds + across) for link in (profile.hardware.h2d, profile.hardware.d2h)
     )
     loss = replace(profile.loss, seconds=profile.loss.seconds + here)
-    return replace(profile, hardware=replace(profile.hardware, h2d=h2d, d2h=d2h), units=units, loss=loss)
+    places = tuple(replace(place, latency_seconds=place.latency_seconds + across) for place in profile.hardware.places)
+    return replace(profile, hardware=replace(profile.hardware, h2d=h2d, d2h=d2h, places=places), units=units, loss=loss)
 
 
 _LANES = "autohete-schedule 2\nlane gpu fifo\nlane h2d priority\nlane d2h priority\nlane cpu priority\n"
@@ -242,7 +246,12 @@ def _kinds_of(partition: Partition) -> list[object]:
         modes = [(name, value) for name, value in vars(module).items() if isinstance(value, (str, bool, type(None)))]
         return (type(module), *shapes, *modes, *(len(getattr(module, hooks)) for hooks in HOOKS))
 
-    return [tuple(map(kind_of, module.modules())) for module in partition.modules]
+    unlike = {unit for unit, _ in partition.effects.handed} | partition.effects.between
+    taken = dict(partition.effects.beside)
+    return [
+        (*map(kind_of, module.modules()), unit if unit in unlike else 0, taken.get(unit))
+        for unit, module in enumerate(partition.modules, 1)
+    ]
 
 
 @contextmanager
@@ -261,25 +270,41 @@ def _unchanged(partition: Partition, torch_device: torch.device) -> Iterator[Non
 
 
 def _handing_on(modules: Sequence[nn.Module], kinds: list[object]) -> AbstractContextManager[None]:
-    """Make each block that equals an earlier one return its input, in the same structure as the earlier one's result."""
-    returned: dict[object, Any] = {}
+    """Make each block that equals an earlier one return its input, in the same structure as the earlier one's result, with
+    those of its arguments that the earlier one returned of its own.
+    """
+    returned: dict[object, tuple[Any, list[object]]] = {}
 
     def noting(kind: object, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def note(*args: Any, **kwargs: Any) -> Any:
-            result = forward(*args, **kwargs)
-            returned[kind] = with_hidden(result, _NOTHING)
+            result, given = forward(*args, **kwargs), _arguments(args, kwargs)
+            others = result[1:] if isinstance(result, tuple) else ()
+            places = [next((name for name, value in given.items() if value is other), None) for other in others]
+            returned[kind] = with_hidden(result, _NOTHING), places
             return result
 
         return note
 
     def handing(kind: object, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: with_hidden(returned[kind], call_of(0, forward, args, kwargs).hidden)
+        def hand(*args: Any, **kwargs: Any) -> Any:
+            hidden, given, (result, places) = call_of(0, forward, args, kwargs).hidden, _arguments(args, kwargs), returned[kind]
+            if not isinstance(result, tuple):
+                return hidden
+            others = (given.get(place, other) for place, other in zip(places, result[1:], strict=True))
+            return (hidden, *others)
+
+        return hand
 
     return replaced_forwards(
         (module, (handing if kind in kinds[:place] else noting)(kind, module.forward))
         for place, (module, kind) in enumerate(zip(modules, kinds, strict=True))
     )
+
+
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[object, Any]:
+    """Arguments by place or by name."""
+    return dict[object, Any](enumerate(args)) | dict(kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +378,7 @@ class _Measurement:
         updates = self.recipe.updates
         hosts = [_cpu_update_seconds(owned, updates) for owned in self.partition.owned]
         saved = self._saved()
-        inputs = sum(_size(value) for value in self.batch.named.values() if isinstance(value, Tensor))
+        inputs = sum(_size(value) for value in named(self.batch.inputs).values() if isinstance(value, Tensor))
         last = self.partition.last
         units = []
         for i in range(last + 1):
@@ -362,6 +387,8 @@ class _Measurement:
             kept = max(forward.kept, given)
             # An output that backward keeps outlives its use as the input of the block above.
             twice = forward.handed_on if forward.keeps_output else 0
+            above = passes[TaskId(Kind.FORWARD, i + 1)].given if i < last else backward.brought
+            handed = min(backward.brought, above) + min(backward.handed_on, given)  # each may be a view of something larger
             alone = checkpointed.get(TaskId(Kind.FORWARD, i))
             selected = saved.get(i)
             units.append(
@@ -373,7 +400,7 @@ class _Measurement:
                     input_bytes=given,
                     activation_bytes=kept + twice,
                     forward_workspace_bytes=max(0, forward.peak - kept - forward.handed_on),
-                    backward_workspace_bytes=max(0, backward.peak - backward.brought - backward.made - backward.handed_on),
+                    backward_workspace_bytes=max(0, backward.peak - backward.made - handed),
                     gpu_update_workspace_bytes=max(0, update.peak - update.brought),
                     cpu_update_seconds=hosts[i],
                     measured_checkpointed_workspace_bytes=None if alone is None else _workspace(alone),
@@ -478,6 +505,7 @@ class _Measurement:
         """The tasks of some iterations of a training, each of which the caller performs at once; ``memory`` counts."""
         training = Takeover(self.partition, schedule, self.recipe, Ledgers(device_for(self.torch_device), memory))
         try:
+            training.passes.adds_to_zeros = True
             for iteration in range(iterations):
                 training.passes.give(iteration, replace(self.batch, inputs=padded(self.batch.inputs)))
                 for task in schedule.tasks:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from autohete.hardware import Hardware, HardwareFile
 from autohete.profile import Profile
 from autohete.runtime.batch import Batch
 from autohete.runtime.claims import Claim
+from autohete.runtime.device import device_for
 from autohete.runtime.loss_call import LossCall
 from autohete.runtime.losses import next_token_loss
 from autohete.runtime.observe import observed
@@ -21,17 +24,25 @@ from autohete.train.measure import measure, workload_of
 from autohete.train.worker import apart
 
 
-@apart
-def measured_machine(device: str = "emulated", gpu_memory: int | str | None = None, *, quick: bool = False) -> dict[str, Any]:
-    """Measure this machine; return the document of a hardware file. ``quick``: in a few seconds."""
-    where = device_of(device)
-    with cpu_threads(where, 1):
-        return measure_machine(where, bytes_of(gpu_memory) or usable_bytes(where), quick=quick)
+def measured_machine(
+    device: str = "emulated", gpu_memory: int | str | None = None, *, quick: bool = False, drive: str | None = None
+) -> dict[str, Any]:
+    """Measure this machine; return the document of a hardware file. ``quick``: in a few seconds. ``drive``: a folder on a
+    drive, which is measured, too.
+    """
+    where = _prepared(device)
+
+    @apart
+    def measured() -> dict[str, Any]:
+        with cpu_threads(where, 1):
+            return measure_machine(where, bytes_of(gpu_memory) or usable_bytes(where), quick=quick, drive=drive)
+
+    return measured()
 
 
-def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = None) -> Hardware:
+def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = None, *, drive: str | None = None) -> Hardware:
     """Measure this machine, in a few seconds."""
-    return hardware_of(measured_machine(device, gpu_memory, quick=True))
+    return hardware_of(measured_machine(device, gpu_memory, quick=True, drive=drive))
 
 
 def hardware_of(document: dict[str, Any]) -> Hardware:
@@ -39,7 +50,6 @@ def hardware_of(document: dict[str, Any]) -> Hardware:
     return HardwareFile.model_validate_json(json.dumps(document)).hardware()
 
 
-@apart
 def measured_profile(
     machine: dict[str, Any],
     model: nn.Module,
@@ -47,7 +57,7 @@ def measured_profile(
     device: str = "emulated",
     name: str = "model",
     *,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
 ) -> tuple[Profile, dict[str, Any]]:
     """Measure the blocks of ``model`` for batches like ``batch``, on a machine that :func:`measured_machine` has measured.
 
@@ -56,15 +66,24 @@ def measured_profile(
         machine and versions these are the arguments of :func:`autohete.profile.profile_file.write_profile`.
     """
     profile = measured_profile_on(hardware_of(machine), model, batch, device, name, blocks=blocks)
-    links = {}
-    for direction, link in (("h2d", profile.hardware.h2d), ("d2h", profile.hardware.d2h)):
-        latency = machine["links"][direction]["latency"]
-        value, source = f"{link.latency_seconds!r} s", f"{latency['source']}; plus task handover"
-        links[direction] = {**machine["links"][direction], "latency": {**latency, "value": value, "source": source}}
-    return profile, {**machine, "links": {**machine["links"], **links}}
+    hardware = profile.hardware
+    links = {
+        direction: machine["links"][direction] | _with_latency(machine["links"][direction], link.latency_seconds)
+        for direction, link in (("h2d", hardware.h2d), ("d2h", hardware.d2h))
+    }
+    places = {
+        place.name: machine["places"][place.name] | _with_latency(machine["places"][place.name], place.latency_seconds)
+        for place in hardware.places
+    }
+    return profile, {**machine, "links": {**machine["links"], **links}, **({"places": places} if places else {})}
 
 
-@apart
+def _with_latency(table: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The latency of a table that includes the handover of a task."""
+    latency = table["latency"]
+    return {"latency": {**latency, "value": f"{seconds!r} s", "source": f"{latency['source']}; plus task handover"}}
+
+
 def measured_profile_on(
     hardware: Hardware,
     model: nn.Module,
@@ -72,15 +91,27 @@ def measured_profile_on(
     device: str = "emulated",
     name: str = "model",
     *,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
 ) -> Profile:
     """Measure the blocks of ``model`` for batches like ``batch``; copies take as long as on ``hardware``."""
+    where = _prepared(device)
+
+    @apart
+    def measured() -> Profile:
+        cut, first = partition(model, blocks), Batch.of(batch, model)
+        claim = Claim(model, "measured")
+        try:
+            with cpu_threads(where, 1):
+                cut, _ = observed(cut, first, LossCall(next_token_loss))
+                return measure(cut, workload_of(cut, first.inputs, name), hardware, first, torch_device=where)
+        finally:
+            claim.release()
+
+    return measured()
+
+
+def _prepared(device: str) -> torch.device:
+    """The device, and the process prepared for it before it has another thread."""
     where = device_of(device)
-    cut, first = partition(model, blocks), Batch.of(batch, model)
-    claim = Claim(model, "measured")
-    try:
-        with cpu_threads(where, 1):
-            cut, _ = observed(cut, first, LossCall(next_token_loss))
-            return measure(cut, workload_of(cut, first.inputs, name), hardware, first, torch_device=where)
-    finally:
-        claim.release()
+    device_for(where).prepare()
+    return where

@@ -93,6 +93,8 @@ class TrainingOptions:
         mode: speed of the emulated device.
         hardware: the hardware to plan for; None: this machine, measured.
         profile: an earlier measurement; None: the model is measured.
+        refines: whether the first steps may change the plan.
+        drive: a folder for what rests in a place besides the device and the host; None: ``TMPDIR``.
 
     Raises:
         InputError: a value has the wrong type, or values contradict each other.
@@ -106,6 +108,8 @@ class TrainingOptions:
     mode: Mode
     hardware: Hardware | None
     profile: Profile | None
+    refines: bool = True
+    drive: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -127,6 +131,7 @@ class TrainingOptions:
             "update rules": ", ".join(str(rule.optimizer) for rule in recipe.updates.rules),
             "optimizer groups": str(len(recipe.updates.groups)),
             "clip_norm": repr(recipe.clip_norm),
+            "autocast": repr(recipe.autocast),
             "skips non-finite steps": repr(recipe.skip_nonfinite),
             "micro_batches": repr(self.micro_batches),
             "device": self.torch_device.type,

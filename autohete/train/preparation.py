@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,14 +15,14 @@ from autohete.plan.policy import Judge, Policy
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.batch import Batch, Form
 from autohete.runtime.gradient_norm import NO_CLIPPING
-from autohete.runtime.loss_call import LossCall
 from autohete.runtime.observe import observed
 from autohete.runtime.partition import Partition
 from autohete.runtime.precision import DTYPES
 from autohete.runtime.takeover import only_gpu_works
 from autohete.runtime.update_rules import UpdateSettings
-from autohete.simulate import Simulation, simulate_plan, simulate_safely
+from autohete.simulate import Simulation, safety, simulate_plan, simulate_safely
 from autohete.train.as_executed import as_executed, everything_resident
+from autohete.train.buckets import keeping_more
 from autohete.train.machine import cpu_threads, measure_machine, usable_bytes
 from autohete.train.measure import measure, with_parameters_of, workload_of
 from autohete.train.measured import hardware_of
@@ -30,6 +30,9 @@ from autohete.train.options import Mode, TrainingOptions
 from autohete.train.slowed import slowed
 from autohete.train.training_ranks import TrainingRanks
 from autohete.train.worker import stoppable
+
+#: By how much a plan must be faster than another that moves less, or is there already.
+LEAST_GAIN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,24 @@ class Prepared:
     resident_bytes: int
     slowdown: float
     threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Plans for batches of several lengths.
+
+    Args:
+        largest: for all batches that fit into no bucket.
+        shorter: for those that fit into one, the shortest first.
+    """
+
+    largest: Prepared
+    shorter: tuple[Prepared, ...]
+
+    def next(self, present: Prepared, batch: Batch) -> Prepared | None:
+        """The plan for a batch; None: the present one."""
+        wanted = next((one for one in self.shorter if one.form.admits(batch)), self.largest)
+        return None if wanted is present else wanted
 
 
 class Preparation:
@@ -78,14 +99,15 @@ class Preparation:
             InputError: the batch does not fit the model, or the model or the plan cannot be trained.
             InfeasibleError: the plan, or every plan, needs more memory than there is.
         """
-        options, loss = self._options, LossCall(self._options.recipe.loss)
+        options, loss = self._options, self._options.recipe.loss_call
+        if self._ranks is not None:
+            self._ranks.connect()  # first: what goes wrong here ends the others, too
         first = Batch.of(batch, partition.model, loss)
         part = first.split(options.micro_batches, equal=not loss.adds_up)[0]
         with cpu_threads(options.torch_device, 1):
             partition, form = observed(partition, first, loss, options.micro_batches)
         if self._ranks is not None:
             partition = replace(partition, frozen=((),) * len(partition.owned))  # frozen parameters stay on each device
-            self._ranks.connect()
             self._ranks.compare("the training", options.described() | {"the first batch": first.described()})
             self._ranks.check_model(partition, states or {})
         prepared = self._planned(partition, form, part, 1)
@@ -94,7 +116,57 @@ class Preparation:
             quicker = self._planned(partition, form, part, threads)
             if only_gpu_works(quicker.prediction.schedule):
                 prepared = quicker
-        clip_norm, plan = options.recipe.clip_norm, prepared.prediction.plan
+        self._check_plan(partition, prepared.prediction.plan)
+        return prepared
+
+    def prepare_shorter(self, prepared: Prepared, batch: object, lengths: Sequence[int]) -> Buckets:
+        """Measure and plan for the beginnings of ``batch``, with all states where they are for the whole.
+
+        Args:
+            prepared: for the whole.
+            batch: the largest one.
+            lengths: of the beginnings, in order.
+
+        Raises:
+            InputError: it has no longer sequences.
+        """
+        options, loss = self._options, self._options.recipe.loss_call
+        whole, found = Batch.of(batch, prepared.partition.model, loss), list[Prepared]()
+        for length in lengths:
+            if length > whole.length:
+                raise InputError(
+                    f"a bucket of length {length} is longer than the first batch, which has {whole.length}: call prepare "
+                    "with a batch of the largest shape first"
+                )
+            if length < whole.length:
+                short = whole.shorter(length)
+                part = short.split(options.micro_batches, equal=not loss.adds_up)[0]
+                profile, slowdown = self._profile_of(prepared.partition, part, prepared.threads)
+                prediction, form = keeping_more(prepared.prediction, profile), prepared.form.of(short)
+                found.append(replace(prepared, form=form, prediction=prediction, slowdown=slowdown))
+        return Buckets(prepared, tuple(found))
+
+    def planned_again(self, prepared: Prepared, profile: Profile) -> Prepared:
+        """Plan again with a profile that has other times, or a smaller budget.
+
+        Raises:
+            InputError: the new plan cannot be trained, or computes other bits.
+            InfeasibleError: no plan fits.
+        """
+        found = self._simulated_safely(profile, prepared.partition.lasting_bytes)
+        if prepared.threads > 1 and not only_gpu_works(found.schedule):
+            raise InputError(f"passes with {prepared.threads} threads need all cores, and the new plan has tasks of the CPU")
+        self._check_plan(prepared.partition, found.plan)
+        return replace(prepared, prediction=found)
+
+    def _check_plan(self, partition: Partition, plan: Plan) -> None:
+        """Check that a plan can be trained.
+
+        Raises:
+            InputError: it cannot; says why.
+        """
+        options = self._options
+        clip_norm = options.recipe.clip_norm
         if plan.delayed and clip_norm is not None:
             name = "grad_scaler" if clip_norm == NO_CLIPPING else "clip_norm"
             raise InputError(
@@ -119,16 +191,11 @@ class Preparation:
                 f"the GPU meanwhile ({plan.policy}): let the hooks keep copies, or choose a policy that keeps parameters "
                 "there, such as resident or zero_offload"
             )
-        return prepared
 
     def _planned(self, partition: Partition, form: Form, batch: Batch, threads: int) -> Prepared:
         """Plan and simulate, on a profile whose passes use ``threads`` threads."""
-        options = self._options
-        with cpu_threads(options.torch_device, threads):
-            profile, slowdown = self._profile(partition, batch)
-        # Measured times and sizes do not depend on these.
-        workload = replace(profile.workload, clip_norm=options.recipe.clip_norm, micro_batches=options.micro_batches)
-        profile, lasting = replace(profile, workload=workload), partition.lasting_bytes
+        profile, slowdown = self._profile_of(partition, batch, threads)
+        lasting = partition.lasting_bytes
         if self._ranks is None:
             prediction, resident = self._simulated(profile, lasting)
         else:
@@ -137,13 +204,31 @@ class Preparation:
             self._ranks.check_schedule(prediction.schedule)
         return Prepared(partition, form, prediction, resident, slowdown, threads)
 
+    def _profile_of(self, partition: Partition, batch: Batch, threads: int) -> tuple[Profile, float]:
+        """The profile of the training, with passes that use ``threads`` threads, and the slowdown of a paced device."""
+        options = self._options
+        with cpu_threads(options.torch_device, threads):
+            profile, slowdown = self._profile(partition, batch)
+        # Measured times and sizes do not depend on these.
+        workload = replace(profile.workload, clip_norm=options.recipe.clip_norm, micro_batches=options.micro_batches)
+        return replace(profile, workload=workload), slowdown
+
     def _simulated(self, profile: Profile, lasting: int) -> tuple[Simulation, int]:
         """Plan and simulate; also return the device memory that fully resident training would need."""
         options = self._options
         resident = simulate_plan(profile, everything_resident(profile)).gpu.peak_bytes + lasting
         profile = options.limits.applied(profile, resident, lasting)
-        executed = partial(as_executed, pins=options.on_gpu)
-        return simulate_safely(profile, _Stoppable(options.policy), executed, lasting), resident
+        return self._simulated_safely(profile, lasting), resident
+
+    def _simulated_safely(self, profile: Profile, lasting: int) -> Simulation:
+        """Simulate the plan of the policy, or, of one that searches, plain training if nothing that moves makes it faster."""
+        policy = _Watched(self._options.policy)
+        found = simulate_safely(profile, policy, partial(as_executed, pins=self._options.on_gpu), lasting)
+        if not policy.searches or profile.hardware.gpus > 1:
+            return found
+        plain = safety(simulate_plan(profile, replace(everything_resident(profile), policy=found.plan.policy))).safe
+        pays = plain is None or plain.iteration_seconds * (1 - LEAST_GAIN) > found.iteration_seconds
+        return found if pays or plain is None else plain
 
     def _profile(self, partition: Partition, batch: Batch) -> tuple[Profile, float]:
         """Return the profile, and the slowdown of a paced device."""
@@ -163,7 +248,7 @@ class Preparation:
             return profile, 1.0
         if self._hardware is None:
             available = options.limits.gpu_bytes or usable_bytes(options.torch_device)
-            self._hardware = hardware_of(measure_machine(options.torch_device, available, quick=True))
+            self._hardware = hardware_of(measure_machine(options.torch_device, available, quick=True, drive=options.drive))
         workload = workload_of(partition, batch.inputs, type(partition.model).__name__)
         updated = replace(workload.training, optimizer=options.recipe.updates.simulated_by(DTYPES[workload.precision]))
         workload = replace(workload, training=updated)
@@ -188,15 +273,22 @@ def _check_states(profile: Profile, partition: Partition, updates: UpdateSetting
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stoppable:
-    """A policy that can be stopped whenever it tries its next plan."""
+@dataclass(slots=True)
+class _Watched:
+    """A policy that can be stopped whenever it tries its next plan.
+
+    Attributes:
+        searches: whether its last plan was found by a search that knows how fast a plan can be.
+    """
 
     policy: Policy
+    searches: bool = False
 
     @property
     def name(self) -> str:
         return self.policy.name
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
-        return self.policy.plan(profile, stoppable(judge))
+        plan = self.policy.plan(profile, stoppable(judge))
+        self.searches = plan.bound_seconds is not None
+        return plan

@@ -19,6 +19,7 @@ from autohete.execution.trace import Trace
 from autohete.hardware import Hardware
 from autohete.plan.policy import Policy
 from autohete.profile import Profile
+from autohete.runtime.autocast import Autocast
 from autohete.runtime.batch import Loss
 from autohete.runtime.claims import Claim
 from autohete.runtime.gradient_norm import NO_CLIPPING
@@ -27,12 +28,14 @@ from autohete.runtime.losses import next_token_loss
 from autohete.runtime.partition import partition
 from autohete.simulate import Simulation
 from autohete.train.arguments import check_blocks, check_model, check_modes, device_of, policy_of, recipe_of
+from autohete.train.buckets import check_buckets
 from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.checkpoints import Checkpoint, CheckpointWriter, read_checkpoint
 from autohete.train.held import Held
 from autohete.train.loss_scale import LossScale
 from autohete.train.options import MemoryLimits, Mode, NonFinite, TrainingOptions
 from autohete.train.preparation import Preparation, Prepared
+from autohete.train.refinement import Refinement, Refining
 from autohete.train.saved import check_state, load_values, set_random_states
 from autohete.train.training_ranks import TrainingRanks, group_of
 from autohete.train.training_run import Position, PredictionComparison, TrainingRun
@@ -57,8 +60,7 @@ class Trainer:
     :mod:`autohete.runtime.guard` has the rules.
 
     Args:
-        model: has its blocks in an ``nn.ModuleList`` or ``nn.Sequential``; forward maps its inputs to logits; each block's
-            parameters have one type.
+        model: has blocks, in lists or of a class that repeats; forward maps its inputs to logits, and calls each block once.
         policy: name and flags, such as ``autohete`` or ``stronghold:window=2``, or your own policy object.
         gpu_memory: budget in bytes, or text: ``24MiB``, or ``25%`` of what fully resident training would need. None: the
             hardware's memory.
@@ -69,16 +71,19 @@ class Trainer:
             registered rule (:func:`~autohete.runtime.update_rules.register_rule`), over the model's trained parameters, with
             any number of groups; or a list of optimizers that have each parameter once. Its settings may change between steps,
             also by a scheduler of ``torch.optim.lr_scheduler``. Do not call its ``step``: the Trainer updates in its place, as
-            it would. Its ``state_dict`` and ``load_state_dict`` work as ever; its states come from ``optimizer.state`` and go
+            it would. Its ``state_dict`` and ``load_state_dict`` work as usual; its states come from ``optimizer.state`` and go
             back there in the end, with the master weights as ``master``. None: AdamW with a learning rate of 1e-3, betas of 0.9
             and 0.95, a weight decay of 0.1 and the fused kernel.
         master_weights: whether 16-bit parameters have fp32 master weights and states. Otherwise they are updated as they are,
             with states of their type, as PyTorch's optimizers do; bf16 only, and not with SGD.
-        blocks: name of the block list, if it is ambiguous.
+        blocks: names of lists of blocks, or of the blocks themselves, in which ``*`` stands for any part; None: they are found.
         device: ``emulated`` on the CPU, or ``cuda``.
         mode: speed of the emulated device; paced needs ``hardware``.
         hardware: the hardware to pace to. None: this machine, measured.
         profile: an earlier measurement (``autohete profile``) of this model and batch.
+        drive: a folder on a drive, which is the place ``nvme``: it is measured, unless hardware or a profile is given, and
+            what rests there, or in another place besides the device and the host, is in a file in it. The file has no name, and
+            is gone when training ends. None: this machine has no such place; what a hardware's places have is in ``TMPDIR``.
         on_nonfinite: whether to stop, or to skip the step, when a loss is not finite.
         clip_norm: maximum global norm of the gradients; they are scaled down before the update, bit-identical to
             ``torch.nn.utils.clip_grad_norm_`` over all trained parameters (in 16 bit, over the fp32 master weights' gradients).
@@ -86,8 +91,16 @@ class Trainer:
         grad_scaler: scales the loss, against underflow of gradients in float16, and skips steps whose gradients are not finite,
             as in a loop that calls its ``scale``, ``step`` and ``update``. Do not call it in the loss. All updates wait for the
             whole backward pass, as with ``clip_norm``.
+        autocast: type in which the model and the loss compute under ``torch.autocast``, as in a loop that has it around both,
+            ``torch.bfloat16`` or ``torch.float16``. Parameters, gradients and states keep their types. It may be around the
+            step, too. None: without, but the model may use it in its forward.
         micro_batches: number of equal parts in which each step's batch is computed; their gradients are accumulated before
             the update. The loss is the mean of the parts' losses.
+        refine: whether the policy plans again once the first steps have measured how long tasks take. Another plan follows
+            between two steps if it is predicted to be at least 3 % faster, and the first one again if it was not. That changes
+            no bit. Plans of a paced device, of several ranks and of buckets stay.
+        buckets: lengths of sequences, up to that of the first batch. Batches that are no longer than one of them train by a
+            plan of its own, in which more units keep their activations. All other states are where they are for the longest.
         process_group: the processes that train the model together, each on its own batches; None: the default group of
             ``torch.distributed``, if there is one. All of them call the same methods in the same order. Budgets are those of
             each rank, losses those of its own batches; :mod:`autohete.runtime.collectives` states the arithmetic.
@@ -107,15 +120,19 @@ class Trainer:
         loss: Loss = next_token_loss,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         master_weights: bool = True,
-        blocks: str | None = None,
+        blocks: str | Sequence[str] | None = None,
         device: str = "emulated",
         mode: Mode = Mode.NATIVE,
         hardware: Hardware | None = None,
         profile: Profile | None = None,
+        drive: str | Path | None = None,
         on_nonfinite: NonFinite = NonFinite.STOP,
         clip_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        autocast: torch.dtype | None = None,
         micro_batches: int = 1,
+        refine: bool = True,
+        buckets: Sequence[int] = (),
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         group = group_of(process_group)
@@ -133,6 +150,7 @@ class Trainer:
                 loss,
                 self._optimizer.updates(),
                 NO_CLIPPING if clip_norm is None and self._scale.is_on else clip_norm,
+                autocast,
                 skips=on_nonfinite is NonFinite.SKIP or self._scale.is_on,
             ),
             micro_batches=micro_batches,
@@ -140,10 +158,22 @@ class Trainer:
             mode=mode,
             hardware=hardware,
             profile=profile,
+            refines=refine,
+            drive=None if drive is None else str(drive),
         )
+        self._options.accelerator.prepare()
         self._partition = partition(model, blocks)
         ranks = None if group is None else TrainingRanks(group, self._options.torch_device)
         self._preparation = Preparation(self._options, ranks)
+        self._buckets = check_buckets(buckets)
+        if self._buckets and profile is not None:
+            raise InputError(
+                "a profile is of batches of one length: leave it out, so that the batches of each bucket are measured"
+            )
+        if self._buckets and ranks is not None:
+            raise InputError("several ranks train by one plan: leave buckets out, or train in one process")
+        refines = refine and ranks is None and mode is Mode.NATIVE and not self._buckets
+        self._refining = Refining(self._preparation.planned_again) if refines else None
         self._prepared: Prepared | None = None
         self._position = Position()
         self._entered = False
@@ -168,6 +198,11 @@ class Trainer:
     def prediction(self) -> Simulation | None:
         """The plan, its schedule and its simulation; None: nothing has been planned."""
         return None if self._prepared is None else self._prepared.prediction
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """What the first steps have taught about the plan; None: there were too few, or the plan stays as it is."""
+        return None if self._refining is None else self._refining.found
 
     @property
     def resident_bytes(self) -> int:
@@ -199,7 +234,7 @@ class Trainer:
             InputError: the model is already being trained, or the trainer is closed.
         """
         self._held.check_caller()
-        check_modes()
+        check_modes(Autocast.to(self._options.recipe.autocast, self._options.torch_device))
         return self._held.worker.do(partial(self._prepare, batch), stoppable=True)
 
     def _prepare(self, batch: object) -> Simulation:
@@ -211,7 +246,17 @@ class Trainer:
             atexit.register(held.at_exit)
             try:
                 prepared = self._preparation.prepare(self._partition, batch, self._optimizer.initial())
-                held.run = TrainingRun(self._options, prepared, self._position, self._optimizer, self._scale, held.ranks)
+                buckets = self._preparation.prepare_shorter(prepared, batch, self._buckets) if self._buckets else None
+                held.run = TrainingRun(
+                    self._options,
+                    prepared,
+                    self._position,
+                    self._optimizer,
+                    self._scale,
+                    held.ranks,
+                    self._refining,
+                    buckets,
+                )
                 held.run.begin()
             except BaseException as error:
                 if held.ranks is not None:
@@ -229,7 +274,8 @@ class Trainer:
 
         Args:
             batch: a pair of token ids and targets, each (batch, sequence); or a mapping with the arguments of the model's
-                forward by name and ``targets`` (aligned with the logits) or ``labels`` (Hugging Face's, shifted here).
+                forward by name and ``targets`` (aligned with the logits) or ``labels`` (Hugging Face's, shifted here unless the
+                model is an encoder-decoder). Arguments may be trees of tensors.
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; says whether this step has changed a parameter.
@@ -239,13 +285,19 @@ class Trainer:
             InputError: the batch differs from the first one in names, shapes or types, or has ids outside the vocabulary; or
                 the caller changed something between steps that must not change. This call has changed nothing.
         """
-        check_modes()
+        check_modes(Autocast.to(self._options.recipe.autocast, self._options.torch_device))
         if self._prepared is None:
             self.prepare(batch)
         self._finish_batch()
-        loss = self._held.do(lambda run: run.step(batch))
+        loss = self._held.do(partial(self._step, batch=batch))
         self._optimizer.note_step()
         return loss
+
+    def _step(self, run: TrainingRun, batch: object) -> float:
+        try:
+            return run.step(batch)
+        finally:
+            self._prepared = run.prepared
 
     def evaluate(self, batches: Iterable[object]) -> float:
         """Return the mean loss over ``batches`` (see :meth:`step`) without training, after waiting for all updates.
@@ -348,11 +400,11 @@ class Trainer:
         return content["extra"]
 
     def trace(self) -> Trace:
-        """Return the times of all tasks in the last iterations, after waiting for all updates."""
+        """Return the times of all tasks in the last iterations under the present plan, after waiting for all updates."""
         return self._held.do(TrainingRun.trace)
 
     def comparison(self) -> PredictionComparison:
-        """Compare the prediction with the measurement, after waiting for all updates."""
+        """Compare the prediction with the measurement under the present plan, after waiting for all updates."""
         return self._held.do(TrainingRun.comparison)
 
     @property
@@ -390,7 +442,7 @@ class Trainer:
     @property
     def busy_seconds(self) -> dict[str, float]:
         """Time that each lane has worked so far."""
-        return {name: ns * 1e-9 for name, ns in self._held.running().session.lanes.busy_ns.items()}
+        return {name: ns * 1e-9 for name, ns in self._held.running().session.busy_ns.items()}
 
     def close(self) -> None:
         """Wait for the work in progress, end the lanes, and give the parameters back to the model. Later calls do nothing.
@@ -405,7 +457,7 @@ class Trainer:
         """Close everything, whatever fails. What fails besides ``error``, which the caller sees, is a note on it."""
         seen = error
         try:
-            self._held.close(interrupted=isinstance(error, KeyboardInterrupt))
+            self._held.close(error)
         except BaseException as failure:
             if error is not None and isinstance(failure, AutoHeteError):  # a task failed, and no call has raised the error yet
                 error.add_note(str(failure))

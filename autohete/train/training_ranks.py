@@ -23,6 +23,8 @@ from autohete.schedule import Schedule
 
 #: How long a rank waits for one that lives, as in torch.distributed.
 _PATIENCE_SECONDS = 1800.0
+#: How long a rank that ends with an error waits for the others to give the model back together.
+_LEAVING_SECONDS = 3.0
 #: Bytes of the gathers that are measured.
 _MEASURED_BYTES = (2**14, 2**23)
 _REPEATS = 5
@@ -92,6 +94,27 @@ class TrainingRanks:
         """
         if self._collectives is not None:
             self._collectives.channel.close()
+
+    def leave(self, reason: str) -> RankError | None:
+        """Wait until all ranks have come to the end of the training.
+
+        Args:
+            reason: the error with which this rank ends it, which does not wait long; empty: there is none.
+
+        Returns:
+            The error of another rank, if this one has none.
+
+        Raises:
+            RankError: a rank has failed, or goes on.
+        """
+        if reason and self.collectives.channel.has_failed:  # the caller has that error
+            return None
+        label, patience = "the end of the training", _LEAVING_SECONDS if reason else None
+        found = self.collectives.exchange(label, {"reason": reason}, stream=CALLERS, timeout_seconds=patience)
+        failed = next((rank for rank, one in enumerate(found) if one["reason"]), None)
+        if reason or failed is None:
+            return None
+        return RankError(f"rank {failed} has failed: {found[failed]['reason']}")
 
     def fail(self, reason: str) -> None:
         """Report to the others that this rank cannot go on."""

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autohete.errors import NonFiniteLossError, check_fields
+from autohete.errors import InputError, NonFiniteLossError, check_fields
 from autohete.execution.trace import Clock, Trace
 from autohete.runtime.batch import Batch
 from autohete.runtime.device import AllocatorMemory
-from autohete.runtime.ledger import Counting
-from autohete.runtime.loss_call import LossCall
+from autohete.runtime.ledger import Counting, Ledger
 from autohete.runtime.progress import listed
 from autohete.runtime.session import Session
 from autohete.runtime.settings import Execution
@@ -23,7 +22,8 @@ from autohete.schedule import CPU, GPU, Kind, TaskId
 from autohete.train.caller_optimizer import CallerOptimizer
 from autohete.train.loss_scale import LossScale
 from autohete.train.options import Mode, TrainingOptions
-from autohete.train.preparation import Prepared
+from autohete.train.preparation import Buckets, Prepared
+from autohete.train.refinement import Refining
 from autohete.train.saved import OTHER_RANKS, check_delayed, check_state, load_states, load_values, set_random_states, state_of
 from autohete.train.training_ranks import TrainingRanks, check_alike, digest
 
@@ -88,6 +88,8 @@ class TrainingRun:
         optimizer: the caller's, in whose place it updates.
         scale: of the loss.
         ranks: this process as one of several; None: it trains alone.
+        refining: whether another plan follows, by what has been measured; None: the plan stays.
+        buckets: the plan for each length of batches; None: there is one for all.
 
     Attributes:
         session: executes the schedule, until it is closed.
@@ -101,20 +103,25 @@ class TrainingRun:
         optimizer: CallerOptimizer,
         scale: LossScale,
         ranks: TrainingRanks | None = None,
+        refining: Refining | None = None,
+        buckets: Buckets | None = None,
     ) -> None:
         self._options, self._prepared, self._position, self._optimizer = options, prepared, position, optimizer
-        self._scale, self._ranks = scale, ranks
+        self._scale, self._ranks, self._refining, self._buckets = scale, ranks, refining, buckets
         execution = Execution(
             accelerator=options.accelerator,
             paced=options.mode is Mode.PACED,
             counting=Counting.SCHEDULED,
             threads={CPU: torch.get_num_threads()} if options.on_gpu else {GPU: prepared.threads},
             history=_HISTORY,
+            folder=options.drive,
         )
         collectives = None if ranks is None else ranks.collectives
         self.session = Session(prepared.partition, prepared.prediction.schedule, options.recipe, execution, collectives)
         position.skipped = self.session.training.passes.skipped
-        self._loss = LossCall(options.recipe.loss)
+        #: Of all batches.
+        self._form = prepared.form
+        self._loss = options.recipe.loss_call
 
     def begin(self) -> None:
         """Take over the states of the caller's optimizer."""
@@ -125,11 +132,49 @@ class TrainingRun:
         if isinstance(self.session.device, AllocatorMemory):  # do not count what measuring took
             self.session.device.reset_peak()
 
+    @property
+    def prepared(self) -> Prepared:
+        """The model, and the plan by which it is trained now."""
+        return self._prepared
+
+    @property
+    def executed(self) -> int:
+        """Number of steps that have begun under the present plan."""
+        return self.session.lanes.executed
+
+    @property
+    def excess_bytes(self) -> int:
+        """Device memory that was needed beyond the prediction because sizes in the schedule are wrong."""
+        device = self.session.device
+        if self.session.counting is Counting.SCHEDULED or not isinstance(device, Ledger):
+            return 0
+        return max(0, device.peak_bytes - self._prepared.prediction.gpu.peak_bytes)
+
+    def follow(self, prepared: Prepared) -> None:
+        """Train by another plan from the next step on, after waiting for all updates; see :meth:`Session.follow`.
+
+        Raises:
+            InputError: it computes other bits than the present one; nothing has been changed.
+            DeviceOutOfMemoryError: there is no room for the states; the model has been given back.
+        """
+        if prepared.threads != self._prepared.threads:
+            raise InputError(
+                f"a plan whose passes use {prepared.threads} threads cannot follow one with {self._prepared.threads}: the "
+                "number changes the bits; plan for the same number"
+            )
+        self.session.follow(prepared.prediction.schedule)
+        self._prepared = prepared
+
     def step(self, batch: object) -> float:
         """Train on a batch and return the loss; see :meth:`autohete.Trainer.step`."""
         options, prepared, position = self._options, self._prepared, self._position
         checked, equal = Batch.of(batch, prepared.partition.model, self._loss), not self._loss.adds_up
-        prepared.form.check(checked)
+        self._form.check(checked)
+        other = None if self._buckets is None else self._buckets.next(prepared, checked)
+        if self._refining is not None:
+            other = self._refining.next(self)
+        if other is not None:
+            self.follow(other)
         training, lanes, updates = self.session.training, self.session.lanes, self._optimizer.updates(self._scale.now())
         with training.guard.resumed():
             if self._ranks is not None:

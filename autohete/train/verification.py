@@ -90,32 +90,38 @@ def verify(
     loss: Loss = next_token_loss,
     master_weights: bool = True,
     clip_norm: float | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    autocast: torch.dtype | None = None,
     micro_batches: int = 1,
     **options: Any,
 ) -> Verification:
     """Train a copy of ``model`` beside the plain loop of PyTorch on another copy, and compare all bits after each step.
 
     Compares losses, gradients of each micro-batch, parameters, buffers, states of the optimizer and the random generator. It
-    takes the memory of both copies with their states. The model, the optimizer and the random generator are left as they were.
+    takes the memory of both copies with their states. The arguments and the random generator are left as they were.
 
     Args:
         model: as in :class:`autohete.Trainer`.
         batches: one for each step; all of them are used, unless a step differs.
-        optimizer, loss, master_weights, clip_norm, micro_batches, options: keywords of :class:`autohete.Trainer`.
+        optimizer, loss, master_weights, clip_norm, grad_scaler, autocast, micro_batches, options: keywords of
+            :class:`autohete.Trainer`.
 
     Raises:
         InputError: there is no batch; an argument is invalid; the device is a GPU, or the training is meant to differ from the
-            plain loop: with a ``grad_scaler``, skipped steps or a policy that delays updates.
+            plain loop: with skipped steps, other than those of a ``grad_scaler``, or a policy that delays updates.
     """
-    for name, least in (("device", "emulated"), ("grad_scaler", None), ("on_nonfinite", "stop")):
+    for name, least in (("device", "emulated"), ("on_nonfinite", "stop")):
         if options.get(name, least) != least:
             raise InputError(f"{name} is {options[name]}, which is not compared with plain PyTorch: leave it out")
     if optimizer is None:
         optimizer = default_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    trained, its_optimizer = copy.deepcopy((model, optimizer))
+    trained, its_optimizer = _copied(model, optimizer)
     options |= {"loss": loss, "master_weights": master_weights, "clip_norm": clip_norm, "micro_batches": micro_batches}
-    with _random_state_kept(), Trainer(trained, optimizer=its_optimizer, **options) as trainer:
-        plain = _PlainLoop(*copy.deepcopy((model, optimizer)), LossCall(loss), master_weights, clip_norm, micro_batches)
+    options["autocast"] = autocast
+    its_scaler, scaler = copy.deepcopy(grad_scaler), copy.deepcopy(grad_scaler) or torch.amp.GradScaler("cpu", enabled=False)
+    with _random_state_kept(), Trainer(trained, optimizer=its_optimizer, grad_scaler=its_scaler, **options) as trainer:
+        call = LossCall(loss, autocast)
+        plain = _PlainLoop(*_copied(model, optimizer), call, master_weights, clip_norm, scaler, micro_batches)
         compared: dict[str, int] = {}
         for step, batch in enumerate(batches):
             if not step:
@@ -133,11 +139,22 @@ def verify(
         return Verification(step + 1, trainer.threads, compared, ())
 
 
+def _copied(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A copy of both, with what PyTorch leaves out of an optimizer's: attributes that a class derived from its own has added.
+    Methods that schedulers have replaced are not among them.
+    """
+    copied = copy.deepcopy((model, optimizer))
+    others = vars(optimizer).keys() - vars(copied[1]).keys()
+    vars(copied[1]).update({name: vars(optimizer)[name] for name in others if not callable(vars(optimizer)[name])})
+    return copied
+
+
 class _PlainLoop:
-    """Plain PyTorch: a forward, a backward and ``optimizer.step``, with fp32 master weights of 16-bit parameters.
+    """Plain PyTorch: a forward, a backward and a step of the optimizer, with fp32 master weights of 16-bit parameters.
 
     Attributes:
-        gradients: of the last step, by micro-batch and the parameter's name.
+        gradients: of the last step, by micro-batch and the parameter's name; none of a skipped step, which computes only some.
+        skipped: the scaler has skipped the last step.
     """
 
     def __init__(
@@ -147,17 +164,20 @@ class _PlainLoop:
         loss: LossCall,
         masters: bool,
         clip_norm: float | None,
+        scaler: torch.amp.GradScaler,
         micro_batches: int,
     ) -> None:
         self.model, self._optimizer, self._loss = model, optimizer, loss
-        self._clip_norm, self._micro_batches = clip_norm, micro_batches
+        self._clip_norm, self._scaler, self._micro_batches = clip_norm, scaler, micro_batches
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         #: What the optimizer updates, by the parameter's name.
         self._masters = {name: p if p.dtype is torch.float32 or not masters else self._master(p) for name, p in self._trained()}
         self.gradients: dict[tuple[int, str], Tensor] = {}
-        config: Any = getattr(model, "config", None)
-        if hasattr(config, "use_cache"):  # nothing is cached in training
-            config.use_cache = False
+        self.skipped = False
+        for module in model.modules():
+            config: Any = vars(module).get("config")
+            if hasattr(config, "use_cache"):  # nothing is cached in training
+                config.use_cache = False
 
     def step(self, batch: object) -> float:
         """Train on a batch and return the loss."""
@@ -165,16 +185,19 @@ class _PlainLoop:
         checked, equal = Batch.of(batch, self.model, self._loss), not self._loss.adds_up
         parts = self._micro_batches if equal else 1
         for number, part in enumerate(checked.split(self._micro_batches, equal=equal)):
-            found: Any = self.model(**part.inputs) if isinstance(part.inputs, Mapping) else self.model(part.inputs)
+            with torch.autocast("cpu", self._loss.autocast, enabled=self._loss.autocast is not None):
+                found: Any = self.model(**part.inputs) if isinstance(part.inputs, Mapping) else self.model(part.inputs)
             logits: Any = getattr(found, "logits", found[0] if isinstance(found, tuple) else found)
             value = self._loss(logits, part, torch.device("cpu"))
             loss += value.item() / parts
-            share = value if parts == 1 else value / parts
+            share = self._scaler.scale(value if parts == 1 else value / parts)
             gradients = torch.autograd.grad(share, list(self._parameters.values()), allow_unused=True)
             for name, gradient in zip(self._parameters, gradients, strict=True):
                 if gradient is not None:
                     self.gradients[number, name] = gradient
         self._update()
+        if self.skipped:
+            self.gradients.clear()
         return loss
 
     def _update(self) -> None:
@@ -182,14 +205,18 @@ class _PlainLoop:
             found = [gradient for (_, other), gradient in self.gradients.items() if other == name]
             master.grad = reduce(torch.add, found).to(master.dtype, copy=True) if found else None  # clipping writes to it
         if self._clip_norm is not None:
+            self._scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_norm_(self._masters.values(), self._clip_norm)
-        self._optimizer.step()
+        before = self._scaler.get_scale()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self.skipped = self._scaler.get_scale() < before
         for name, parameter in self._trained():
             if self._masters[name] is not parameter:
                 parameter.data.copy_(self._masters[name].detach())
             self._masters[name].grad = None
 
-    def states(self) -> Iterator[tuple[str, str, Tensor | float]]:
+    def states(self) -> Iterator[tuple[str, str, Tensor | float | None]]:
         """What later steps depend on: what it is, the name of its parameter or buffer, and its values."""
         for name, parameter in self.model.named_parameters():
             yield "parameter", name, parameter.detach()
@@ -198,8 +225,7 @@ class _PlainLoop:
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
                 yield MASTER, name, master.detach()
-            for what, value in self._optimizer.state.get(master, {}).items():
-                yield what, name, float(value) if what == STEP else value
+        yield from _optimizer_states(self._optimizer, {id(master): name for name, master in self._masters.items()})
 
     def _trained(self) -> Iterable[tuple[str, Tensor]]:
         return self._parameters.items()
@@ -215,6 +241,24 @@ class _PlainLoop:
         return master
 
 
+def _optimizer_states(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[str, str, Tensor | float | None]]:
+    """What a saved state of ``optimizer`` has of each parameter, whose name is given by its id."""
+    order = [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
+    for index, states in optimizer.state_dict()["state"].items():
+        if not float(states.get(STEP, 1)):
+            continue  # made by a step that was skipped; a Trainer has none before the first update
+        for what, value in _flat(states):
+            yield what, order[index], float(value) if what == STEP else value
+
+
+def _flat(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """States by name, out of the inner mapping in which bitsandbytes puts those that are not to be cast."""
+    for what, value in states.items():
+        yield from _flat(value) if isinstance(value, Mapping) else [(what, value)]
+
+
 class _Gradients:
     """The gradients that a Trainer finds, as its lanes do.
 
@@ -223,6 +267,7 @@ class _Gradients:
     """
 
     def __init__(self, model: nn.Module, trainer: Trainer) -> None:
+        self.model = model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.found: dict[tuple[int, str], Tensor] = {}
         trainer._held.do(lambda run: run.observe_gradients(self._see))
@@ -250,6 +295,10 @@ def _compared_step(
     torch.set_rng_state(before)
     seen.found.clear()
     loss, found = trainer.step(batch), _by_what(trainer.state_dict())
+    names = {id(parameter): name for name, parameter in seen.model.named_parameters()}
+    found |= {(what, name): value for what, name, value in _optimizer_states(trainer.optimizer, names)}
+    if plain.skipped:
+        seen.found.clear()
     pairs: list[tuple[str, str, int, Any, Any]] = [("loss", "", 0, loss, expected)]
     order = [*seen.found, *(key for key in plain.gradients if key not in seen.found)]
     pairs += [("gradient", key[1], key[0], seen.found.get(key), plain.gradients.get(key)) for key in order]
@@ -265,15 +314,17 @@ def _compared_step(
 
 
 def _by_what(state: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """The tensors and numbers of a saved state by what they are and the name of their parameter or buffer."""
-    found = {("parameter", name): value for name, value in state["parameters"].items()}
-    found |= {("buffer", name): value for name, value in state["buffers"].items()}
-    return found | {(what, name): value for name, states in state["optimizer"].items() for what, value in states.items()}
+    """The parameters, buffers and master weights of a saved state."""
+    masters = {name: states[MASTER] for name, states in state["optimizer"].items() if MASTER in states}
+    kinds = {"parameter": state["parameters"], "buffer": state["buffers"], MASTER: masters}
+    return {(what, name): value for what, values in kinds.items() for name, value in values.items()}
 
 
 def _difference(ours: Any, theirs: Any) -> tuple[int, int, float] | None:
     """Number of elements that differ, number of all, and the largest difference; None if all bits are equal."""
     ours, theirs = (_as_tensor(value) for value in (ours, theirs))
+    if ours is None and theirs is None:
+        return None
     if ours is None or theirs is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         count = max(0 if value is None else value.numel() for value in (ours, theirs))
         return count, count, float("nan")

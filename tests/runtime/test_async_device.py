@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ahead import Launch, Recorded, Recording, Synchronized, Wait, Waited, drawn, train_ahead, waits_for_data
+from support.following import follow
 from support.measured import is_within
 from support.reference import batches, lanes_alive, model_for
 from support.small import CLIP_NORM, POLICIES, SMALL, STEPS, plainly, profile_of
@@ -303,7 +304,7 @@ def test_issuing_ahead_takes_no_more_memory() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stronghold:window=1", "zero_offload"])
 def test_a_trainer_is_exact_behind_the_issuing_threads(policy: str) -> None:
-    """Steps, evaluation, saved states and what they give are those of a device that does not run ahead, within its memory."""
+    """Steps, evaluation, saved states, other plans and what they give are as without running ahead, within the memory."""
     hardware = load_hardware("a100-40gb-epyc7713")
 
     def outcome() -> tuple[list[float], float, list[torch.Tensor]]:
@@ -314,6 +315,9 @@ def test_a_trainer_is_exact_behind_the_issuing_threads(policy: str) -> None:
             trainer.load_state_dict(trainer.state_dict())
             losses += [trainer.step(batch) for batch in batches(SMALL, 2)]
             assert is_within(trainer)
+            for other in ("resident:checkpointing=full", policy):
+                follow(trainer, other)
+                losses += [trainer.step(batch) for batch in batches(SMALL, 2)]
             return losses, loss, trainer.parameters()
 
     *here, parameters = outcome()

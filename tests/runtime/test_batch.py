@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support.modules import VOCABULARY, Net, batches
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
@@ -48,10 +50,48 @@ class Given(Mapping[str, Any]):
         return len(self.entries)
 
 
-def losses_of(given: list[object]) -> list[float]:
+class Places(NamedTuple):
+    """Two masks of places."""
+
+    first: Tensor
+    second: Tensor
+
+
+@dataclass
+class Words:
+    """Ids, a mask of places, and how much it counts."""
+
+    ids: Tensor
+    places: Tensor
+    scale: float = 1.0
+
+
+register_dataclass(Words)
+
+
+class OfTrees(Net):
+    """Takes trees of tensors, by name or as its only argument."""
+
+    def forward(self, words: Any, more: Any = None) -> Any:
+        if isinstance(words, dict):
+            (ids, places), scale = words["words"], words.get("scale", 1.0)
+        else:
+            ids, places, scale = words.ids, words.places, words.scale
+        x = self.embed(ids) * scale * places[..., None]
+        return self.head(self.through(x if more is None else x * (more[0].first * more[0].second)[..., None]))
+
+
+class LabelledWords(NamedTuple):
+    """A batch with names."""
+
+    words: Any
+    targets: Tensor
+
+
+def losses_of(given: list[object], model: type[Net] = Named) -> list[float]:
     """Of a training on ``given``, evaluated at its end."""
     torch.manual_seed(2)
-    with Trainer(Named(), policy="stronghold:window=1", hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
+    with Trainer(model(), policy="stronghold:window=1", hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
         return [*(trainer.step(batch) for batch in given), trainer.evaluate(given)]
 
 
@@ -65,6 +105,50 @@ def test_all_forms_of_a_batch_train_to_the_same_bits() -> None:
     places = torch.ones(2, 8)
     assert losses_of([{"ids": ids, "targets": targets, "places": places} for ids, targets in batches()]) == expected
     assert losses_of([{"ids": ids, "targets": targets, "scale": 2.0} for ids, targets in batches()]) != expected
+
+
+def test_trees_of_tensors_train_to_the_same_bits() -> None:
+    """Lists, dicts, named tuples and registered dataclasses, as arguments by name, as the only one, or as the whole batch."""
+    some, ones = batches(), torch.ones(2, 8)
+    expected = losses_of([(ids, targets) for ids, targets in some])
+    forms: list[Callable[[Tensor, Tensor], object]] = [
+        lambda ids, targets: {"words": {"words": [ids, ones]}, "more": (Places(ones, ones),), "targets": targets},
+        lambda ids, targets: ({"words": {"words": (ids, ones), "scale": 1.0}}, targets),
+        lambda ids, targets: (Words(ids, ones), targets),
+        lambda ids, targets: LabelledWords(Words(ids, ones), targets),
+    ]
+    for form in forms:
+        assert losses_of([form(*batch) for batch in some], OfTrees) == expected
+
+
+def test_trees_are_checked_and_cut_leaf_by_leaf() -> None:
+    """Later batches may have fewer and shorter sequences, micro-batches are parts of each leaf, and errors name the leaf."""
+    node = load_hardware("a100-40gb-epyc7713")
+    with Trainer(OfTrees(), policy="resident", hardware=node, micro_batches=2) as trainer:
+        trainer.step((Words(IDS, torch.ones(2, 8)), TARGETS))
+        trainer.step((Words(IDS[:, :5], torch.ones(2, 5)), TARGETS[:, :5]))
+        with pytest.raises(
+            InputError, match=r"the batch has ids\.places \(3, 8\) of torch\.float32, the first one had \(2, 8\)"
+        ):
+            trainer.step((Words(IDS, torch.ones(3, 8)), TARGETS))
+        with pytest.raises(InputError, match=r"the batch has ids\.scale 2\.0, the first one had 1\.0"):
+            trainer.step((Words(IDS, torch.ones(2, 8), 2.0), TARGETS))
+        with pytest.raises(
+            InputError, match=r"the batch has ids\[0\], ids\[1\], targets; the first one had ids\.ids, ids\.places"
+        ):
+            trainer.step(([IDS, torch.ones(2, 8)], TARGETS))
+        trainer.step((Words(IDS, torch.ones(2, 8)), TARGETS))
+
+
+def test_leaves_that_are_no_tensors_are_refused() -> None:
+    """What a class that is not registered holds would neither be moved nor cut."""
+
+    class Unknown:
+        """Has ids."""
+
+    message = r"words\[1\] is a Unknown: give a tensor, or register the class with torch\.utils\._pytree"
+    with pytest.raises(InputError, match=message):
+        Batch.of({"words": [IDS, Unknown()], "targets": TARGETS}, OfTrees())
 
 
 @pytest.mark.slow

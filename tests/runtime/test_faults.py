@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.faults import Fault, State, Undisturbed, same_block, state_of
 from support.reference import batches, lanes_alive, model_for
 from support.said import said
 from support.small import CLIP_NORM, SMALL, STEPS, profile_of
@@ -33,12 +34,11 @@ from autohete.plan import Activations, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge, Policy
 from autohete.policies import parse_policy
 from autohete.profile import Profile
-from autohete.runtime.actions import Actions
 from autohete.runtime.async_device import AsyncDevice
 from autohete.runtime.partition import partition
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories
-from autohete.schedule import COLLECTIVES, HOST_MEMORY, TRANSFERS, Kind, Schedule, Task
+from autohete.schedule import COLLECTIVES, HOST_MEMORY, TRANSFERS, Kind
 from autohete.train.checkpoints import Checkpoint, CheckpointWriter, checkpoints, read_checkpoint
 from autohete.train.gpt import BLOCKS
 from autohete.train.options import TrainingOptions
@@ -105,54 +105,6 @@ MIXES = {
 }
 
 
-class PlantedError(Exception):
-    """What a test makes fail."""
-
-
-@dataclass(slots=True)
-class Fault:
-    """An instance of a task that fails.
-
-    Args:
-        instance: such as ``F2@1``.
-        way: how it fails; see :data:`WAYS`.
-        at: when it has failed (s); 0: it has not.
-    """
-
-    instance: str
-    way: str
-    at: float = field(default=0.0)
-
-    def fail(self) -> NoReturn:
-        self.at = time.perf_counter()
-        raise PlantedError("no such luck")
-
-    def planted(self, device: AsyncDevice | None) -> AbstractContextManager[object]:
-        """Let the task fail during the context."""
-        act, fault = Actions.act, self
-
-        def acting(actions: Actions, task: Task, iteration: int) -> Callable[[], None] | None:
-            if task.id.at(iteration) != fault.instance:
-                return act(actions, task, iteration)
-            if fault.way == "before":
-                fault.fail()
-            finish = act(actions, task, iteration)
-            if fault.way == "done":
-
-                def fail_then() -> NoReturn:
-                    assert finish is not None
-                    finish()
-                    fault.fail()
-
-                return fail_then
-            if fault.way == "operation" and device is not None and device.current is not None:
-                device.current.put(fault.fail)
-                return finish
-            fault.fail()
-
-        return patch.object(Actions, "act", acting)
-
-
 #: On the CPU a task fails before or after its work. On a device that runs ahead it does so while it is issued, when it is done,
 #: or, in a lane of the device, in an operation.
 WAYS = {"cpu": ("before", "after"), "ahead": ("before", "after", "done", "operation")}
@@ -179,41 +131,6 @@ def data_of(workload: Workload) -> list[tuple[Tensor, Tensor]]:
     drawn = iter(batches(workload, STEPS * workload.micro_batches))
     parts = [list(itertools.islice(drawn, workload.micro_batches)) for _ in range(STEPS)]
     return [(torch.cat([ids for ids, _ in some]), torch.cat([targets for _, targets in some])) for some in parts]
-
-
-#: Values and optimizer states of each parameter of each block, embedding first.
-State = list[list[tuple[Tensor, dict[str, Tensor]]]]
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """What a model and an optimizer have now."""
-    return [
-        [(p.detach().clone(), {name: value.clone() for name, value in optimizer.state[p].items()}) for p in owned]
-        for owned in partition(model, BLOCKS).owned
-    ]
-
-
-def same(block: list[tuple[Tensor, dict[str, Tensor]]], other: list[tuple[Tensor, dict[str, Tensor]]]) -> bool:
-    """Whether two blocks have the same values and states, bit for bit."""
-    return all(
-        torch.equal(values, others) and states.keys() == more.keys() and all(torch.equal(states[k], more[k]) for k in states)
-        for (values, states), (others, more) in zip(block, other, strict=True)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Undisturbed:
-    """A training without a fault.
-
-    Args:
-        schedule: its tasks.
-        losses: of each step.
-        states: after so many steps, from 0.
-    """
-
-    schedule: Schedule
-    losses: list[float]
-    states: list[State]
 
 
 @cache
@@ -290,7 +207,7 @@ def check_fault(name: str, device: str, fault: Fault, folder: Path) -> float:
         trainer.load(folder)
         losses = [trainer.step(batch) for batch in data[1:]]
     assert losses == plain.losses[1:]
-    assert all(map(same, state_of(model, optimizer), plain.states[STEPS]))
+    assert all(map(same_block, state_of(model, optimizer), plain.states[STEPS]))
     assert set(threading.enumerate()) == threads
     return took
 
@@ -310,7 +227,7 @@ def check_left(model: nn.Module, optimizer: torch.optim.Optimizer, message: str,
     found = state_of(model, optimizer)
     expected = said(message, len(found))
     for block, steps in expected.items():
-        assert same(found[block], plain.states[steps][block]), (block, steps, message)
+        assert same_block(found[block], plain.states[steps][block]), (block, steps, message)
     partly = set(range(len(found))) - expected.keys()
     assert all(f"updated in part by step {fault.instance.split('@')[1]}: block {block}" in message for block in partly), message
 
@@ -397,7 +314,7 @@ def test_a_device_that_becomes_too_small_is_one_error(checkpoint_of: Callable[[s
     assert caught.value.size_bytes > 1000
     found, expected = state_of(model, optimizer), said(str(caught.value), len(plain.states[0]))
     assert len(expected) == len(found)
-    assert all(same(found[block], plain.states[steps][block]) for block, steps in expected.items())
+    assert all(same_block(found[block], plain.states[steps][block]) for block, steps in expected.items())
     with trainer_for(model, mix, optimizer) as trainer:
         trainer.load(checkpoint_of("window"))
         assert [trainer.step(batch) for batch in data[1:]] == plain.losses[1:]
@@ -426,7 +343,7 @@ def test_a_host_that_is_full_while_taking_over_leaves_the_model(name: str) -> No
         trainer = trainer_for(model, mix, optimizer)
         with patch.object(Memories, "on_host", counting), pytest.raises(RuntimeError, match="can't allocate"):
             trainer.prepare(batch)
-        assert all(map(same, state_of(model, optimizer), plain.states[0]))
+        assert all(map(same_block, state_of(model, optimizer), plain.states[0]))
         with trainer:
             trainer.prepare(batch)
             torch.manual_seed(2)
@@ -464,7 +381,7 @@ def test_a_host_that_is_full_while_giving_back_loses_no_other_block(lasting: boo
             for parameter, (before, _) in zip(partition(model, BLOCKS).owned[2], plain.states[1][2], strict=True):
                 parameter.data = before.clone()
     found = state_of(model, optimizer)
-    assert all(same(found[i], plain.states[1][i]) for i in range(len(found)) if i != 2 or not lasting)
+    assert all(same_block(found[i], plain.states[1][i]) for i in range(len(found)) if i != 2 or not lasting)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -270,15 +270,6 @@ def test_labels_that_mean_something_else_are_refused() -> None:
         trainer.step(padded_batches()[0])
 
 
-def test_an_encoder_with_a_decoder_has_to_be_cut_by_name() -> None:
-    """Two lists of blocks are answered with their names."""
-    model = built("T5/ForConditionalGeneration", d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0)
-    with pytest.raises(InputError, match=r"'encoder\.block' \(2 x T5Block\)"):
-        Trainer(model)
-    with Trainer(model, blocks="decoder.block") as trainer, pytest.raises(InputError, match="a block takes tensors that"):
-        trainer.step({"input_ids": batches()[0][0], "decoder_input_ids": batches()[0][0], "targets": batches()[0][1]})
-
-
 IMAGES = WIDE | {"image_size": 16, "patch_size": 4}
 HEADS: dict[str, dict[str, Any]] = {
     "GPT2/ForSequenceClassification": OLDER | {"pad_token_id": 0},

@@ -575,6 +575,49 @@ def test_freed_memory_is_kept() -> None:
     assert kept >= 15 * 2**20  # without, the tensor's pages go back to the system at once
 
 
+#: Prints how many separate memories of malloc there are before and after a step of a Trainer, and after measuring.
+_ARENAS = """
+import ctypes, sys, tempfile
+import torch
+from autohete import Trainer
+from autohete.hardware import load_hardware
+from autohete.train.gpt import GPT
+from autohete.train.measured import measured_profile_on
+from autohete.workload import Precision, Workload
+
+def arenas():
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    with tempfile.NamedTemporaryFile("r") as file:
+        stream = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
+        libc.malloc_info(0, stream)
+        libc.fclose(stream)
+        return file.read().count("<heap nr=")
+
+torch.set_num_threads(1)
+found = [arenas()]
+shape = Workload("small", 16, 1, 2, vocabulary_size=16, sequence_length=4, batch_size=2, precision=Precision.FP32)
+model, ids = GPT(shape), torch.zeros(2, 4, dtype=torch.int64)
+hardware = load_hardware("v100-32gb-dgx2")
+if sys.argv[1] == "measured":
+    measured_profile_on(hardware, model, (ids, ids))
+else:
+    with Trainer(model, policy="zero_offload", hardware=hardware) as trainer:
+        trainer.step((ids, ids))
+print(*found, arenas())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only GNU's malloc is told to keep memory")
+@pytest.mark.parametrize("way", ["trained", "measured"])
+def test_no_thread_gets_memory_that_is_given_back(way: str) -> None:
+    """Training and measuring use the memory of the main thread only: that of others goes back to the system page by page."""
+    done = subprocess.run([sys.executable, "-c", _ARENAS, way], check=True, capture_output=True, text=True)
+    before, after = done.stdout.split()
+    assert before == after
+
+
 def test_a_gpu_is_measured_with_products_that_fill_it() -> None:
     """The products that are measured grow with the memory there is; on the CPU that stands for a GPU there is the small one."""
     assert matrix_sizes(torch.device("cpu"), torch.float32) == [256]

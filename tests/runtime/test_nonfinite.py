@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.edges import reaches
+from support.exploding import BAD_TOKEN, ExplodingGPT
 from support.measured import MEDIUM
 from support.plans import with_gradients_replacing
-from support.reference import batches, model_for
+from support.reference import batches
 from support.small import CLIP_NORM, POLICIES, profile_of
 from torch import Tensor, nn
 
@@ -36,81 +36,23 @@ from autohete.runtime.update_rules import default_optimizer
 from autohete.schedule import Kind, Schedule, TaskId
 from autohete.simulate import judge_for
 from autohete.testing.strategies import plans
-from autohete.train.gpt import GPT
 from autohete.workload import Precision, Workload
 
 STEPS, BAD_STEP, BAD_BLOCK = 4, 2, 3
-#: The first token of a batch whose backward explodes.
-_BAD_TOKEN = 7
-
-
-class _Exploding(torch.autograd.Function):
-    """Hands its input on; the gradient of it is infinite if it is to explode."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, explodes: bool) -> Tensor:
-        ctx.explodes = explodes
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * (math.inf if ctx.explodes else 1.0), None
-
-
-class _ExplodingBlock(nn.Module):
-    """A block whose own gradients are not finite in the backward of a bad batch, though its output is."""
-
-    def __init__(self, inner: nn.Module, explodes: Callable[[], bool]) -> None:
-        super().__init__()
-        self.inner, self._explodes = inner, explodes
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Exploding.apply(self.inner(x), self._explodes())  # type: ignore[no-untyped-call]
-        return result
-
-
-class _ExplodingGPT(nn.Module):
-    """The reference GPT with one such block."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.gpt: GPT = model_for(workload)
-        self._bad = False
-        blocks: list[nn.Module] = list(self.gpt.blocks)
-        blocks[BAD_BLOCK - 1] = _ExplodingBlock(blocks[BAD_BLOCK - 1], lambda: self._bad)
-        self.gpt.blocks = nn.ModuleList(_Alike(block) for block in blocks)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (batch, sequence) to logits."""
-        self._bad = int(ids[0, 0]) == _BAD_TOKEN
-        logits: Tensor = self.gpt(ids)
-        return logits
-
-
-class _Alike(nn.Module):
-    """Makes modules of one type, as a block list has them."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.inner(x)
-        return result
 
 
 def data(workload: Workload) -> list[tuple[Tensor, Tensor]]:
     """Batches, of which one explodes in backward."""
     made = [(ids.clone(), targets) for ids, targets in batches(workload, STEPS)]
     for step, (ids, _) in enumerate(made):
-        ids[0, 0] = _BAD_TOKEN if step == BAD_STEP else _BAD_TOKEN + 1
+        ids[0, 0] = BAD_TOKEN if step == BAD_STEP else BAD_TOKEN + 1
     return made
 
 
 @cache
 def plainly(precision: Precision, steps: int, clip_norm: float | None = None) -> list[Tensor]:
     """Parameters in block order after plain training that skips a step with infinite gradients, as GradScaler does."""
-    model = _ExplodingGPT(replace(MEDIUM, precision=precision))
+    model = ExplodingGPT(replace(MEDIUM, precision=precision), BAD_BLOCK)
     parameters = [parameter for owned in partition(model).owned for parameter in owned]
     masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
     optimizer = default_optimizer(masters)
@@ -156,7 +98,7 @@ def test_infinite_gradients_change_no_block_that_has_them(
 ) -> None:
     """The error names step, block and parameter, and the blocks that were updated before; all others are as before."""
     _, schedule = planned(policy, precision)
-    model = _ExplodingGPT(replace(MEDIUM, precision=precision))
+    model = ExplodingGPT(replace(MEDIUM, precision=precision), BAD_BLOCK)
     training = Takeover(partition(model), schedule, Recipe(), Ledgers(device()), poison=True)
     try:
         with pytest.raises(NonFiniteGradientError) as caught:
@@ -201,7 +143,7 @@ def test_a_step_is_skipped_as_a_whole_or_not_at_all(policy: str, precision: Prec
     replacing = not precision.element_bytes > 2
     if replacing and plan.slots is None:  # also with gradients in the place of the parameters
         schedule = lower(profile_of(replace(MEDIUM, precision=precision)), with_gradients_replacing(plan))
-    model = _ExplodingGPT(replace(MEDIUM, precision=precision))
+    model = ExplodingGPT(replace(MEDIUM, precision=precision), BAD_BLOCK)
     training = Takeover(partition(model), schedule, Recipe(skip_nonfinite=True), Ledgers(device()), poison=True)
     try:
         if not updates_wait_for_backward(schedule):
@@ -225,7 +167,7 @@ def test_a_step_that_is_clipped_can_be_skipped(policy: str, precision: Precision
     profile = profile_of(workload)
     schedule = lower(profile, parse_policy(policy).plan(profile, judge_for(profile)))
     assert updates_wait_for_backward(schedule)
-    model = _ExplodingGPT(workload)
+    model = ExplodingGPT(workload, BAD_BLOCK)
     recipe = Recipe(clip_norm=CLIP_NORM, skip_nonfinite=True)
     training = Takeover(partition(model), schedule, recipe, poison=True)
     try:

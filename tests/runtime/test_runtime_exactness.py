@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.edges import reaches, without_edge
@@ -26,7 +23,6 @@ from autohete.lowering import lower
 from autohete.plan import Activations, Plan, Processor, Route, UnitPlan, Update
 from autohete.policies import parse_policy
 from autohete.runtime.lanes import Action
-from autohete.runtime.state_files import Files
 from autohete.schedule import (
     COLLECTIVES,
     GPU_MEMORY,
@@ -179,19 +175,6 @@ def test_what_is_kept_elsewhere_is_not_kept_for_ever(home: str) -> None:
     schedule = lower(profile, Plan("by hand", (UnitPlan(), *[inner] * SMALL.transformer_blocks, UnitPlan())))
     few, many = (train_by_schedule(profile.workload, steps, schedule)[0].host_left_bytes for steps in (2, 6))
     assert many == few
-
-
-def test_only_as_many_files_as_there_are_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one value has left in a file is overwritten by the next of its size; values in use have files of their own."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    files = Files()
-    first, second = (files.holding(torch.full((4,), value)) for value in (1.0, 2.0))
-    assert (first.tolist(), second.tolist()) == ([1.0] * 4, [2.0] * 4)
-    files.release(first)
-    files.holding(torch.full((2, 2), 3.0))
-    assert second.tolist() == [2.0] * 4
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
-    files.close()
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ def test_a_batch_is_cut_where_it_has_sequences() -> None:
     """Positions, masks without sequences and settings stay whole."""
     inputs = {"input_ids": torch.ones(4, 8), "position_ids": torch.arange(4), "mask": torch.ones(1, 8), "flag": True}
     first, *_ = Batch(inputs, torch.ones(4, 8)).split(4)
-    assert {k: getattr(v, "shape", v) for k, v in first.named.items()} == {
+    assert {k: getattr(v, "shape", v) for k, v in first.inputs.items()} == {
         "input_ids": (1, 8),
         "position_ids": (4,),
         "mask": (1, 8),

@@ -41,7 +41,7 @@ from autohete.report.gantt import combined_figure, gantt_figure, memory_figure, 
 from autohete.report.perfetto import check_perfetto, perfetto_json, write_perfetto
 from autohete.report.records import Tally, print_tally
 from autohete.report.style import LOOKS, look, luminance, save_figure
-from autohete.report.terminal import print_iteration
+from autohete.report.terminal import LETTERS, print_iteration
 from autohete.schedule import Edge, Kind, Lane, Memory, Schedule, Task, TaskId, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, simulate
@@ -471,6 +471,13 @@ def test_every_kind_has_its_own_look() -> None:
     assert set(LOOKS) == set(Kind)
     assert len(set(LOOKS.values())) == len(Kind)
     assert look(Kind.FORWARD) is LOOKS[Kind.FORWARD]
+
+
+def test_each_kind_of_task_is_one_character() -> None:
+    """In the picture of an iteration in a terminal; no character has two meanings."""
+    assert LETTERS.keys() == set(Kind)
+    assert all(len(letter) == 1 for letter, _ in LETTERS.values())
+    assert len(dict(LETTERS.values())) == len(set(LETTERS.values()))
 
 
 @pytest.mark.parametrize("policy", ["zero_offload", "patrickstar", "stronghold", "autohete"])
