@@ -10,6 +10,7 @@ then. The next save removes what a killed process has left behind.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -80,10 +81,7 @@ class Checkpoint:
             with hidden_folder(folder) as part:
                 self._write(part)
                 there = checkpoints(folder)
-                number = int(_number(there[-1])) + 1 if there else 1
-                while (target := folder / f"{number:06d}-step-{step:08d}").exists():  # another process writes here, too
-                    number += 1
-                part.rename(target)
+                target = _renamed(part, folder, int(_number(there[-1])) + 1 if there else 1, step)
             bring_to_disk(folder)
         except (OSError, SafetensorError, MemoryError, RuntimeError) as error:  # PyTorch's of a full memory is the last one
             full = isinstance(error, (MemoryError, RuntimeError))
@@ -233,18 +231,45 @@ def _number(path: Path) -> str:
     return path.name.partition("-")[0]
 
 
+def _renamed(part: Path, folder: Path, number: int, step: int) -> Path:
+    """Give a written checkpoint its name, with the first free number from ``number`` on."""
+    while True:
+        target = folder / f"{number:06d}-step-{step:08d}"
+        try:
+            return part.rename(target)
+        except OSError as error:  # another process has written its checkpoint of this step meanwhile
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            number += 1
+
+
 @contextmanager
 def hidden_folder(folder: Path) -> Iterator[Path]:
-    """A new hidden folder, which is removed unless it gets another name. A lock says that it is in use."""
-    part = folder / f"{_HIDDEN}{secrets.token_hex(8)}{_END}"
-    part.mkdir()
-    number = os.open(part, os.O_RDONLY)
+    """A new hidden folder, which is removed unless it gets another name. A lock marks it as in use."""
+    part, descriptor = _locked_folder(folder)
     try:
-        fcntl.flock(number, fcntl.LOCK_EX)
         yield part
     finally:
-        os.close(number)
+        os.close(descriptor)
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _locked_folder(folder: Path) -> tuple[Path, int]:
+    """A new hidden folder and the descriptor that holds its lock.
+
+    Between its creation and its lock another process can take it for a leftover and remove it: then there is one more.
+    """
+    while True:
+        part = folder / f"{_HIDDEN}{secrets.token_hex(8)}{_END}"
+        part.mkdir()
+        try:
+            descriptor = os.open(part, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if part.exists():
+            return part, descriptor
+        os.close(descriptor)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from autohete import Trainer
 from autohete.errors import InputError
+from autohete.train import checkpoints as checkpoints_module
 from autohete.train.checkpoints import Checkpoint, checkpoints, read_checkpoint
 
 BEFORE, AFTER = 2, 2
@@ -139,6 +141,36 @@ def test_several_threads_may_save(tmp_path: Path) -> None:
             list(pool.map(save, range(4)))
     assert len(checkpoints(tmp_path)) == 12
     assert all(read_checkpoint(path)["training"]["step"] == 1 for path in checkpoints(tmp_path))
+
+
+@pytest.mark.parametrize("moment", ["open", "flock"])
+def test_a_folder_that_is_taken_for_a_leftover_is_made_again(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another save may remove a hidden folder before it is locked: the checkpoint is written all the same."""
+    module = {"open": os, "flock": fcntl}[moment]
+    real = getattr(module, moment)
+    taken: list[Path] = []
+
+    def late(*arguments: object, **named: object) -> object:
+        if not taken:
+            taken.extend(tmp_path.glob(".autohete-*.part"))
+            checkpoints_module._remove_leftovers(tmp_path)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(module, moment, late)
+    write(tmp_path, 1, {"step": 1})
+    assert len(taken) == 1
+    assert read_checkpoint(tmp_path) == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["000001-step-00000001"]
+
+
+def test_many_saves_into_one_folder_at_once(tmp_path: Path) -> None:
+    """None fails, and each gets a number of its own."""
+    with ThreadPoolExecutor(8) as pool:
+        targets = list(pool.map(lambda value: write(tmp_path, 7, {"value": value}, keep=1000), range(100)))
+    assert {read_checkpoint(target)["value"] for target in targets} == set(range(100))
+    assert set(targets) == set(tmp_path.iterdir())
 
 
 def test_hidden_files_of_others_stay(tmp_path: Path) -> None:
