@@ -23,6 +23,7 @@ from enum import Enum
 from autohete.errors import AutoHeteError, InputError, OptimizerError, unknown_name
 from autohete.plan import Plan
 from autohete.plan.policy import Judge
+from autohete.policies.variants import flags_of
 from autohete.profile import Profile
 
 #: Entry point group in which other packages register their policies.
@@ -30,7 +31,11 @@ ENTRY_POINTS = "autohete.policies"
 
 
 class System(typing.Protocol):
-    """A dataclass that plans. Its fields are flags: switches, choices (enumerations), names or whole numbers."""
+    """A dataclass that plans. Its fields are flags: switches, choices (enumerations), names or whole numbers.
+
+    It may have a class method ``variants(profile)`` that yields the system with each combination of flags that its users can
+    choose and that changes its plan, the defaults first.
+    """
 
     __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field[typing.Any]]]
 
@@ -120,6 +125,32 @@ def parse_policy(text: str) -> NamedPolicy:
             raise InputError(f"{name}:{flag} is given twice: give it once")
         values[flag] = _flag_value(f"{name}:{flag}", types_of[flag], value if given else None)
     return NamedPolicy(text.strip(), system(**values))
+
+
+def variants(system: type[System], profile: Profile) -> Iterator[System]:
+    """Yield ``system`` with its default flags, then with the others that its users can choose and that change its plan here.
+
+    Flags that describe a paper, a version that no longer installs, or an ablation are left out.
+    """
+    own = getattr(system, "variants", None)
+    yield from (system(),) if own is None else own(profile)
+
+
+def search_space(name: str, profile: Profile) -> tuple[str, ...]:
+    """Return ``name`` with every combination of flags that is worth judging for ``profile``, the defaults first.
+
+    Args:
+        name: of a policy, as :func:`parse_policy` reads it. With flags, it is the only one.
+        profile: leaves out flags that change nothing on its hardware, such as those of drives that it does not have.
+
+    Raises:
+        InputError: as for :func:`parse_policy`.
+    """
+    policy = parse_policy(name)
+    if flags_of(policy.system):
+        return (policy.name,)
+    flags = map(flags_of, variants(type(policy.system), profile))
+    return tuple(f"{policy.name}:{some}" if some else policy.name for some in flags)
 
 
 def _imported(module: str, name: str) -> type[System]:

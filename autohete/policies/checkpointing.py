@@ -21,6 +21,12 @@ class Checkpointing(StrEnum):
     NONE = "none"
 
 
+def choosable(profile: Profile) -> tuple[Checkpointing, ...]:
+    """What users choose from: the better of all and none, or selective recomputation where the profile supports it."""
+    selects = any(unit.selected for unit in profile.units)
+    return (Checkpointing.BEST, Checkpointing.SELECTIVE) if selects else (Checkpointing.BEST,)
+
+
 def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], Plan], profile: Profile, judge: Judge) -> Plan:
     """The plan of ``plan_for`` under ``choice``. For ``BEST``, the faster one that fits."""
     check_member("choice", choice, Checkpointing)

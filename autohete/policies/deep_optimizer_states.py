@@ -23,6 +23,7 @@ that the code does not contain; without ``stride``, the stride here keeps CPU an
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
@@ -30,8 +31,9 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, ByPriority, GpuUpdatesAfterBackward, UpdatesAfterBackward
 from autohete.policies import traffic
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.several_gpus import ZERO3, shared
+from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind, Value
 
@@ -61,6 +63,11 @@ class DeepOptimizerStates:
                 f"deep_optimizer_states:stride={self.stride} must be at least 2, for the CPU to update some; streamed_states "
                 "updates all on the GPU"
             )
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[DeepOptimizerStates]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        yield from combinations(cls, checkpointing=choosable(profile), stride=(None, 2, 3, 5), async_gradients=(True, False))
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

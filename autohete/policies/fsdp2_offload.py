@@ -24,6 +24,7 @@ as resident and refreshed after the updates, which takes the same time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,8 +33,9 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, Slots, UpdatesAfterBackward
 from autohete.policies import traffic
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.several_gpus import FSDP2, shared
+from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -69,6 +71,14 @@ class Fsdp2Offload:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[Fsdp2Offload]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        versions = tuple(Torch) if profile.hardware.gpus == 1 else (Torch.V2026,)  # several copy alike
+        yield from combinations(
+            cls, checkpointing=choosable(profile), torch=versions, pin_memory=(True, False), fused=(False, True)
+        )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

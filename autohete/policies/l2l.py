@@ -24,6 +24,7 @@ the text of the paper was not read:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
@@ -32,6 +33,7 @@ from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.several_gpus import check_one_gpu
+from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -57,6 +59,11 @@ class L2L:
             raise InputError("l2l:host_stash=on is not in the artifact, whose inputs stay on the GPU: give paper, too, or off")
         if self.update_on is Processor.GPU and not self.paper:
             raise InputError(f"l2l:update_on={self.update_on} is not in the artifact: give paper, too, or update_on=cpu")
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[L2L]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        yield from combinations(cls, paper=(False, True), host_stash=(False, True))
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

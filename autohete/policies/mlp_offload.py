@@ -17,6 +17,7 @@ paper's text was not read. Differences from ``zero_infinity``:
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
@@ -24,8 +25,9 @@ from autohete.plan import Activations, Footprint, Plan, Processor, Route, UnitPl
 from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, UpdatesAfterBackward
 from autohete.policies import traffic
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared
+from autohete.policies.variants import combinations, if_several, place_names
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 
@@ -52,6 +54,16 @@ class MlpOffload:
             raise InputError(f"mlp_offload:place={self.place} is no place besides the GPU and the host: give one, such as nvme")
         if self.cached is not None and self.cached < 0:
             raise InputError(f"mlp_offload:cached={self.cached} must be 0 or more units, or left out")
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[MlpOffload]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        yield from combinations(
+            cls,
+            checkpointing=choosable(profile),
+            reduce_scatter=if_several(profile, True, False),
+            place=place_names(profile),
+        )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

@@ -19,6 +19,7 @@ Parameters, gradients and optimizer states stay on the GPU, which updates after 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,6 +27,7 @@ from autohete.errors import check_fields
 from autohete.plan import Activations, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import BlockingCopies, GpuUpdatesAfterBackward, Slots
+from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -54,6 +56,11 @@ class OffloadActivations:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[OffloadActivations]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        yield from combinations(cls, what=tuple(What), streams=(False, True))
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

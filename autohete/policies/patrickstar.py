@@ -22,14 +22,16 @@ Model states live in chunks that *move* between host and GPU; a chunk is in one 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.several_gpus import shared
+from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Value
 from autohete.workload import Precision
@@ -63,6 +65,18 @@ class PatrickStar:
             raise InputError(f"patrickstar:chunk_size={self.chunk_size} must be between 1 and 4096 Mi elements")
         if not 1 <= self.gpu_share <= 100:
             raise InputError(f"patrickstar:gpu_share={self.gpu_share} must be between 1 and 100 percent")
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[PatrickStar]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        yield from combinations(
+            cls,
+            checkpointing=choosable(profile),
+            chunk_size=(256, 32),
+            gpu_share=(90, 100),
+            hybrid_adam=(True, False),
+            async_move=(False, True) if profile.hardware.gpus == 1 else (False,),
+        )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

@@ -7,14 +7,16 @@ overlap backward.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, FlatBuffers, Footprint, Plan, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.several_gpus import FSDP1, FSDP2, ZERO2, ZERO3, shared
+from autohete.policies.variants import combinations, if_several
 from autohete.profile import Profile
 
 #: ``sub_group_size`` of DeepSpeed's stage 3.
@@ -53,6 +55,17 @@ class Resident:
             raise InputError("resident:fsdp1 and deepspeed are two systems: leave out one of them")
         if self.deepspeed and self.in_backward:
             raise InputError("resident:deepspeed updates all at once, not in_backward: leave out one of them")
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[Resident]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        checkpointing = choosable(profile)
+        yield from combinations(
+            cls, checkpointing=checkpointing, zero_stage=if_several(profile, 0, 1, 2, 3), in_backward=(False, True)
+        )
+        if profile.hardware.gpus > 1:
+            yield from (cls(one, stage, deepspeed=True) for one in checkpointing for stage in (1, 2, 3))
+            yield from (cls(one, 3, fsdp1=True) for one in checkpointing)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

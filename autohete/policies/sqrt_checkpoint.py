@@ -16,12 +16,14 @@ the paper beyond its abstract was not read.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Plan, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.policies.variants import combinations
 from autohete.profile import Profile
 
 
@@ -41,6 +43,11 @@ class SqrtCheckpoint:
         check_fields(self)
         if self.segments is not None and self.segments < 1:
             raise InputError(f"sqrt_checkpoint:segments={self.segments} must be at least 1, or left out")
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[SqrtCheckpoint]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        yield from combinations(cls, keep_last=(False, True))
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

@@ -22,14 +22,16 @@ order of backward); backward of the embedding without weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward, Slots
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.several_gpus import check_one_gpu, shared
+from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -58,6 +60,12 @@ class StreamedStates:
                 "streamed_states:inputs sends to the host what recomputation begins with, and checkpointing=none recomputes "
                 "nothing: leave one of them out, or give checkpointing=full"
             )
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[StreamedStates]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        weights = (False, True) if profile.hardware.gpus == 1 else (False,)
+        yield from combinations(cls, checkpointing=choosable(profile), weights=weights, inputs=(False, True))
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

@@ -23,6 +23,7 @@ A window of ``w`` blocks slides over the model.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -31,9 +32,10 @@ from autohete.plan import Activations, Footprint, Format, ParameterSlots, Plan, 
 from autohete.plan.policy import Judge, Verdict, better
 from autohete.plan.rules import Barrier, Window
 from autohete.policies import traffic
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.several_gpus import shared
 from autohete.policies.too_large import surely_exceeds_gpu
+from autohete.policies.variants import combinations, if_several
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 
@@ -67,6 +69,13 @@ class StrongHold:
         check_fields(self)
         if self.window is not None and self.window < 1:
             raise InputError(f"stronghold:window={self.window} must be at least 1 block")
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[StrongHold]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        yield from combinations(
+            cls, checkpointing=choosable(profile), window=(None, 1, 2, 4), replicated=if_several(profile, False, True)
+        )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

@@ -24,7 +24,7 @@ Based on DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -33,9 +33,10 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route
 from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.several_gpus import ZERO3, shared
 from autohete.policies.too_large import surely_exceeds_gpu
+from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Value
 
@@ -67,6 +68,17 @@ class TwinFlow:
             raise InputError(f"twin_flow:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
         if self.sub_group_size is not None and self.sub_group_size < 1:
             raise InputError(f"twin_flow:sub_group_size={self.sub_group_size} must be at least 1 element, or left out")
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[TwinFlow]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        yield from combinations(
+            cls,
+            checkpointing=choosable(profile),
+            ratio=(None, 100, 50),
+            pin_memory=(True, False),
+            bucket_size=(500, 50),
+        )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

@@ -16,13 +16,15 @@ backward. It is planned as resident and refreshed after its update, which takes 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Format, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.twin_flow import TwinFlow
+from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 
@@ -54,6 +56,19 @@ class Zero3Offload:
 
     def _optimizer(self) -> TwinFlow:
         return TwinFlow(self.checkpointing, ratio=100, pin_memory=self.pin_memory, bucket_size=self.bucket_size)
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[Zero3Offload]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        switch = (True, False)
+        yield from combinations(
+            cls,
+            checkpointing=choosable(profile),
+            offload_param=switch,
+            pin_memory=switch,
+            pin_parameters=switch,
+            bucket_size=(500, 50),
+        )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

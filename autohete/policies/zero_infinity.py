@@ -18,6 +18,7 @@ computation of the next gradients as long as a buffer is free. Here a pass waits
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
@@ -25,8 +26,9 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
 from autohete.policies import traffic
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared
+from autohete.policies.variants import combinations, if_several, place_names
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -55,6 +57,18 @@ class ZeroInfinity:
             raise InputError(
                 f"zero_infinity:place={self.place} is no place besides the GPU and the host: give one, such as nvme"
             )
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[ZeroInfinity]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        yield from combinations(
+            cls,
+            checkpointing=choosable(profile),
+            pipeline=(False, True),
+            offload_param=(False, True),
+            reduce_scatter=if_several(profile, True, False),
+            place=place_names(profile),
+        )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

@@ -27,6 +27,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -35,8 +36,9 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterBackward, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
-from autohete.policies.checkpointing import Checkpointing, with_checkpointing
+from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.several_gpus import ZERO2, ZERO2_TO_OWNERS, shared
+from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind, Value
 from autohete.workload import Precision
@@ -117,6 +119,19 @@ class ZeroOffload:
             raise InputError(f"zero_offload:pin_memory changes nothing {what}, which always pins: leave it out")
         if not 1 <= self.bucket_size <= 100_000:
             raise InputError(f"zero_offload:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
+
+    @classmethod
+    def variants(cls, profile: Profile) -> Iterator[ZeroOffload]:
+        """What users can choose; see :func:`autohete.policies.search_space`."""
+        versions = (
+            DeepSpeed.V2026,
+            DeepSpeed.V0_16,
+            DeepSpeed.V0_14,
+        )  # earlier ones need a PyTorch that trains none of today's models
+        pinning, buckets = (None, True, False), (500, 50)
+        every = combinations(cls, checkpointing=choosable(profile), deepspeed=versions, pin_memory=pinning, bucket_size=buckets)
+        # A version's own default is not given.
+        yield from (one for one in every if one.pin_memory is not _VERSIONS[one.deepspeed].pinned)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""

@@ -14,11 +14,11 @@ from support.plans import with_drives
 from autohete.analysis.occupancy import contents
 from autohete.errors import InfeasibleError, InputError
 from autohete.execution.sharing import FULL_RATE, Sharing
-from autohete.hardware import Place, load_hardware
+from autohete.hardware import Hardware, Place, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
-from autohete.policies import POLICIES, parse_policy
+from autohete.policies import POLICIES, parse_policy, search_space
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
@@ -474,3 +474,20 @@ def test_a_system_shards_its_own_way(policy: str) -> None:
     """FSDP1 shards parameters, and is not DeepSpeed."""
     with pytest.raises(InputError, match="resident:fsdp1"):
         parse_policy(policy)
+
+
+@pytest.mark.parametrize("hardware", [NODE, with_drives(NODE.name), replace(NODE, gpus=4)], ids=["one", "drives", "four"])
+def test_a_search_space_has_each_choice_once_and_none_without_effect(hardware: Hardware) -> None:
+    """Names of variants differ and parse back to themselves, defaults first; places and shards appear where there are any."""
+    profile = analytic_profile(FP16, hardware)
+    for policy in POLICIES:
+        names = search_space(policy, profile)
+        systems = [parse_policy(name).system for name in names]
+        assert names[0] == policy
+        assert len({str(system) for system in systems}) == len(names)
+        assert all(search_space(name, profile) == (name,) for name in names[1:])
+        sharded = [name for name in names if "zero_stage" in name or "reduce_scatter" in name or "replicated" in name]
+        assert hardware.gpus > 1 or not sharded
+    spaces = {name: search_space(name, profile) for name in ("zero_infinity", "resident")}
+    assert ("zero_infinity:pipeline,offload_param" in spaces["zero_infinity"]) == bool(hardware.places)
+    assert ("resident:zero_stage=3" in spaces["resident"]) == (hardware.gpus > 1)
