@@ -5,32 +5,43 @@ Everything in it is simulated. :func:`find_answer` judges all policies, then pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
-
-from autohete.answer.draws import Sampling, draw, open_figures
-from autohete.answer.gains import adapter_changes, free_changes, purchases, simulate_changes
+from autohete.answer import certainty
+from autohete.answer.changes import gains, trials, with_price
+from autohete.answer.draws import Sampling
+from autohete.answer.levers import combinations, levers, pull
 from autohete.answer.needs import least_memory
-from autohete.answer.policies import JOINT, default_policies, judged, longest_first, ranked
-from autohete.answer.result import NOISE, Answer, Budget, Candidate, Change, Gain, Interval, Need
+from autohete.answer.policies import JOINT, Judged, default_policies, longest_first, ranked
+from autohete.answer.purchases import pairs, single_purchases
+from autohete.answer.result import (
+    AND,
+    NOISE,
+    Answer,
+    Budget,
+    Candidate,
+    Change,
+    Gain,
+    Interval,
+    Need,
+    Offloading,
+    fastest_staying,
+)
 from autohete.answer.run import Run, in_turn
 from autohete.answer.site import SYSTEM_BYTES, Site, without_system
 from autohete.errors import InputError
 from autohete.hardware import Hardware
-from autohete.plan import Plan
 from autohete.plan.policy import Verdict
-from autohete.policies import parse_policy
-from autohete.profile import Profile, analytic_profile
-from autohete.quantities import parse_quantity
+from autohete.policies import parse_policy, search_space
+from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation, simulate_plan
 from autohete.simulate.largest import GrowingFigure, Largest, largest
-from autohete.workload import Workload
 
 __all__ = [
+    "AND",
     "NOISE",
     "SYSTEM_BYTES",
     "Answer",
@@ -40,6 +51,7 @@ __all__ = [
     "Gain",
     "Interval",
     "Need",
+    "Offloading",
     "Run",
     "Sampling",
     "Site",
@@ -48,9 +60,6 @@ __all__ = [
     "in_turn",
     "without_system",
 ]
-
-#: Both ends of the interval of draws.
-_LOW, _HIGH = 0.05, 0.95
 
 
 def find_answer(
@@ -63,6 +72,8 @@ def find_answer(
     sampling: Sampling | None = None,
     sizes: Sequence[GrowingFigure] = (),
     given: Iterable[str] = (),
+    prices: Mapping[str, float] | None = None,
+    fast: bool = False,
     run: Run = in_turn,
 ) -> Answer:
     """Judge all policies, and simulate what would change the result.
@@ -72,12 +83,14 @@ def find_answer(
         site: where its hardware comes from. None for a measured profile: then nothing is drawn, and no other hardware or size
             is simulated, since the times are those of one machine and one size.
         system_bytes: host memory of the node that is left to the system.
-        policies: names with flags; None: all that are registered.
+        policies: names with flags; None: all that are registered, with all flags that their users can choose.
         tokens: of the whole training.
         sampling: draws of uncertain figures; None: as many as by default.
         sizes: figures of the workload whose largest value is looked for.
         given: names of the figures that were given.
-        run: applies a function to many arguments, such as in several processes.
+        prices: of purchases, by their ``item``.
+        fast: leave out levers and purchases.
+        run: works through many calls, such as in several processes.
 
     Raises:
         InputError: invalid figures, or no policy can plan this workload at all.
@@ -85,32 +98,21 @@ def find_answer(
     system_bytes = 0 if profile.hardware.unified else system_bytes  # gpu.reserved_memory has it
     profile = replace(profile, hardware=without_system(profile.hardware, system_bytes))
     names = default_policies(profile.hardware.gpus) if policies is None else tuple(policies)
-    candidates = ranked(run(partial(judged, profile), longest_first(names)))
+    spaces = [search_space(name, profile) if policies is None else (name,) for name in longest_first(names)]
+    judged = run("policies", [Judged(profile, space) for space in spaces])
+    stages = _Stages(run)
+    candidates = ranked(stages.done("policies", judged))
+    if not candidates:
+        raise InputError("there was no time to judge any policy: give more, or a smaller workload")
     if all(each.summary.verdict is Verdict.INVALID for each in candidates):
         raise InputError(candidates[0].summary.explanation)
     best = candidates[0] if candidates[0].fits else None
-    simulation = None
-    if best is not None:
-        assert best.plan is not None
-        simulation = simulate_plan(profile, best.plan)
-    gains, free, adapters, interval, grown = [], [], [], None, []
+    simulation = None if best is None else _simulated(profile, best)
+    found = _Varied()
     if site is not None:
         site = replace(site, system_bytes=system_bytes)
-        bought, freely = list(purchases(site, simulation)), list(free_changes(profile.workload))
-        instead = list(adapter_changes(profile.workload)) if best is None else []
-        if best is None:  # rates do not change what fits
-            bought = [change for change in bought if change.memory or change.gpus is not None]
-        changed = simulate_changes(profile, site, [*bought, *freely, *instead], candidates, names, run)
-        gains, free, adapters = (
-            changed[: len(bought)],
-            changed[len(bought) :][: len(freely)],
-            changed[len(bought) + len(freely) :],
-        )
-        if simulation is not None:
-            interval = _interval(site, simulation, sampling or Sampling(), run)
-        asked = sizes if best is not None else [GrowingFigure.BATCH, *sizes]
-        grown = _largest(profile, _who_grows(candidates, profile.hardware), list(dict.fromkeys(asked)), run)
-    needs = [] if best is not None else least_memory(profile, system_bytes, names, run)
+        found = _varied(profile, site, candidates, simulation, names, sampling or Sampling(), sizes, stages, fast=fast)
+    needs = [] if best is not None else least_memory(profile, system_bytes, names, stages)
     return Answer(
         profile,
         system_bytes,
@@ -118,14 +120,39 @@ def find_answer(
         candidates,
         simulation,
         _budgets(profile, system_bytes, simulation),
-        tuple(gains),
-        tuple(free),
-        tuple(adapters),
+        _best_first(found.levers),
+        _best_first([with_price(gain, prices or {}, tokens) for gain in found.purchases]),
         tuple(needs),
-        tuple(grown),
-        interval,
+        tuple(found.largest),
+        found.interval,
         tuple(sorted(given)),
+        tuple(dict.fromkeys(stages.left_out)),
     )
+
+
+def _simulated(profile: Profile, candidate: Candidate) -> Simulation:
+    assert candidate.plan is not None
+    return simulate_plan(profile, candidate.plan)
+
+
+class _Stages:
+    """Runs stages, and notes those that there was not enough time for."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.left_out: list[str] = []
+
+    def __call__(self, stage: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        results = self._run(stage, calls)
+        self.done(stage, results)
+        return results
+
+    def done(self, stage: str, results: Sequence[Any]) -> list[Any]:
+        """The results that are there."""
+        there = [result for result in results if result is not None]
+        if len(there) < len(results):
+            self.left_out.append(stage)
+        return there
 
 
 # --- budgets ------------------------------------------------------------------------------------------------------
@@ -158,7 +185,67 @@ def _peaks(simulation: Simulation) -> dict[str, int | None]:
     return {**{one.memory: one.peak_bytes for one in simulation.memories}, PINNED_MEMORY: pinned.peak_bytes}
 
 
-# --- sizes and draws ----------------------------------------------------------------------------------------------
+# --- what varies --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Varied:
+    """What other sizes, hardware and ways to train bring."""
+
+    levers: Sequence[Gain] = ()
+    purchases: Sequence[Gain] = ()
+    interval: Interval | None = None
+    largest: Sequence[Largest] = ()
+
+
+def _varied(
+    profile: Profile,
+    site: Site,
+    candidates: Sequence[Candidate],
+    simulation: Simulation | None,
+    names: Sequence[str],
+    sampling: Sampling,
+    sizes: Sequence[GrowingFigure],
+    run: _Stages,
+    *,
+    fast: bool,
+) -> _Varied:
+    """Simulate everything that depends on the recommended plan only, then what depends on that."""
+    alone = [] if fast else levers(profile.workload)
+    pulled = [change for lever in alone if (change := pull(profile.workload, [lever])) is not None]
+    bought = [] if fast else list(single_purchases(site, simulation))
+    if simulation is None:  # rates do not change what fits
+        bought = [change for change in bought if change.memory or change.gpus is not None]
+
+    drawn = []
+    if simulation is not None:
+        staying = fastest_staying(candidates)
+        other = None if staying is None or staying is candidates[0] else _simulated(profile, staying)
+        drawn = certainty.draws(site, simulation, other, sampling)
+    asked = list(dict.fromkeys(sizes if simulation is not None else [GrowingFigure.BATCH, *sizes]))
+    grown = [_Grown(profile, name, figure) for figure in asked for name in _who_grows(candidates, profile.hardware)]
+    tried = trials(profile, site, [*pulled, *bought], candidates, names)
+    results = run("levers, purchases and uncertain figures", [*tried, *drawn, *grown])
+    effects, times = results[: len(tried)], results[len(tried) :][: len(drawn)]
+
+    lever_gains = gains(profile, pulled, candidates, tried, effects)
+    purchase_gains = gains(profile, bought, candidates, tried, effects)
+    known = {gain.change.name: gain for gain in lever_gains}
+    worth = [lever for lever in alone if lever.name in known]
+    combined = combinations(profile.workload, worth, [known[lever.name] for lever in worth])
+    together = pairs(_best_first(purchase_gains)) if simulation is not None else []
+    again = trials(profile, site, [*combined, *together], candidates, names)
+    more = run("combinations", again)
+    return _Varied(
+        [*lever_gains, *gains(profile, combined, candidates, again, more)],
+        [*purchase_gains, *gains(profile, together, candidates, again, more)],
+        certainty.interval(site, sampling, [time for time in times if time is not None]),
+        _largest([one for one in results[len(tried) + len(drawn) :] if one is not None]),
+    )
+
+
+def _best_first(some: Sequence[Gain]) -> tuple[Gain, ...]:
+    return tuple(sorted(some, key=lambda gain: gain.seconds_per_token))
 
 
 def _who_grows(candidates: Sequence[Candidate], hardware: Hardware) -> list[str]:
@@ -167,45 +254,22 @@ def _who_grows(candidates: Sequence[Candidate], hardware: Hardware) -> list[str]
     return [JOINT] if JOINT in able and hardware.gpus == 1 else longest_first(able)
 
 
-def _largest(profile: Profile, names: Sequence[str], sizes: Sequence[GrowingFigure], run: Run) -> list[Largest]:
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """The largest value of a figure under one policy."""
+
+    profile: Profile
+    name: str
+    figure: GrowingFigure
+
+    def __call__(self) -> Largest:
+        return largest(self.profile.workload, self.profile.hardware, parse_policy(self.name), self.figure)
+
+
+def _largest(found: Sequence[Largest]) -> list[Largest]:
     """The largest value of each figure under any of some policies."""
-    work = [(name, figure) for figure in sizes for name in names]
-    results: list[Largest] = run(partial(_grown, profile), work)
-    each = (results[start : start + len(names)] for start in range(0, len(results), len(names)))
-    return [max(some, key=lambda one: one.value) for some in each]
-
-
-def _grown(profile: Profile, asked: tuple[str, GrowingFigure]) -> Largest:
-    return largest(profile.workload, profile.hardware, parse_policy(asked[0]), asked[1])
-
-
-def _interval(site: Site, simulation: Simulation, sampling: Sampling, run: Run) -> Interval | None:
-    """Simulate the plan again with draws of the uncertain figures."""
-    figures = open_figures(site.source, site.given, site.gpus)
-    if not (sampling.draws and figures):
-        return None
-    results = run(partial(_drawn, site, simulation.profile.workload, simulation.plan), draw(figures, sampling))
-    low, high = np.quantile([seconds for seconds, _ in results], [_LOW, _HIGH]).tolist()
-    short: dict[str, int] = {}
-    for _, memory in results:
-        if memory:
-            short[memory] = short.get(memory, 0) + 1
-    return Interval(sampling, len(figures), low, high, dict(sorted(short.items())))
-
-
-def _drawn(site: Site, workload: Workload, plan: Plan, moved: Mapping[str, str]) -> tuple[float, str]:
-    """The plan's time with some figures, and the memory that is then too small; empty if it fits.
-
-    Sizes of GPU memory decide whether the plan fits, not how long it takes.
-    """
-    sizes = {name: moved[f"gpu.{name}"] for name in ("memory", "reserved_memory") if f"gpu.{name}" in moved}
-    rates = {key: text for key, text in moved.items() if key.removeprefix("gpu.") not in sizes}
-    hardware = site.hardware(rates)
-    result = simulate_plan(analytic_profile(workload, hardware), plan)
-    whole, reserved = (
-        parse_quantity(sizes[name], "bytes") if name in sizes else now
-        for name, now in (("memory", hardware.gpu.memory_bytes), ("reserved_memory", hardware.gpu.reserved_bytes))
-    )
-    if result.gpu.peak_bytes > whole - reserved:
-        return result.iteration_seconds, GPU_MEMORY
-    return result.iteration_seconds, next((one.memory for one in result.memories[1:] if not one.fits), "")
+    best: dict[GrowingFigure, Largest] = {}
+    for one in found:
+        if one.figure not in best or one.value > best[one.figure].value:
+            best[one.figure] = one
+    return list(best.values())

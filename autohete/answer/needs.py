@@ -1,9 +1,10 @@
-"""The least memory with which something fits."""
+"""The least memory with which something fits: rounded up as it is printed, and tried before it is named."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 
 from autohete.answer.policies import longest_first
 from autohete.answer.result import Need
@@ -19,80 +20,103 @@ from autohete.simulate import memory_bytes, simulate_policy, with_memory
 _PLENTY = 2**50
 #: Attempts to find the least memory; each begins at what the one before it was short of.
 _ATTEMPTS = 8
+#: Whole memories are named in tenths of a GiB, as they are printed.
+_STEP = 2**30 / 10
 
 
 def least_memory(profile: Profile, system_bytes: int, names: Sequence[str], run: Run) -> list[Need]:
-    """The least GPU memory, host memory and limit of pinned memory, each alone; or of GPU and host, if none alone is enough."""
+    """The least GPU memory, host memory and limit of pinned memory, each alone; or of GPU and host, if none alone is enough.
+
+    Args:
+        profile: of the hardware on which nothing fits, less what is left to the system.
+        system_bytes: of the node's host memory, left to the system.
+        names: policies.
+        run: works through them.
+    """
     limited = profile.hardware.host.pinned_bytes is not None
     memories = [GPU_MEMORY, HOST_MEMORY, *([PINNED_MEMORY] if limited else [])]
-    work = [(name, memory) for memory in memories for name in longest_first(names)]
-    results = run(partial(_least, profile), work)
-    needs = []
-    for memory in memories:
-        sized = [result for (_, asked), result in zip(work, results, strict=True) if asked == memory and result is not None]
-        if sized:
-            least = min(sized, key=lambda result: (memory_bytes(result[1], memory), result[2]))
-            needs.append(_need((memory,), least, system_bytes))
-    if needs:
-        return needs
+    order = longest_first(names)
+    each = run("least memory", [_Least(profile, name, (memory,), system_bytes) for memory in memories for name in order])
+    found = [_smallest(each, (memory,)) for memory in memories]
+    if any(found):
+        return [need for need in found if need is not None]
     plenty = with_memory(profile, HOST_MEMORY, _PLENTY)
     if limited:
         plenty = with_memory(plenty, PINNED_MEMORY, _PLENTY)
-    order = longest_first(names)
-    sized = [result for result in run(partial(_least_of_both, plenty), order) if result is not None]
-    if sized:
-        least = min(sized, key=lambda result: _sizes(result[1]))
-        needs.append(_need((GPU_MEMORY, HOST_MEMORY), least, system_bytes))
-    return needs
+    both = (GPU_MEMORY, HOST_MEMORY)
+    least = _smallest(run("least memory of GPU and host", [_Least(plenty, name, both, system_bytes) for name in order]), both)
+    return [] if least is None else [least]
 
 
-def _sizes(profile: Profile) -> tuple[int, int]:
-    return memory_bytes(profile, GPU_MEMORY), memory_bytes(profile, HOST_MEMORY)
+def _smallest(each: Sequence[tuple[Need, ...]], grows: tuple[str, ...]) -> Need | None:
+    """The smallest need for more of some memories."""
+
+    def size(need: Need) -> tuple[int, ...]:
+        sizes = {GPU_MEMORY: need.gpu_bytes, HOST_MEMORY: need.host_bytes, PINNED_MEMORY: need.pinned_bytes or 0}
+        return tuple(sizes[memory] for memory in need.grows)
+
+    needs = (need for some in each for need in some if need.grows == grows)
+    return min(needs, key=lambda need: (size(need), need.iteration_seconds), default=None)
 
 
-def _need(grows: tuple[str, ...], least: tuple[str, Profile, float], system_bytes: int) -> Need:
-    policy, profile, seconds = least
-    hardware = profile.hardware
-    return Need(
-        grows,
-        hardware.gpu.memory_bytes,
-        hardware.host.memory_bytes + system_bytes // hardware.gpus_of_node,
-        hardware.host.pinned_bytes,
-        policy,
-        seconds,
-    )
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """The least of some memories with which one policy fits, one after the other; none if they are not enough."""
 
+    profile: Profile
+    name: str
+    grows: tuple[str, ...]
+    system_bytes: int
 
-def _least(profile: Profile, asked: tuple[str, str]) -> tuple[str, Profile, float] | None:
-    """The policy, the profile with the least size of one memory with which it fits, and its time; None if that is not enough.
+    def __call__(self) -> tuple[Need, ...]:
+        profile, seconds = self.profile, math.inf
+        for memory in self.grows:
+            found = self._least(profile, memory)
+            if found is None:
+                return ()
+            profile, seconds = found
+        hardware = profile.hardware
+        need = Need(
+            self.grows,
+            hardware.gpu.memory_bytes,
+            hardware.host.memory_bytes + self.system_bytes // hardware.gpus_of_node,
+            hardware.host.pinned_bytes,
+            self.name,
+            seconds,
+        )
+        return (need,)
 
-    From 1 byte on, each attempt has what the one before it was short of: the size that a policy's error names, or its peak.
-    """
-    name, memory = asked
-    policy, size = parse_policy(name), 1
-    for _ in range(_ATTEMPTS):
-        there = with_memory(profile, memory, size)
-        try:
-            result = simulate_policy(there, policy)
-        except InfeasibleError as error:
-            short, needed = error.constraint, error.needed_bytes
-        except AutoHeteError:
-            return None
-        else:
-            if result.verdict is Verdict.OK:
-                return name, there, result.iteration_seconds
-            occupied = next(one for one in result.memories if not one.fits)
-            others = [one for one in result.memories if not one.fits and one.memory != memory]
-            if others:
+    def _least(self, profile: Profile, memory: str) -> tuple[Profile, float] | None:
+        """The profile with the least size of one memory, and the time of an iteration then.
+
+        From 1 byte on, each attempt has what the one before it was short of: the size that a policy's error names, or its peak.
+        """
+        policy, needed = parse_policy(self.name), 1
+        for _ in range(_ATTEMPTS):
+            size = self._rounded(profile, memory, needed)
+            there = with_memory(profile, memory, size)
+            try:
+                result = simulate_policy(there, policy)
+            except InfeasibleError as error:
+                short, needed = error.constraint, error.needed_bytes
+            except AutoHeteError:
                 return None
-            short, needed = occupied.memory, occupied.peak_bytes
-        if short != memory:
-            return None
-        size = max(needed, size + 1)
-    return None
+            else:
+                if result.verdict is Verdict.OK:
+                    return there, result.iteration_seconds
+                occupied = next(one for one in result.memories if not one.fits)
+                if any(not one.fits for one in result.memories if one.memory != memory):
+                    return None
+                short, needed = occupied.memory, occupied.peak_bytes
+            if short != memory:
+                return None
+            needed = max(needed, size + 1)
+        return None
 
-
-def _least_of_both(plenty: Profile, name: str) -> tuple[str, Profile, float] | None:
-    """The least GPU memory with any amount of host memory, and with that the least host memory."""
-    first = _least(plenty, (name, GPU_MEMORY))
-    return None if first is None else _least(first[1], (name, HOST_MEMORY))
+    def _rounded(self, profile: Profile, memory: str, needed: int) -> int:
+        """The least size for tensors with which the whole memory is a number of tenths of a GiB and holds ``needed``."""
+        beside = {
+            GPU_MEMORY: profile.hardware.gpu.memory_bytes - memory_bytes(profile, GPU_MEMORY),
+            HOST_MEMORY: self.system_bytes // profile.hardware.gpus_of_node,
+        }.get(memory, 0)
+        return math.floor(math.ceil((needed + beside) / _STEP) * _STEP) - beside

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from autohete.answer.result import NOISE, Candidate
+from autohete.errors import AutoHeteError
 from autohete.plan import Plan
+from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import Profile
-from autohete.simulate.summary import answer_or_refusal
+from autohete.simulate import Simulation, simulate_policy
+from autohete.simulate.summary import answer_or_refusal, summarize
 
 #: Decides for each unit, and is never slower than another policy that fits. For one GPU.
 JOINT = "joint"
 
 
 def default_policies(gpus: int = 1) -> tuple[str, ...]:
-    """Every registered system with its default flags; with several GPUs also ordinary training that shards what it needs not
-    replicate."""
+    """Every registered system; with several GPUs also ordinary training that shards what it needs not replicate."""
     return (*POLICIES, *(["resident:zero_stage=2", "resident:zero_stage=3"] if gpus > 1 else []))
 
 
@@ -26,9 +29,32 @@ def longest_first(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: name.partition(":")[0] not in (JOINT, "autohete"))
 
 
-def judged(profile: Profile, name: str) -> Candidate:
-    summary, simulation = answer_or_refusal(profile, parse_policy(name))
-    return Candidate(summary, None if simulation is None else simulation.plan)
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A policy judged with each of some flags.
+
+    Args:
+        profile: of the workload on the hardware.
+        names: the policy with its flags, the default ones first.
+    """
+
+    profile: Profile
+    names: tuple[str, ...]
+
+    def __call__(self) -> Candidate:
+        """The result with the flags that are fastest; if none fits, with the first ones."""
+        best: Simulation | None = None
+        policies = [parse_policy(name) for name in self.names]
+        if len(policies) > 1:
+            for policy in policies:
+                with suppress(AutoHeteError):  # does not fit, or cannot plan this
+                    found = simulate_policy(self.profile, policy)
+                    if found.verdict is Verdict.OK and (best is None or found.iteration_seconds < best.iteration_seconds):
+                        best = found
+        if best is not None:
+            return Candidate(summarize(best, parse_policy(best.plan.policy)), best.plan)
+        summary, simulation = answer_or_refusal(self.profile, policies[0])
+        return Candidate(summary, None if simulation is None else simulation.plan)
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

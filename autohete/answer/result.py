@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from autohete.answer.draws import Sampling
 from autohete.plan import Plan, Processor
@@ -17,6 +19,10 @@ from autohete.workload import Workload
 
 #: Relative differences of times below this are treated as ties.
 NOISE = 0.01
+#: Joins the names of changes that are made together.
+AND = " + "
+#: What is at least so probable is stated as a fact.
+SURE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,11 @@ class Candidate:
         )
 
 
+def fastest_staying(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The fastest of some candidates that fits and moves nothing, or None."""
+    return min((each for each in candidates if each.fits and each.stays), key=lambda each: each.seconds, default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """One memory under the recommended plan.
@@ -82,14 +93,16 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something to buy, or to change for nothing.
+    """Something to buy, or a lever: another way to train the same model.
 
     Args:
-        name: in words.
+        name: in words; several changes together are joined by :data:`AND`.
         moved: hardware figures: dotted key -> text with unit.
         gpus: GPUs that then train together; None: as many as now.
         workload: the workload after the change; None: the same.
         memory: the memory that grows; empty if none does.
+        exact: whether the same gradients are computed from the same sequences in each iteration.
+        item: what a purchase has its price under.
     """
 
     name: str
@@ -97,6 +110,8 @@ class Change:
     gpus: int | None = None
     workload: Workload | None = None
     memory: str = ""
+    exact: bool = True
+    item: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +124,11 @@ class Gain:
         verdict, explanation: of that policy; if none fits, of the one that was recommended before.
         iteration_seconds: time then; None if none fits.
         tokens_per_second: on all GPUs.
+        peaks: bytes used of each memory then.
         saved_seconds: of the fastest iteration as it is now, for the same number of tokens; None if nothing fitted before.
         saved_share: of the time for a token.
+        price_per_hour: price of the purchase for each hour that it saves of the whole training; None without a price, or if
+            nothing is saved.
     """
 
     change: Change
@@ -119,15 +137,25 @@ class Gain:
     explanation: str
     iteration_seconds: float | None
     tokens_per_second: float | None
+    peaks: Mapping[str, int]
     saved_seconds: float | None
     saved_share: float | None
+    price_per_hour: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a policy trains after the change."""
+        return self.iteration_seconds is not None
 
     @property
     def helps(self) -> bool:
         """Whether it brings more than noise."""
-        if self.iteration_seconds is None:
-            return False
-        return self.saved_share is None or self.saved_share >= NOISE
+        return self.fits and (self.saved_share is None or self.saved_share >= NOISE)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Time for a token on all GPUs; infinite if nothing fits."""
+        return math.inf if self.tokens_per_second is None else 1 / self.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,25 +178,39 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The interval of the recommended plan's time, from the ranges of the hardware's figures.
+    """The interval of the recommended plan's time, from the ranges of the hardware's figures and the error of the model.
 
     Args:
         sampling: number and seed of the draws.
         figures: how many figures were drawn.
+        model_error: mean error of the model's times, as a share.
         low_seconds, high_seconds: 5 and 95 % of the iteration time.
         short: in how many draws each memory was too small for this plan.
+        faster_than_staying: probability that the plan is faster than the fastest one that moves nothing; None if there is no
+            other that does.
     """
 
     sampling: Sampling
     figures: int
+    model_error: float
     low_seconds: float
     high_seconds: float
     short: Mapping[str, int]
+    faster_than_staying: float | None
 
     @property
     def fitting(self) -> int:
         """In how many draws the plan fits."""
         return self.sampling.draws - sum(self.short.values())
+
+
+class Offloading(StrEnum):
+    """Whether to move anything off the GPU."""
+
+    NEEDED = "needed"
+    PAYS = "pays"
+    UNDECIDED = "undecided"
+    DOES_NOT_PAY = "does not pay"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,13 +224,14 @@ class Answer:
         candidates: all policies: what trains, fastest first, then the others. The first is recommended.
         simulation: of the recommended plan; None if nothing fits.
         budgets: GPU, pinned and host memory, and places.
-        gains: the effect of each purchase; ``free``: the effect of each change that costs nothing. If nothing fits, faster
-            links, memory or processors are left out, since they do not change that.
-        adapters: if nothing fits, the result of training adapters instead of all parameters.
+        levers: the effect of other ways to train, alone and combined, best first.
+        purchases: the effect of each purchase, and of two together, best first. If nothing fits, faster links, memory or
+            processors are left out, since they do not change that.
         needs: the least memory, if nothing fits.
         largest: the largest sizes that fit: the requested ones, and the batch if nothing fits.
         interval: None if not asked, if nothing fits, or if times were measured.
         given: names of the figures that were given; all others are assumptions.
+        left_out: what there was no time for.
     """
 
     profile: Profile
@@ -197,13 +240,13 @@ class Answer:
     candidates: tuple[Candidate, ...]
     simulation: Simulation | None
     budgets: tuple[Budget, ...]
-    gains: tuple[Gain, ...]
-    free: tuple[Gain, ...]
-    adapters: tuple[Gain, ...]
+    levers: tuple[Gain, ...]
+    purchases: tuple[Gain, ...]
     needs: tuple[Need, ...]
     largest: tuple[Largest, ...]
     interval: Interval | None
     given: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate | None:
@@ -216,16 +259,28 @@ class Answer:
         return next((each for each in self.candidates[1:] if each.fits and not each.same_plan_as), None)
 
     @property
-    def do_not_offload(self) -> bool:
-        """Whether the recommended plan moves nothing: offloading would not make it faster by more than noise."""
-        return self.best is not None and self.best.stays
+    def staying(self) -> Candidate | None:
+        """The fastest candidate that fits and moves nothing, or None."""
+        return fastest_staying(self.candidates)
+
+    @property
+    def offloading(self) -> Offloading | None:
+        """Whether offloading pays: whether it is faster beyond the uncertainty. None if nothing fits."""
+        if self.best is None:
+            return None
+        if self.best.stays:
+            return Offloading.DOES_NOT_PAY
+        if self.staying is None:
+            return Offloading.NEEDED
+        sure = self.interval is None or self.interval.faster_than_staying is None or self.interval.faster_than_staying >= SURE
+        return Offloading.PAYS if sure else Offloading.UNDECIDED
 
     @property
     def binds(self) -> tuple[str, ...]:
         """The memories that bind: those that are too small, or of which more makes training faster."""
         if self.best is None:
             return tuple(dict.fromkeys(memory for need in self.needs for memory in need.grows))
-        return tuple(gain.change.memory for gain in self.gains if gain.change.memory and gain.helps)
+        return tuple(gain.change.memory for gain in self.purchases if gain.change.memory and gain.helps)
 
     @property
     def training_seconds(self) -> float | None:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from autohete.cli.interrupt import in_processes
 from autohete.cli.outputs import check_outputs
-from autohete.cli.question import BLANK, DEFAULT_HARDWARE, Question, Whole
+from autohete.cli.question import BLANK, DEFAULT_HARDWARE, SYSTEM_MEMORY, Question, Whole
+from autohete.cli.stages import Stages
 from autohete.errors import InputError
-from autohete.quantities import parse_count, parse_quantity
+from autohete.quantities import parse_count
 
 if TYPE_CHECKING:
-    from autohete.answer import Answer, Run
+    from autohete.answer import Answer, Run, Sampling
     from autohete.answer.result import Gain
     from autohete.profile import Profile
     from autohete.simulate import Simulation
     from autohete.simulate.largest import GrowingFigure
 
-_TOKENS, _SYSTEM = "1B", "4GiB"
+_TOKENS, _ITERATION_TOKENS = "1B", "65536"
 
 
 def plan(
@@ -31,9 +32,12 @@ def plan(
     policy: str | None = None,
     max_: Annotated[Literal["batch", "sequence", "blocks", "all"] | None, Parameter(name="--max")] = None,
     tokens: str | None = None,
-    system_memory: str | None = None,
+    iteration_tokens: str = _ITERATION_TOKENS,
     draws: Whole = 16,
     seed: Whole = 0,
+    price: tuple[str, ...] = (),
+    fast: Annotated[bool, Parameter(negative=())] = False,
+    timeout: float | None = None,
     jobs: Whole | None = None,
     schedule: str | None = None,
     html: str | None = None,
@@ -42,23 +46,33 @@ def plan(
         tuple[str, ...] | None, Parameter(name="--json", negative=(), consume_multiple=(0, 1), metavar="[FILE]")
     ] = None,
 ) -> None:
-    """Answer whether a model trains on a hardware: the best plan, how fast it is, and what more hardware would bring.
+    """Answer whether a model trains on a hardware: the best plan, how fast it is, and what would make it faster.
+
+    Without --batch-size, the batch and the number of micro-batches that train the most tokens per second are used.
 
     Parameters
     ----------
     policy:
-        NAME[:flag,flag=value]: only show what this policy decides for each block. Without it all policies are judged.
+        NAME[:flag,flag=value]: only show what this policy decides for each block. Without it all policies are judged, with all
+        flags that their users can choose.
     max_:
         The largest batch, sequence or number of blocks that fits, or all three. With --policy, that size is planned instead
         of the one given.
     tokens:
         Tokens of the whole training, such as 1B (the default) or 300M.
-    system_memory:
-        Host memory that is left to the system; default 4GiB. With --policy nothing is left.
+    iteration_tokens:
+        Tokens of an iteration on all GPUs, at most, where the batch is not given.
     draws:
         How often uncertain hardware figures are drawn from their ranges, for an interval of the time; 0: never.
     seed:
         Seed of the draws.
+    price:
+        ITEM=AMOUNT: price of a purchase, in any currency; the answer has its price for each hour saved. Items: gpu-memory,
+        host-memory, pinned-memory, link, dram, cores, gpus, or the name of a place, such as nvme. Repeatable.
+    fast:
+        Leave out what would make it faster.
+    timeout:
+        Seconds after which the best answer so far is printed.
     jobs:
         Processes; default: one per core.
     schedule:
@@ -70,25 +84,35 @@ def plan(
     json_:
         Print JSON, or write it to FILE.
     """
+    from autohete.answer import Sampling
     from autohete.simulate.largest import GrowingFigure
 
     if max_ is not None and question.profile is not None:
         raise InputError("a measured profile (--profile) has no other sizes: leave out --profile or --max")
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs is {jobs}: give at least 1, or leave it out for one per core")
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise InputError(f"--timeout is {timeout:g}: give a number of seconds, such as 30")
     files = {"--schedule": schedule, "--html": html, "--gantt": gantt, "--json": json_[0] if json_ else None}
     outputs = {option: path for option, path in files.items() if path is not None and (option, path) != ("--json", "-")}
     if policy is not None:
-        for option, value in {"--html": html, "--tokens": tokens, "--system-memory": system_memory}.items():
+        whole = {"--html": html, "--tokens": tokens, "--price": price or None, "--fast": fast or None, "--timeout": timeout}
+        for option, value in whole.items():
             if value is not None:
                 raise InputError(f"{option} belongs to the whole answer: leave out --policy, or {option}")
     sizes = tuple(GrowingFigure) if max_ == "all" else () if max_ is None else (GrowingFigure[max_.upper()],)
-    chosen = question.answerable()
-    check_outputs(outputs)
+    prices = _prices(price)
     if policy is not None:
+        chosen = question.answerable()
+        check_outputs(outputs)
         _print_policy(chosen, policy, sizes, outputs, json_)
         return
-    result = with_options(_answer(question, chosen, tokens, system_memory, draws, seed, sizes, _in_processes(jobs)))
+    whole_profile = question.with_system()
+    check_outputs(outputs)
+    run = Stages(jobs, timeout)
+    if question.searches_batch:
+        whole_profile = _with_best_batch(question, whole_profile, iteration_tokens, run)
+    result = with_options(_answer(question, whole_profile, tokens, Sampling(draws, seed), sizes, prices, fast, run))
     _write_outputs(result, outputs)
     if json_ is None or "--json" in outputs:
         from autohete.report.answer_text import answer_text
@@ -99,63 +123,96 @@ def plan(
         print(_json(result))
 
 
+def _prices(given: Sequence[str]) -> dict[str, float]:
+    """Read ITEM=AMOUNT."""
+    prices: dict[str, float] = {}
+    for each in given:
+        item, equals, text = each.partition("=")
+        try:
+            amount = float(text)
+        except ValueError:
+            amount = math.nan
+        if not equals or not 0 < amount < math.inf:
+            raise InputError(f"--price {each!r} is not ITEM=AMOUNT: write it such as gpu-memory=800")
+        prices[item] = amount
+    return prices
+
+
+def _with_best_batch(question: Question, whole: Profile, iteration_tokens: str, run: Run) -> Profile:
+    """The profile of the batch that trains the most tokens per second; as it was if none fits."""
+    from autohete.answer.batches import best_batches
+    from autohete.profile import analytic_profile
+
+    hardware = question.on_hardware()
+    best = best_batches(
+        whole.workload, hardware, run, parse_count(iteration_tokens), micro_batches=question.shape.micro_batches
+    )
+    return whole if best is None else analytic_profile(best, whole.hardware)
+
+
 def _answer(
     question: Question,
     chosen: Profile,
     tokens: str | None,
-    system_memory: str | None,
-    draws: int,
-    seed: int,
+    sampling: Sampling,
     sizes: Sequence[GrowingFigure],
+    prices: Mapping[str, float],
+    fast: bool,
     run: Run,
 ) -> Answer:
-    from autohete.answer import Sampling, Site, find_answer
+    from autohete.answer import Site, find_answer
 
     overrides = question.overrides()
     given = {*question.shape.changes()}
-    options = {"tokens": tokens, "system_memory": system_memory}
-    given |= {name for name, value in options.items() if value is not None}
+    if tokens is not None:
+        given.add("tokens")
+    if question.system_memory != SYSTEM_MEMORY:
+        given.add("system_memory")
     given |= {key.replace(".", "_") for key in overrides}
     if question.hardware != DEFAULT_HARDWARE or question.profile is not None:
         given.add("hardware")
     return find_answer(
         chosen,
         None if question.profile is not None else Site(question.hardware, overrides, question.gpus),
-        system_bytes=round(parse_quantity(_SYSTEM if system_memory is None else system_memory, "bytes")),
+        system_bytes=question.system_bytes(),
         tokens=parse_count(_TOKENS if tokens is None else tokens),
-        sampling=Sampling(draws, seed),
+        sampling=sampling,
         sizes=sizes,
         given=given,
+        prices=prices,
+        fast=fast,
         run=run,
     )
 
 
 def with_options(result: Answer) -> Answer:
-    """Name changes of the training by the options that make them."""
-    from autohete.answer.gains import CHUNKED_LOSS, LORA, QLORA
+    """Name levers by the options that pull them."""
+    from autohete.answer import AND
+    from autohete.answer.levers import LORA, QLORA
 
-    options = {CHUNKED_LOSS: "--chunked-loss", LORA: "--lora 16", QLORA: "--lora 16 --qlora"}
+    options = {
+        "chunked loss": "--chunked-loss",
+        "lean kernels": "--kernels lean",
+        "sublayers": "--units sublayer",
+        "8-bit AdamW": "--optimizer adamw8bit",
+        "AdamW with states in bf16": "--optimizer adamw_bf16",
+        "AdamW in pure bf16": "--optimizer adamw_pure_bf16",
+        "8-bit AdamW in pure bf16": "--optimizer adamw8bit_pure_bf16",
+        "products in fp8": "--precision fp8",
+        LORA: "--lora 16",
+        QLORA: "--lora 16 --qlora",
+    }
 
     def named(gain: Gain) -> Gain:
-        name, bracket, rest = gain.change.name.partition(" (")
-        return replace(gain, change=replace(gain.change, name=options.get(name, name) + bracket + rest))
+        workload, parts = gain.change.workload, []
+        for name in gain.change.name.split(AND):
+            batch = workload is not None and name.endswith("sequences")
+            if batch and workload is not None:
+                name = f"--batch-size {workload.batch_size} --micro-batches {workload.micro_batches}"
+            parts.append(options.get(name, name))
+        return replace(gain, change=replace(gain.change, name=" ".join(parts)))
 
-    return replace(result, free=tuple(map(named, result.free)), adapters=tuple(map(named, result.adapters)))
-
-
-def _in_processes(jobs: int | None) -> Run:
-    """Return what applies a function to many arguments in several processes."""
-
-    def run(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
-        import joblib
-
-        several = min(jobs or joblib.cpu_count(), len(arguments))
-        if several <= 1:
-            return [function(each) for each in arguments]
-        # Batches of one: a policy that searches takes ten times as long as one that does not.
-        return list(in_processes(function, ((each,) for each in arguments), several, ordered=True))
-
-    return run
+    return replace(result, levers=tuple(map(named, result.levers)))
 
 
 def _json(result: Answer) -> str:

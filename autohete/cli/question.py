@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from autohete.profile import Profile
 
 DEFAULT_HARDWARE = "a100-40gb-epyc7713"
+#: Host memory of the operating system and other programs; see :data:`autohete.answer.SYSTEM_BYTES`.
+SYSTEM_MEMORY = "4GiB"
 #: Values of ``Optimizer``, written out: the parser would spell names of members its own way.
 _OptimizerName = Literal[
     "adamw",
@@ -205,6 +207,8 @@ class Question:
         Host memory, such as 64GiB.
     pinned_memory:
         Limit of page-locked host memory, such as 32GiB. Default: all of it.
+    system_memory:
+        Host memory that is left to the system.
     gpus:
         GPUs that train together, each with its own batch; needs hardware with a table [interconnect].
     """
@@ -218,10 +222,22 @@ class Question:
     gpu_memory: str | None = None
     host_memory: str | None = None
     pinned_memory: str | None = None
+    system_memory: str = SYSTEM_MEMORY
     gpus: Whole = 1
 
     def answerable(self) -> Profile:
-        """Return the measured profile, or the analytic profile of the workload on the hardware.
+        """Return the measured profile, or the analytic profile of the workload, on the hardware less the system's memory.
+
+        Raises:
+            InputError: something is missing, contradictory or invalid.
+        """
+        from autohete.answer.site import without_system
+
+        whole = self.with_system()
+        return replace(whole, hardware=without_system(whole.hardware, self.system_bytes()))
+
+    def with_system(self) -> Profile:
+        """Return the profile on the whole hardware, the system's memory included.
 
         Raises:
             InputError: something is missing, contradictory or invalid.
@@ -230,17 +246,33 @@ class Question:
             return self._measured(self.profile)
         from autohete.profile import analytic_profile
 
-        return analytic_profile(self.of_workload(), self.on_hardware())
+        return analytic_profile(self.of_workload(), self._whole_hardware())
+
+    @property
+    def searches_batch(self) -> bool:
+        """Whether nothing names a batch: neither an option, nor the paper's workloads, nor a profile."""
+        return self.shape.batch_size is None and self.workload is None and self.profile is None
 
     def of_workload(self) -> Workload:
         """Return the workload. A measured profile has its own."""
         return self.shape.workload(self.workload, self.model)
 
     def on_hardware(self) -> Hardware:
-        """Return one GPU's share of the hardware. A measured profile has its own."""
+        """Return one GPU's share of the hardware, less the system's memory. A measured profile has its own."""
+        from autohete.answer.site import without_system
+
+        return without_system(self._whole_hardware(), self.system_bytes())
+
+    def _whole_hardware(self) -> Hardware:
         from autohete.hardware import load_hardware
 
         return load_hardware(self.hardware, self.overrides()).shared_by(self.gpus)
+
+    def system_bytes(self) -> int:
+        """Return the host memory of the node that is left to the system."""
+        from autohete.quantities import parse_quantity
+
+        return round(parse_quantity(self.system_memory, "bytes"))
 
     def overrides(self) -> dict[str, str]:
         """Return the hardware figures that were given: dotted key -> text with unit.

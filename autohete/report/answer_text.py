@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from autohete.analysis.bounds import period_bounds
-from autohete.answer import NOISE, Answer, Budget, Candidate, Gain, Interval, Need
+from autohete.answer import NOISE, Answer, Budget, Candidate, Gain, Interval, Need, Offloading
 from autohete.plan import Activations, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.quantities import format_bytes, format_count, format_seconds
@@ -54,7 +54,8 @@ def sections(answer: Answer) -> list[tuple[str, list[str]]]:
         ("Memory", _memory(answer)),
         ("Plan", _plan(answer)),
         ("Policies", _policies(answer)),
-        ("What to buy", _gains(answer)),
+        ("What to change", _levers(answer)),
+        ("What to buy", _purchases(answer)),
         ("The largest that fits", _largest(answer)),
         ("Assumptions", _assumed(answer)),
     ]
@@ -83,7 +84,7 @@ def _verdict(answer: Answer) -> Iterator[str]:
     if answer.training_seconds is not None:
         yield from _wrapped(f"{format_count(answer.tokens)} tokens take {_long(answer.training_seconds)}.", indent=2)
     if answer.interval is not None:
-        yield from _wrapped(_interval(answer.interval, best), indent=2)
+        yield from _wrapped(_interval(answer.interval), indent=2)
     yield from _wrapped(_offload(answer, best), indent=2)
 
 
@@ -92,14 +93,14 @@ def _clock(answer: Answer) -> str:
 
 
 def _offload(answer: Answer, best: Candidate) -> str:
-    if not answer.do_not_offload:
-        resident = next((each for each in answer.candidates if each.fits and each.stays), None)
-        if resident is None:
-            return "Offloading is needed: no plan fits that keeps everything on the GPU."
-        return (
-            f"Offloading pays: keeping everything on the GPU ({resident.name}) takes {format_seconds(resident.seconds)}, "
-            f"{_slower(resident, best)}."
-        )
+    staying, offloading = answer.staying, answer.offloading
+    if staying is None:
+        return "Offloading is needed: no plan fits that keeps everything on the GPU."
+    alone = f"keeping everything on the GPU ({staying.name}) takes {format_seconds(staying.seconds)}, {_slower(staying, best)}"
+    if offloading is Offloading.PAYS:
+        return f"Offloading pays: {alone}."
+    if offloading is Offloading.UNDECIDED:
+        return f"It is not certain that offloading pays: {alone}, which is within the uncertainty. Measure both."
     recomputes = best.plan is not None and best.plan.checkpointed_units
     fastest = min(answer.candidates, key=lambda each: each.seconds)
     gain = ""
@@ -111,15 +112,18 @@ def _offload(answer: Answer, best: Candidate) -> str:
     return f"Do not offload: everything fits on the GPU{' with recomputation' if recomputes else ''}, and that is best.{gain}"
 
 
-def _interval(interval: Interval, best: Candidate) -> str:
+def _interval(interval: Interval) -> str:
     low, high = format_seconds(interval.low_seconds), format_seconds(interval.high_seconds)
     draws, seed = interval.sampling.draws, interval.sampling.seed
+    error = f"the model's mean error of {100 * interval.model_error:.0f} % on new sources"
+    text = f"{low} to {high} with a probability of 90 %, from {error}"
+    if not interval.figures:
+        return f"{text}; all figures of the hardware are given."
     fitting = f"all {draws}" if interval.fitting == draws else f"{interval.fitting}"
     short = ", ".join(f"{_named(memory)} is short in {count}" for memory, count in interval.short.items())
     return (
-        f"{low} to {high} if the {interval.figures} uncertain figures of the hardware are drawn from their ranges "
-        f"(5 to 95 % of {draws} draws, seed {seed}); this plan fits in {fitting}"
-        f"{f' of them ({short})' if short else ''}."
+        f"{text} and from {draws} draws of the {interval.figures} uncertain figures of the hardware (seed {seed}); this plan "
+        f"fits in {fitting}{f' of them ({short})' if short else ''}."
     )
 
 
@@ -155,7 +159,7 @@ def _memory(answer: Answer) -> Iterator[str]:
         yield f"{budget.memory:<9}{used:>11}{format_bytes(budget.available_bytes):>12}   {_kept_back(budget)}"
     if answer.profile.hardware.gpus > 1:
         yield from _wrapped("of each GPU; host and pinned memory are its share of the node")
-    if answer.best is not None and not answer.gains:
+    if answer.best is not None and not answer.purchases:
         return  # nothing was varied, so nothing is known to bind
     names = " and ".join(_named(memory) for memory in answer.binds)
     if answer.best is None:
@@ -282,6 +286,8 @@ def _slower(each: Candidate, best: Candidate) -> str:
     share = each.seconds / best.seconds - 1
     if abs(share) < NOISE:
         return f"as fast, within {100 * NOISE:.0f} %"
+    if share >= 1:
+        return f"{1 + share:.1f}x as long"
     return f"{100 * share:.0f} % slower" if share > 0 else f"{-100 * share:.0f} % faster"
 
 
@@ -308,43 +314,56 @@ def _fact(summary: Summary) -> str:
 # --- what would help ----------------------------------------------------------------------------------------------
 
 
-def _gains(answer: Answer) -> Iterator[str]:
-    if answer.gains:
-        yield from _wrapped("effect of one purchase, with the best plan for it (several together may have a larger effect):")
-        for gain in answer.gains:
-            yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}", indent=2)
-        if answer.profile.hardware.interconnect is None:
-            yield from _wrapped("one more GPU: not simulated, the hardware has no table [interconnect]", indent=2)
-    if answer.free:
-        yield "what costs nothing:"
-        for gain in answer.free:
-            yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}", indent=2)
-    if answer.adapters:
-        yield "training adapters instead of all parameters:"
-        for gain in answer.adapters:
-            yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}", indent=2)
+def _levers(answer: Answer) -> Iterator[str]:
+    groups = {
+        "with the same gradients from the same sequences:": [gain for gain in answer.levers if gain.change.exact],
+        "with other mathematics:": [gain for gain in answer.levers if not gain.change.exact],
+    }
+    for title, some in groups.items():
+        shown = [gain for gain in some if gain.verdict is not Verdict.INVALID]
+        if shown:
+            yield title
+        for gain in shown:
+            yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}{_memory_of(gain)}", indent=2)
+
+
+def _memory_of(gain: Gain) -> str:
+    used = [f"{format_bytes(size)} of {_named(memory)}" for memory, size in gain.peaks.items() if size]
+    return f"; {', '.join(used)}" if used else ""
+
+
+def _purchases(answer: Answer) -> Iterator[str]:
+    if not answer.purchases:
+        return
+    yield from _wrapped("effect of a purchase, with the best plan for it:")
+    for gain in answer.purchases:
+        price = "" if gain.price_per_hour is None else f"; {gain.price_per_hour:.3g} for each hour saved"
+        yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}{price}", indent=2)
+    if answer.profile.hardware.interconnect is None:
+        yield from _wrapped("one more GPU: not simulated, the hardware has no table [interconnect]", indent=2)
 
 
 def _gain(answer: Answer, gain: Gain) -> str:
-    best, seconds = answer.best, gain.iteration_seconds
-    if seconds is None:
+    best, seconds, change = answer.best, gain.iteration_seconds, gain.change
+    if seconds is None or gain.tokens_per_second is None:
         return "would not fit" if best is not None else "still does not fit"
     if gain.saved_seconds is None or gain.saved_share is None:
-        return f"FITS, {format_seconds(seconds)} per iteration ({gain.policy})"
+        return f"FITS, {format_seconds(seconds)} per iteration, {gain.tokens_per_second:,.0f} tokens/s ({gain.policy})"
     other = "" if best is None or gain.policy == best.name else f", with {gain.policy}"
     if not gain.helps:
         slower = f"{-100 * gain.saved_share:.0f} % slower" if gain.saved_share <= -NOISE else ""
-        if gain not in answer.gains:
+        if change.workload is not None:
             return slower or "no faster"
-        if not slower or gain.change.gpus is not None:  # what is bought may be left unused
+        if not slower or change.gpus is not None:  # what is bought may be left unused
             return "no effect"
         return f"no effect, or {slower}: copies and CPU updates take DRAM bandwidth from each other"
-    if gain.change.gpus is not None:
-        return f"{gain.tokens_per_second:,.0f} tokens/s, {100 * gain.saved_share:.0f} % less time for a token{other}"
-    return (
-        f"saves {format_seconds(gain.saved_seconds)} per iteration, {100 * gain.saved_share:.0f} % "
-        f"({format_seconds(seconds)}{other})"
-    )
+    faster = f"{gain.tokens_per_second:,.0f} tokens/s, {_times(1 / (1 - gain.saved_share))}"
+    return f"{faster} ({format_seconds(seconds)} per iteration{other})"
+
+
+def _times(factor: float) -> str:
+    """How much faster: in percent, or as a factor from 2 on."""
+    return f"{factor:.1f}x as fast" if factor >= 2 else f"{100 * (factor - 1):.0f} % faster"
 
 
 def _largest(answer: Answer) -> Iterator[str]:
@@ -381,7 +400,9 @@ def _assumed(answer: Answer) -> Iterator[str]:
         assumed.append(f"{format_bytes(answer.system_bytes)} of host memory left to the system")
     if "tokens" not in given:
         assumed.append(f"{format_count(answer.tokens)} tokens")
-    yield from _wrapped(f"assumed, not given: {', '.join(assumed)}; policies with their default flags.")
+    yield from _wrapped(f"assumed, not given: {', '.join(assumed)}.")
+    if answer.left_out:
+        yield from _wrapped(f"no time for: {', '.join(answer.left_out)}; give a longer --timeout.")
     yield from _wrapped(f"model: {'; '.join(described_blocks(workload))}; vocabulary {workload.vocabulary_size:,}.")
     for note in answer.candidates[0].summary.notes:
         yield from _wrapped(f"note: {note}")

@@ -3,7 +3,7 @@
 from autohete.simulate.budget import memory_bytes, with_memory
 from autohete.simulate.judge import SimulatingJudge, judge_for
 from autohete.simulate.pipeline import simulate, simulate_policy, simulate_safely
-from autohete.simulate.safety import Safety, safety, simulate_plan
+from autohete.simulate.safety import Safety, safety, simulate_again, simulate_plan
 from autohete.simulate.simulation import Simulation, run_until_steady, simulate_schedule, verdict
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "run_until_steady",
     "safety",
     "simulate",
+    "simulate_again",
     "simulate_plan",
     "simulate_policy",
     "simulate_safely",

@@ -64,3 +64,17 @@ def simulate_plan(profile: Profile, plan: Plan, executor: Executor | None = None
 def with_waits(simulation: Simulation, executor: Executor | None = None) -> Simulation:
     """Return ``simulation`` with the waits that make it fit under any timing; the same if no such waits are known."""
     return safety(simulation, executor).safe or simulation
+
+
+def simulate_again(simulation: Simulation, profile: Profile) -> Simulation:
+    """Execute the schedule of ``simulation``, waits included, with the times and capacities of another profile.
+
+    Args:
+        simulation: of a plan for the same workload.
+        profile: with other rates or sizes of memory, such as one draw of uncertain figures.
+    """
+    plain = lower(profile, simulation.plan)
+    lasts = {task.id: task.duration_ns for task in plain.tasks}
+    schedule = simulation.schedule
+    timed = schedule.timed([lasts[task.id] for task in schedule.tasks], plain.memories, plain.flows, plain.resources)
+    return simulate_schedule(profile, simulation.plan, timed)
