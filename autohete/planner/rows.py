@@ -32,7 +32,7 @@ from autohete.schedule import D2H, GPU_MEMORY, H2D, HOST_MEMORY, Value
 Numbers = NDArray[np.float64]
 
 #: Durations are rounded to nanoseconds: up to this many tasks per unit and micro-batch may each be half a nanosecond shorter.
-_TASKS_PER_UNIT = 16
+TASKS_PER_UNIT = 16
 #: What forward leaves for backward.
 _KEPT = (Value.ACTIVATIONS, Value.INPUT)
 
@@ -121,7 +121,7 @@ def _recomputed(block: UnitProfile, one: UnitPlan) -> frozenset[str]:
     return frozenset(name for part in parts_of(one, block) if part.recomputed for name in part.names)
 
 
-def _recompute_seconds(profile: Profile, unit: int, one: UnitPlan) -> float:
+def recompute_seconds(profile: Profile, unit: int, one: UnitPlan) -> float:
     """Recomputation time per micro-batch."""
     block = profile.units[unit]
     if unit < profile.first_trained:
@@ -237,7 +237,7 @@ class Model:
         self._forward = np.array([unit.forward_seconds for unit in self._profile.units])
         self._reached = (self._units >= self._profile.first_trained).astype(float)  # by backward
         self._backward = np.array([unit.backward_seconds for unit in self._profile.units]) * self._reached
-        self._recompute = tables.passes(_recompute_seconds)
+        self._recompute = tables.passes(recompute_seconds)
         self._gpu_update = tables.others(lambda one: one.gpu_update)
         #: Updates, and copies for them, that precede the backward of the unit below: none if gradients are clipped.
         self._early = float(not self._profile.workload.clips)
@@ -280,7 +280,7 @@ class Model:
         between = self._engines(after, gradients + home, updates)
         base = self._gpu_from()
         cycles = [base + self._sum(under, one) for one in between]
-        floor = 0.5e-9 * _TASKS_PER_UNIT * self._n * self._m
+        floor = 0.5e-9 * TASKS_PER_UNIT * self._n * self._m
         of_places = [self._sum(everything, tables.moves(partial(_place_seconds, place))) for place in self._places]
         seconds = stacked([*loads, *cycles, self._before_backward(gpu), *of_places])
         stall = self._stall(gradients)

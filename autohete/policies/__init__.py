@@ -23,7 +23,7 @@ from enum import Enum
 from autohete.errors import AutoHeteError, InputError, OptimizerError, unknown_name
 from autohete.plan import Plan
 from autohete.plan.policy import Judge
-from autohete.policies.variants import flags_of
+from autohete.policies.flags import flags_of
 from autohete.profile import Profile
 
 #: Entry point group in which other packages register their policies.

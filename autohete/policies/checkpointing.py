@@ -23,7 +23,7 @@ class Checkpointing(StrEnum):
 
 def choosable(profile: Profile) -> tuple[Checkpointing, ...]:
     """What users choose from: the better of all and none, or selective recomputation where the profile supports it."""
-    selects = any(unit.selected for unit in profile.units)
+    selects = all(unit.selected for unit in profile.units[max(1, profile.first_trained) : -1])
     return (Checkpointing.BEST, Checkpointing.SELECTIVE) if selects else (Checkpointing.BEST,)
 
 

@@ -32,8 +32,8 @@ from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, ByPriority, GpuUpdatesAfterBackward, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
+from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import ZERO3, shared
-from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind, Value
 

@@ -34,8 +34,8 @@ from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, Slots, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
+from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import FSDP2, shared
-from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -109,7 +109,7 @@ class Fsdp2Offload:
 
         return Plan(
             policy="fsdp2_offload",
-            units=shared(map(unit, range(last + 1)), 3, profile),
+            units=shared((unit(0), *[unit(1)] * (last - 2), unit(last - 1), unit(last)), 3, profile),
             rules=(
                 Slots(Kind.OFFLOAD_GRADIENTS, 3) if self.pin_memory else BlockingCopies(Kind.OFFLOAD_GRADIENTS),
                 UpdatesAfterBackward(),

@@ -6,8 +6,8 @@
   With several micro-batches, gradients for the CPU are accumulated on the host or on the GPU. DeepSpeed and Megatron-LM forbid
   most of these combinations.
 - Copies, casts, updates and rules are AutoHete's (``autohete.py``), so any gain over it comes from the decisions.
-- The plans of the shipped systems with their default flags are tried as well, with that system's rules, formats and footprint,
-  and used if faster. So this is never slower than any of them.
+- The plans of the shipped systems are tried as well, with every flag that their users can choose and with that system's rules,
+  formats and footprint, and used if faster. So this is never slower than any of them that trains synchronously.
 
 A linear program over lower bounds of the time and of the memory chooses the start; simulations continue from there
 (``autohete/planner/joint_search.py``).
@@ -23,10 +23,9 @@ from itertools import product
 
 import numpy as np
 
-from autohete import policies
 from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InfeasibleError, InputError, RuleError
-from autohete.lowering import lower, never_fits
+from autohete.lowering import lower
 from autohete.plan import Activations, Format, Plan, Processor, Route, UnitPlan, without_refused_rules
 from autohete.plan.policy import Judge, Judgement, Verdict, estimates
 from autohete.plan.rules import ByPriority, GpuUpdatesAfterRecompute, Rule, Slots
@@ -41,14 +40,11 @@ from autohete.planner.tuning import tune_prefetches
 from autohete.planner.unit_costs import Costs
 from autohete.policies.autohete import AutoHete
 from autohete.policies.several_gpus import check_one_gpu
+from autohete.policies.shipped import least_shipped, shipped_plans
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule
 from autohete.workload import Units
 
-#: Systems that never move parameters, gradients or states. They are skipped if these do not fit.
-_STATES_ON_GPU = ("resident", "offload_activations", "capuchin", "sqrt_checkpoint", "rotor")
-#: Durations are rounded to nanoseconds; with this much less, no sum of them is longer than the simulated one.
-_ROUNDING_SECONDS = 1e-4
 #: To find the plan with the least memory: how many fitting plans to start with, and how many to try around the best of them.
 _CORNERS, _MEASUREMENTS = 6, 24
 #: Up to this many units, plans that need waits for memory are tried where others fit: finding the waits takes long.
@@ -119,7 +115,7 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[
     for part, search in zip(parts, searches, strict=True):
         search.start(part.where(_keeps_on_gpu).relaxation())
     limit = searches[0].seconds if searches else math.inf
-    candidates = [*known, *_shipped(profile, estimate, limit)]
+    candidates = [*known, *shipped_plans(profile, estimate, limit, Joint)]
     coarse = of_blocks(parts[-1]) if parts else None
     # Each part starts from all earlier results and runs the same search as the last part would: more choices never hurt.
     for part, search in zip(parts, searches, strict=True):
@@ -288,6 +284,12 @@ class PlanFamily:
 
     def _least(self, problem: Relaxation) -> tuple[float, Plan] | None:
         """The plan that needs the least of one memory within the others' budgets, with its bytes. None if none is found."""
+        best = self._least_of_choices(problem)
+        other = least_shipped(self.profile, problem.objective, math.inf if best is None else best[0], Joint)
+        return other or best
+
+    def _least_of_choices(self, problem: Relaxation) -> tuple[float, Plan] | None:
+        """The same, of the plans of the choices."""
         best: tuple[float, Plan] | None = None
         others = {memory: budget for memory, budget in problem.budgets.limits().items() if memory is not problem.objective}
 
@@ -338,52 +340,6 @@ class PlanFamily:
 
     def _lowered(self, assignment: Assignment) -> tuple[Plan, Schedule]:
         return without_refused_rules(self._untuned(assignment), partial(lower, self.profile))
-
-
-def _shipped(profile: Profile, judge: Judge, best: float) -> Iterator[Plan]:
-    """Plans of the shipped systems with their default flags, except those that cannot be faster than ``best``."""
-    few = profile.with_micro_batches(min(profile.workload.micro_batches, 3))
-
-    def quickly(plan: Plan) -> Judgement:
-        """The judgement of ``plan``, without a simulation if it is too slow or never fits."""
-        if _gpu_seconds(profile, plan) >= best or never_fits(few, plan):
-            return Judgement(Verdict.GPU_OUT_OF_MEMORY, math.inf)
-        return judge(plan)
-
-    states = sum(map(profile.state_bytes, range(len(profile.units))))
-    states += sum(map(profile.parameter_bytes, range(len(profile.units))))
-    for name, system in policies.POLICIES.items():
-        if system is Joint or (name in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
-            continue
-        if system is AutoHete:
-            relaxed = replace(AutoHete().program(profile), pending=False).solve()
-            if relaxed is not None and relaxed.value >= best:
-                continue
-        try:
-            one = judge if system is AutoHete else quickly
-            plan = system().plan(profile, one)
-            fits = one(plan).verdict is Verdict.OK
-        except (InfeasibleError, InputError):  # not applicable: memory, micro-batches, or no drives
-            continue
-        if fits and not plan.delayed:
-            yield plan
-
-
-def _gpu_seconds(profile: Profile, plan: Plan) -> float:
-    """The least time of the GPU's passes and updates under ``plan``."""
-    again = sum(
-        block.recompute_seconds
-        for number, (block, unit) in enumerate(zip(profile.units, plan.units, strict=True))
-        if unit.activations is Activations.RECOMPUTE and number >= profile.first_trained
-    )
-    forward = sum(block.forward_seconds for block in profile.units) + profile.loss.seconds
-    backward = sum(block.backward_seconds for block in profile.units[profile.first_trained :])
-    updates = sum(
-        block.gpu_update_seconds
-        for block, unit in zip(profile.units, plan.units, strict=True)
-        if unit.update.on is Processor.GPU and not block.is_frozen
-    )
-    return profile.workload.micro_batches * (forward + backward + again) + updates - _ROUNDING_SECONDS
 
 
 def _corners(choices: Choices) -> Iterator[Assignment]:

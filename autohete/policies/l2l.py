@@ -32,8 +32,8 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
+from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import check_one_gpu
-from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 

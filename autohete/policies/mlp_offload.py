@@ -26,8 +26,8 @@ from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
+from autohete.policies.flags import combinations, if_several, place_names
 from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared
-from autohete.policies.variants import combinations, if_several, place_names
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 

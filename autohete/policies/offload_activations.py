@@ -27,7 +27,7 @@ from autohete.errors import check_fields
 from autohete.plan import Activations, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import BlockingCopies, GpuUpdatesAfterBackward, Slots
-from autohete.policies.variants import combinations
+from autohete.policies.flags import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 

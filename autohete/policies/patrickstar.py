@@ -24,14 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
+from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import shared
-from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Value
 from autohete.workload import Precision
@@ -103,13 +104,16 @@ class PatrickStar:
             # The system trains in 16 bit only. In fp32 the parameters are the master weights and must not be overwritten.
             replaced = profile.workload.precision is not Precision.FP32 and gpus == 1
             common = UnitPlan(refresh=Format(4), gradients_replace_parameters=replaced)
+            on_cpu = replace(common, update=Update(Processor.CPU), gradients=Route(HOST_MEMORY))
+
+            @cache
+            def inner(unit: UnitPlan, where: Route) -> UnitPlan:
+                return replace(unit, activations=activations, parameters=where)
+
             units = []
             for block in range(len(weights)):
-                on_cpu = replace(common, update=Update(Processor.CPU), gradients=Route(HOST_MEMORY))
                 unit = common if block < on_gpu else on_cpu
-                if block in transformer:
-                    unit = replace(unit, activations=activations, parameters=route(block, kept))
-                units.append(unit)
+                units.append(inner(unit, route(block, kept)) if block in transformer else unit)
             # The norm of gradients accumulated on the host needs all of them before the first update.
             needed_before = profile.workload.clips and profile.workload.micro_batches > 1
             copied_late = tuple(i for i, unit in enumerate(units) if unit.refreshed and not needed_before)
@@ -134,20 +138,23 @@ class PatrickStar:
                 ),
             )
 
+        @cache
+        def route_of(*, stays_after_forward: bool, stays_after_backward: bool) -> Route:
+            return Route(
+                HOST_MEMORY,
+                ahead=int(self.async_move),
+                stays_after_forward=stays_after_forward,
+                stays_after_backward=stays_after_backward,
+                moves=not stays_after_forward,
+            )
+
         def route(block: int, kept: int) -> Route:
             if gpus > 1:
                 home = GPU_MEMORY if block <= kept else HOST_MEMORY
                 return Route(home, ahead=int(self.async_move))
             if kept >= len(transformer):
                 return Route()
-            stays_after_forward = block > len(transformer) - kept
-            return Route(
-                HOST_MEMORY,
-                ahead=int(self.async_move),
-                stays_after_forward=stays_after_forward,
-                stays_after_backward=block <= kept,
-                moves=not stays_after_forward,
-            )
+            return route_of(stays_after_forward=block > len(transformer) - kept, stays_after_backward=block <= kept)
 
         # The warm-up iteration: memory that training needs in addition to its chunks.
         everything = plan_for(len(transformer), 0)

@@ -15,8 +15,8 @@ from autohete.plan import Activations, FlatBuffers, Footprint, Plan, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
+from autohete.policies.flags import combinations, if_several
 from autohete.policies.several_gpus import FSDP1, FSDP2, ZERO2, ZERO3, shared
-from autohete.policies.variants import combinations, if_several
 from autohete.profile import Profile
 
 #: ``sub_group_size`` of DeepSpeed's stage 3.

@@ -23,7 +23,7 @@ from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Plan, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
-from autohete.policies.variants import combinations
+from autohete.policies.flags import combinations
 from autohete.profile import Profile
 
 

@@ -30,8 +30,8 @@ from autohete.plan import Activations, Footprint, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward, Slots
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
+from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import check_one_gpu, shared
-from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 

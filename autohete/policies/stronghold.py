@@ -33,9 +33,9 @@ from autohete.plan.policy import Judge, Verdict, better
 from autohete.plan.rules import Barrier, Window
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
+from autohete.policies.flags import combinations, if_several
 from autohete.policies.several_gpus import shared
 from autohete.policies.too_large import surely_exceeds_gpu
-from autohete.policies.variants import combinations, if_several
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 

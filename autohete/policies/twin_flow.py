@@ -25,7 +25,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from autohete.errors import InputError, check_fields
@@ -34,9 +35,9 @@ from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward, SerialUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
+from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import ZERO3, shared
 from autohete.policies.too_large import surely_exceeds_gpu
-from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Value
 
@@ -113,23 +114,27 @@ class TwinFlow:
         """The plan in which the GPU updates the first ``on_gpu`` elements."""
         element, mixed = profile.element_bytes, traffic.is_mixed(profile)
         parameters = _parameters(profile)
+        # In its own format, and in fp32.
+        gradients, refresh = Format(element + 4, self.pin_memory), Format(element, pinned=False)
+
+        @cache
+        def unit(kept: Activations, share: float) -> UnitPlan:
+            """A unit of which the GPU updates a share."""
+            if share == 1:
+                return UnitPlan(kept)
+            return UnitPlan(
+                kept,
+                update=Update(Processor.CPU, share),
+                # The host has no space for the GPU's part.
+                gradients=Route(GPU_MEMORY if share else HOST_MEMORY, carried=gradients),
+                refresh=refresh,
+                sum_bytes=None if share else element,
+            )
+
         units = []
         for block, (count, end) in enumerate(zip(parameters, accumulate(parameters), strict=True)):
-            inner = 0 < block < len(parameters) - 1
-            unit = UnitPlan(activations if inner else Activations.KEEP)
-            if end > on_gpu:
-                # In its own format, and in fp32.
-                gradients, refresh = Format(element + 4, self.pin_memory), Format(element, pinned=False)
-                share = max(on_gpu - (end - count), 0) / max(count, 1)
-                summed_in = GPU_MEMORY if share else HOST_MEMORY  # the host has no space for the GPU's part
-                unit = replace(
-                    unit,
-                    update=Update(Processor.CPU, share),
-                    gradients=Route(summed_in, carried=gradients),
-                    refresh=refresh,
-                    sum_bytes=None if share else element,
-                )
-            units.append(unit)
+            share = 1.0 if end <= on_gpu else max(on_gpu - (end - count), 0) / max(count, 1)
+            units.append(unit(activations if 0 < block < len(parameters) - 1 else Activations.KEEP, share))
         bucket = round(1e6 * self.bucket_size) * element
         all_gradients = sum(parameters) * element  # of both processors, in their own format
         return Plan(

@@ -23,8 +23,8 @@ from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Format, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
+from autohete.policies.flags import combinations
 from autohete.policies.twin_flow import TwinFlow
-from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 
@@ -82,7 +82,8 @@ class Zero3Offload:
         element = profile.element_bytes
         fetched = Format(element, self.pin_parameters)
 
-        def offloaded(block: int, unit: UnitPlan) -> UnitPlan:
+        def offloaded(block: int) -> UnitPlan:
+            unit = plan.units[block]
             if tied and block in (0, last):
                 return unit
             route = Route(HOST_MEMORY, stays_after_forward=block == last, carried=fetched)
@@ -91,7 +92,7 @@ class Zero3Offload:
         return replace(
             plan,
             policy="zero3_offload",
-            units=tuple(offloaded(block, unit) for block, unit in enumerate(plan.units)),
+            units=(offloaded(0), *[offloaded(1)] * (last - 1), offloaded(last)),
             footprint=replace(plan.footprint, host_parameter_bytes=element),
         )
 

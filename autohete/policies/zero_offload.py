@@ -37,8 +37,8 @@ from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterBackward, RefreshAfterUpdates, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
+from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import ZERO2, ZERO2_TO_OWNERS, shared
-from autohete.policies.variants import combinations
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind, Value
 from autohete.workload import Precision

@@ -1,6 +1,6 @@
 """Simulation of a policy: from workload and hardware to plan, schedule, trace and occupancy."""
 
-from autohete.simulate.budget import memory_bytes, with_memory
+from autohete.lowering.budget import memory_bytes, with_memory
 from autohete.simulate.judge import SimulatingJudge, judge_for
 from autohete.simulate.pipeline import simulate, simulate_policy, simulate_safely
 from autohete.simulate.safety import Safety, safety, simulate_again, simulate_plan

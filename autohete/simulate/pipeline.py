@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InfeasibleError, InputError, OnePoolError
 from autohete.hardware import Hardware
+from autohete.lowering.budget import memory_bytes, with_memory
 from autohete.plan import Plan
 from autohete.plan.policy import Policy
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import format_bytes
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
-from autohete.simulate.budget import memory_bytes, with_memory
 from autohete.simulate.judge import judge_for
 from autohete.simulate.safety import safety, simulate_plan
 from autohete.simulate.simulation import Simulation

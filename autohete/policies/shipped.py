@@ -1,0 +1,104 @@
+"""The plans of the shipped systems, with every combination of flags that their users can choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autohete import policies
+from autohete.analysis.memory_waits import least_bytes
+from autohete.errors import InfeasibleError, InputError
+from autohete.lowering import lower
+from autohete.lowering.budget import with_memory
+from autohete.plan import Plan
+from autohete.plan.policy import Judge, Judgement, Verdict
+from autohete.planner.optimistic import OptimisticJudge, capacities
+from autohete.policies.autohete import AutoHete
+from autohete.policies.capuchin import Capuchin
+from autohete.policies.offload_activations import OffloadActivations
+from autohete.policies.rotor import Rotor
+from autohete.policies.sqrt_checkpoint import SqrtCheckpoint
+from autohete.profile import Profile
+
+#: Systems that never move parameters, gradients or states.
+_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor)
+
+
+def shipped_plans(profile: Profile, judge: Judge, best: float, but: type[policies.System]) -> Iterator[Plan]:
+    """Yield plans of the shipped systems that train synchronously and fit, each faster than ``best`` and those before it.
+
+    Args:
+        profile: times and sizes.
+        judge: time and memory of a plan.
+        best: a system whose plan surely takes as long, in seconds, is left out.
+        but: the system that is not asked.
+    """
+    for bound, system in sorted(_hopeful(profile, best, but), key=lambda one: one[0]):
+        if bound >= best:
+            return
+        answer = _judged(system, profile, judge)
+        if answer is not None and answer[1].verdict is Verdict.OK:
+            best = min(best, answer[1].seconds)
+            yield answer[0]
+
+
+def _hopeful(profile: Profile, best: float, but: type[policies.System]) -> Iterator[tuple[float, policies.System]]:
+    """The variants that may fit and be faster than ``best``, each with a bound of its time."""
+    optimist = OptimisticJudge(profile, best)
+    if optimist.least_seconds >= best:
+        return
+    states = sum(profile.state_bytes(i) + profile.parameter_bytes(i) for i in range(len(profile.units)))
+    for system in policies.POLICIES.values():
+        if system is but or (system in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
+            continue
+        for variant in policies.variants(system, profile):
+            if isinstance(variant, AutoHete):  # has bounds of its own
+                relaxed = replace(variant.program(profile), pending=False).solve()
+                bound = 0.0 if relaxed is None else relaxed.value
+            elif (answer := _judged(variant, profile, optimist)) is None or answer[1].verdict is not Verdict.OK:
+                continue
+            else:
+                bound = answer[1].seconds
+            if bound < best:
+                yield bound, variant
+
+
+def least_shipped(profile: Profile, memory: str, enough: float, but: type[policies.System]) -> tuple[int, Plan] | None:
+    """The plan of a shipped system that needs the least of one memory if copies wait for space, with its bytes.
+
+    Args:
+        profile: its other memories must suffice.
+        memory: the memory.
+        enough: bytes with which a plan is known. None is returned if no other needs less.
+        but: the system that is not asked.
+    """
+    little = with_memory(profile, memory, 1)  # for which a system plans as thriftily as it can
+    others = {name: size for name, size in capacities(profile.hardware).items() if name != memory}
+    optimist, best = OptimisticJudge(little, 0.0), None
+    for system in policies.POLICIES.values():
+        for variant in () if system in (but, AutoHete) else policies.variants(system, profile):
+            answer = _judged(variant, little, optimist)
+            if answer is None:
+                continue
+            plan, rests = answer[0], answer[1].peaks
+            if rests[memory] >= enough or any(rests[other] > size for other, size in others.items()):
+                continue
+            try:
+                schedule = lower(profile, plan)
+            except (InfeasibleError, InputError):
+                continue
+            needed = least_bytes(schedule, memory)
+            if needed < enough and all(least_bytes(schedule, other) <= size for other, size in others.items()):
+                enough, best = needed, (needed, plan)
+    return best
+
+
+def _judged(system: policies.System, profile: Profile, judge: Judge) -> tuple[Plan, Judgement] | None:
+    """The plan of a system that trains synchronously; None if it has none here: for want of memory or drives, or because it
+    cannot train like this.
+    """
+    try:
+        plan = system.plan(profile, judge)
+        return None if plan.delayed else (plan, judge(plan))
+    except (InfeasibleError, InputError):
+        return None
