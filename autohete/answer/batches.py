@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autohete.answer.policies import JOINT
 from autohete.answer.result import NOISE
 from autohete.answer.run import Run
 from autohete.errors import AutoHeteError, InputError
@@ -28,7 +27,7 @@ def best_batches(
     run: Run,
     most_tokens: int = ITERATION_TOKENS,
     *,
-    names: Sequence[str] = (JOINT,),
+    names: Sequence[str] = ("joint:quick",),
     micro_batches: int | None = None,
 ) -> Workload | None:
     """Return ``workload`` with the batch and the number of micro-batches that train the most tokens per second.

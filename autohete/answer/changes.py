@@ -13,7 +13,7 @@ from autohete.errors import AutoHeteError, InfeasibleError
 from autohete.plan import Plan
 from autohete.plan.policy import Verdict
 from autohete.policies import NamedPolicy, parse_policy
-from autohete.policies.joint import JointFrom
+from autohete.policies.joint import Joint, JointFrom
 from autohete.profile import Profile, analytic_profile
 from autohete.simulate import Simulation, simulate_plan, simulate_policy
 from autohete.workload import Workload
@@ -55,8 +55,10 @@ class Trial:
         return Result(self.policy, found.verdict, "", found.iteration_seconds, found.tokens_per_second, _peaks(found))
 
     def _planner(self) -> NamedPolicy:
-        """The policy that plans anew."""
-        return parse_policy(self.policy) if self.start is None else NamedPolicy(self.policy, JointFrom(self.start))
+        """The policy that plans anew. ``joint`` is quick: there are many changes."""
+        if self.policy != JOINT:
+            return parse_policy(self.policy)
+        return NamedPolicy(JOINT, Joint(quick=True) if self.start is None else JointFrom(self.start, quick=True))
 
 
 def _peaks(simulation: Simulation) -> Mapping[str, int]:

@@ -67,15 +67,22 @@ class JointSearch:
         judge: time and memory of an assignment.
         bound_seconds: lower bound for all assignments.
         micro_batches: of an iteration; judging more of them takes more work.
+        quick: spend the least effort.
     """
 
     def __init__(
-        self, relaxed: Relaxation, judge: Callable[[Assignment], Judgement], bound_seconds: float, micro_batches: int = 1
+        self,
+        relaxed: Relaxation,
+        judge: Callable[[Assignment], Judgement],
+        bound_seconds: float,
+        micro_batches: int = 1,
+        *,
+        quick: bool = False,
     ) -> None:
         self._relaxed, self._judge, self._bound = relaxed, judge, bound_seconds
         units = len(relaxed.choices.others)
-        self._effort = min(max(_EFFORT_TIMES_UNITS // units, _LEAST_EFFORT), _MOST_EFFORT)
-        self._is_large = units * simulated_micro_batches(micro_batches) > _LARGE
+        self._effort = _LEAST_EFFORT if quick else min(max(_EFFORT_TIMES_UNITS // units, _LEAST_EFFORT), _MOST_EFFORT)
+        self._is_large = quick or units * simulated_micro_batches(micro_batches) > _LARGE
         self._judged: dict[Assignment, Judgement] = {}
         self.best: BestAssignment | None = None
 

@@ -57,7 +57,13 @@ _KEPT_LAST = 3
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """The joint planner."""
+    """The joint planner.
+
+    Args:
+        quick: search for a tenth of the time; the plan may be slower than that of another system.
+    """
+
+    quick: bool = False
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`.
@@ -65,7 +71,7 @@ class Joint:
         Raises:
             InfeasibleError: no plan fits. States the binding memory and the smallest budget that works.
         """
-        return best_plan(profile, judge, every_choice(profile))
+        return best_plan(profile, judge, every_choice(profile), quick=self.quick)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +81,11 @@ class JointFrom:
     """
 
     start: Plan
+    quick: bool = False
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`Joint`."""
-        return best_plan(profile, judge, every_choice(profile), [self.start])
+        return best_plan(profile, judge, every_choice(profile), [self.start], quick=self.quick)
 
 
 def every_choice(profile: Profile) -> Choices:
@@ -95,9 +102,9 @@ def _needs_no_host(unit: UnitPlan) -> bool:
     return not leaves and unit.update.on is Processor.GPU
 
 
-def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[Plan] = ()) -> Plan:
-    """The best plan of ``choices``, or a ``known`` one or that of a shipped system if that is faster. Raises the errors of
-    :meth:`Joint.plan`.
+def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[Plan] = (), *, quick: bool = False) -> Plan:
+    """The best plan of ``choices``, or a ``known`` one or, unless ``quick``, that of a shipped system if that is faster. Raises
+    the errors of :meth:`Joint.plan`.
     """
     check_one_gpu("joint", profile)
     estimate = estimates(judge)
@@ -106,17 +113,20 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[
     bound = relaxed.bound()
     family = every.where(_needs_no_place) if profile.hardware.places else every
     near = bound if family is every else family.relaxation().bound()
-    parts = [] if near is None else list(_parts(family))
+    parts = [] if near is None else list(_parts(family, quick=quick))
     if bound is not None and family is not every and (near is None or bound < near * (1 - _NOT_WORTH)):
         parts.append(every)
     problems = [relaxed if part is every else part.relaxation() for part in parts]
     several = profile.workload.micro_batches
-    searches = [JointSearch(problem, part.judged, bound or 0.0, several) for part, problem in zip(parts, problems, strict=True)]
+    searches = [
+        JointSearch(problem, part.judged, bound or 0.0, several, quick=quick)
+        for part, problem in zip(parts, problems, strict=True)
+    ]
     for part, search in zip(parts, searches, strict=True):
         search.start(part.where(_keeps_on_gpu).relaxation())
     limit = searches[0].seconds if searches else math.inf
-    candidates = [*known, *shipped_plans(profile, estimate, limit, Joint)]
-    coarse = of_blocks(parts[-1]) if parts else None
+    candidates = [*known, *(() if quick else shipped_plans(profile, estimate, limit, Joint))]
+    coarse = of_blocks(parts[-1], quick=quick) if parts else None
     # Each part starts from all earlier results and runs the same search as the last part would: more choices never hurt.
     for part, search in zip(parts, searches, strict=True):
         for plan in candidates:
@@ -127,7 +137,7 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[
         search.go_on()
         for assignment in search.best_few():
             candidates += part.plans(assignment)
-    if len(profile.units) <= _FEW_UNITS:
+    if len(profile.units) <= _FEW_UNITS and not quick:
         waiting = [every.waiting(relaxed), *([family.waiting(family.relaxation())] if family is not every else [])]
         candidates += [plan for plan in waiting if plan is not None]
     found = fastest({plan: estimate(plan) for plan in candidates}, judge)
@@ -137,7 +147,7 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[
     return replace(found, bound_seconds=seconds if bound is None else min(seconds, bound))
 
 
-def of_blocks(family: PlanFamily) -> tuple[UnitPlan, ...] | None:
+def of_blocks(family: PlanFamily, *, quick: bool = False) -> tuple[UnitPlan, ...] | None:
     """The best decisions if both sublayers of each block are planned alike, so that the finer search is never worse than that.
 
     None if units are blocks already, if the profile was measured, or if nothing is found.
@@ -155,7 +165,7 @@ def of_blocks(family: PlanFamily) -> tuple[UnitPlan, ...] | None:
         return family.judged(assignment)
 
     try:
-        return _refined(best_plan(units, judge, every_choice(units)).units)
+        return _refined(best_plan(units, judge, every_choice(units), quick=quick).units)
     except (InfeasibleError, InputError):  # or the sublayers differ too much, as where only one of them is trained
         return None
 
@@ -166,11 +176,14 @@ def _refined(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
     return (first, *(unit for unit in inner for _ in range(2)), last)
 
 
-def _parts(family: PlanFamily) -> Iterator[PlanFamily]:
-    """A subset of the choices, then all. Selective recomputation, and sums of gradients that leave the GPU, add so many
-    neighbours that a search misses others.
+def _parts(family: PlanFamily, *, quick: bool) -> Iterator[PlanFamily]:
+    """A subset of the choices, then all; one of both if it has to be quick. Selective recomputation, and sums of gradients that
+    leave the GPU, add so many neighbours that a search misses others.
     """
     plain = family.where(lambda unit: unit.activations is not Activations.SELECTIVE and not unit.sums_leave)
+    if quick:
+        yield family if family.profile.workload.micro_batches > 1 else plain
+        return
     if plain.choices != family.choices:
         yield plain
     yield family
