@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,7 +11,8 @@ from autohete.answer.result import NOISE, Candidate
 from autohete.errors import AutoHeteError
 from autohete.plan import Plan
 from autohete.plan.policy import Verdict
-from autohete.policies import POLICIES, parse_policy
+from autohete.planner.optimistic import OptimisticJudge
+from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.profile import Profile
 from autohete.simulate import Simulation, simulate_policy
 from autohete.simulate.summary import answer_or_refusal, summarize
@@ -45,16 +47,27 @@ class Judged:
         """The result with the flags that are fastest; if none fits, with the first ones."""
         best: Simulation | None = None
         policies = [parse_policy(name) for name in self.names]
-        if len(policies) > 1:
-            for policy in policies:
-                with suppress(AutoHeteError):  # does not fit, or cannot plan this
-                    found = simulate_policy(self.profile, policy)
-                    if found.verdict is Verdict.OK and (best is None or found.iteration_seconds < best.iteration_seconds):
-                        best = found
+        for least, policy in self._hopeful(policies) if len(policies) > 1 else ():
+            if best is not None and least >= best.iteration_seconds:
+                break
+            with suppress(AutoHeteError):  # does not fit, or cannot plan this
+                found = simulate_policy(self.profile, policy)
+                if found.verdict is Verdict.OK and (best is None or found.iteration_seconds < best.iteration_seconds):
+                    best = found
         if best is not None:
             return Candidate(summarize(best, parse_policy(best.plan.policy)), best.plan)
         summary, simulation = answer_or_refusal(self.profile, policies[0])
         return Candidate(summary, None if simulation is None else simulation.plan)
+
+    def _hopeful(self, policies: Sequence[NamedPolicy]) -> list[tuple[float, NamedPolicy]]:
+        """What may fit, with a lower bound of its time, the lowest first."""
+        optimist, found = OptimisticJudge(self.profile, math.inf), []
+        for policy in policies:
+            with suppress(AutoHeteError):
+                judged = optimist(policy.plan(self.profile, optimist))
+                if judged.verdict is Verdict.OK:
+                    found.append((judged.seconds, policy))
+        return sorted(found, key=lambda one: one[0])
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

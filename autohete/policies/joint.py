@@ -136,11 +136,14 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[
             search.try_(assignment)
         search.go_on()
         for assignment in search.best_few():
-            candidates += part.plans(assignment)
+            candidates += part.plans(assignment, polish=not quick)
     if len(profile.units) <= _FEW_UNITS and not quick:
-        waiting = [every.waiting(relaxed), *([family.waiting(family.relaxation())] if family is not every else [])]
+        best = min((estimate(plan).seconds for plan in candidates if estimate(plan).verdict is Verdict.OK), default=math.inf)
+        waiting = [every.waiting(relaxed, best)]
+        if family is not every:
+            waiting.append(family.waiting(family.relaxation(), best))
         candidates += [plan for plan in waiting if plan is not None]
-    found = fastest({plan: estimate(plan) for plan in candidates}, judge)
+    found: Plan | None = fastest({plan: estimate(plan) for plan in candidates}, judge)
     if found is None:
         return every.polished(every.frugal(relaxed, proven=bound is None))
     seconds = judge(found).seconds
@@ -165,7 +168,8 @@ def of_blocks(family: PlanFamily, *, quick: bool = False) -> tuple[UnitPlan, ...
         return family.judged(assignment)
 
     try:
-        return _refined(best_plan(units, judge, every_choice(units), quick=quick).units)
+        plan = best_plan(units, judge, every_choice(units), quick=quick)
+        return _refined(plan.units)
     except (InfeasibleError, InputError):  # or the sublayers differ too much, as where only one of them is trained
         return None
 
@@ -239,17 +243,20 @@ class PlanFamily:
             _, self._known[plan.units] = without_refused_rules(plan, tuned)
         return self._known[plan.units]
 
-    def plans(self, assignment: Assignment) -> tuple[Plan, Plan]:
+    def plans(self, assignment: Assignment, *, polish: bool) -> list[Plan]:
         """The plan of ``assignment``, and a variant with fewer rules or other distances if that is faster."""
         plan = self._tuned(assignment)[0]
-        return plan, self.polished(plan)
+        return [plan, self.polished(plan)] if polish else [plan]
 
-    def waiting(self, relaxed: Relaxation) -> Plan | None:
+    def waiting(self, relaxed: Relaxation, best: float) -> Plan | None:
         """The plan that would be best if copies waited for memory at no cost, with the waits that make it fit; None if they
-        do not, or if it fits without any.
+        do not, if it fits without any, or if it takes ``best`` seconds even so.
         """
         assignment = replace(relaxed, pending=False).assignment()
-        if assignment is None or self._judge(self._untuned(assignment)).verdict is Verdict.OK:
+        if assignment is None:
+            return None
+        judged = self._judge(self._untuned(assignment))
+        if judged.verdict is Verdict.OK or judged.seconds >= best:
             return None
         plan = replace(self._lowered(assignment)[0], memory_waits=True)
         return self.polished(plan) if self._judge(plan).verdict is Verdict.OK else None
