@@ -47,6 +47,8 @@ from autohete.workload import Units
 
 #: To find the plan with the least memory: how many fitting plans to start with, and how many to try around the best of them.
 _CORNERS, _MEASUREMENTS = 6, 24
+#: The same where it has to be quick.
+_QUICKLY = 1, 4
 #: Up to this many units, plans that need waits for memory are tried where others fit: finding the waits takes long.
 _FEW_UNITS = 64
 #: Other places are left out if they make the bound lower by no more than this share.
@@ -145,7 +147,8 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[
         candidates += [plan for plan in waiting if plan is not None]
     found: Plan | None = fastest({plan: estimate(plan) for plan in candidates}, judge)
     if found is None:
-        return every.polished(every.frugal(relaxed, proven=bound is None))
+        thrifty = every.frugal(relaxed, proven=bound is None, quick=quick)
+        return thrifty if quick else every.polished(thrifty)
     seconds = judge(found).seconds
     return replace(found, bound_seconds=seconds if bound is None else min(seconds, bound))
 
@@ -282,7 +285,7 @@ class PlanFamily:
                     break
         return best
 
-    def frugal(self, relaxed: Relaxation, *, proven: bool) -> Plan:
+    def frugal(self, relaxed: Relaxation, *, proven: bool, quick: bool = False) -> Plan:
         """Return the plan that needs the least memory if copies wait for space. Raises if it still exceeds the memory, which
         may be ``proven`` to be so for every plan.
 
@@ -291,7 +294,7 @@ class PlanFamily:
         """
         binds: tuple[Objective, float, float] | None = None
         for objective, have in relaxed.budgets.limits().items():
-            least = self._least(replace(relaxed, objective=objective))
+            least = self._least(replace(relaxed, objective=objective), quick=quick)
             if least is None:
                 continue
             needed, plan = least
@@ -302,14 +305,16 @@ class PlanFamily:
         memory, have, needed = binds
         raise infeasible(memory, have, needed, self.profile.hardware, proven=proven)
 
-    def _least(self, problem: Relaxation) -> tuple[float, Plan] | None:
+    def _least(self, problem: Relaxation, *, quick: bool) -> tuple[float, Plan] | None:
         """The plan that needs the least of one memory within the others' budgets, with its bytes. None if none is found."""
-        best = self._least_of_choices(problem)
+        if quick:
+            return self._least_of_choices(problem, *_QUICKLY)
+        best = self._least_of_choices(problem, _CORNERS, _MEASUREMENTS)
         other = least_shipped(self.profile, problem.objective, math.inf if best is None else best[0], Joint)
         return other or best
 
-    def _least_of_choices(self, problem: Relaxation) -> tuple[float, Plan] | None:
-        """The same, of the plans of the choices."""
+    def _least_of_choices(self, problem: Relaxation, most: int, measurements: int) -> tuple[float, Plan] | None:
+        """The same, of the plans of the choices; see :data:`_CORNERS`."""
         best: tuple[float, Plan] | None = None
         others = {memory: budget for memory, budget in problem.budgets.limits().items() if memory is not problem.objective}
 
@@ -331,13 +336,13 @@ class PlanFamily:
             needed, fits = measured(corner)
             if fits:
                 fitting.append((needed, corner))
-            if len(fitting) == _CORNERS:
+            if len(fitting) == most:
                 break
         if not fitting:
             return None
         least, start = min(fitting)
         here, allowed = np.array(start), np.ones(len(start), bool)
-        for _ in range(_MEASUREMENTS):
+        for _ in range(measurements):
             rows = values.of(here)
             unit, half, choice = values.best(here, rows, allowed)
             if values.value(values.after(here, rows, unit, half, choice)) >= values.value(rows):
