@@ -130,32 +130,11 @@ class Shards:
         Raises:
             InputError: states the unit, the reason and the cure.
         """
-        tied = self._profile.workload.tied_embeddings
         self._check_optimizer()
         for unit, plan in enumerate(self._plan.units):
-            stage, route = self.stage(unit), plan.parameters
-            if stage == 3 and unit == 0 and tied:
-                raise InputError(
-                    "the head shares the embedding's matrix, so each GPU needs all of it: give the first unit zero_stage 2, or "
-                    "untie the embeddings"
-                )
-            if stage in (1, 2) and route.home != GPU_MEMORY:
-                raise InputError(
-                    f"parameters of unit {unit} leave the GPU, and each GPU updates a part of them: share them, too, with "
-                    "zero_stage 3, or nothing with 0"
-                )
-            on_host = route.home != GPU_MEMORY
-            written = plan.update.on is Processor.GPU and not self.is_frozen(unit)
-            if stage == 3 and on_host and (written or route.moves or route.stays_after_backward):
-                raise InputError(
-                    f"parameters of unit {unit} rest elsewhere in parts: update them on the CPU, and let them neither move "
-                    "nor stay on the GPU after backward"
-                )
-            if stage >= 2 and plan.sums_leave and self._profile.workload.micro_batches > 1:
-                raise InputError(
-                    f"gradients of unit {unit} rest on the host between micro-batches, but each GPU keeps a part of them: let "
-                    "them rest on the GPU, or give the unit zero_stage 0 or 1"
-                )
+            stage = self.stage(unit)
+            if refusal := refused_stage(self._profile, unit, plan, stage):
+                raise InputError(refusal)
             if stage >= 2 and self._plan.gradients_in_parameters(unit):
                 raise InputError(
                     f"gradients of unit {unit} lie where its parameters do, but each GPU keeps a part of them: give them "
@@ -175,6 +154,33 @@ class Shards:
                 f"the plan updates parts of a unit by themselves, but {several or optimizer} needs whole parameters: "
                 "choose another optimizer, such as adamw, or leave zero_stage and the share of the update at 0 and parts at 1"
             )
+
+
+def refused_stage(profile: Profile, unit: int, plan: UnitPlan, stage: int) -> str:
+    """Why several GPUs cannot share a unit at a ZeRO stage, with the cure; empty if they can."""
+    route, on_host = plan.parameters, plan.parameters.home != GPU_MEMORY
+    written = plan.update.on is Processor.GPU and not profile.units[unit].is_frozen
+    if stage == 3 and unit == 0 and profile.workload.tied_embeddings:
+        return (
+            "the head shares the embedding's matrix, so each GPU needs all of it: give the first unit zero_stage 2, or "
+            "untie the embeddings"
+        )
+    if stage in (1, 2) and on_host:
+        return (
+            f"parameters of unit {unit} leave the GPU, and each GPU updates a part of them: share them, too, with "
+            "zero_stage 3, or nothing with 0"
+        )
+    if stage == 3 and on_host and (written or route.moves or route.stays_after_backward):
+        return (
+            f"parameters of unit {unit} rest elsewhere in parts: update them on the CPU, and let them neither move "
+            "nor stay on the GPU after backward"
+        )
+    if stage >= 2 and plan.sums_leave and profile.workload.micro_batches > 1:
+        return (
+            f"gradients of unit {unit} rest on the host between micro-batches, but each GPU keeps a part of them: let "
+            "them rest on the GPU, or give the unit zero_stage 0 or 1"
+        )
+    return ""
 
 
 def parts_of(unit: UnitPlan, costs: UnitProfile) -> tuple[SavedPart, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from autohete.lowering.shards import refused_stage
 from autohete.plan import Activations, Format, Processor, Route, UnitPlan, Update
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
@@ -166,7 +167,16 @@ def all_choices(profile: Profile, upload: Format, gradients: Format) -> Choices:
         away = [replace(one, kept=replace(one.kept, home=place.name)) for place in places for one in offloads]
         return (KEEP, RECOMPUTE, OFFLOAD, OFFLOAD_INPUT, *some, *away)
 
+    def shared_by_gpus(unit: int) -> Iterator[UnitPlan]:
+        """The same at every ZeRO stage. Stage 2 takes less memory than stage 1 and reduces gradients more often."""
+        yield from others(unit)
+        stages = (2, 3) if profile.workload.micro_batches == 1 else (1, 2, 3)
+        if profile.hardware.gpus == 1 or not profile.updates_any_share(unit):
+            return
+        for stage in (3,) if profile.units[unit].is_frozen else stages:
+            yield from (replace(one, zero_stage=stage) for one in others(unit) if not refused_stage(profile, unit, one, stage))
+
     return Choices(
         tuple(activations(unit) for unit in range(last + 1)),
-        tuple(others(unit) for unit in range(last + 1)),
+        tuple(tuple(shared_by_gpus(unit)) for unit in range(last + 1)),
     )

@@ -282,6 +282,8 @@ def _targets(choices: Choices) -> Iterator[tuple[int, Places]]:
     """For each half and each option of a decision: a table from old choice to new choice, -1 if there is none."""
     for half, every in enumerate((choices.activations, choices.others)):
         ways = _WAYS[half]
+        if any(one.zero_stage for some in every for one in some):
+            ways = (*ways, _stage)
         for way in ways:
             for value in dict.fromkeys(way(one) for some in every for one in some):
                 table = np.full((len(every), max(map(len, every))), -1)
@@ -304,5 +306,9 @@ def _update(one: UnitPlan) -> Hashable:
     return one.update.on, one.states.home, one.gradients.home
 
 
-#: The decisions within each half that change independently.
+def _stage(one: UnitPlan) -> Hashable:
+    return one.zero_stage
+
+
+#: The decisions within each half that change independently, beside what several GPUs share.
 _WAYS: tuple[tuple[Callable[[UnitPlan], Hashable], ...], ...] = ((_activations,), (_parameters, _update))

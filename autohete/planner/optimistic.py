@@ -93,7 +93,8 @@ class OptimisticJudge:
 
     def seconds(self, plan: Plan) -> float:
         """The time of the busiest engine; or of the passes and the updates that follow them, if nothing else runs meanwhile."""
-        profile, key = self._profile, (plan.update_bytes, plan.elementwise_bytes, plan.scales_gradients)
+        profile = self._profile
+        key = plan.update_bytes, plan.elementwise_bytes, plan.scales_gradients, plan.flat_buffers
         plan = without_frozen(profile, plan)
         if key not in self._costs:
             self._costs[key] = Costs(profile, replace(plan, rules=(), slots=None, delayed=False))
@@ -105,6 +106,7 @@ class OptimisticJudge:
         for place in profile.hardware.places:
             lanes += [lane_between(place.name, place.beside), lane_between(place.beside, place.name)]
         loads = [sum(one.seconds(lane) for one in costs) for lane in lanes]
+        loads += [sum(one.collective_seconds() for one in costs)]
         loads += [passes + sum(one.gpu_update for one in costs), updates + sum(one.sums for one in costs)]
         kinds = set(map(type, plan.rules))
         if Barrier in kinds and kinds & {UpdatesAfterBackward, SerialUpdates} and not plan.delayed:

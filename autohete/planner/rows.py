@@ -239,8 +239,11 @@ class Model:
         self._backward = np.array([unit.backward_seconds for unit in self._profile.units]) * self._reached
         self._recompute = tables.passes(recompute_seconds)
         self._gpu_update = tables.others(lambda one: one.gpu_update)
-        #: Updates, and copies for them, that precede the backward of the unit below: none if gradients are clipped.
-        self._early = float(not self._profile.workload.clips)
+        self._shared = self._profile.hardware.gpus > 1
+        #: Updates, and copies for them, that precede the backward of the unit below: none if gradients are clipped. Those of
+        #: several GPUs wait for a reduction, so a rule may let them follow.
+        self._maybe_early = float(not self._profile.workload.clips)
+        self._early = self._maybe_early * (not self._shared)
         self._for_forward = self._copies(H2D, When.BEFORE_FORWARD)
         self._for_backward = self._copies(H2D, When.BEFORE_BACKWARD)
         self._for_update = self._copies(H2D, When.BEFORE_UPDATE)
@@ -271,13 +274,19 @@ class Model:
         everything = np.ones((1, self._n))
         gpu = self._gpu_work()
         slowed = self._sum(everything, cpu) + gpu * self._profile.hardware.cpu_lost_beside_gpu
-        loads = [gpu, *(self._sum(everything, one) for one in self._engines(up, down, cpu)), slowed]
+        collectives = [tables.others(lambda one: one.collective_seconds())] if self._shared else []
+        engines = [*collectives, *self._engines(up, down, cpu)]
+        loads = [gpu, *(self._sum(everything, one) for one in engines), slowed]
         # From the last backward of unit m to its next forward: what follows a backward up to m and precedes its forward.
         under = (self._units[None, :] <= self._units[:, None]).astype(float)
         # A unit without backward may be fetched at any time.
         after = self._for_forward * self._reached[:, None] + self._copies(H2D, When.AFTER_UPDATE, Value.PARAMETERS)
         home = self._copies(D2H, When.AFTER_UPDATE, Value.PARAMETERS)
         between = self._engines(after, gradients + home, updates)
+        if self._shared:
+            follow = tables.others(lambda one: one.collective_seconds(When.AFTER_BACKWARD, When.AFTER_UPDATE))
+            gathered = tables.others(lambda one: one.collective_seconds(When.BEFORE_FORWARD))
+            between.append(follow + gathered * self._reached[:, None])
         base = self._gpu_from()
         cycles = [base + self._sum(under, one) for one in between]
         floor = 0.5e-9 * TASKS_PER_UNIT * self._n * self._m
@@ -321,7 +330,7 @@ class Model:
         at_or_above = (self._units[None, :] >= self._units[:, None]).astype(float)
         above = (self._units[None, :] > self._units[:, None]).astype(float)
         passes = above @ (self._forward + self._backward) + self._profile.loss.seconds
-        beside = self._sum(above, self._recompute + self._gpu_update * self._early, passes)
+        beside = self._sum(above, self._recompute + self._gpu_update * self._maybe_early, passes)
         fetched = self._sum(at_or_above, self._for_backward) + self._sum(above, self._for_update * self._early)
         every = Rows(*(np.repeat(part, self._n, axis=0) for part in (gpu.fixed, gpu.activations, gpu.others)))
         return every + beside * -1.0 + fetched
@@ -344,6 +353,13 @@ class Model:
             return Table(np.maximum(table.activations - hidden, 0), np.maximum(table.others - hidden, 0))
 
         fetches = over(self._for_backward, backward) + over(self._for_forward, forward)
+        if self._shared:
+
+            def joined(when: When) -> Table:
+                return self._tables.others(lambda one: one.collective_seconds(when))
+
+            fetches = fetches + over(joined(When.BEFORE_BACKWARD), backward) + over(joined(When.BEFORE_FORWARD), forward)
+            gradients = gradients + joined(When.AFTER_BACKWARD)
         return fetches * self._m + over(gradients, backward) + over(self._for_update, forward + backward)
 
     # --- memory
@@ -359,16 +375,17 @@ class Model:
         resident, kept = tables.others(lambda one: one.resting_bytes(GPU_MEMORY)), tables.passes(here_bytes)
         # Parameters that are fetched for one of two passes stay from that pass to the other.
         weights = np.array([profile.parameter_bytes(unit) for unit in range(n)], float)[:, None]
-        for_forward = tables.moves(lambda one: bool(one.at(H2D, When.BEFORE_FORWARD, Value.PARAMETERS))) * weights
-        for_backward = tables.moves(lambda one: bool(one.at(H2D, When.BEFORE_BACKWARD, Value.PARAMETERS))) * weights
+        for_forward = tables.others(lambda one: one.brings_parameters(When.BEFORE_FORWARD)) * weights
+        for_backward = tables.others(lambda one: one.brings_parameters(When.BEFORE_BACKWARD)) * weights
         leaving = Table(for_forward.activations, np.maximum(for_forward.others, for_backward.others))
         reached = self._reached
         down, up = (leaving + fetched * -1.0 for fetched in (for_backward, for_forward))
         down = down * reached[:, None]
         streamed = tables.moves(_state_bytes)
         gradients = np.array([unit.trained_parameters * profile.element_bytes for unit in blocks], float)
-        summed = tables.others(lambda one: not one.sums_on_host) * (gradients * (self._m > 1))[:, None]
-        waiting = tables.moves(lambda one: bool(one.at(D2H, When.AFTER_BACKWARD, Value.GRADIENTS))) * gradients[:, None]
+        complete = tables.others(lambda one: one.gradient_bytes)
+        summed = tables.others(lambda one: one.gradient_bytes * (not one.sums_on_host)) * float(self._m > 1)
+        waiting = tables.others(lambda one: one.gradient_bytes * bool(one.at(D2H, When.AFTER_BACKWARD, Value.GRADIENTS)))
         inputs = np.array([unit.input_bytes for unit in blocks], float)
         handed, given = np.where(units > profile.first_trained, inputs, 0), np.append(inputs[1:], 0)
         logits = loss.logits_bytes * (float(loss.keeps_logits) + (units == n - 1))
@@ -386,6 +403,8 @@ class Model:
         at_backward = at_backward + self._sum(below, summed) + self._sum(at, (summed + returning) * added)
         keeps = loss.logits_bytes * float(loss.keeps_logits) * (units > profile.first_trained)
         at_update = there + self._sum(at, leaving + streamed, (gradient + handed) * reached + keeps) + self._sum(below, summed)
+        if self._shared:
+            at_update = self._sum(everything, resident) + self._sum(at, streamed + complete)
         sure = stacked([at_loss, at_forward, at_backward, at_update])
         # Bytes fetched for the next pass, and bytes waiting for their copy.
         away, next_down = self._away, (units[None, :] == units[:, None] - 1).astype(float)

@@ -17,7 +17,7 @@ from autohete.lowering.shards import Shards
 from autohete.plan import Activations, Plan, Processor, Route, UnitPlan
 from autohete.plan.moves import Batches, Move, Resting, UnitSizes, When, moves, rests
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, PINNED_MEMORY, Kind, Value
+from autohete.schedule import H2D, HOST_MEMORY, PINNED_MEMORY, Kind, Value
 
 
 class UnitCopy(NamedTuple):
@@ -36,6 +36,20 @@ class UnitCopy(NamedTuple):
     times: int
 
 
+class UnitCollective(NamedTuple):
+    """A collective of several GPUs for a unit: a gather of parameters, or a reduction of gradients.
+
+    Args:
+        when: the moment of the unit's iteration.
+        seconds: how long one takes, undisturbed.
+        times: how often an iteration makes it.
+    """
+
+    when: When
+    seconds: float
+    times: int
+
+
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
     """What decisions for a unit come to, for one GPU and its process on the host.
@@ -45,6 +59,8 @@ class UnitCosts:
         resting: what rests in every memory. What is pinned is in pinned memory, whether or not that has a limit.
         gpu_update, cpu_update: seconds of the update on each processor; 0 if it has none.
         sums: seconds in which the CPU adds up the gradients of an iteration's micro-batches.
+        collectives: what several GPUs do together.
+        gradient_bytes: complete gradients on the GPU: all, or its part.
     """
 
     copies: tuple[UnitCopy, ...]
@@ -52,6 +68,8 @@ class UnitCosts:
     gpu_update: float
     cpu_update: float
     sums: float
+    collectives: tuple[UnitCollective, ...] = ()
+    gradient_bytes: int = 0
 
     def seconds(self, lane: str) -> float:
         """The time of its copies on ``lane`` in an iteration."""
@@ -71,6 +89,16 @@ class UnitCosts:
     def seconds_at(self, lane: str, when: When, *values: Value) -> float:
         """The time of these copies."""
         return sum(copy.seconds for copy in self.at(lane, when, *values))
+
+    def collective_seconds(self, *moments: When) -> float:
+        """The time of its collectives at some moments of the last micro-batch; if none is given, of the whole iteration."""
+        if not moments:
+            return sum(one.seconds * one.times for one in self.collectives)
+        return sum(one.seconds for one in self.collectives if one.when in moments)
+
+    def brings_parameters(self, when: When) -> bool:
+        """Whether parameters are fetched to the GPU at a moment, or gathered there."""
+        return bool(self.at(H2D, when, Value.PARAMETERS)) or any(one.when is when for one in self.collectives)
 
     def resting_bytes(self, memory: str, *values: Value) -> int:
         """Size of what rests in ``memory``; of all values if none is given."""
@@ -131,7 +159,27 @@ class Costs:
             cpu_update=durations.cpu_update(unit, *traffic, *cpu)(profile) * shards.updates_on(unit, Processor.CPU),
             # Adding reads two values and writes one.
             sums=sum(copy.times * profile.elementwise_seconds(3 * copy.move.size_bytes) for copy in added),
+            collectives=tuple(self._collectives(unit, one, shards)),
+            gradient_bytes=(shards.updated(unit) if one.zero_stage >= 2 else sizes.trained) * sizes.element_bytes,
         )
+
+    def _collectives(self, unit: int, one: UnitPlan, shards: Shards) -> Iterator[UnitCollective]:
+        profile, stage, batches = self.profile, shards.stage(unit), self.profile.workload.micro_batches
+        if shards.gpus == 1:
+            return
+        gather = profile.collective_seconds(profile.parameter_bytes(unit))
+        if stage == 3:
+            yield UnitCollective(When.BEFORE_FORWARD, gather, batches)
+        if stage == 3 and unit >= profile.first_trained and not one.parameters.stays_after_forward:
+            yield UnitCollective(When.BEFORE_BACKWARD, gather, batches)
+        if shards.is_frozen(unit):
+            return
+        seconds = profile.collective_seconds(profile.units[unit].trained_parameters * profile.element_bytes)
+        every = one.accumulates_on_host or stage >= 2
+        rounds = 2 if not stage or self._plan.flat_buffers.reduces_all else 1
+        yield UnitCollective(When.AFTER_BACKWARD, rounds * seconds, batches if every else 1)
+        if stage in (1, 2):
+            yield UnitCollective(When.AFTER_UPDATE, seconds, 1)
 
     def _planned_everywhere(self, one: UnitPlan) -> tuple[Plan, Shards]:
         """The plan that decides the same for every unit. What forward keeps is no matter of sizes, and not free everywhere."""

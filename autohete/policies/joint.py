@@ -39,7 +39,6 @@ from autohete.planner.steps import GRADIENT_SLOTS, Counts
 from autohete.planner.tuning import tune_prefetches
 from autohete.planner.unit_costs import Costs
 from autohete.policies.autohete import AutoHete
-from autohete.policies.several_gpus import check_one_gpu
 from autohete.policies.shipped import least_shipped, shipped_plans
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule
@@ -108,7 +107,6 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[
     """The best plan of ``choices``, or a ``known`` one or, unless ``quick``, that of a shipped system if that is faster. Raises
     the errors of :meth:`Joint.plan`.
     """
-    check_one_gpu("joint", profile)
     estimate = estimates(judge)
     every = PlanFamily(profile, estimate, choices)
     relaxed = every.relaxation()
@@ -356,10 +354,12 @@ class PlanFamily:
 
     def _untuned(self, assignment: Assignment) -> Plan:
         """The plan without tuned prefetches: each fetch overlaps the pass before its own."""
-        units, rules = self.choices.units(assignment), list[Rule]()
-        if sum(unit.update.on is Processor.CPU or unit.sums_leave for unit in units) > GRADIENT_SLOTS:
-            rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS))
-        if any(unit.parameters.leaves or unit.states.leaves or unit.activations_leave for unit in units) or rules:
+        units, rules, gpus = self.choices.units(assignment), list[Rule](), self.profile.hardware.gpus
+        slots = GRADIENT_SLOTS * gpus  # of a part each, in the same memory
+        if sum(unit.update.on is Processor.CPU or unit.sums_leave for unit in units) > slots:
+            rules.append(Slots(Kind.OFFLOAD_GRADIENTS, slots))
+        leaves = any(unit.parameters.leaves or unit.states.leaves or unit.activations_leave for unit in units)
+        if leaves or rules or gpus > 1:
             rules.append(ByPriority())
         return replace(self._template, units=units, rules=tuple(rules))
 
