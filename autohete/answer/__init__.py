@@ -72,6 +72,7 @@ def find_answer(
     sampling: Sampling | None = None,
     sizes: Sequence[GrowingFigure] = (),
     given: Iterable[str] = (),
+    chosen: Iterable[str] = (),
     prices: Mapping[str, float] | None = None,
     fast: bool = False,
     run: Run = in_turn,
@@ -88,6 +89,7 @@ def find_answer(
         sampling: draws of uncertain figures; None: as many as by default.
         sizes: figures of the workload whose largest value is looked for.
         given: names of the figures that were given.
+        chosen: names of the figures that were searched for, such as the batch.
         prices: of purchases, by their ``item``.
         fast: leave out levers and purchases.
         run: works through many calls, such as in several processes.
@@ -126,6 +128,7 @@ def find_answer(
         tuple(found.largest),
         found.interval,
         tuple(sorted(given)),
+        tuple(chosen),
         tuple(dict.fromkeys(stages.left_out)),
     )
 

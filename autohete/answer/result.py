@@ -231,6 +231,7 @@ class Answer:
         largest: the largest sizes that fit: the requested ones, and the batch if nothing fits.
         interval: None if not asked, if nothing fits, or if times were measured.
         given: names of the figures that were given; all others are assumptions.
+        chosen: names of the figures that were searched for.
         left_out: what there was no time for.
     """
 
@@ -246,6 +247,7 @@ class Answer:
     largest: tuple[Largest, ...]
     interval: Interval | None
     given: tuple[str, ...]
+    chosen: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
     @property

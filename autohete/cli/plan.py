@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from autohete.simulate import Simulation
     from autohete.simulate.largest import GrowingFigure
 
+#: What is searched for where no batch is given.
+_CHOSEN = ("batch_size", "micro_batches")
 _TOKENS, _ITERATION_TOKENS = "1B", "65536"
 
 
@@ -179,6 +181,7 @@ def _answer(
         sampling=sampling,
         sizes=sizes,
         given=given,
+        chosen=_CHOSEN if question.searches_batch else (),
         prices=prices,
         fast=fast,
         run=run,

@@ -31,6 +31,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "needs": [asdict(need) for need in answer.needs],
         "largest": [{"figure": one.figure, "value": one.value, "limit": one.limit} for one in answer.largest],
         "given": list(answer.given),
+        "chosen": list(answer.chosen),
         "left_out": list(answer.left_out),
         "assumptions": {name: value for name, value in assumed.items() if name not in answer.given},
         "system_bytes": answer.system_bytes,

@@ -17,6 +17,8 @@ from autohete.simulate.summary import Summary, UnitTraining, described_blocks, n
 from autohete.workload import Units
 
 WIDTH = 80
+#: Columns for the name of a policy; longer flags are on a line of their own.
+_POLICY = 25
 _NAMES = {GPU_MEMORY: "GPU memory", PINNED_MEMORY: "pinned memory", HOST_MEMORY: "host memory"}
 #: Figures that define the model rather than its training; they are not listed as assumptions.
 _OF_THE_MODEL = (
@@ -268,7 +270,12 @@ def _policies(answer: Answer) -> Iterator[str]:
         for each in fitting:
             rate = each.summary.tokens_per_second or 0.0
             note = f"same plan as {each.same_plan_as}" if each.same_plan_as else "" if each is best else _slower(each, best)
-            yield f"{each.name:<26}{format_seconds(each.seconds):>10}{rate:>11,.0f}   {note}".rstrip()
+            name, colon, flags = each.name.partition(":")
+            if len(each.name) <= _POLICY:
+                name, flags = each.name, ""
+            yield f"{name:<26}{format_seconds(each.seconds):>10}{rate:>11,.0f}   {note}".rstrip()
+            if flags:
+                yield from _wrapped(f"{colon}{flags}", indent=2)
     short = [each for each in answer.candidates if not each.fits and each.summary.verdict is not Verdict.INVALID]
     if short:
         yield "does not fit:"
@@ -389,7 +396,7 @@ def _assumed(answer: Answer) -> Iterator[str]:
     assumed = [
         f"{name.replace('_', ' ')} {_value(value)}"
         for name, value in figures.items()
-        if name not in _OF_THE_MODEL and name not in given
+        if name not in _OF_THE_MODEL and name not in given and name not in answer.chosen
     ]
     if "hardware" not in given:
         assumed.append(f"hardware {hardware.name}")
@@ -400,6 +407,9 @@ def _assumed(answer: Answer) -> Iterator[str]:
         assumed.append(f"{format_bytes(answer.system_bytes)} of host memory left to the system")
     if "tokens" not in given:
         assumed.append(f"{format_count(answer.tokens)} tokens")
+    if answer.chosen:
+        chosen = ", ".join(f"{name.replace('_', ' ')} {_value(figures[name])}" for name in answer.chosen)
+        yield from _wrapped(f"chosen for the most tokens/s: {chosen}.")
     yield from _wrapped(f"assumed, not given: {', '.join(assumed)}.")
     if answer.left_out:
         yield from _wrapped(f"no time for: {', '.join(answer.left_out)}; give a longer --timeout.")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.hardware_files import own, write
 
-from autohete.answer.gains import purchases
+from autohete.answer.purchases import single_purchases
 from autohete.answer.site import Site
 from autohete.cli.hardware import check
 from autohete.errors import InputError, OnePoolError
@@ -395,17 +395,19 @@ def test_a_profile_without_hardware_is_refused(measured: Path, tmp_path: Path) -
 
 def test_purchases_fit_the_host() -> None:
     """On one pool there is no host to enlarge; with memory domains the change is that of the whole node."""
-    assert [change.moved for change in purchases(Site(POOL, {}), None)] == [
+    assert [change.moved for change in single_purchases(Site(POOL, {}), None)] == [
         {"gpu.memory": f"{load_hardware(POOL).gpu.memory_bytes + 8 * 2**30}B"}
     ]
-    twice = next(change for change in purchases(Site("gb200-near", {}), None) if "host.memory" in change.moved)
+    twice = next(change for change in single_purchases(Site("gb200-near", {}), None) if "host.memory" in change.moved)
     assert load_hardware("gb200-near", twice.moved).host.memory_bytes == 2 * load_hardware("gb200-near").host.memory_bytes
 
 
 def test_a_faster_way_to_far_memory_is_twice_as_fast() -> None:
     """Where the memory is far, the rate between the domains is what more of brings something; the near link is as it was."""
     far, near = (load_hardware("gb200-near", {"host.numa": numa}) for numa in ("far", "near"))
-    link = next(change for change in purchases(Site("gb200-near", {"host.numa": "far"}), None) if "rate to" in change.name)
+    link = next(
+        change for change in single_purchases(Site("gb200-near", {"host.numa": "far"}), None) if "rate to" in change.name
+    )
     faster = load_hardware("gb200-near", {"host.numa": "far", **link.moved})
     for direction in ("h2d", "d2h"):
         assert getattr(faster, direction).bandwidth == 2 * getattr(far, direction).bandwidth
@@ -416,7 +418,7 @@ def test_a_faster_way_to_far_memory_is_twice_as_fast() -> None:
 def test_a_faster_link_is_faster_for_all_gpus() -> None:
     """The next generation doubles what eight GPUs get together, too, as far as the DRAM gives it."""
     site = Site("h100-8gpu", {"host.memory_bandwidth": "5000GB/s"}, gpus=8)
-    link = next(change for change in purchases(site, None) if "next generation" in change.name)
+    link = next(change for change in single_purchases(site, None) if "next generation" in change.name)
     before, after = site.hardware().h2d, site.hardware(link.moved).h2d
     assert before.bandwidth < site.whole().h2d.bandwidth
     assert after.bandwidth == pytest.approx(2 * before.bandwidth)
