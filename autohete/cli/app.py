@@ -14,6 +14,7 @@ from typing import NoReturn, TextIO
 from cyclopts import App, CycloptsError
 
 from autohete.cli.compare import compare
+from autohete.cli.family import largest
 from autohete.cli.hardware import hardware
 from autohete.cli.interrupt import interruptible
 from autohete.cli.plan import plan
@@ -29,7 +30,7 @@ app = App(
     help="Simulate transformer training that does not fit on the GPU: what to keep, what to move, how fast, and why.",
     help_format="markdown",
 )
-for _command in (simulate, sweep, compare, train, profile, plan, presets, hardware):
+for _command in (simulate, sweep, compare, train, profile, plan, largest, presets, hardware):
     app.command(_command)
 
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from autohete.simulate import Simulation
     from autohete.simulate.largest import GrowingFigure
 
-_TOKENS, _SYSTEM = "1B", "4GiB"
+_TOKENS = "1B"
+#: Host memory that is left to the system.
+SYSTEM_MEMORY = "4GiB"
 
 
 def plan(
@@ -88,7 +90,7 @@ def plan(
     if policy is not None:
         _print_policy(chosen, policy, sizes, outputs, json_)
         return
-    result = with_options(_answer(question, chosen, tokens, system_memory, draws, seed, sizes, _in_processes(jobs)))
+    result = with_options(_answer(question, chosen, tokens, system_memory, draws, seed, sizes, in_some_processes(jobs)))
     _write_outputs(result, outputs)
     if json_ is None or "--json" in outputs:
         from autohete.report.answer_text import answer_text
@@ -121,7 +123,7 @@ def _answer(
     return find_answer(
         chosen,
         None if question.profile is not None else Site(question.hardware, overrides, question.gpus),
-        system_bytes=round(parse_quantity(_SYSTEM if system_memory is None else system_memory, "bytes")),
+        system_bytes=round(parse_quantity(SYSTEM_MEMORY if system_memory is None else system_memory, "bytes")),
         tokens=parse_count(_TOKENS if tokens is None else tokens),
         sampling=Sampling(draws, seed),
         sizes=sizes,
@@ -143,7 +145,7 @@ def with_options(result: Answer) -> Answer:
     return replace(result, free=tuple(map(named, result.free)), adapters=tuple(map(named, result.adapters)))
 
 
-def _in_processes(jobs: int | None) -> Run:
+def in_some_processes(jobs: int | None) -> Run:
     """Return what applies a function to many arguments in several processes."""
 
     def run(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, Token
 
+from autohete.cli.named import HardwareName
 from autohete.errors import InputError, check_fields
 from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
@@ -189,14 +190,15 @@ class Question:
     Parameters
     ----------
     model:
-        A named model (`autohete presets` lists them), or a config.json as it lies beside a model's weights; the options below
-        change single figures.
+        A named model (`autohete presets models` lists them), also as the Hugging Face Hub names it, such as Qwen/Qwen3-8B; one
+        in the Hub's local cache; or a config.json, or a folder with it. The options below change single figures.
     workload:
-        A named GPT-like workload of the paper (`autohete presets` lists them).
+        A named GPT-like workload of the paper (`autohete presets workloads` lists them).
     profile:
         A file written by `autohete profile`: measured times and sizes instead of a workload and a hardware.
     hardware:
-        A preset's name, a TOML file, or the profile (.json) of a machine.
+        A preset's name (`autohete presets hardware` lists them) or a part of it, such as 4090; a TOML file, or the profile
+        (.json) of a machine.
     set_:
         Change a hardware figure: KEY=VALUE, with its unit, such as links.h2d.bandwidth=50GB/s. Repeatable.
     gpu_memory:
@@ -213,7 +215,7 @@ class Question:
     workload: str | None = None
     shape: Shape = Shape()
     profile: str | None = None
-    hardware: str = DEFAULT_HARDWARE
+    hardware: HardwareName = DEFAULT_HARDWARE
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = ()
     gpu_memory: str | None = None
     host_memory: str | None = None

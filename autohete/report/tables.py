@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,10 +15,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from autohete.analysis.usage import Cause
-from autohete.hardware import preset_names, read_hardware
 from autohete.plan import PlanCounts, UnitPlan
 from autohete.plan.policy import Verdict
-from autohete.policies import POLICIES
 from autohete.quantities import format_bytes, format_seconds
 from autohete.schedule import CPU, GPU, GPU_MEMORY
 from autohete.simulate import Simulation
@@ -33,9 +30,7 @@ from autohete.simulate.summary import (
     runs_of_equal_units,
     training_of,
 )
-from autohete.workload import WORKLOADS, Units, Workload
-from autohete.workload.config import model_names, read_model
-from autohete.workload.model import Experts
+from autohete.workload import Units, Workload
 
 #: Where readers find the columns that a table leaves out.
 IN_JSON = "--json has them"
@@ -113,6 +108,11 @@ class FittedTable:
         self._give_way = give_way
         self._elsewhere = elsewhere
         self._rows: list[tuple[Sequence[str], bool]] = []
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
 
     def add_row(self, *cells: str, end_section: bool = False) -> None:
         """Add a row, one cell per column, in rich's markup; ``end_section`` draws a line below it."""
@@ -388,36 +388,3 @@ def _if_late(summary: Summary) -> str:
 def or_dash(value: float | None, write: Callable[[float], str]) -> str:
     """Format ``value`` with ``write``; a dash if it is None."""
     return "-" if value is None else write(value)
-
-
-def print_presets() -> None:
-    """Print what can be named on the command line."""
-    out = console()
-    columns = ["name", "parameters", "hidden", "blocks", "heads", "experts", "vocabulary"]
-    models = table("models (--model)", columns, give_way=["vocabulary", "hidden"])
-    for w in map(read_model, model_names()):
-        last = w.block(w.unit_count - 2)  # of blocks that differ, the usual one is last
-        experts = last.feed_forward
-        routed = f"{experts.active} of {experts.count}" if isinstance(experts, Experts) else "-"
-        heads = str(last.mixer).partition(" ")[0]
-        sizes = (str(w.hidden_size), str(w.transformer_blocks), heads, routed, str(w.vocabulary_size))
-        models.add_row(w.name, f"{w.parameters / 1e9:.2f}B", *sizes)
-    out.print(models)
-    paper = table("workloads of the paper (--workload)", ["name", "parameters", "hidden", "blocks", "heads", "vocabulary"])
-    for w in WORKLOADS.values():
-        numbers = (w.hidden_size, w.transformer_blocks, w.heads, w.vocabulary_size)
-        paper.add_row(w.name, f"{w.parameters / 1e9:.2f}B", *map(str, numbers))
-    out.print(paper)
-    nodes = table("hardware", ["name", "what it is"], left=2)
-    for name in preset_names():
-        nodes.add_row(name, read_hardware(name).title)
-    out.print(nodes)
-    systems = table("policies", ["name", "flags (with their defaults)"], left=2)
-    for name, system in POLICIES.items():
-        flags = (f"{field.name}={_flag_text(field.default)}" for field in dataclasses.fields(system))
-        systems.add_row(name, ", ".join(flags))
-    out.print(systems)
-
-
-def _flag_text(value: object) -> str:
-    return {True: "on", False: "off", None: "auto"}[value] if value is None or isinstance(value, bool) else str(value)

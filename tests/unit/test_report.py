@@ -144,7 +144,7 @@ def test_every_answer_fits_the_columns_it_is_given(width: int) -> None:
     everything = {
         "plan": plan,
         "simulate": simulate,
-        "presets": in_columns(tables.print_presets, width),
+        "presets": in_columns(preset_tables.print_presets, width),
         "preset": in_columns(lambda: preset_tables.print_preset("a100-40gb-epyc7713"), width),
         "sweep": swept(width),
         "compare": in_columns(lambda: print_comparison(compared()), width),
@@ -218,7 +218,7 @@ def test_presets_and_plans_fit_the_terminal(width: int) -> None:
     """Lists of presets and the decisions of a plan are not wider than the terminal, and cut nothing off."""
     found = simulated("gpt-10b", "autohete")
     for show in (
-        tables.print_presets,
+        preset_tables.print_presets,
         lambda: tables.print_plan(summarize(found, parse_policy("autohete")), found),
         lambda: preset_tables.print_preset("h200-pcie5"),
         lambda: preset_tables.print_preset("qwen3-next-80b-a3b"),
