@@ -20,6 +20,7 @@ from autohete.cli.interrupt import interruptible
 from autohete.cli.plan import plan
 from autohete.cli.presets import presets
 from autohete.cli.profile import profile
+from autohete.cli.schema import schema
 from autohete.cli.simulate import simulate
 from autohete.cli.sweep import sweep
 from autohete.cli.train import train
@@ -30,7 +31,7 @@ app = App(
     help="Simulate transformer training that does not fit on the GPU: what to keep, what to move, how fast, and why.",
     help_format="markdown",
 )
-for _command in (simulate, sweep, compare, train, profile, plan, largest, presets, hardware):
+for _command in (simulate, sweep, compare, train, profile, plan, largest, presets, hardware, schema):
     app.command(_command)
 
 

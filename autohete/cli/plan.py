@@ -161,7 +161,7 @@ def in_some_processes(jobs: int | None) -> Run:
 
 
 def _json(result: Answer) -> str:
-    from autohete.report.answer_json import answer_json
+    from autohete.answer.answer_document import answer_json
 
     return json.dumps(answer_json(result), indent=2, ensure_ascii=True)
 
@@ -207,9 +207,9 @@ def _print_policy(
     from autohete.files import write_text
     from autohete.policies import parse_policy
     from autohete.profile import analytic_profile
-    from autohete.report.answer_json import plan_json
     from autohete.report.answer_text import largest_text
     from autohete.simulate.largest import largest
+    from autohete.simulate.plan_document import plan_json
     from autohete.simulate.summary import answer
 
     asked = parse_policy(policy)
@@ -221,12 +221,7 @@ def _print_policy(
         _write_simulation(simulation, outputs)
     elif "--schedule" in outputs or "--gantt" in outputs:
         raise InputError(f"there is no schedule to write: {summary.explanation}")
-    document = plan_json(summary, simulation)
-    if len(grown) == 1:
-        document |= {"largest": grown[0].value, "limit": grown[0].limit}
-    elif grown:
-        document["largest"] = [{"figure": one.figure, "value": one.value, "limit": one.limit} for one in grown]
-    text = json.dumps(document, indent=2, ensure_ascii=True)
+    text = json.dumps(plan_json(summary, simulation, tuple(grown)), indent=2, ensure_ascii=True)
     if "--json" in outputs:
         write_text(outputs["--json"], text + "\n")
     if json_ is None or "--json" in outputs:

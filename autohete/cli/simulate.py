@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -70,7 +69,9 @@ def simulate(
     if outputs:
         _write_outputs(answers[0], outputs)
     if json_:
-        objects = [asdict(summary) for summary in summaries]
+        from autohete.simulate.plan_document import simulation_json
+
+        objects = list(map(simulation_json, summaries))
         print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2, ensure_ascii=True))
     else:
         from autohete.report.tables import print_summaries

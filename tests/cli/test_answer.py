@@ -16,6 +16,7 @@ from support.answers import GIB, LARGE, MIB, NODE, QUICK, SYSTEM, TIGHT, TINY, W
 from support.command import SMALL, autohete, refused
 
 from autohete.answer import Answer, Candidate, Gain, Sampling, Site, find_answer
+from autohete.answer.answer_document import answer_json
 from autohete.answer.draws import draw, open_figures
 from autohete.answer.policies import default_policies, ranked
 from autohete.cli.plan import with_options
@@ -25,7 +26,6 @@ from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import format_count, parse_count
-from autohete.report.answer_json import answer_json
 from autohete.report.answer_text import answer_text
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.simulate import Simulation, simulate_plan, simulate_policy

@@ -254,6 +254,11 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
     question = ["--policy", "autohete", "--json", "--gpu-memory", "1640MB", *SHAPED]
     simulated, planned = (json.loads(autohete(command, *question).stdout) for command in ("simulate", "plan"))
     decisions, rules = planned.pop("decisions"), planned.pop("rules")
+    assert (simulated.pop("format"), planned.pop("format"), planned.pop("largest")) == (
+        "autohete-simulation 1",
+        "autohete-plan 1",
+        [],
+    )
     assert planned == simulated
     assert rules == ["ByPriority()"]
     assert planned["verdict"] == "ok"

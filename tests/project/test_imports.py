@@ -16,7 +16,7 @@ import autohete
 
 SOURCE = Path(autohete.__file__).parent
 
-_VALUES = {"errors", "quantities", "hashing", "files", "collector"}
+_VALUES = {"errors", "quantities", "hashing", "files", "collector", "documents"}
 _SCHEDULE = _VALUES | {"schedule"}
 _TRACE = _SCHEDULE | {"execution"}
 _MODEL = _VALUES | {"workload", "hardware", "profile"}
@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "quantities": {"errors"},
     "hashing": set(),
+    "documents": set(),
     "collector": set(),
     "files": {"errors"},
     # What is trained and where, and how long it takes.
