@@ -188,16 +188,9 @@ def _write_simulation(simulation: Simulation, outputs: dict[str, str]) -> None:
     if "--schedule" in outputs:
         write_text(outputs["--schedule"], str(simulation.schedule))
     if "--gantt" in outputs:
-        from autohete.report.gantt import combined_figure
         from autohete.report.style import save_figure
-        from autohete.simulate.summary import node_text
 
-        trace, steady = simulation.trace, simulation.steady
-        hardware = simulation.profile.hardware
-        where = node_text(hardware.name, hardware.gpus)
-        title = f"{simulation.profile.workload.name} on {where}: {simulation.plan.policy}"
-        last = min(steady.first + 1, trace.iterations - 1)
-        save_figure(combined_figure(trace, simulation.gpu, steady.first, last, title), outputs["--gantt"])
+        save_figure(simulation.gantt(), outputs["--gantt"])
 
 
 def _print_policy(

@@ -94,10 +94,9 @@ def _write_outputs(result: tuple[Summary, Simulation | None], outputs: dict[str,
 
         write_perfetto(outputs["--trace"], trace, occupancies)
     if "--gantt" in outputs:
-        from autohete.report.gantt import combined_figure
         from autohete.report.style import save_figure
 
-        save_figure(combined_figure(trace, simulation.gpu, first, last, title), outputs["--gantt"])
+        save_figure(simulation.gantt(), outputs["--gantt"])
     if "--memory" in outputs:
         from autohete.report.gantt import memory_figure, window_ns
         from autohete.report.style import save_figure
