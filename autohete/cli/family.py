@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from autohete.cli.groups import HARDWARE, MODEL, JsonSwitch, Policies
 from autohete.cli.plan import SYSTEM_MEMORY, in_some_processes
 from autohete.cli.question import BLANK, Question, Whole
 from autohete.errors import InputError
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 def largest(
     *,
-    family: str,
+    family: Annotated[str, Parameter(group=MODEL)],
     question: Question = BLANK,
-    policy: Annotated[list[str] | None, Parameter(negative=())] = None,
+    policy: Policies = None,
     tokens_per_second: float = 0.0,
-    system_memory: str = SYSTEM_MEMORY,
+    system_memory: Annotated[str, Parameter(group=HARDWARE)] = SYSTEM_MEMORY,
     jobs: Whole | None = None,
-    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    json_: JsonSwitch = False,
 ) -> None:
     """Name the largest bundled model of a family that trains on a hardware, and the fastest policy for it.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from autohete.cli.groups import HARDWARE, OUTPUT, POLICY, TRAINING, OutputFile
 from autohete.cli.interrupt import in_processes
 from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, DEFAULT_HARDWARE, Question, Whole
@@ -30,18 +31,19 @@ SYSTEM_MEMORY = "4GiB"
 def plan(
     *,
     question: Question = BLANK,
-    policy: str | None = None,
+    policy: Annotated[str | None, Parameter(group=POLICY)] = None,
     max_: Annotated[Literal["batch", "sequence", "blocks", "all"] | None, Parameter(name="--max")] = None,
-    tokens: str | None = None,
-    system_memory: str | None = None,
+    tokens: Annotated[str | None, Parameter(group=TRAINING)] = None,
+    system_memory: Annotated[str | None, Parameter(group=HARDWARE)] = None,
     draws: Whole = 16,
     seed: Whole = 0,
     jobs: Whole | None = None,
-    schedule: str | None = None,
-    html: str | None = None,
-    gantt: str | None = None,
+    schedule: OutputFile = None,
+    html: OutputFile = None,
+    gantt: OutputFile = None,
     json_: Annotated[
-        tuple[str, ...] | None, Parameter(name="--json", negative=(), consume_multiple=(0, 1), metavar="[FILE]")
+        tuple[str, ...] | None,
+        Parameter(name="--json", negative=(), consume_multiple=(0, 1), metavar="[FILE]", group=OUTPUT),
     ] = None,
 ) -> None:
     """Answer whether a model trains on a hardware: the best plan, how fast it is, and what more hardware would bring.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
+from autohete.cli.groups import JsonSwitch, OutputFile, Policies
 from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, Question
 from autohete.errors import InputError
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 def simulate(
     *,
     question: Question = BLANK,
-    policy: Annotated[list[str] | None, Parameter(negative=())] = None,
-    trace: str | None = None,
-    gantt: str | None = None,
-    memory: str | None = None,
-    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    policy: Policies = None,
+    trace: OutputFile = None,
+    gantt: OutputFile = None,
+    memory: OutputFile = None,
+    json_: JsonSwitch = False,
 ) -> None:
     """Simulate training under one or more policies.
 

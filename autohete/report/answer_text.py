@@ -9,7 +9,7 @@ from autohete.analysis.bounds import period_bounds
 from autohete.answer import NOISE, Answer, Budget, Candidate, Gain, Interval, Need
 from autohete.plan import Activations, UnitPlan
 from autohete.plan.policy import Verdict
-from autohete.quantities import format_bytes, format_count, format_seconds
+from autohete.quantities import format_bytes, format_count, format_ratio, format_seconds
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation
 from autohete.simulate.largest import Largest
@@ -282,7 +282,7 @@ def _slower(each: Candidate, best: Candidate) -> str:
     share = each.seconds / best.seconds - 1
     if abs(share) < NOISE:
         return f"as fast, within {100 * NOISE:.0f} %"
-    return f"{100 * share:.0f} % slower" if share > 0 else f"{-100 * share:.0f} % faster"
+    return format_ratio(each.seconds, best.seconds)
 
 
 def _shortage(summary: Summary) -> str:
@@ -333,7 +333,7 @@ def _gain(answer: Answer, gain: Gain) -> str:
         return f"FITS, {format_seconds(seconds)} per iteration ({gain.policy})"
     other = "" if best is None or gain.policy == best.name else f", with {gain.policy}"
     if not gain.helps:
-        slower = f"{-100 * gain.saved_share:.0f} % slower" if gain.saved_share <= -NOISE else ""
+        slower = format_ratio(1 - gain.saved_share, 1) if gain.saved_share <= -NOISE else ""
         if gain not in answer.gains:
             return slower or "no faster"
         if not slower or gain.change.gpus is not None:  # what is bought may be left unused
@@ -341,10 +341,8 @@ def _gain(answer: Answer, gain: Gain) -> str:
         return f"no effect, or {slower}: copies and CPU updates take DRAM bandwidth from each other"
     if gain.change.gpus is not None:
         return f"{gain.tokens_per_second:,.0f} tokens/s, {100 * gain.saved_share:.0f} % less time for a token{other}"
-    return (
-        f"saves {format_seconds(gain.saved_seconds)} per iteration, {100 * gain.saved_share:.0f} % "
-        f"({format_seconds(seconds)}{other})"
-    )
+    faster = f", {format_ratio(1 - gain.saved_share, 1)}" if gain.saved_share >= 0.5 else f", {100 * gain.saved_share:.0f} %"
+    return f"saves {format_seconds(gain.saved_seconds)} per iteration{faster} ({format_seconds(seconds)}{other})"
 
 
 def _largest(answer: Answer) -> Iterator[str]:

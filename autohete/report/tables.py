@@ -34,6 +34,8 @@ from autohete.workload import Units, Workload
 
 #: Where readers find the columns that a table leaves out.
 IN_JSON = "--json has them"
+#: Columns with the counts of a plan.
+_PLAN = ("recomputed", "offloaded", "CPU updates")
 #: Minimum width of a text column that can wrap.
 _FEW_WORDS = 20
 #: Where a line may break: at blanks, but not between a number and its unit.
@@ -218,7 +220,7 @@ def _print_decisions(out: Console, simulation: Simulation) -> None:
     plan, profile = simulation.plan, simulation.profile
     node, by_block = node_text(profile.hardware.name, profile.hardware.gpus), profile.workload.units is Units.BLOCK
     shown = table(
-        f"{profile.workload.name}{units_text(profile.workload)} on {node}: {plan.policy}, plan {counts(simulation)}",
+        f"{profile.workload.name}{units_text(profile.workload)} on {node}: {plan.policy}: {counts(simulation).words}",
         ["blocks" if by_block else "units", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
         left=4,
         elsewhere=IN_JSON,
@@ -272,8 +274,8 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     title = f"{first.workload} ({shape}) on {node_text(first.hardware, first.gpus)}, {first.clock}"
     limited = first.pinned_capacity_bytes is not None
     memories = ["GPU peak", "host peak", *(["pinned peak"] if limited else [])]
-    columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", *memories, "plan"]
-    give_way = ["tokens/s", "TFLOP/s", "host peak", "samples/s", "plan"]
+    columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", *memories, *_PLAN]
+    give_way = ["TFLOP/s", "samples/s", "host peak", *_PLAN]
     speeds = table(title, columns, left=2, give_way=give_way, elsewhere=IN_JSON)
     for s in summaries:
         speeds.add_row(
@@ -286,7 +288,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
             or_dash(s.gpu_peak_bytes, format_bytes),
             or_dash(s.host_peak_bytes, format_bytes),
             *([or_dash(s.pinned_peak_bytes, format_bytes)] if limited else []),
-            _counts(s.plan) if s.plan else "-",
+            *(_counts(s.plan) if s.plan else ["-"] * len(_PLAN)),
         )
     out.print(speeds)
     print_text(out, _assumed(workload), style="dim")
@@ -301,9 +303,9 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     running = [s for s in summaries if s.verdict is Verdict.OK]
     if running:
         _print_reasons(out, running)
-    meaning = "c checkpointed, p with parameters offloaded, o with the optimizer on the CPU"
     units = "blocks" if workload.units is Units.BLOCK else f"units (embedding, {workload.units}s, head)"
-    print_text(out, f"plan: of {workload.unit_count} {units}, {meaning}", style="dim")
+    meaning = "how many are recomputed, have their parameters offloaded, and are updated on the CPU"
+    print_text(out, f"plans: of {workload.unit_count} {units}, {meaning}", style="dim")
     for s in summaries:
         if s.explanation:
             print_text(out, f"{s.policy}: {s.verdict}: {s.explanation}")
@@ -326,9 +328,9 @@ def _assumed(workload: Workload) -> str:
     )
 
 
-def _counts(plan: PlanCounts) -> str:
-    """Return the counts without the total, which is the same for all policies."""
-    return f"{plan.checkpointed_units}c {plan.offloaded_parameter_units}p {plan.offloaded_optimizer_units}o"
+def _counts(plan: PlanCounts) -> list[str]:
+    """Return the cells of :data:`_PLAN`; the total is the same for all policies."""
+    return [str(count) for count in (plan.checkpointed_units, plan.offloaded_parameter_units, plan.offloaded_optimizer_units)]
 
 
 def _print_reasons(out: Console, running: Sequence[Summary]) -> None:

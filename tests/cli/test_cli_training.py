@@ -79,7 +79,7 @@ def test_a_training_of_sublayers_learns_the_same(training: tuple[str, Path]) -> 
     """``--units sublayer`` plans attention and MLP apart, measured as they are, and changes no loss."""
     said = trains({**TINY, "--gpu-memory": "60%", "--units": "sublayer"})
     assert "units sublayer" in said
-    assert re.search(r"plan \d+c \d+p \d+o of 6;", said)
+    assert re.search(r"of 6 units, (\d+ (recompute|offload parameters|update on the CPU)[,;] )+", said)
     assert losses(said) == losses(training[0])
 
 

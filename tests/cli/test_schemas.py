@@ -15,7 +15,7 @@ from support.answers import LARGE, TINY, answer
 from support.command import SMALL, autohete, refused
 
 from autohete.answer.answer_document import answer_json
-from autohete.cli.schema import document_schema
+from autohete.cli.schemas import document_schema
 from autohete.hardware import load_hardware, preset_names
 from autohete.hardware.document import combine, read_chain
 from autohete.profile import analytic_profile

@@ -18,7 +18,7 @@ from support.command import autohete as command
 
 import autohete
 from autohete.answer import Sampling
-from autohete.cli.schema import document_schema
+from autohete.cli.schemas import document_schema
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
