@@ -148,7 +148,7 @@ def test_a_paced_training_keeps_the_pace_of_the_hardware() -> None:
         ({"--pinned-memory": "5"}, "has no unit"),
         ({"--precision": "fp8"}, "precision"),
         ({"--policy": "zero"}, "unknown policy 'zero'"),
-        ({"--hardware": "a100"}, "unknown hardware 'a100'"),
+        ({"--hardware": "a100"}, "a part of 2: give one of a100-40gb"),
         ({"--dropout": "1"}, "dropout is 1.0: it must be at least 0 and less than 1"),
         ({"--dropout": "nan"}, "dropout is nan"),
         ({"--lr": "nan"}, "lr is nan: it must be positive and finite"),
