@@ -17,7 +17,7 @@ from autohete.hardware import WrittenFigure, left_out, preset_names, read_hardwa
 from autohete.policies import POLICIES
 from autohete.report.tables import FittedTable, console, print_text, table
 from autohete.workload import WORKLOADS, BlockRole, Workload
-from autohete.workload.config import model_names, model_source, read_model
+from autohete.workload.config import bundled_name, model_names, model_source, read_model
 from autohete.workload.model import Experts
 
 
@@ -106,10 +106,10 @@ def print_preset(name: str) -> None:
     """
     if name in preset_names():
         print_hardware(name)
-    elif name in model_names():
-        print_model(read_model(name), model_source(name))
     elif name in WORKLOADS:
         print_model(WORKLOADS[name], None)
+    elif (model := bundled_name(name)) is not None:
+        print_model(read_model(model), model_source(model))
     else:
         raise unknown_name("preset", name, [*preset_names(), *WORKLOADS, *model_names()], "autohete presets")
 

@@ -72,6 +72,11 @@ def model_source(name: str) -> str:
     return f"{config['source']} ({config['date']})"
 
 
+def bundled_name(given: str) -> str | None:
+    """Return the bundled model that a name means, its own or the Hub's, in any case; None: none."""
+    return given if given in model_names() else _names_on_hub().get(given.casefold())
+
+
 def _found(given: str) -> str | Path:
     """Return the name of the bundled model that is meant, or the path of a file or folder, such as in the Hub's cache.
 
@@ -83,8 +88,7 @@ def _found(given: str) -> str | Path:
         return given
     if path.suffix == ".json" or len(path.parts) > 2 or _exists(path):
         return path
-    bundled = _names_on_hub().get(given.casefold())
-    if bundled is not None:
+    if (bundled := bundled_name(given)) is not None:
         return bundled
     cached = cached_models(given)
     if len(cached) > 1:

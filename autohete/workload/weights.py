@@ -64,6 +64,8 @@ def _files(folder: Path) -> list[Path]:
     names = {_WHOLE}
     if (folder / _INDEX).is_file():
         try:
+            if (folder / _INDEX).stat().st_size > _LONGEST_HEADER:
+                raise ValueError("it is too long")
             names = {str(name) for name in json.loads((folder / _INDEX).read_bytes())["weight_map"].values()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{str(folder / _INDEX)!r} is damaged: download it again, or {_CURE}") from error

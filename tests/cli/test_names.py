@@ -54,6 +54,11 @@ def test_presets_are_filtered() -> None:
     assert "give models, workloads, hardware, policies, and then the word" in refused("presets", "all", "qwen3")
 
 
+def test_a_model_is_described_by_its_name_on_the_hub() -> None:
+    """As by the bundled one."""
+    assert autohete("presets", "meta-llama/Llama-3.1-8B").stdout == autohete("presets", "llama-3.1-8b").stdout
+
+
 def test_long_lists_are_not_in_errors() -> None:
     """An unknown name is answered with the closest and the command that lists all."""
     for arguments, command in (
