@@ -146,6 +146,8 @@ class OptimizerError(InputError):
 
 #: More names than this are not listed in an error, if there is another way to list them.
 _FEW = 12
+#: Names with more characters than this are close to no other.
+_LONGEST_NAME = 100
 #: Names this close to the given one are typing mistakes, so that no other can be meant.
 _ALMOST_EQUAL = 0.9
 
@@ -179,6 +181,8 @@ def closest(given: str, allowed: Iterable[str]) -> list[str]:
     """
     folded = {name.casefold(): name for name in sorted(allowed, reverse=True)}
     wanted = given.rstrip("/").rpartition("/")[2].casefold()
+    if len(wanted) > _LONGEST_NAME:  # comparing takes a time that grows with the square of its length
+        return []
     near = difflib.get_close_matches(wanted, folded) or [name for name in sorted(folded) if wanted and wanted in name][:3]
     if near and difflib.SequenceMatcher(None, wanted, near[0]).ratio() >= _ALMOST_EQUAL:
         near = near[:1]
