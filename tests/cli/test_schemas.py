@@ -62,6 +62,7 @@ def test_answers_follow_their_schema(gpu_memory: str) -> None:
     assert faults(document | {"policies": policies}, "plan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["autohete", "zero_offload:deepspeed=0.4.3", "capuchin"])
 def test_what_the_commands_print_follows_their_schemas(policy: str) -> None:
     """One policy of ``plan``, also with the largest size; one and several of ``simulate``, also what does not fit."""

@@ -43,6 +43,7 @@ def test_every_name_is_there_and_no_package_hides_one() -> None:
         autohete.plans  # noqa: B018
 
 
+@pytest.mark.slow
 def test_names_are_loaded_when_they_are_used() -> None:
     """Neither torch nor SciPy is loaded by the package, and torch by nothing but the Trainer."""
     code = (
@@ -66,6 +67,7 @@ def test_a_simulation_by_names_is_that_of_the_objects() -> None:
         assert found.profile.workload.name == name.rpartition("/")[2].lower()
 
 
+@pytest.mark.slow
 def test_an_answer_by_names_is_that_of_the_command() -> None:
     """The same document, but for what the command assumes and here is given, and for the names of its options."""
     asked = ["--hidden", "256", "--blocks", "2", "--heads", "4", "--vocabulary", "1000", "--hardware", NODE, "--draws", "2"]
